@@ -1,0 +1,57 @@
+# `make demo` and `make test` do all the set-up on a fresh machine: .venv, pinned installs, the work.
+SHELL := /bin/bash
+.DEFAULT_GOAL := test
+.PHONY: demo test test-full test-oldest lint fmt gpu bench clean
+
+PIP := -m pip install --quiet --disable-pip-version-check
+EXTRAS := .[peft,demo,test,dev]
+BIN := .venv/bin
+
+# Ranks share the machine's cores: one thread each.
+export OMP_NUM_THREADS := 1
+
+# torch goes first and by its exact version: where an index offers a CPU build of that version it
+# is taken, while a range would resolve to the newest CUDA build.
+.venv/.done: setup.cfg pyproject.toml constraints.txt
+	python3 -m venv .venv
+	$(BIN)/python $(PIP) torch==2.13.0
+	$(BIN)/python $(PIP) -c constraints.txt -e '$(EXTRAS)'
+	touch $@
+
+.venv-oldest/.done: setup.cfg pyproject.toml constraints-oldest.txt
+	python3 -m venv .venv-oldest
+	.venv-oldest/bin/python $(PIP) torch==2.11.0
+	.venv-oldest/bin/python $(PIP) -c constraints-oldest.txt -e '$(EXTRAS)'
+	touch $@
+
+demo: .venv/.done
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/run_demo.sh
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-full: lint
+	$(BIN)/python -m pytest -m 'not gpu'
+
+test-oldest: .venv-oldest/.done
+	.venv-oldest/bin/python -m pytest -m 'not slow and not gpu'
+
+lint: .venv/.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy hf_moe_ep model_patches
+
+fmt: .venv/.done
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# On a GPU machine: its own python3, nothing is installed.
+gpu:
+	python3 -m pytest -m gpu
+	set -e; for script in $(sort $(wildcard benchmarks/*.py)); do python3 $$script; done
+
+bench: .venv/.done
+	set -e; for script in $(sort $(wildcard benchmarks/*.py)); do $(BIN)/python $$script; done
+
+clean:
+	rm -rf .venv .venv-oldest out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

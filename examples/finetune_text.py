@@ -1,0 +1,81 @@
+"""Fine-tune a Mixture-of-Experts language model on plain text with the stock Trainer.
+
+    accelerate launch --config_file examples/accelerate/gpu_8.yaml examples/finetune_text.py \
+        --model Qwen/Qwen3-30B-A3B --ep_size 8 --output_dir out/qwen3 --bf16
+
+Everything here is a stock script except the two lines that name hf_moe_ep; `--ep_size 0` leaves
+the model stock. Any flag of TrainingArguments works. `run_demo.sh` runs this on four CPU
+processes.
+
+Writes to --output_dir: the model and tokenizer (hub layout), trainer_state.json (every logged
+loss) and rank_stats.json (tokens per second and peak memory of each rank).
+"""
+
+import json
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from text_data import pack, split_text
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_moe_ep import patch
+
+
+@dataclass
+class ScriptArguments:
+    model: str
+    ep_size: int = 1
+    text_file: str | None = None
+    block_size: int = 256
+    eval_blocks: int = 48
+
+
+def rank_stats(trainer: Trainer, block_size: int, seconds: float) -> list[dict]:
+    """Tokens per second and peak memory of every rank (GPU memory where there is one)."""
+    args = trainer.args
+    blocks = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    tokens = trainer.state.global_step * blocks * block_size
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if torch.cuda.is_available() and not args.use_cpu:
+        peak = torch.cuda.max_memory_allocated()
+    row = torch.tensor([[tokens / seconds, peak / 2**20]], device=args.device)
+    rows = trainer.accelerator.gather(row).tolist()
+    return [{"tokens_per_s": speed, "peak_mib": mib} for speed, mib in rows]
+
+
+def main() -> None:
+    args, training_args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model)
+    if args.ep_size > 0:
+        patch(model, ep_size=args.ep_size)
+
+    train_text, held_out_text = split_text(args.text_file)
+    trainer = Trainer(
+        model=model,
+        args=training_args,
+        train_dataset=pack(tokenizer, train_text, args.block_size),
+        eval_dataset=pack(tokenizer, held_out_text, args.block_size, args.eval_blocks),
+        processing_class=tokenizer,
+    )
+    result = trainer.train()
+    trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+
+    stats = rank_stats(trainer, args.block_size, result.metrics["train_runtime"])
+    if trainer.is_world_process_zero():
+        Path(training_args.output_dir, "rank_stats.json").write_text(json.dumps(stats, indent=2))
+
+
+if __name__ == "__main__":
+    main()

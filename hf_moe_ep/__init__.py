@@ -1,0 +1,26 @@
+"""Expert parallelism + FSDP2 for stock Hugging Face Mixture-of-Experts models.
+
+    from hf_moe_ep import patch
+
+    model = AutoModelForCausalLM.from_pretrained(...)
+    patch(model, ep_size=8)          # then Trainer(model=model) or accelerator.prepare(...)
+
+Importing this package changes nothing; `patch` does.
+"""
+
+from hf_moe_ep.checkpoint import save_pretrained
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.describe import describe
+from hf_moe_ep.grads import clip_grad_norm_, global_token_count
+from hf_moe_ep.patch import apply_ep_fsdp2, patch, unpatch
+
+__all__ = [
+    "ParallelConfig",
+    "apply_ep_fsdp2",
+    "clip_grad_norm_",
+    "describe",
+    "global_token_count",
+    "patch",
+    "save_pretrained",
+    "unpatch",
+]

@@ -1,0 +1,48 @@
+"""Sharded parameters -> Hugging Face checkpoint in hub layout.
+
+Tensors are gathered one after the other, every rank taking part, and kept by rank 0 alone, in
+host memory; transformers' own writer then turns the stacked experts back into the layout of the
+hub (one key per expert for Qwen3-MoE) and writes shards, index and config.
+
+Rank 0 needs host memory for the whole model.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep import hf
+
+
+def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    """Write `model` so that stock `from_pretrained(directory)` loads it; every rank calls this.
+
+    Args:
+        model: patched, sharded or not.
+        directory: created if missing; shared by all ranks (only rank 0 writes).
+        kwargs: passed to the model's own `save_pretrained`.
+    """
+    state_dict = gather_state_dict(model)
+    distributed = dist.is_available() and dist.is_initialized()
+    if not distributed or dist.get_rank() == 0:
+        hf.unwrap(model).save_pretrained(os.fspath(directory), state_dict=state_dict, **kwargs)
+    if distributed:
+        dist.barrier()
+
+
+@torch.no_grad()
+def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Full tensors on the host of rank 0, empty elsewhere; every rank calls this."""
+    keep = not dist.is_initialized() or dist.get_rank() == 0
+    full: dict[str, Tensor] = {}
+    for name, tensor in hf.unwrap(model).state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if keep:
+            full[hf.canonical_name(name)] = whole.detach().cpu()
+    return full

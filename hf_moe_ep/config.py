@@ -1,0 +1,145 @@
+"""What the user asks for: `ParallelConfig`, and the environment variables that may fill it.
+
+    ParallelConfig(ep_size=8)                 experts split over 8 consecutive ranks, FSDP2 over the rest
+    HF_MOE_EP_EP_SIZE=8 python train.py       the same without touching the script
+
+A field left at None is filled from the environment by `with_environment` and counts as 1 after
+that. Sizes that depend on the model or on the world are checked where those are known: in
+`patch.py` and in `mesh.py`. This file is the only reader of environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+_ENVIRONMENT = {"ep_size": "HF_MOE_EP_EP_SIZE", "sp_size": "HF_MOE_EP_SP_SIZE"}
+_EXPERTS_BACKENDS = ("auto", "eager", "torch")
+_SHARD_DIMS = ("auto", 0, 1)
+
+# Options of the public contract that this version cannot honour: any other value raises.
+_ONLY_VALUE = {
+    "sp_size": (None, 1),
+    "dispatcher": ("all_to_all",),
+    "dispatch_chunks": (1,),
+    "max_tokens_per_rank": (None,),
+    "recompute_activations": (False,),
+    "gather_logits": (False,),
+}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes and choices of one patched model.
+
+    Args:
+        ep_size: ranks that split the experts of a layer between them; divides the number of
+            experts and `world / dp_replicate_size`. None = 1, or HF_MOE_EP_EP_SIZE.
+        sp_size: ranks that split a sequence between them. None = 1, or HF_MOE_EP_SP_SIZE.
+            Only 1 in this version.
+        dp_replicate_size: copies of the sharded model (HSDP). None = 1.
+        experts_backend: "auto" and "torch" run the plugin's own expert computation, "eager" the
+            model's own loop (`ep_size` 1 only).
+        ep_outside: consecutive ranks share an ep_fsdp group instead of an ep group.
+        expert_shard_dim: tensor dimension of the expert weights that FSDP2 splits: 0, 1 or
+            "auto", which is 1 where it divides evenly and 0 elsewhere.
+        reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
+
+    The remaining fields are names that are fixed already and whose other values raise until
+    they work: dispatcher, dispatch_chunks, max_tokens_per_rank, recompute_activations,
+    gather_logits.
+
+    Raises:
+        ValueError: a field has a value that no model and no world could make valid.
+    """
+
+    ep_size: int | None = None
+    sp_size: int | None = None
+    dp_replicate_size: int | None = None
+    experts_backend: str = "auto"
+    dispatcher: str = "all_to_all"
+    dispatch_chunks: int = 1
+    max_tokens_per_rank: int | None = None
+    recompute_activations: bool = False
+    gather_logits: bool = False
+    ep_outside: bool = False
+    expert_shard_dim: str | int = "auto"
+    reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("ep_size", "sp_size", "dp_replicate_size"):
+            _check_size(name, getattr(self, name))
+        for name in ("ep_outside", "reshard_after_forward"):
+            _check_choice(name, getattr(self, name), (False, True))
+        _check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
+        _check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
+        for name, allowed in _ONLY_VALUE.items():
+            _check_choice(name, getattr(self, name), allowed)
+        if self.experts_backend == "eager" and (self.ep_size or 1) > 1:
+            raise ValueError(
+                f"experts_backend='eager' indexes all experts on every rank and cannot run with "
+                f"ep_size={self.ep_size}; use experts_backend='auto', or ep_size=1"
+            )
+
+    @property
+    def needs_sharding(self) -> bool:
+        """True where training without `apply_ep_fsdp2` would silently ignore a size."""
+        return max(self.ep_size or 1, self.sp_size or 1, self.dp_replicate_size or 1) > 1
+
+
+def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> ParallelConfig:
+    """`config` with `overrides` applied and None filled from the environment, then with 1."""
+    known = {field.name for field in fields(ParallelConfig)}
+    unknown = sorted(set(overrides) - known)
+    if unknown:
+        raise ValueError(f"unknown option {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
+    if config is not None and not isinstance(config, ParallelConfig):
+        raise ValueError(
+            f"config must be a ParallelConfig, got {type(config).__name__}; "
+            f"write patch(model, ep_size=...) or patch(model, ParallelConfig(ep_size=...))"
+        )
+    config = replace(config or ParallelConfig(), **overrides)
+    filled = {
+        name: _size_from_environment(variable)
+        for name, variable in _ENVIRONMENT.items()
+        if getattr(config, name) is None
+    }
+    filled["dp_replicate_size"] = config.dp_replicate_size
+    return replace(config, **{name: 1 if size is None else size for name, size in filled.items()})
+
+
+def launched_world_size() -> int:
+    """Number of processes that the launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_rank() -> int:
+    """Rank that the launcher gave to this process; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def launched_with_fsdp() -> bool:
+    """True under `accelerate launch` with `distributed_type: FSDP`."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def _size_from_environment(variable: str) -> int | None:
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{variable}={text!r} is no positive whole number; try {variable}=8")
+    return int(text)
+
+
+def _check_size(name: str, size: int | None) -> None:
+    whole = isinstance(size, int) and not isinstance(size, bool)
+    if size is not None and not (whole and size >= 1):
+        raise ValueError(f"{name} must be None or a whole number >= 1, got {size!r}; try {name}=1")
+
+
+def _check_choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+    if not any(value == choice and type(value) is type(choice) for choice in allowed):
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"{name}={value!r} is not supported by this version; use {choices}")

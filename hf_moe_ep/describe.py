@@ -1,0 +1,82 @@
+"""`describe(model)`: what was replaced, how it is laid out, what precision it trains in."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep import hf
+from hf_moe_ep.moe import STATE, MoELayer, ModelState
+
+
+def describe(model: nn.Module) -> str:
+    """A report of a few lines on a patched model, to print; numbers are of the calling rank.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    model = hf.unwrap(model)
+    state: ModelState | None = getattr(model, STATE, None)
+    if state is None:
+        raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
+    lines = [_header(model, state), _experts(model, state), _layout(state), _memory(model)]
+    if state.meshes is not None:
+        lines.append(_precision(model, state))
+    return "\n".join(lines)
+
+
+def _header(model: nn.Module, state: ModelState) -> str:
+    name = type(model).__name__.removeprefix("FSDP")
+    return f"{name} ({state.plan.model_type}), patched by hf_moe_ep"
+
+
+def _experts(model: nn.Module, state: ModelState) -> str:
+    names = [
+        hf.canonical_name(name)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, STATE, None), MoELayer)
+    ]
+    backend = "eager" if state.config.experts_backend == "eager" else "torch"
+    return (
+        f"  experts    {len(names)} layers of {state.num_experts} ({names[0]} .. {names[-1]}), "
+        f"backend {backend}"
+    )
+
+
+def _layout(state: ModelState) -> str:
+    meshes, config = state.meshes, state.config
+    if meshes is None:
+        return (
+            f"  layout     not sharded yet; asks for ep_size {config.ep_size}, "
+            f"dp_replicate_size {config.dp_replicate_size}"
+        )
+    ep_ranks = meshes.ep.mesh.tolist()
+    local = state.num_experts // meshes.ep_size
+    first = meshes.ep_rank * local
+    return (
+        f"  layout     {meshes.world_size} ranks = dp_replicate {config.dp_replicate_size} x "
+        f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}; this rank: experts {first} .. "
+        f"{first + local - 1}, ep group {ep_ranks}"
+    )
+
+
+def _memory(model: nn.Module) -> str:
+    whole = local = 0
+    for parameter in model.parameters():
+        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        whole += parameter.numel()
+        local += held.numel()
+    return f"  parameters {whole:,} in the model, {local:,} on this rank"
+
+
+def _precision(model: nn.Module, state: ModelState) -> str:
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    policy = state.policy
+    compute = policy.param_dtype if policy is not None and policy.param_dtype else "as stored"
+    reduce_ = policy.reduce_dtype if policy is not None and policy.reduce_dtype else "as computed"
+    return (
+        f"  precision  stored {', '.join(dtypes)}; compute {compute}; gradients reduced "
+        f"{reduce_}; {units} FSDP2 modules"
+    ).replace("torch.", "")

@@ -1,0 +1,108 @@
+"""Gradients over dense and expert meshes: the norm, clipping, and the token count to divide by.
+
+`torch.nn.utils.clip_grad_norm_` stacks the norms of all parameters and raises because experts and
+the rest live on different meshes. Here each rank adds up its own elements per kind of placement,
+one all-reduce per kind completes the sum, and the kinds are combined on the host side of the
+tensor: no norm is ever gathered per parameter.
+
+An element that a mesh axis replicates (HSDP) is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.comm import max_over_ranks, sum_over_ranks
+
+IGNORED_LABEL = -100
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients of `model` so that their joint norm is at most `max_norm`.
+
+    Args:
+        model: sharded or not; every rank calls this.
+        max_norm: as in `torch.nn.utils.clip_grad_norm_`.
+        norm_type: p of the p-norm, or `inf`.
+        error_if_nonfinite: raise RuntimeError on every rank if the norm is nan or inf.
+
+    Returns the norm before clipping, the same number on every rank.
+    """
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    total = _total_norm(grads, float(norm_type))
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the gradient norm (p={norm_type}) is {total.item()}, so it cannot be clipped to "
+            f"{max_norm}; set error_if_nonfinite=False to clip anyway"
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        local.mul_(factor.to(local.device, local.dtype))
+    return total
+
+
+def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> Tensor:
+    """Number of tokens that the causal loss counts, over all ranks (an int64 scalar).
+
+    Args:
+        model: the model that `labels` are for.
+        labels: (B, S), not shifted, -100 where ignored; or the micro-batches of one step.
+
+    Pass it as `num_items_in_batch` and multiply the loss by the number of processes, because
+    FSDP2 averages gradients: a loop that takes the mean per rank weighs the tokens of a short
+    batch more than those of a long one.
+    """
+    parts = [labels] if isinstance(labels, Tensor) else list(labels)
+    if not parts:
+        raise ValueError("labels is empty: pass the labels of at least one micro-batch")
+    counts = torch.stack([(part[..., 1:] != IGNORED_LABEL).sum() for part in parts])
+    return sum_over_ranks(counts.sum())
+
+
+def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    kinds: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        kind = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        kinds.setdefault(kind, []).append(grad)
+    parts = [_power_sum(members, norm_type) for members in kinds.values()]
+    if not parts:
+        return torch.tensor(0.0)
+    wide = torch.stack([part.to(parts[0].device) for part in parts])
+    return wide.amax() if norm_type == float("inf") else wide.sum() ** (1.0 / norm_type)
+
+
+def _power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
+    """sum |g|^p (p = inf: max |g|) of gradients that share one mesh and one placement."""
+    locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    wide = torch.promote_types(locals_[0].dtype, torch.float32)
+    norms = [
+        torch.linalg.vector_norm(local, norm_type, dtype=wide)
+        for local in locals_
+        if local.numel() > 0
+    ]
+    infinite = norm_type == float("inf")
+    if not norms:
+        total = torch.zeros((), dtype=wide, device=locals_[0].device)
+    else:
+        stacked = torch.stack(norms)
+        total = stacked.amax() if infinite else (stacked**norm_type).sum()
+    if isinstance(grads[0], DTensor):
+        mesh = grads[0].device_mesh
+        # With CPU offload gradients lie on the host, where NCCL cannot reduce.
+        total = total.to(mesh.device_type)
+        for axis, placement in enumerate(grads[0].placements):
+            if not placement.is_replicate():
+                reduce_ = max_over_ranks if infinite else sum_over_ranks
+                total = reduce_(total, mesh.get_group(axis))
+    return total

@@ -1,0 +1,91 @@
+"""Every name of transformers, peft and accelerate that is not public API, and every version check.
+
+Each function says which upstream file it leans on; when an upgrade breaks, this is the file to
+read. Checked with transformers 5.17 to 5.23 and accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+EXPERTS_IMPLEMENTATION = "hf_moe_ep"
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
+
+
+def register_experts_forward(forward: Callable[..., Any]) -> None:
+    """Make `forward` selectable by config (transformers/integrations/moe.py)."""
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, forward)
+
+
+def is_experts_module(module: nn.Module) -> bool:
+    """Whether a module routes its forward through transformers' experts interface."""
+    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
+
+
+def standard_experts_layout(module: nn.Module) -> bool:
+    """gate over up in one matrix, no bias, no transposition, no norm behind the experts."""
+    flags = (module.is_transposed, module.has_bias, getattr(module, "has_post_expert_norm", False))
+    return module.has_gate and module.is_concatenated and not any(flags)
+
+
+def own_experts_config(config: Any, implementation: str) -> Any:
+    """A copy of `config` for the experts alone that selects `implementation`.
+
+    Models built from one config object share it, and `model.config` is what gets saved: neither
+    may learn of us, so only the experts modules see this copy.
+    """
+    own = copy.copy(config)
+    own._experts_implementation_internal = implementation
+    return own
+
+
+def canonical_name(name: str) -> str:
+    """A module or parameter name without what activation checkpointing and compile put in."""
+    return _WRAPPERS.sub("", f"{name}.").rstrip(".")
+
+
+def mark_fsdp_managed(model: nn.Module) -> None:
+    """Keep ranks in step in `generate()` (transformers/distributed/fsdp.py, generation/utils.py)."""
+    for module in model.modules():
+        if hasattr(module, "generate"):
+            module._is_fsdp_managed_module = True
+
+
+def is_distributed_by_transformers(model: nn.Module) -> bool:
+    """Sharded at load time by `from_pretrained(distributed_config=...)` or `tp_plan=...`."""
+    return getattr(model, "is_distributed_loading_by_transformers", False) is True or (
+        getattr(model, "_tp_size", None) or 1
+    ) > 1
+
+
+def inside_ddp_forward() -> bool:
+    """Whether a DistributedDataParallel wrapper is the caller (torch/nn/parallel/distributed.py)."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Whether FSDP1 wraps the model or a part of it."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """The token embedding (PreTrainedModel.get_input_embeddings)."""
+    return model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The head onto the vocabulary, if any (PreTrainedModel.get_output_embeddings)."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model behind torch.compile's wrapper (torch/_dynamo/eval_frame.py, OptimizedModule)."""
+    return getattr(model, "_orig_mod", model)

@@ -1,0 +1,106 @@
+"""The only place that lays ranks out: two views of the same world.
+
+Dense view: world = dp_replicate x fsdp. Expert view: world = dp_replicate x ep_fsdp x ep, so
+ep_fsdp = world / (dp_replicate x ep). Non-expert parameters are sharded over fsdp, expert
+parameters split by expert over ep and then sharded over ep_fsdp.
+
+8 ranks, ep_size 4, ep innermost (an ep group is consecutive ranks, so one node):
+
+                 ep 0  ep 1  ep 2  ep 3
+    ep_fsdp 0      0     1     2     3        ep groups       {0 1 2 3} {4 5 6 7}
+    ep_fsdp 1      4     5     6     7        ep_fsdp groups  {0 4} {1 5} {2 6} {3 7}
+
+With 128 experts rank 5 owns experts 32..63 (ep 1), half of each matrix (ep_fsdp 1).
+`ep_outside=True` transposes the grid: ep groups {0 2 4 6} {1 3 5 7}, ep_fsdp groups {0 1} {2 3}
+{4 5} {6 7}. dp_replicate is always outermost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hf_moe_ep.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Where one model lives.
+
+    Attributes:
+        dense: mesh of the non-expert parameters: ("fsdp",) or ("dp_replicate", "fsdp").
+        ep_fsdp: mesh that shards one rank's experts further: ("ep_fsdp",), with HSDP
+            ("dp_replicate", "ep_fsdp").
+        ep: mesh ("ep",) that splits the experts.
+        world_size: ranks of the default process group, all of which take part.
+        device: where parameters and batches live.
+    """
+
+    dense: DeviceMesh
+    ep_fsdp: DeviceMesh
+    ep: DeviceMesh
+    world_size: int
+    device: torch.device
+
+    @property
+    def ep_size(self) -> int:
+        return self.ep.size()
+
+    @property
+    def ep_rank(self) -> int:
+        return self.ep.get_local_rank()
+
+    @property
+    def ep_fsdp_size(self) -> int:
+        return self.ep_fsdp.size(-1)
+
+
+def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
+    """Create the process groups of `config` over the default group; every rank calls this."""
+    world_size = dist.get_world_size()
+    ep, replicate = config.ep_size or 1, config.dp_replicate_size or 1
+    check_world(ep, replicate, world_size)
+    ep_fsdp = world_size // (replicate * ep)
+    ranks = torch.arange(world_size)
+    if config.ep_outside:
+        ranks = ranks.view(replicate, ep, ep_fsdp).transpose(1, 2)
+    else:
+        ranks = ranks.view(replicate, ep_fsdp, ep)
+    names = ("dp_replicate", "ep_fsdp", "ep")
+    experts = DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=names)
+    dense = init_device_mesh(
+        device.type,
+        (replicate, world_size // replicate),
+        mesh_dim_names=("dp_replicate", "fsdp"),
+    )
+    hsdp = replicate > 1
+    return Meshes(
+        dense=dense if hsdp else dense["fsdp"],
+        ep_fsdp=experts["dp_replicate", "ep_fsdp"] if hsdp else experts["ep_fsdp"],
+        ep=experts["ep"],
+        world_size=world_size,
+        device=device,
+    )
+
+
+def check_world(ep_size: int, dp_replicate_size: int, world_size: int) -> None:
+    """Raise where the sizes do not tile the world, naming the sizes that would."""
+    if dp_replicate_size > world_size or world_size % dp_replicate_size:
+        raise ValueError(
+            f"dp_replicate_size ({dp_replicate_size}) must divide the world size ({world_size}); "
+            f"try {_divisors(world_size)}"
+        )
+    shard = world_size // dp_replicate_size
+    if ep_size > shard or shard % ep_size:
+        raise ValueError(
+            f"ep_size ({ep_size}) must divide world size / dp_replicate_size "
+            f"({world_size} / {dp_replicate_size} = {shard}); try {_divisors(shard)}, "
+            f"or launch a multiple of {ep_size * dp_replicate_size} processes"
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

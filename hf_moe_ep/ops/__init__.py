@@ -1,0 +1,1 @@
+"""Operations on rows of tokens, each with a backward of its own."""

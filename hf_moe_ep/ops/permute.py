@@ -1,0 +1,83 @@
+"""Copy tokens into rows, and add rows back into tokens: two linear maps, each the other's adjoint.
+
+`token_of_row_N` says which token a row is a copy of; `slots_TJ` says the same from the token's
+side: the rows that are copies of it, padded with N ("no row"). Two tokens, the second one copied
+twice:
+
+    token_of_row_N = [1, 0, 1]        slots_TJ = [[1, 3],
+                                                  [0, 2]]
+
+    gather_rows(x)    = [x1, x0, x1]
+    sum_rows(r)       = [r1, r0 + r2]     and gather_rows' gradient is sum_rows, and vice versa.
+
+Rows are added in fp32 or wider and always in the same order, so results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
+        ctx.save_for_backward(token_of_row_N, slots_TJ)
+        return x_TH.index_select(0, token_of_row_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None, None]:
+        return add_rows(grad_NH, *ctx.saved_tensors), None, None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
+        ctx.save_for_backward(token_of_row_N)
+        return add_rows(rows_NH, token_of_row_N, slots_TJ)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
+        (token_of_row_N,) = ctx.saved_tensors
+        return grad_TH.index_select(0, token_of_row_N), None, None
+
+
+def gather_rows(x_TH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
+    """rows_NH with `rows_NH[n] = x_TH[token_of_row_N[n]]`."""
+    return _GatherRows.apply(x_TH, token_of_row_N, slots_TJ)
+
+
+def sum_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
+    """out_TH with `out_TH[t]` = the sum of the rows that belong to token t."""
+    return _SumRows.apply(rows_NH, token_of_row_N, slots_TJ)
+
+
+def add_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
+    """`sum_rows` without a gradient of its own."""
+    num_tokens, num_slots = slots_TJ.shape
+    num_rows = rows_NH.shape[0]
+    wide = torch.promote_types(rows_NH.dtype, torch.float32)
+    out_TH = torch.zeros(num_tokens, rows_NH.shape[1], dtype=wide, device=rows_NH.device)
+    if rows_NH.device.type == "cpu":
+        # One pass, in row order; on a GPU index_add_ is atomic and its order changes every run.
+        return out_TH.index_add_(0, token_of_row_N, rows_NH.to(wide)).to(rows_NH.dtype)
+    if num_rows == 0:
+        return out_TH.to(rows_NH.dtype)
+    for slot in range(num_slots):
+        row_T = slots_TJ[:, slot]
+        rows_TH = rows_NH.index_select(0, row_T.clamp(max=num_rows - 1))
+        out_TH += rows_TH.masked_fill((row_T == num_rows).unsqueeze(1), 0)
+    return out_TH.to(rows_NH.dtype)
+
+
+def invert(token_of_row_N: Tensor, slot_of_row_N: Tensor, shape: tuple[int, int]) -> Tensor:
+    """slots_TJ of `shape`: row n at `[token_of_row_N[n], slot_of_row_N[n]]`, N elsewhere."""
+    num_rows = token_of_row_N.numel()
+    slots_TJ = token_of_row_N.new_full(shape, num_rows)
+    slots_TJ[token_of_row_N, slot_of_row_N] = torch.arange(num_rows, device=slots_TJ.device)
+    return slots_TJ

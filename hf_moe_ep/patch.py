@@ -1,0 +1,256 @@
+"""`patch` and `unpatch`: read this file first.
+
+`patch` changes one model instance, and nothing that another model shares:
+
+    every experts module    its own copy of the config, which selects our forward in transformers'
+                            experts interface, and its place in the model (`MoELayer`)
+    the root                the model's state, a pre-forward hook that refuses to train unsharded,
+                            and a forward hook that makes the router's aux loss global
+
+It looks at the model only. What depends on the world is checked by `shard.py` when the model is
+sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `accelerate.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+from typing import Any
+
+import model_patches
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_moe_ep import accelerate, hf
+from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
+from hf_moe_ep.experts import SUPPORTED_ACTIVATIONS
+from hf_moe_ep.moe import STATE, ForwardGuard, ModelState, MoELayer, moe_forward
+from hf_moe_ep.plan import ModelPlan, matches
+from hf_moe_ep.routing import GlobalAuxLoss
+from hf_moe_ep.shard import ShardOptions, default_device, default_policy, shard_model
+
+_logger = logging.getLogger("hf_moe_ep")
+
+
+def patch(
+    model: nn.Module, config: ParallelConfig | None = None, **overrides: Any
+) -> nn.Module:
+    """Prepare a stock MoE model, in place, for expert parallelism; returns it.
+
+    Args:
+        model: a Transformers model of a known architecture, as `from_pretrained` returns it.
+            Not sharded, not wrapped in DDP.
+        config: sizes and choices; `overrides` are its fields by name.
+
+    Patching a patched model again with the same config changes nothing; with another config the
+    new one counts.
+
+    Raises:
+        ValueError: unknown architecture; no experts found, or not the number that the config
+            promises; `ep_size` does not divide the number of experts; an activation or a layout
+            that the backend does not compute; a model that is sharded already.
+    """
+    config = resolve_config(config, overrides)
+    state = getattr(model, STATE, None)
+    if state is not None and state.meshes is None and state.config == config:
+        return model
+    if state is not None and state.meshes is None:
+        unpatch(model)
+    _check_unsharded(model)
+    plan, model_config = _find_plan(model)
+    state = ModelState(config, plan, plan.num_experts(model_config))
+    experts = _find_experts(model, plan, model_config)
+    _check_supported(config, plan, model_config, experts)
+    hf.register_experts_forward(moe_forward)
+    implementation = "eager" if config.experts_backend == "eager" else hf.EXPERTS_IMPLEMENTATION
+    own_config = hf.own_experts_config(next(iter(experts.values())).config, implementation)
+    for index, module in enumerate(experts.values()):
+        state.undo.append((module, module.config))
+        module.config = own_config
+        setattr(module, STATE, MoELayer(index, state))
+    _hook_root(model, state, model_config)
+    accelerate.install()
+    _log(model, state, list(experts))
+    return model
+
+
+def apply_ep_fsdp2(
+    model: nn.Module,
+    config: ParallelConfig | None = None,
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    **overrides: Any,
+) -> nn.Module:
+    """Shard a model over all ranks of the default process group, in place; returns it.
+
+    For a training loop of your own. Create the optimizer afterwards: parameters are replaced.
+
+    Args:
+        model: patched, or a stock model, which is patched first with `config` and `overrides`.
+        mp_policy: FSDP2's policy; None computes in the dtype the model was loaded in, with fp32
+            masters and fp32 gradient reduction where that is bf16 or fp16.
+        offload_policy: FSDP2's policy; None keeps parameters on the device.
+
+    Raises:
+        ValueError: no process group; sizes that do not fit the world; ranks that disagree;
+            missing weights; and all that `patch` raises.
+    """
+    state: ModelState | None = getattr(model, STATE, None)
+    if state is None or config is not None or overrides:
+        patch(model, config, **overrides)
+        state = getattr(model, STATE)
+    elif state.meshes is not None:
+        _check_unsharded(model)
+    assert state is not None
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "apply_ep_fsdp2 shards over a process group and there is none; start the script with "
+            "torchrun or accelerate launch and call torch.distributed.init_process_group()"
+        )
+    policy, fp32_masters = default_policy(model)
+    if mp_policy is not None:
+        policy, fp32_masters = mp_policy, mp_policy.param_dtype is not None
+    options = ShardOptions(
+        mp_policy=policy,
+        offload_policy=offload_policy or OffloadPolicy(),
+        fp32_masters=fp32_masters,
+        reshard_after_forward=state.config.reshard_after_forward,
+    )
+    return shard_model(model, state, options, default_device())
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Take everything of `patch` out of `model` again, in place; returns it.
+
+    Raises:
+        ValueError: the model was not patched, or was sharded since.
+    """
+    state: ModelState | None = getattr(model, STATE, None)
+    if state is None:
+        raise ValueError(f"this {type(model).__name__} is not patched; nothing to undo")
+    if state.meshes is not None:
+        raise ValueError(
+            f"this model is sharded over {state.meshes.world_size} ranks; unpatch it before "
+            "apply_ep_fsdp2 or accelerator.prepare"
+        )
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                del hooks[key]
+                module._forward_hooks_with_kwargs.pop(key, None)
+    for module, config in state.undo:
+        module.config = config
+    for module in model.modules():
+        module.__dict__.pop(STATE, None)
+    return model
+
+
+def known_architectures() -> list[str]:
+    """The `model_type` of every architecture that `patch` knows."""
+    return sorted(module.name for module in pkgutil.iter_modules(model_patches.__path__))
+
+
+def _is_ours(hook: object) -> bool:
+    return isinstance(hook, ForwardGuard | GlobalAuxLoss)
+
+
+def _find_plan(model: nn.Module) -> tuple[ModelPlan, Any]:
+    model_config = getattr(model, "config", None)
+    model_type = getattr(model_config, "model_type", None)
+    if model_type not in known_architectures():
+        raise ValueError(
+            f"unknown architecture {model_type!r} ({type(model).__name__}); "
+            f"known are: {', '.join(known_architectures())}"
+        )
+    return importlib.import_module(f"model_patches.{model_type}").PLAN, model_config
+
+
+def _find_experts(model: nn.Module, plan: ModelPlan, model_config: Any) -> dict[str, nn.Module]:
+    """Name -> module of every MoE layer, in order; raises unless it is what the config promises."""
+    experts = {
+        name: module
+        for name, module in model.named_modules()
+        if matches(plan.experts, hf.canonical_name(name))
+    }
+    others = [name for name, module in experts.items() if not hf.is_experts_module(module)]
+    expected = plan.num_moe_layers(model_config)
+    if len(experts) != expected or expected == 0 or others:
+        raise ValueError(
+            f"found {len(experts)} experts modules named '{plan.experts}' in this "
+            f"{type(model).__name__}, expected {expected} from its config"
+            + (f"; not of transformers' experts interface: {', '.join(others)}" if others else "")
+            + f". patch() wants the model as from_pretrained returns it, with at least one MoE "
+            f"layer of {plan.model_type}"
+        )
+    return experts
+
+
+def _check_supported(
+    config: ParallelConfig, plan: ModelPlan, model_config: Any, experts: dict[str, nn.Module]
+) -> None:
+    num_experts, ep_size = plan.num_experts(model_config), config.ep_size or 1
+    if num_experts % ep_size:
+        sizes = [str(size) for size in range(1, num_experts + 1) if num_experts % size == 0]
+        raise ValueError(
+            f"ep_size ({ep_size}) must divide num_experts ({num_experts}) of {plan.model_type}; "
+            f"try {', '.join(sizes)}"
+        )
+    if config.experts_backend == "eager":
+        return
+    activation = plan.activation(model_config)
+    if activation not in SUPPORTED_ACTIVATIONS:
+        raise ValueError(
+            f"activation {activation!r} of {plan.model_type} is not supported by the experts "
+            f"backend; supported: {', '.join(SUPPORTED_ACTIVATIONS)}. "
+            f"experts_backend='eager' runs the model's own code with ep_size=1"
+        )
+    odd = [name for name, module in experts.items() if not hf.standard_experts_layout(module)]
+    if odd:
+        raise ValueError(f"experts with biases or transposed weights are not supported: {odd[0]}")
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    sharded = "pass the model as from_pretrained returns it, patch it, then shard it once"
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(f"the model is wrapped in DistributedDataParallel; {sharded}")
+    if hf.is_distributed_by_transformers(model):
+        raise ValueError(f"transformers sharded this model when it loaded it; {sharded}")
+    if getattr(model, STATE, None) is not None:
+        raise ValueError(f"the model is sharded by hf_moe_ep already; {sharded}")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(f"FSDP2 shards parts of this model already; {sharded}")
+    if hf.is_fsdp1(model):
+        raise ValueError(f"FSDP1 wraps parts of this model; {sharded}")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(f"the model has DTensor parameters already; {sharded}")
+
+
+def _hook_root(model: nn.Module, state: ModelState, model_config: Any) -> None:
+    setattr(model, STATE, state)
+    model.register_forward_pre_hook(ForwardGuard(state))
+    coefficient, top_k = state.plan.aux_loss_coef, state.plan.top_k
+    if coefficient is None or top_k is None:
+        return
+    for module in model.modules():
+        if hasattr(module, coefficient):
+            hook = GlobalAuxLoss(state, top_k(model_config), coefficient)
+            module.register_forward_hook(hook, with_kwargs=True)
+
+
+def _log(model: nn.Module, state: ModelState, names: list[str]) -> None:
+    if launched_rank() == 0:
+        _logger.info(
+            "patched %s: %d MoE layers (%s .. %s) of %d experts, ep_size %d, experts backend %s",
+            type(model).__name__,
+            len(names),
+            names[0],
+            names[-1],
+            state.num_experts,
+            state.config.ep_size,
+            state.config.experts_backend,
+        )

@@ -1,0 +1,49 @@
+"""`ModelPlan`: what an architecture declares about itself. Pure data, no behaviour.
+
+Names are patterns over dotted module names, matched at their end and by component, `*` for one
+component: "layers.*.mlp.experts" finds `model.layers.3.mlp.experts` and, under PEFT,
+`base_model.model.model.layers.3.mlp.experts`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One architecture.
+
+    Attributes:
+        model_type: `config.model_type` of the Hugging Face config.
+        layers: decoder layers, each one FSDP2 unit.
+        experts: modules that hold the stacked expert weights, each one FSDP2 unit over ep_fsdp.
+        final_norm: the norm in front of the head; one unit with it, kept gathered.
+        num_experts: config -> experts per layer.
+        num_moe_layers: config -> how many modules `experts` has to match.
+        expert_weights: parameters of an experts module that are stacked over experts (dim 0).
+        activation: config -> name of the activation between the two expert matrices.
+        aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss,
+            which needs top_k too; None without such a loss.
+        top_k: config -> experts per token.
+    """
+
+    model_type: str
+    layers: str
+    experts: str
+    final_norm: str
+    num_experts: Callable[[Any], int]
+    num_moe_layers: Callable[[Any], int]
+    activation: Callable[[Any], str]
+    expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")
+    aux_loss_coef: str | None = None
+    top_k: Callable[[Any], int] | None = None
+
+
+def matches(pattern: str, module_name: str) -> bool:
+    """Whether `module_name` ends in `pattern` (whole components; `*` stands for one)."""
+    regex = r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
+    return re.search(rf"(?:^|\.){regex}$", module_name) is not None

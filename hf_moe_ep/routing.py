@@ -1,0 +1,96 @@
+"""The router's load-balancing loss over the global batch.
+
+Switch-style (arXiv 2101.03961, eq. 4-6), as in transformers' `load_balancing_loss_func`:
+
+    aux = E * sum_e  f_e * P_e        f_e: share of (token, slot) pairs on expert e, no gradient
+                                      P_e: mean router probability of e, both over all layers
+
+Stock code computes it per rank. A mean of products is not the product of means, so N ranks get
+another loss than one process on the same batch, and the Trainer, which multiplies the loss by
+the number of processes, makes it N times too strong besides.
+
+Here f_e and the number of tokens are summed over ranks. With P_re the part of P_e that rank r
+contributes, `sum_r P_re = P_e`, so rank r's term `E sum_e f_e P_re` has just the gradient that
+belongs to it, and the terms add up to the loss of one process:
+
+    outputs.aux_loss    value: aux, on every rank; gradient: W times the rank's own term, because
+                        data parallelism averages gradients over the W ranks
+    outputs.loss        holds coefficient * aux, or coefficient * aux / W where the caller passed
+                        `num_items_in_batch` and so sums losses over ranks (the Trainer does)
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_moe_ep.comm import sum_over_ranks
+from hf_moe_ep.dispatch import count_pairs
+from hf_moe_ep.moe import ModelState
+
+
+class GlobalAuxLoss:
+    """Forward hook of the causal LM: replaces its rank's aux loss by the global one."""
+
+    def __init__(self, state: ModelState, top_k: int, coefficient: str) -> None:
+        self.state, self.top_k, self.coefficient = state, top_k, coefficient
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        meshes = self.state.meshes
+        router_logits = getattr(output, "router_logits", None)
+        if meshes is None or meshes.world_size == 1 or not router_logits:
+            return output
+        mask = _argument(model, args, kwargs, "attention_mask")
+        stock = output.aux_loss
+        output.aux_loss = global_aux_loss(
+            router_logits,
+            mask,
+            num_experts=self.state.num_experts,
+            top_k=self.top_k,
+            world_size=meshes.world_size,
+        )
+        if output.loss is not None:
+            summed = kwargs.get("num_items_in_batch") is not None
+            share = output.aux_loss / meshes.world_size if summed else output.aux_loss
+            output.loss = output.loss + getattr(model, self.coefficient) * (share - stock)
+        return output
+
+
+def global_aux_loss(
+    router_logits: tuple[Tensor, ...],
+    attention_mask: Tensor | None,
+    *,
+    num_experts: int,
+    top_k: int,
+    world_size: int,
+) -> Tensor:
+    """The loss above, from the logits (T, E) of every layer on this rank."""
+    wide = torch.promote_types(router_logits[0].dtype, torch.float32)
+    pairs_E = router_logits[0].new_zeros(num_experts, dtype=wide)
+    probability_E, rows = torch.zeros_like(pairs_E), pairs_E.new_zeros(1)
+    keep_T = None if attention_mask is None else attention_mask.reshape(-1).bool()
+    for logits_TE in router_logits:
+        probs_TE = logits_TE.softmax(-1)
+        top_TK = probs_TE.topk(top_k, dim=-1).indices
+        kept_T = probs_TE.new_ones(probs_TE.shape[0], dtype=torch.bool) if keep_T is None else keep_T
+        # A masked token counts for the extra expert E, which is cut off again.
+        top_TK = top_TK.masked_fill(~kept_T.unsqueeze(1), num_experts)
+        pairs_E = pairs_E + count_pairs(top_TK, num_experts + 1)[:num_experts]
+        probability_E = probability_E + (probs_TE.to(wide) * kept_T.unsqueeze(1)).sum(0)
+        rows = rows + kept_T.sum()
+    totals = sum_over_ranks(torch.cat([pairs_E, probability_E, rows]))
+    all_pairs_E, all_probability_E, all_rows = totals.split([num_experts, num_experts, 1])
+    factor_E = num_experts * all_pairs_E / all_rows.square()
+    own = world_size * (factor_E * probability_E).sum()
+    return own + ((factor_E * all_probability_E).sum() - own).detach()
+
+
+def _argument(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    if name in kwargs or not args:
+        return kwargs.get(name)
+    return inspect.signature(model.forward).bind_partial(*args).arguments.get(name)

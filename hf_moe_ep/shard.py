@@ -1,0 +1,303 @@
+"""Turn a patched model into FSDP2 units: experts split over ep, then everything sharded.
+
+    unit                 mesh                          gradient
+    experts of a layer   ep_fsdp, after Shard(0) / ep  summed; 1/world applied in our backward
+    decoder layer        fsdp                          averaged by FSDP2
+    embedding            fsdp
+    final norm + head    fsdp, kept gathered between forward and backward
+    root (the rest)      fsdp
+
+With tied weights embedding, norm and head are one unit, because a parameter may live in one only.
+Expert weights stay DTensors of global shape [E, ...] on (ep_fsdp, ep), so a checkpoint of them
+can be loaded at any other layout.
+
+Every parameter and buffer starts with rank 0's value, unit by unit: each rank builds a random
+head or adapter from its own seed, and with memory-efficient loading only rank 0 has weights at
+all. Nothing larger than one unit is ever whole on a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_moe_ep import hf
+from hf_moe_ep.mesh import Meshes, build_meshes
+from hf_moe_ep.moe import STATE, MoELayer, ModelState
+from hf_moe_ep.plan import matches
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How `fully_shard` is called: the user's or Accelerate's choices.
+
+    Attributes:
+        mp_policy: FSDP2's mixed precision.
+        offload_policy: FSDP2's CPU offload.
+        fp32_masters: hold trainable parameters in fp32.
+        reshard_after_forward: as in `fully_shard`.
+        ignored_params: parameters FSDP2 leaves alone.
+    """
+
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    fp32_masters: bool
+    reshard_after_forward: bool
+    ignored_params: frozenset[nn.Parameter] = frozenset()
+
+    def fully_shard_kwargs(self) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {
+            "mp_policy": self.mp_policy,
+            "offload_policy": self.offload_policy,
+            "reshard_after_forward": self.reshard_after_forward,
+        }
+        if self.ignored_params:
+            kwargs["ignored_params"] = set(self.ignored_params)
+        return kwargs
+
+
+@dataclass(frozen=True)
+class _Units:
+    """The modules that become FSDP2 units; `experts` by the index of their layer."""
+
+    layers: list[nn.Module]
+    experts: dict[int, nn.Module]
+    embedding: nn.Module | None
+    tail: list[nn.Module]
+    tied: bool
+
+
+def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
+    """Own loops: compute in the dtype the model was loaded in; (policy, fp32 masters).
+
+    A bf16 or fp16 model trains in that dtype with fp32 master weights and fp32 gradient
+    reduction; an fp32 or fp64 model is left as it is.
+    """
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    low = sorted(dtypes & {torch.bfloat16, torch.float16}, key=str)
+    if not low:
+        return MixedPrecisionPolicy(), False
+    return MixedPrecisionPolicy(param_dtype=low[0], reduce_dtype=torch.float32), True
+
+
+def default_device() -> torch.device:
+    """Where the default process group communicates: this rank's GPU under NCCL, else the CPU."""
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def shard_model(
+    model: nn.Module, state: ModelState, options: ShardOptions, device: torch.device
+) -> nn.Module:
+    """Shard a patched model in place over the default process group; every rank calls this.
+
+    Raises:
+        ValueError: on every rank, where ranks disagree, sizes do not fit the world, or weights
+            are missing.
+    """
+    _check_ranks_agree(model, state, options)
+    meshes = build_meshes(state.config, device)
+    units = _find_units(model, state)
+    owners = _owners(model)
+    _broadcast_buffers(model, device)
+    kwargs = options.fully_shard_kwargs()
+    for index, layer in enumerate(units.layers):
+        if index in units.experts:
+            _shard_experts(units.experts[index], state, meshes, options, owners)
+        _fill([layer], meshes, options, owners)
+        fully_shard(layer, mesh=meshes.dense, **kwargs)
+    if units.embedding is not None and not units.tied:
+        _fill([units.embedding], meshes, options, owners)
+        fully_shard(units.embedding, mesh=meshes.dense, **kwargs)
+    if units.tail:
+        _fill(units.tail, meshes, options, owners)
+        fully_shard(units.tail, mesh=meshes.dense, **{**kwargs, "reshard_after_forward": False})
+    _fill([model], meshes, options, owners)
+    # A low-precision output_dtype at the root would round the loss itself.
+    root_policy = replace(options.mp_policy, output_dtype=None)
+    del kwargs["reshard_after_forward"]
+    fully_shard(model, mesh=meshes.dense, **{**kwargs, "mp_policy": root_policy})
+    _set_prefetch(units)
+    hf.mark_fsdp_managed(model)
+    state.meshes, state.policy = meshes, options.mp_policy
+    return model
+
+
+def _find_units(model: nn.Module, state: ModelState) -> _Units:
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(hf.canonical_name(name), module)
+    plan = state.plan
+    names = [name for name in modules if matches(plan.layers, name)]
+    experts = {
+        index: module
+        for index, layer in enumerate(names)
+        for name, module in modules.items()
+        if name.startswith(f"{layer}.") and matches(plan.experts, name)
+    }
+    embedding = hf.input_embedding(model)
+    head = hf.output_head(model)
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    norms = [module for name, module in modules.items() if matches(plan.final_norm, name)]
+    tail = [*([embedding] if tied else []), *norms, *([head] if head is not None else [])]
+    return _Units([modules[name] for name in names], experts, embedding, tail, tied)
+
+
+def _shard_experts(
+    experts: nn.Module,
+    state: ModelState,
+    meshes: Meshes,
+    options: ShardOptions,
+    owners: dict[int, list[tuple[nn.Module, str]]],
+) -> None:
+    _fill([experts], meshes, options, owners, split=state.plan.expert_weights)
+    kwargs = options.fully_shard_kwargs()
+    # Routing weights arrive in fp32 and stay so.
+    kwargs["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=False)
+    placement = _expert_placement(state.config.expert_shard_dim, meshes.ep_fsdp_size)
+    fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
+    if state.config.experts_backend == "eager":
+        return
+    assert isinstance(experts, FSDPModule)
+    # Sum: run_experts divides by the world. FSDP2's own factor would become PREMUL_SUM, which
+    # gloo rejects and NCCL zeroes in bf16 (https://github.com/pytorch/pytorch/issues/190747).
+    experts.set_gradient_divide_factor(1.0)
+    experts.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_placement(shard_dim: str | int, ep_fsdp_size: int) -> Any:
+    def placement(parameter: nn.Parameter) -> Shard:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        even = local.ndim > 1 and local.shape[1] % ep_fsdp_size == 0
+        if shard_dim == 1 and not even:
+            raise ValueError(
+                f"expert_shard_dim=1 needs dim 1 of every expert weight ({tuple(parameter.shape)}) "
+                f"to be a multiple of the ep_fsdp size ({ep_fsdp_size}); try expert_shard_dim='auto'"
+            )
+        return Shard(1) if even and shard_dim != 0 else Shard(0)
+
+    return placement
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each parameter is registered; several places for a tied one."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    return owners
+
+
+def _fill(
+    modules: Iterable[nn.Module],
+    meshes: Meshes,
+    options: ShardOptions,
+    owners: dict[int, list[tuple[nn.Module, str]]],
+    split: tuple[str, ...] = (),
+) -> None:
+    """Give one unit's parameters rank 0's values; those named in `split` become Shard(0) on ep."""
+    parameters = {id(p): p for module in modules for p in module.parameters()}
+    for key, old in parameters.items():
+        # A subclass carries state of its own (bitsandbytes' Params4bit) that no copy keeps.
+        if isinstance(old, DTensor) or old in options.ignored_params or key not in owners:
+            continue
+        if type(old) is not nn.Parameter:
+            continue
+        places = owners.pop(key)
+        upcast = options.fp32_masters and old.requires_grad and old.is_floating_point()
+        value = _from_rank0(old.detach(), meshes.device, torch.float32 if upcast else old.dtype)
+        if places[0][1] in split and meshes.ep_size > 1:
+            chunk = value.chunk(meshes.ep_size)[meshes.ep_rank].clone()
+            value = DTensor.from_local(chunk, meshes.ep, [Shard(0)], run_check=False)
+        new = nn.Parameter(value, requires_grad=old.requires_grad)
+        for module, name in places:
+            setattr(module, name, new)
+
+
+def _broadcast_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _from_rank0(buffer.detach(), device, buffer.dtype)
+
+
+def _from_rank0(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if dist.get_rank() == 0:
+        value = tensor.to(device, dtype).contiguous()
+    else:
+        value = torch.empty(tensor.shape, dtype=dtype, device=device)
+    dist.broadcast(value, src=0)
+    return value
+
+
+def _set_prefetch(units: _Units) -> None:
+    """Fetch the next unit, its experts included, while this one computes; both directions.
+
+    FSDP2's implicit prefetch fails here: it starts only once the host has passed the dispatch,
+    where the host waits for token counts.
+    """
+    stages: list[list[FSDPModule]] = []
+    for index, layer in enumerate(units.layers):
+        assert isinstance(layer, FSDPModule)
+        experts = units.experts.get(index)
+        stages.append([layer, *([experts] if isinstance(experts, FSDPModule) else [])])
+    if isinstance(units.embedding, FSDPModule):
+        stages.insert(0, [units.embedding])
+    if units.tail and not units.tied:
+        tail = units.tail[0]
+        assert isinstance(tail, FSDPModule)
+        stages.append([tail])
+    for here, ahead in zip(stages, stages[1:], strict=False):
+        here[0].set_modules_to_forward_prefetch(ahead)
+        ahead[0].set_modules_to_backward_prefetch(here)
+
+
+def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:
+    """The same model, config and policy on every rank, and weights at least on rank 0."""
+    layers = sorted(
+        (getattr(module, STATE).index, hf.canonical_name(name))
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, STATE, None), MoELayer)
+    )
+    shapes = [
+        (hf.canonical_name(name), tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
+    mine = {
+        "config": str(state.config),
+        "MoE layers": f"{len(layers)}: {', '.join(name for _, name in layers)}",
+        "precision": f"{options.mp_policy}, fp32_masters={options.fp32_masters}",
+        "parameters": f"{len(shapes)}, sha256 {hashlib.sha256(str(shapes).encode()).hexdigest()}",
+    }
+    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, len(on_meta)))
+    reference, missing = everyone[0]
+    for name, expected in reference.items():
+        odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs[name] != expected]
+        if odd:
+            raise ValueError(
+                f"ranks disagree about {name}: rank 0 has {expected}, rank {odd[0]} has "
+                f"{everyone[odd[0]][0][name]}; every rank must patch the same model with the same "
+                f"arguments (look for a size or an environment variable that depends on the rank)"
+            )
+    if missing:
+        raise ValueError(
+            f"{missing} of {len(shapes)} parameters of rank 0 are on the meta device and have no "
+            f"weights; load the model with from_pretrained before sharding, on rank 0 at least"
+        )

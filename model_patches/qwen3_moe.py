@@ -1,0 +1,31 @@
+"""Qwen3-MoE: 128 experts, top-8, in Qwen3-30B-A3B and Qwen3-235B-A22B.
+
+Layers without experts: those in `mlp_only_layers`, and with `decoder_sparse_step = n` all but
+every n-th (transformers, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_moe_ep.plan import ModelPlan
+
+
+def _num_moe_layers(config: Any) -> int:
+    return sum(
+        layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+PLAN = ModelPlan(
+    model_type="qwen3_moe",
+    layers="layers.*",
+    experts="layers.*.mlp.experts",
+    final_norm="norm",
+    num_experts=lambda config: config.num_experts,
+    num_moe_layers=_num_moe_layers,
+    activation=lambda config: config.hidden_act,
+    aux_loss_coef="router_aux_loss_coef",
+    top_k=lambda config: config.num_experts_per_tok,
+)
