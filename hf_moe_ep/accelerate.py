@@ -1,3 +1,171 @@
-"""stub while building"""
+"""The one seam into Accelerate and the Trainer; acts on patched models only.
+
+`patch` calls `install`, which wraps four functions once per process. Each wrapper asks first
+whether the model is patched and otherwise calls what was there before:
+
+    accelerate.accelerator.fsdp2_prepare_model   shards with EP where Accelerate would shard with
+                                                 FSDP2 alone; the optimizer swap before and after
+                                                 it, clip, no_sync and DCP are then Accelerate's own
+    Accelerator.prepare                          refuses launch configs under which nothing would
+                                                 be sharded
+    AcceleratorState.__init__                    on CPU: `fsdp_on_cpu`
+    Trainer.save_model                           writes hub layout under SHARDED_STATE_DICT too,
+                                                 where stock writes nothing
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import accelerate.accelerator
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import get_parameters_from_modules
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from hf_moe_ep import hf
+from hf_moe_ep.checkpoint import gather_state_dict
+from hf_moe_ep.config import launched_with_fsdp, launched_world_size
+from hf_moe_ep.moe import ModelState, find_state
+from hf_moe_ep.shard import ShardOptions, shard_model
+
+
 def install() -> None:
-    pass
+    """Wrap the four functions of the table above, once per process."""
+    _wrap(accelerate.accelerator, "fsdp2_prepare_model", _prepare_model)
+    _wrap(Accelerator, "prepare", _prepare)
+    _wrap(AcceleratorState, "__init__", _init_state)
+    _wrap(transformers.Trainer, "save_model", _save_model)
+
+
+def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    """Let FSDP2 run on CPU ranks, where Accelerate starts plain multi-process training.
+
+    Only where the launch config asks for FSDP (`distributed_type: FSDP`, `use_cpu: true`): then
+    the same path as on GPUs runs, sharding, clip, checkpoints and all.
+    """
+    if state.distributed_type != DistributedType.MULTI_CPU or not launched_with_fsdp():
+        return
+    plugin = plugin or FullyShardedDataParallelPlugin()
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    if hasattr(original, "_hf_moe_ep_wrapper"):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    wrapped._hf_moe_ep_wrapper = wrapper  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+
+
+def _init_state(original: Callable[..., Any], self: AcceleratorState, *args: Any, **kw: Any) -> None:
+    original(self, *args, **kw)
+    fsdp_on_cpu(self, kw.get("fsdp_plugin"))
+
+
+def _prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
+    if any(state is not None for state in states):
+        fsdp_on_cpu(self.state, None)
+        _check_launch(self)
+    return original(self, *args, **kwargs)
+
+
+def _prepare_model(
+    original: Callable[..., Any], accelerator: Accelerator, model: nn.Module
+) -> nn.Module:
+    state = find_state(model)
+    if state is None:
+        return original(accelerator, model)
+    if state.meshes is None:
+        _check_parallelism(accelerator, state)
+        inner = hf.unwrap(model)
+        shard_model(inner, state, _options(accelerator, inner), accelerator.device)
+    return model
+
+
+def _save_model(
+    original: Callable[..., Any],
+    self: transformers.Trainer,
+    output_dir: str | None = None,
+    _internal_call: bool = False,
+) -> None:
+    state = find_state(self.model)
+    sharded = state is not None and state.meshes is not None
+    if not sharded or _internal_call or not self.is_fsdp_enabled:
+        original(self, output_dir, _internal_call)
+        return
+    state_dict = gather_state_dict(self.model)
+    if self.args.should_save:
+        self._save(output_dir or self.args.output_dir, state_dict=state_dict)
+    self.accelerator.wait_for_everyone()
+    if self.args.push_to_hub:
+        self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def _options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
+    plugin = accelerator.state.fsdp_plugin
+    ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
+    quantized = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
+    # Packed 4-bit bytes do not survive being split; a floating storage dtype does.
+    ignored |= {p for p in quantized if not p.requires_grad and not p.is_floating_point()}
+    return ShardOptions(
+        mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        offload_policy=_offload_policy(plugin.cpu_offload, accelerator.device),
+        fp32_masters=accelerator.mixed_precision != "no" and not quantized,
+        reshard_after_forward=plugin.reshard_after_forward,
+        ignored_params=frozenset(ignored),
+    )
+
+
+def _offload_policy(policy: OffloadPolicy | None, device: torch.device) -> OffloadPolicy:
+    if isinstance(policy, CPUOffloadPolicy) and device.type == "cpu":
+        return CPUOffloadPolicy(pin_memory=False)  # there is no accelerator to pin memory for
+    return policy or OffloadPolicy()
+
+
+def _check_launch(accelerator: Accelerator) -> None:
+    kind, processes = accelerator.distributed_type, launched_world_size()
+    if kind == DistributedType.NO and processes > 1:
+        raise ValueError(
+            f"{processes} processes were launched but this Accelerator sees 1, so each would train "
+            "alone; on CPU write Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
+        )
+    if kind == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
+        raise ValueError(
+            f"the launch config asks for FSDP version {accelerator.state.fsdp_plugin.fsdp_version}; "
+            "a patched model needs `fsdp_version: 2` in its fsdp_config"
+        )
+
+
+def _check_parallelism(accelerator: Accelerator, state: ModelState) -> None:
+    parallelism = accelerator.parallelism_config
+    if parallelism is None:
+        return
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if getattr(parallelism, name, 1) > 1:
+            raise ValueError(
+                f"the launch config's parallelism_config has {name}={getattr(parallelism, name)}, "
+                f"which does not combine with a patched model; set it to 1"
+            )
+    theirs, ours = parallelism.dp_replicate_size, state.config.dp_replicate_size
+    if theirs not in (1, ours):
+        raise ValueError(
+            f"parallelism_config has dp_replicate_size={theirs} but the model was patched with "
+            f"dp_replicate_size={ours}; write patch(model, dp_replicate_size={theirs})"
+        )

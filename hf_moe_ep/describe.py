@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import hf
-from hf_moe_ep.moe import STATE, MoELayer, ModelState
+from hf_moe_ep.moe import STATE, ModelState, MoELayer, find_state
 
 
 def describe(model: nn.Module) -> str:
@@ -17,7 +17,7 @@ def describe(model: nn.Module) -> str:
         ValueError: the model is not patched.
     """
     model = hf.unwrap(model)
-    state: ModelState | None = getattr(model, STATE, None)
+    state = find_state(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
     lines = [_header(model, state), _experts(model, state), _layout(state), _memory(model)]

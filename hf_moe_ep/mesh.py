@@ -71,6 +71,8 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
         ranks = ranks.view(replicate, ep_fsdp, ep)
     names = ("dp_replicate", "ep_fsdp", "ep")
     experts = DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=names)
+    # One group over both axes of the expert weights: norms need one all-reduce instead of two.
+    experts["ep_fsdp", "ep"]._flatten("ep_fsdp_ep")
     dense = init_device_mesh(
         device.type,
         (replicate, world_size // replicate),

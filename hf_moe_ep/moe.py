@@ -69,6 +69,15 @@ class MoELayer:
     model: ModelState
 
 
+def find_state(model: nn.Module) -> ModelState | None:
+    """The state of a patched model, also behind torch.compile's or PEFT's wrapper."""
+    for module in model.modules():
+        state = getattr(module, STATE, None)
+        if isinstance(state, ModelState):
+            return state
+    return None
+
+
 class ForwardGuard:
     """Pre-forward hook of the root: checks that the model is sharded, counts forwards."""
 

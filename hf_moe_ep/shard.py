@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep import hf
@@ -170,6 +171,7 @@ def _shard_experts(
     kwargs["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=False)
     placement = _expert_placement(state.config.expert_shard_dim, meshes.ep_fsdp_size)
     fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
+    experts.register_forward_pre_hook(_forget_finished_backward, prepend=True)
     if state.config.experts_backend == "eager":
         return
     assert isinstance(experts, FSDPModule)
@@ -177,6 +179,20 @@ def _shard_experts(
     # gloo rejects and NCCL zeroes in bf16 (https://github.com/pytorch/pytorch/issues/190747).
     experts.set_gradient_divide_factor(1.0)
     experts.set_force_sum_reduction_for_comms(True)
+
+
+def _forget_finished_backward(experts: nn.Module, args: tuple[Any, ...]) -> None:
+    """Let FSDP2 see the recompute of a second forward within one backward.
+
+    A nested unit stays in state PRE_BACKWARD after its backward until the whole backward ends, so
+    when an enclosing checkpoint recomputes another forward (two forwards, one backward, reentrant)
+    FSDP2 takes the unit for prepared, registers nothing and never reduces its gradients. Seen with
+    torch 2.13 and the stock experts alike.
+    """
+    state = experts._get_fsdp_state()
+    group = state._fsdp_param_group
+    if group is not None and group._training_state == TrainingState.POST_BACKWARD:
+        state._training_state = TrainingState.IDLE
 
 
 def _expert_placement(shard_dim: str | int, ep_fsdp_size: int) -> Any:

@@ -48,8 +48,8 @@ def run_case(case: Case, rank: int, world: int) -> None:
     if case.prepare:
         case.prepare(model)
     apply_ep_fsdp2(model, ep_size=case.ep, dp_replicate_size=case.replicate, **case.config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    wanted = torch.optim.AdamW(reference.parameters(), lr=1e-2, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    wanted = torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False)
     make = case.micro_batches or uneven_batches
     backward = case.backward or plain_backward
     for step in range(STEPS):
