@@ -32,8 +32,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from hf_moe_ep import hf
 from hf_moe_ep.checkpoint import gather_state_dict
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
-from hf_moe_ep.moe import ModelState, find_state
 from hf_moe_ep.shard import ShardOptions, shard_model
+from hf_moe_ep.state import ModelState, find_state
 
 
 def install() -> None:
@@ -73,7 +73,9 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _init_state(original: Callable[..., Any], self: AcceleratorState, *args: Any, **kw: Any) -> None:
+def _init_state(
+    original: Callable[..., Any], self: AcceleratorState, *args: Any, **kw: Any
+) -> None:
     original(self, *args, **kw)
     fsdp_on_cpu(self, kw.get("fsdp_plugin"))
 

@@ -14,7 +14,6 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-_ENVIRONMENT = {"ep_size": "HF_MOE_EP_EP_SIZE", "sp_size": "HF_MOE_EP_SP_SIZE"}
 _EXPERTS_BACKENDS = ("auto", "eager", "torch")
 _SHARD_DIMS = ("auto", 0, 1)
 
@@ -93,20 +92,19 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
     known = {field.name for field in fields(ParallelConfig)}
     unknown = sorted(set(overrides) - known)
     if unknown:
-        raise ValueError(f"unknown option {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
+        raise ValueError(f"unknown option {unknown[0]}; known are: {', '.join(sorted(known))}")
     if config is not None and not isinstance(config, ParallelConfig):
         raise ValueError(
             f"config must be a ParallelConfig, got {type(config).__name__}; "
             f"write patch(model, ep_size=...) or patch(model, ParallelConfig(ep_size=...))"
         )
     config = replace(config or ParallelConfig(), **overrides)
-    filled = {
-        name: _size_from_environment(variable)
-        for name, variable in _ENVIRONMENT.items()
-        if getattr(config, name) is None
-    }
-    filled["dp_replicate_size"] = config.dp_replicate_size
-    return replace(config, **{name: 1 if size is None else size for name, size in filled.items()})
+    return replace(
+        config,
+        ep_size=config.ep_size or _size_from_environment("HF_MOE_EP_EP_SIZE") or 1,
+        sp_size=config.sp_size or _size_from_environment("HF_MOE_EP_SP_SIZE") or 1,
+        dp_replicate_size=config.dp_replicate_size or 1,
+    )
 
 
 def launched_world_size() -> int:

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import hf
-from hf_moe_ep.moe import STATE, ModelState, MoELayer, find_state
+from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
 
 
 def describe(model: nn.Module) -> str:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_moe_ep.comm import exchange_rows, gather_counts
-from hf_moe_ep.ops.permute import gather_rows, invert, sum_rows
+from hf_moe_ep.ops.permute import count_pairs, gather_rows, invert, sum_rows
 
 
 @dataclass(frozen=True)
@@ -124,20 +124,12 @@ def combine(rows_RH: Tensor, state: DispatchState, group: dist.ProcessGroup) -> 
     return sum_rows(rows_NH, state.token_of_row_N, state.slots_TJ)
 
 
-def count_pairs(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
-    """Tokens per expert, as int64 on the device and without a host sync (bincount has one)."""
-    ids = expert_ids_TK.flatten()
-    return ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))
-
-
 def _destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:
     sends_TD = rank_of_pair_TK.new_zeros(rank_of_pair_TK.shape[0], ranks, dtype=torch.bool)
     return sends_TD.scatter_(1, rank_of_pair_TK, True).t()
 
 
-def _rows_to_send(
-    sends_DT: Tensor, num_rows: int, num_slots: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _rows_to_send(sends_DT: Tensor, num_rows: int, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
     """token_of_row_N and destination_N (by destination, then token), and slots_TJ."""
     num_tokens = sends_DT.shape[1]
     # argsort, because the row count is known on the host and nonzero() would ask the device.

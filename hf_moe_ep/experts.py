@@ -8,8 +8,10 @@ division that FSDP2 does elsewhere happens here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.ops.expert_mlp import expert_mlp
@@ -18,7 +20,7 @@ SUPPORTED_ACTIVATIONS = ("silu",)
 
 
 def run_experts(
-    experts: nn.Module,
+    experts: Any,
     rows_RH: Tensor,
     expert_ids_RK: Tensor,
     weights_RK: Tensor,

@@ -33,7 +33,7 @@ def is_experts_module(module: nn.Module) -> bool:
 def standard_experts_layout(module: nn.Module) -> bool:
     """gate over up in one matrix, no bias, no transposition, no norm behind the experts."""
     flags = (module.is_transposed, module.has_bias, getattr(module, "has_post_expert_norm", False))
-    return module.has_gate and module.is_concatenated and not any(flags)
+    return bool(module.has_gate and module.is_concatenated and not any(flags))
 
 
 def own_experts_config(config: Any, implementation: str) -> Any:
@@ -56,14 +56,15 @@ def mark_fsdp_managed(model: nn.Module) -> None:
     """Keep ranks in step in `generate()` (transformers/distributed/fsdp.py, generation/utils.py)."""
     for module in model.modules():
         if hasattr(module, "generate"):
-            module._is_fsdp_managed_module = True
+            setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010  mypy: no such field
 
 
 def is_distributed_by_transformers(model: nn.Module) -> bool:
     """Sharded at load time by `from_pretrained(distributed_config=...)` or `tp_plan=...`."""
-    return getattr(model, "is_distributed_loading_by_transformers", False) is True or (
-        getattr(model, "_tp_size", None) or 1
-    ) > 1
+    return (
+        getattr(model, "is_distributed_loading_by_transformers", False) is True
+        or (getattr(model, "_tp_size", None) or 1) > 1
+    )
 
 
 def inside_ddp_forward() -> bool:
@@ -76,16 +77,16 @@ def is_fsdp1(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def input_embedding(model: nn.Module) -> nn.Module | None:
+def input_embedding(model: Any) -> nn.Module | None:
     """The token embedding (PreTrainedModel.get_input_embeddings)."""
     return model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
 
 
-def output_head(model: nn.Module) -> nn.Module | None:
+def output_head(model: Any) -> nn.Module | None:
     """The head onto the vocabulary, if any (PreTrainedModel.get_output_embeddings)."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: Any) -> Any:
     """The model behind torch.compile's wrapper (torch/_dynamo/eval_frame.py, OptimizedModule)."""
     return getattr(model, "_orig_mod", model)

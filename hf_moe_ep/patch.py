@@ -18,27 +18,26 @@ import logging
 import pkgutil
 from typing import Any
 
-import model_patches
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import model_patches
 from hf_moe_ep import accelerate, hf
 from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
 from hf_moe_ep.experts import SUPPORTED_ACTIVATIONS
-from hf_moe_ep.moe import STATE, ForwardGuard, ModelState, MoELayer, moe_forward
+from hf_moe_ep.moe import ForwardGuard, moe_forward
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.routing import GlobalAuxLoss
 from hf_moe_ep.shard import ShardOptions, default_device, default_policy, shard_model
+from hf_moe_ep.state import STATE, ModelState, MoELayer
 
 _logger = logging.getLogger("hf_moe_ep")
 
 
-def patch(
-    model: nn.Module, config: ParallelConfig | None = None, **overrides: Any
-) -> nn.Module:
+def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: Any) -> nn.Module:
     """Prepare a stock MoE model, in place, for expert parallelism; returns it.
 
     Args:

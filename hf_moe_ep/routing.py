@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.comm import sum_over_ranks
-from hf_moe_ep.dispatch import count_pairs
-from hf_moe_ep.moe import ModelState
+from hf_moe_ep.ops.permute import count_pairs
+from hf_moe_ep.state import ModelState
 
 
 class GlobalAuxLoss:
@@ -77,7 +77,9 @@ def global_aux_loss(
     for logits_TE in router_logits:
         probs_TE = logits_TE.softmax(-1)
         top_TK = probs_TE.topk(top_k, dim=-1).indices
-        kept_T = probs_TE.new_ones(probs_TE.shape[0], dtype=torch.bool) if keep_T is None else keep_T
+        kept_T = (
+            probs_TE.new_ones(probs_TE.shape[0], dtype=torch.bool) if keep_T is None else keep_T
+        )
         # A masked token counts for the extra expert E, which is cut off again.
         top_TK = top_TK.masked_fill(~kept_T.unsqueeze(1), num_experts)
         pairs_E = pairs_E + count_pairs(top_TK, num_experts + 1)[:num_experts]

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep import hf
 from hf_moe_ep.mesh import Meshes, build_meshes
-from hf_moe_ep.moe import STATE, MoELayer, ModelState
 from hf_moe_ep.plan import matches
+from hf_moe_ep.state import STATE, ModelState, MoELayer
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _find_units(model: nn.Module, state: ModelState) -> _Units:
     head = hf.output_head(model)
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     norms = [module for name, module in modules.items() if matches(plan.final_norm, name)]
-    tail = [*([embedding] if tied else []), *norms, *([head] if head is not None else [])]
+    tail = [m for m in (embedding if tied else None, *norms, head) if m is not None]
     return _Units([modules[name] for name in names], experts, embedding, tail, tied)
 
 
@@ -189,6 +190,7 @@ def _forget_finished_backward(experts: nn.Module, args: tuple[Any, ...]) -> None
     FSDP2 takes the unit for prepared, registers nothing and never reduces its gradients. Seen with
     torch 2.13 and the stock experts alike.
     """
+    assert isinstance(experts, FSDPModule)
     state = experts._get_fsdp_state()
     group = state._fsdp_param_group
     if group is not None and group._training_state == TrainingState.POST_BACKWARD:
@@ -278,7 +280,7 @@ def _set_prefetch(units: _Units) -> None:
         tail = units.tail[0]
         assert isinstance(tail, FSDPModule)
         stages.append([tail])
-    for here, ahead in zip(stages, stages[1:], strict=False):
+    for here, ahead in pairwise(stages):
         here[0].set_modules_to_forward_prefetch(ahead)
         ahead[0].set_modules_to_backward_prefetch(here)
 

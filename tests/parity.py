@@ -6,7 +6,7 @@ the other with one global token count: the concatenated batch without padding it
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,12 @@ class Case:
     backward: Callable[[nn.Module, list[Batch], Tensor, int], None] | None = None
     budget: float = 1e-10
 
+    def with_(self, **changes: Any) -> "Case":
+        return replace(self, **changes)
+
+    def with_config(self, **config: Any) -> "Case":
+        return replace(self, config=config)
+
 
 def run_case(case: Case, rank: int, world: int) -> None:
     model = tiny(seed=rank, **case.model)
@@ -74,7 +80,7 @@ def run_case(case: Case, rank: int, world: int) -> None:
 
 
 def checkpointing(model: nn.Module, use_reentrant: bool) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
 
 
 def plain_backward(model: nn.Module, batches: list[Batch], num_tokens: Tensor, world: int) -> None:
@@ -108,7 +114,9 @@ def even_batches(model: nn.Module, rank: int, world: int, step: int) -> list[Bat
 
 def three_micro_batches(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
     return [
-        batch(model, 1 + (rank + micro) % 2, 4 + rank + 2 * micro, seed=100 * step + 10 * rank + micro)
+        batch(
+            model, 1 + (rank + micro) % 2, 4 + rank + 2 * micro, seed=99 * step + 9 * rank + micro
+        )
         for micro in range(3)
     ]
 
@@ -138,7 +146,9 @@ def _pairs(
     model: nn.Module, reference: nn.Module, pick: Callable[[Tensor], Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     wanted = dict(reference.named_parameters())
-    pairs = {name: (full_tensor(pick(p)), pick(wanted[name])) for name, p in model.named_parameters()}
+    pairs = {
+        name: (full_tensor(pick(p)), pick(wanted[name])) for name, p in model.named_parameters()
+    }
     assert pairs.keys() == wanted.keys()
     return pairs
 

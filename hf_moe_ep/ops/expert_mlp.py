@@ -39,7 +39,8 @@ class _ExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         pair_A = expert_ids_RK.flatten().argsort(stable=True)[: sum(counts_L)]
         row_of_pair_A = pair_A // expert_ids_RK.shape[1]
-        slots_RK = invert(row_of_pair_A, pair_A % expert_ids_RK.shape[1], expert_ids_RK.shape)
+        num_rows, top_k = expert_ids_RK.shape
+        slots_RK = invert(row_of_pair_A, pair_A % top_k, (num_rows, top_k))
         x_AH = rows_RH.index_select(0, row_of_pair_A)
         gate_up_AG = _per_expert(x_AH, gate_up_LGH.transpose(1, 2), counts_L)
         y_AH = _per_expert(_swiglu(gate_up_AG), down_LHF.transpose(1, 2), counts_L)

@@ -81,3 +81,9 @@ def invert(token_of_row_N: Tensor, slot_of_row_N: Tensor, shape: tuple[int, int]
     slots_TJ = token_of_row_N.new_full(shape, num_rows)
     slots_TJ[token_of_row_N, slot_of_row_N] = torch.arange(num_rows, device=slots_TJ.device)
     return slots_TJ
+
+
+def count_pairs(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
+    """Tokens per expert, as int64 on the device and without a host sync (bincount has one)."""
+    ids = expert_ids_TK.flatten()
+    return ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))

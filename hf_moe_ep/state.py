@@ -1,0 +1,67 @@
+"""What a patched model remembers, and where it is kept.
+
+`patch` hangs one `ModelState` on the root and one `MoELayer` on every experts module, as the plain
+attribute `STATE`: a deep copy of the model copies both consistently, and nothing is global.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from hf_moe_ep import hf
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.mesh import Meshes
+from hf_moe_ep.plan import ModelPlan
+
+STATE = "_hf_moe_ep"
+
+
+@dataclass
+class ModelState:
+    """What a patched model remembers; one object, shared by the model and its MoE layers."""
+
+    config: ParallelConfig
+    plan: ModelPlan
+    num_experts: int
+    meshes: Meshes | None = None
+    policy: MixedPrecisionPolicy | None = None
+    forward_number: int = 0
+    undo: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def check_ready(self) -> None:
+        """Raise where training would silently ignore what the config asks for."""
+        if self.meshes is None and self.config.needs_sharding:
+            raise ValueError(
+                f"this model was patched with ep_size={self.config.ep_size}, "
+                f"dp_replicate_size={self.config.dp_replicate_size} but never sharded: every "
+                f"process would train alone. Launch with `accelerate launch --config_file` and "
+                f"`distributed_type: FSDP`, `fsdp_version: 2` (examples/accelerate/), or call "
+                f"apply_ep_fsdp2(model) in your own loop"
+            )
+        if hf.inside_ddp_forward():
+            raise ValueError(
+                "this patched model sits inside DistributedDataParallel, which knows nothing of "
+                "its experts. Launch with `distributed_type: FSDP`, `fsdp_version: 2` "
+                "(examples/accelerate/) instead of MULTI_GPU or MULTI_CPU"
+            )
+
+
+@dataclass
+class MoELayer:
+    """One experts module's place in its model."""
+
+    index: int
+    model: ModelState
+
+
+def find_state(model: nn.Module) -> ModelState | None:
+    """The state of a patched model, also behind torch.compile's or PEFT's wrapper."""
+    for module in model.modules():
+        state = getattr(module, STATE, None)
+        if isinstance(state, ModelState):
+            return state
+    return None
