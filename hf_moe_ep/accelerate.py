@@ -148,10 +148,11 @@ def _check_launch(accelerator: Accelerator) -> None:
             f"{processes} processes were launched but this Accelerator sees 1, so each would train "
             "alone; on CPU write Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
         )
-    if kind == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        version = accelerator.state.fsdp_plugin.fsdp_version
         raise ValueError(
-            f"the launch config asks for FSDP version {accelerator.state.fsdp_plugin.fsdp_version}; "
-            "a patched model needs `fsdp_version: 2` in its fsdp_config"
+            f"the launch config asks for FSDP version {version}, but a patched model needs version "
+            "2: write `fsdp_version: 2` in its fsdp_config"
         )
 
 

@@ -1,6 +1,6 @@
 """What the user asks for: `ParallelConfig`, and the environment variables that may fill it.
 
-    ParallelConfig(ep_size=8)                 experts split over 8 consecutive ranks, FSDP2 over the rest
+    ParallelConfig(ep_size=8)                 experts split over 8 consecutive ranks
     HF_MOE_EP_EP_SIZE=8 python train.py       the same without touching the script
 
 A field left at None is filled from the environment by `with_environment` and counts as 1 after

@@ -53,7 +53,7 @@ def canonical_name(name: str) -> str:
 
 
 def mark_fsdp_managed(model: nn.Module) -> None:
-    """Keep ranks in step in `generate()` (transformers/distributed/fsdp.py, generation/utils.py)."""
+    """Keep ranks in step in `generate()` (transformers/distributed/fsdp.py)."""
     for module in model.modules():
         if hasattr(module, "generate"):
             setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010  mypy: no such field
@@ -68,7 +68,7 @@ def is_distributed_by_transformers(model: nn.Module) -> bool:
 
 
 def inside_ddp_forward() -> bool:
-    """Whether a DistributedDataParallel wrapper is the caller (torch/nn/parallel/distributed.py)."""
+    """Whether DistributedDataParallel is the caller (torch/nn/parallel/distributed.py)."""
     return DistributedDataParallel._active_ddp_module is not None
 
 

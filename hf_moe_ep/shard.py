@@ -203,8 +203,9 @@ def _expert_placement(shard_dim: str | int, ep_fsdp_size: int) -> Any:
         even = local.ndim > 1 and local.shape[1] % ep_fsdp_size == 0
         if shard_dim == 1 and not even:
             raise ValueError(
-                f"expert_shard_dim=1 needs dim 1 of every expert weight ({tuple(parameter.shape)}) "
-                f"to be a multiple of the ep_fsdp size ({ep_fsdp_size}); try expert_shard_dim='auto'"
+                f"expert_shard_dim=1 splits dim 1 of an expert weight {tuple(parameter.shape)} "
+                f"evenly over ep_fsdp ({ep_fsdp_size}), which does not divide it; "
+                f"try expert_shard_dim='auto'"
             )
         return Shard(1) if even and shard_dim != 0 else Shard(0)
 

@@ -80,7 +80,8 @@ def run_case(case: Case, rank: int, world: int) -> None:
 
 
 def checkpointing(model: nn.Module, use_reentrant: bool) -> None:
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
 
 
 def plain_backward(model: nn.Module, batches: list[Batch], num_tokens: Tensor, world: int) -> None:
