@@ -52,7 +52,8 @@ def rank_stats(trainer: Trainer, block_size: int, seconds: float) -> list[dict]:
 
 
 def main() -> None:
-    args, training_args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
+    parser = HfArgumentParser((ScriptArguments, TrainingArguments))
+    args, training_args = parser.parse_args_into_dataclasses()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)

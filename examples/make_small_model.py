@@ -7,6 +7,7 @@ The directory looks like any checkpoint from the Hub: per-expert keys, config, t
 
 import argparse
 
+import torch
 from text_data import split_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
@@ -31,17 +32,17 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
 def small_config(vocab_size: int) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=vocab_size,
-        hidden_size=128,
+        hidden_size=192,
         num_hidden_layers=4,
-        num_attention_heads=4,
+        num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,
-        moe_intermediate_size=256,
+        moe_intermediate_size=160,
         num_experts=16,
         num_experts_per_tok=4,
         norm_topk_prob=True,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
+        initializer_range=192**-0.5,
         eos_token_id=0,
         pad_token_id=0,
     )
@@ -51,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output_dir")
     parser.add_argument("--text_file", help="default: Python's own documentation")
-    parser.add_argument("--vocab_size", type=int, default=1024)
+    parser.add_argument("--vocab_size", type=int, default=384)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -59,6 +60,9 @@ def main() -> None:
     tokenizer = train_tokenizer(train_text, args.vocab_size)
     set_seed(args.seed)
     model = Qwen3MoeForCausalLM(small_config(len(tokenizer)))
+    # Large embeddings let the residual stream say from the first step which token it stands for;
+    # with the default of `initializer_range` the first hundred steps go into learning that.
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
 

@@ -1,6 +1,6 @@
 """The one seam into Accelerate and the Trainer; acts on patched models only.
 
-`patch` calls `install`, which wraps four functions once per process. Each wrapper asks first
+`patch` calls `install`, which wraps five functions once per process. Each wrapper asks first
 whether the model is patched and otherwise calls what was there before:
 
     accelerate.accelerator.fsdp2_prepare_model   shards with EP where Accelerate would shard with
@@ -11,6 +11,8 @@ whether the model is patched and otherwise calls what was there before:
     AcceleratorState.__init__                    on CPU: `fsdp_on_cpu`
     Trainer.save_model                           writes hub layout under SHARDED_STATE_DICT too,
                                                  where stock writes nothing
+    PreTrainedModel.save_pretrained              says what to call instead on a sharded model, where
+                                                 stock dies in its writer
 """
 
 from __future__ import annotations
@@ -37,11 +39,12 @@ from hf_moe_ep.state import ModelState, find_state
 
 
 def install() -> None:
-    """Wrap the four functions of the table above, once per process."""
+    """Wrap the functions of the table above, once per process."""
     _wrap(accelerate.accelerator, "fsdp2_prepare_model", _prepare_model)
     _wrap(Accelerator, "prepare", _prepare)
     _wrap(AcceleratorState, "__init__", _init_state)
     _wrap(transformers.Trainer, "save_model", _save_model)
+    _wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
 
 
 def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
@@ -118,6 +121,19 @@ def _save_model(
     self.accelerator.wait_for_everyone()
     if self.args.push_to_hub:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def _save_pretrained(
+    original: Callable[..., Any], self: transformers.PreTrainedModel, *args: Any, **kwargs: Any
+) -> None:
+    state = find_state(self)
+    if state is not None and state.meshes is not None and kwargs.get("state_dict") is None:
+        raise ValueError(
+            f"this model is sharded over {state.meshes.world_size} ranks; call "
+            "hf_moe_ep.save_pretrained(model, directory) on every rank, or pass "
+            "state_dict=accelerator.get_state_dict(model)"
+        )
+    original(self, *args, **kwargs)
 
 
 def _options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:

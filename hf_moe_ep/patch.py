@@ -61,7 +61,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
         unpatch(model)
     _check_unsharded(model)
     plan, model_config = _find_plan(model)
-    state = ModelState(config, plan, plan.num_experts(model_config))
+    state = ModelState(config, plan, getattr(model_config, plan.num_experts))
     experts = _find_experts(model, plan, model_config)
     _check_supported(config, plan, model_config, experts)
     hf.register_experts_forward(moe_forward)
@@ -192,7 +192,7 @@ def _find_experts(model: nn.Module, plan: ModelPlan, model_config: Any) -> dict[
 def _check_supported(
     config: ParallelConfig, plan: ModelPlan, model_config: Any, experts: dict[str, nn.Module]
 ) -> None:
-    num_experts, ep_size = plan.num_experts(model_config), config.ep_size or 1
+    num_experts, ep_size = getattr(model_config, plan.num_experts), config.ep_size or 1
     if num_experts % ep_size:
         sizes = [str(size) for size in range(1, num_experts + 1) if num_experts % size == 0]
         raise ValueError(
@@ -201,7 +201,7 @@ def _check_supported(
         )
     if config.experts_backend == "eager":
         return
-    activation = plan.activation(model_config)
+    activation = getattr(model_config, plan.activation)
     if activation not in SUPPORTED_ACTIVATIONS:
         raise ValueError(
             f"activation {activation!r} of {plan.model_type} is not supported by the experts "
@@ -236,8 +236,9 @@ def _hook_root(model: nn.Module, state: ModelState, model_config: Any) -> None:
     if coefficient is None or top_k is None:
         return
     for module in model.modules():
-        if hasattr(module, coefficient):
-            hook = GlobalAuxLoss(state, top_k(model_config), coefficient)
+        # vars, because PEFT's wrappers pass attributes of the model through.
+        if coefficient in vars(module):
+            hook = GlobalAuxLoss(state, getattr(model_config, top_k), coefficient)
             module.register_forward_hook(hook, with_kwargs=True)
 
 

@@ -22,25 +22,25 @@ class ModelPlan:
         layers: decoder layers, each one FSDP2 unit.
         experts: modules that hold the stacked expert weights, each one FSDP2 unit over ep_fsdp.
         final_norm: the norm in front of the head; one unit with it, kept gathered.
-        num_experts: config -> experts per layer.
+        num_experts: field of the config that holds the experts per layer.
         num_moe_layers: config -> how many modules `experts` has to match.
         expert_weights: parameters of an experts module that are stacked over experts (dim 0).
-        activation: config -> name of the activation between the two expert matrices.
+        activation: field of the config that names the activation between the expert matrices.
         aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss,
             which needs top_k too; None without such a loss.
-        top_k: config -> experts per token.
+        top_k: field of the config that holds the experts per token.
     """
 
     model_type: str
     layers: str
     experts: str
     final_norm: str
-    num_experts: Callable[[Any], int]
+    num_experts: str
     num_moe_layers: Callable[[Any], int]
-    activation: Callable[[Any], str]
+    activation: str
     expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")
     aux_loss_coef: str | None = None
-    top_k: Callable[[Any], int] | None = None
+    top_k: str | None = None
 
 
 def matches(pattern: str, module_name: str) -> bool:

@@ -238,11 +238,14 @@ def _fill(
         if type(old) is not nn.Parameter:
             continue
         places = owners.pop(key)
-        upcast = options.fp32_masters and old.requires_grad and old.is_floating_point()
-        value = _from_rank0(old.detach(), meshes.device, torch.float32 if upcast else old.dtype)
-        if places[0][1] in split and meshes.ep_size > 1:
-            chunk = value.chunk(meshes.ep_size)[meshes.ep_rank].clone()
-            value = DTensor.from_local(chunk, meshes.ep, [Shard(0)], run_check=False)
+        value = _from_rank0(old.detach(), meshes.device)
+        split_over_ep = places[0][1] in split and meshes.ep_size > 1
+        if split_over_ep:
+            value = value.chunk(meshes.ep_size)[meshes.ep_rank].clone()
+        if options.fp32_masters and old.requires_grad and old.is_floating_point():
+            value = value.to(torch.float32)
+        if split_over_ep:
+            value = DTensor.from_local(value, meshes.ep, [Shard(0)], run_check=False)
         new = nn.Parameter(value, requires_grad=old.requires_grad)
         for module, name in places:
             setattr(module, name, new)
@@ -252,14 +255,14 @@ def _broadcast_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = _from_rank0(buffer.detach(), device, buffer.dtype)
+                module._buffers[name] = _from_rank0(buffer.detach(), device)
 
 
-def _from_rank0(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
     if dist.get_rank() == 0:
-        value = tensor.to(device, dtype).contiguous()
+        value = tensor.to(device).contiguous()
     else:
-        value = torch.empty(tensor.shape, dtype=dtype, device=device)
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     dist.broadcast(value, src=0)
     return value
 

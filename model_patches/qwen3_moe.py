@@ -23,9 +23,9 @@ PLAN = ModelPlan(
     layers="layers.*",
     experts="layers.*.mlp.experts",
     final_norm="norm",
-    num_experts=lambda config: config.num_experts,
+    num_experts="num_experts",
     num_moe_layers=_num_moe_layers,
-    activation=lambda config: config.hidden_act,
+    activation="hidden_act",
     aux_loss_coef="router_aux_loss_coef",
-    top_k=lambda config: config.num_experts_per_tok,
+    top_k="num_experts_per_tok",
 )

@@ -63,6 +63,9 @@ def run_case(case: Case, rank: int, world: int) -> None:
         num_tokens = global_token_count(model, [b["labels"] for b in everyone[rank]])
         losses = [b["labels"][:, 1:].ne(-100).sum() for batches in everyone for b in batches]
         assert num_tokens == sum(losses), f"{case.name}: {num_tokens} tokens, want {sum(losses)}"
+        _compare_outputs(
+            f"{case.name} step {step}", model, reference, everyone[rank][0], case.budget
+        )
         optimizer.zero_grad()
         backward(model, everyone[rank], num_tokens, world)
         wanted.zero_grad()
@@ -152,6 +155,19 @@ def _pairs(
     }
     assert pairs.keys() == wanted.keys()
     return pairs
+
+
+def _compare_outputs(
+    where: str, model: nn.Module, reference: nn.Module, micro: Batch, budget: float
+) -> None:
+    with torch.no_grad():
+        got, want = model(**micro), reference(**micro)
+    assert_close(f"{where}: logits", got.logits, want.logits, budget)
+    if micro["labels"][:, 1:].ne(-100).any():
+        logits, labels = got.logits[:, :-1].flatten(0, 1), micro["labels"][:, 1:].flatten()
+        truth = nn.functional.cross_entropy(logits, labels)
+        # transformers casts logits to fp32 before the loss.
+        assert_close(f"{where}: loss", got.loss, truth, 1e-6)
 
 
 def _compare_grads(where: str, model: nn.Module, reference: nn.Module, budget: float) -> None:

@@ -69,7 +69,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 240.0,
     group_timeout: float = 60.0,
     expect_errors: bool = False,
 ) -> list[Any]:

@@ -53,6 +53,7 @@ THIRD_PARTY = {
     "hf": "accelerate peft transformers",
     "model_patches.*": "accelerate peft transformers",
     "ops.*": "triton",
+    "ops.permute": "triton",
 }
 WITHOUT_TORCH = {"config"}
 READS_ENVIRONMENT = {"config"}

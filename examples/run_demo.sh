@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Train a small Mixture-of-Experts model on four CPU processes with expert parallelism, reload it
+# with stock transformers and report. Needs no GPU and no network; about five minutes on 2 cores.
+#
+#   bash examples/run_demo.sh           results in out/demo
+#   bash examples/run_demo.sh --check   also trains in one stock process and compares the two
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+check=false
+case "${1:-}" in
+    "") ;;
+    --check) check=true ;;
+    *) echo "usage: $0 [--check]" >&2; exit 2 ;;
+esac
+
+export OMP_NUM_THREADS=1  # four processes share the cores
+export HF_HUB_OFFLINE=1
+export TOKENIZERS_PARALLELISM=false
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+out=out/demo
+rm -rf "$out"
+mkdir -p "$out"
+
+data=(--block_size 128 --eval_blocks 160)
+training=(
+    --model "$out/start" "${data[@]}" --use_cpu
+    --max_steps 160 --learning_rate 6e-3 --warmup_steps 20 --lr_scheduler_type cosine
+    --weight_decay 0.1 --adam_beta2 0.95
+    --dataloader_drop_last --logging_steps 1 --eval_strategy steps --eval_steps 40
+    --save_strategy no --report_to none
+)
+
+echo "== 1/3 A small untrained model"
+python examples/make_small_model.py "$out/start"
+
+echo "== 2/3 Training on 4 processes, experts split over 2"
+accelerate launch --config_file examples/accelerate/cpu_4.yaml examples/finetune_text.py \
+    "${training[@]}" --ep_size 2 --output_dir "$out/trained" \
+    --per_device_train_batch_size 4 --per_device_eval_batch_size 8
+
+report=(--start "$out/start" --run "$out/trained" "${data[@]}")
+if $check; then
+    # Accelerate deals batches to ranks in turn: 4 ranks x 4 samples are one batch of 16 here.
+    echo "== The same training in one stock process"
+    python examples/finetune_text.py \
+        "${training[@]}" --ep_size 0 --output_dir "$out/one_process" \
+        --per_device_train_batch_size 16 --per_device_eval_batch_size 32
+    report+=(--one_process "$out/one_process")
+fi
+
+echo "== 3/3 Report, from a stock process"
+python examples/demo_report.py "${report[@]}"
+echo "The trained model, in hub layout: $out/trained"

@@ -1,0 +1,331 @@
+"""A table of stock Trainer runs, one after the other in the same processes.
+
+`launch(cases, folder, config_file)` starts this file under `accelerate launch`, `launch(cases,
+folder)` in one plain process: the reference, with the same rows in the same order. Starting ranks
+costs most of the time, so one launch runs many cases. What a case leaves behind is in its `Result`.
+
+A launch that hangs is a failure: after `timeout` seconds of wall clock all its processes are killed.
+"""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from poison import poison_empty
+from tiny_models import batch, tiny
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from hf_moe_ep import patch
+
+ROOT = Path(__file__).parents[1]
+GLOBAL_BATCH = 8
+STEPS = 6
+SEQ_LEN = 12
+NUM_ROWS = 96
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+Row = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, its data and what is done with them.
+
+    Attributes:
+        steps: functions of `_STEPS` below, in order, on one Trainer.
+        ep: 0 leaves the model stock.
+        load: directory for `from_pretrained`; otherwise the tiny model of `seed` and `model`.
+        arguments: of TrainingArguments, over those of `_arguments`.
+        environment: variables that a launch config would set.
+        folder: output_dir; another case's, to resume what it left there.
+        stop_after: train until this step, as if interrupted.
+        fails: the case must raise; its message is in the result.
+    """
+
+    name: str
+    steps: tuple[str, ...] = ("train",)
+    ep: int = 0
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    load: Path | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    rows: str = "uneven"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    stop_after: int | None = None
+    fails: bool = False
+
+
+@dataclass
+class Result:
+    """What one rank found; whole tensors (`params`, `grads`, `params_at`) on rank 0 only.
+
+    Attributes:
+        log: the Trainer's log_history.
+        grads: of the first optimizer step, after clipping.
+        params_at: parameters at each evaluation, by step.
+        values: by name of the step that returned them.
+        error: the traceback of a case that failed.
+    """
+
+    log: list[dict[str, float]] = field(default_factory=list)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    params_at: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    def series(self, key: str) -> Tensor:
+        """The values logged under `key`, in order."""
+        return torch.tensor([entry[key] for entry in self.log if key in entry])
+
+
+def launch(
+    cases: list[Case], folder: Path, config_file: Path | None = None, *, timeout: float = 240.0
+) -> dict[str, list[Result]]:
+    """Results by case name and rank; raises with the launch's output where it failed or hung."""
+    folder.mkdir()
+    torch.save(cases, folder / "cases.pt")
+    command = [sys.executable, __file__, os.fspath(folder)]
+    if config_file is not None:
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", os.fspath(config_file)]
+        command[1:1] = [*launcher, "--main_process_port", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.fspath(ROOT)}
+    with open(folder / "output.txt", "wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code: int | str = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = f"none after {timeout:g} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if code != 0:
+        text = (folder / "output.txt").read_text()
+        raise AssertionError(f"exit code {code} of {' '.join(command)}:\n{text[-6000:]}")
+    return {case.name: _load(folder, case) for case in cases}
+
+
+def _load(folder: Path, case: Case) -> list[Result]:
+    files = sorted(folder.glob(f"{case.name}.rank*.pt"))
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+def build(case: Case) -> PreTrainedModel:
+    """The stock model of a case."""
+    if case.load is not None:
+        return AutoModelForCausalLM.from_pretrained(case.load, experts_implementation="eager")
+    return tiny(seed=case.seed, dtype=case.dtype, **case.model)
+
+
+def training_rows(kind: str) -> list[Row]:
+    """Rows of one length whose neighbours differ much in labels ("uneven") or also in padding."""
+    model = tiny()
+    if kind == "padded":
+        whole = batch(model, NUM_ROWS, SEQ_LEN, seed=1, pad=SEQ_LEN - 3)
+        order = [37 * index % NUM_ROWS for index in range(NUM_ROWS)]  # padding grows with the row
+        return [{name: value[index] for name, value in whole.items()} for index in order]
+    return [
+        _row(batch(model, 1, SEQ_LEN, seed=index, ignore=0.1 + 0.1 * (index % 9)))
+        for index in range(NUM_ROWS)
+    ]
+
+
+def evaluation_rows() -> list[Row]:
+    """Three global batches with equally many labels in every row: a mean of means is the mean."""
+    model = tiny()
+    return [
+        _row(batch(model, 1, SEQ_LEN, seed=1000 + index, ignore=0.0))
+        for index in range(3 * GLOBAL_BATCH)
+    ]
+
+
+def prompts(rank: int) -> dict[str, Tensor]:
+    """Two prompts of rank-dependent length, the second padded on the left by one."""
+    ids = batch(tiny(), 2, 3 + 2 * rank, seed=50 + rank)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, 0] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def continuations(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Greedy tokens of one rank: to a length of its own, and again with an early end of its own.
+
+    Rank r ends where both of its prompts have got the token that they got at position r before.
+    """
+    inputs, length = prompts(rank), 5 + 2 * rank
+    options = {"do_sample": False, "pad_token_id": 0, "use_cache": True, "max_new_tokens": length}
+    model.eval()
+    free = model.generate(**inputs, eos_token_id=None, **options)
+    end = free[:, inputs["input_ids"].shape[1] + rank].tolist()
+    return {"free": free, "ended": model.generate(**inputs, eos_token_id=end, **options)}
+
+
+def _row(rows: Row) -> Row:
+    return {name: value[0] for name, value in rows.items()}
+
+
+def _train(trainer: Trainer, folder: Path) -> None:
+    trainer.train()
+
+
+def _resume(trainer: Trainer, folder: Path) -> None:
+    trainer.train(resume_from_checkpoint=True)
+
+
+def _evaluate(trainer: Trainer, folder: Path) -> float:
+    return trainer.evaluate()["eval_loss"]
+
+
+def _predict(trainer: Trainer, folder: Path) -> Any:
+    prediction = trainer.predict(evaluation_rows())
+    logits = prediction.predictions
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return {"loss": prediction.metrics["test_loss"], "logits": torch.from_numpy(logits)}
+
+
+def _save(trainer: Trainer, folder: Path) -> Path:
+    trainer.save_model(os.fspath(folder / "saved"))
+    return folder / "saved"
+
+
+def _generate(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    return continuations(trainer.model, trainer.args.process_index)
+
+
+_STEPS = {
+    "train": _train,
+    "resume": _resume,
+    "evaluate": _evaluate,
+    "predict": _predict,
+    "save": _save,
+    "generate": _generate,
+}
+
+
+class _Recorder(TrainerCallback):
+    def __init__(self, case: Case, result: Result) -> None:
+        self.case, self.result = case, result
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.result.grads:
+            self.result.grads = whole(kwargs["model"], grads=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.case.stop_after
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.load_best_model_at_end:
+            self.result.params_at[state.global_step] = whole(kwargs["model"])
+
+
+def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
+    """Unsharded copies of all parameters or gradients, by stock name; every rank calls this."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if grads else parameter.detach()
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        tensors[name] = tensor.cpu().clone()
+    return tensors
+
+
+def _arguments(case: Case, folder: Path) -> TrainingArguments:
+    batch_size = GLOBAL_BATCH // int(os.environ.get("WORLD_SIZE", "1"))
+    defaults = {
+        "output_dir": os.fspath(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": batch_size,
+        "per_device_eval_batch_size": batch_size,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "max_grad_norm": 0.5,
+        "learning_rate": 1e-2,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**(defaults | case.arguments))
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Any:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run(case: Case, folder: Path) -> Result:
+    result = Result()
+    folder = case.folder or folder / case.name
+    arguments = _arguments(case, folder)  # first: from_pretrained looks for a process group
+    model = build(case)
+    if case.ep:
+        patch(model, ep_size=case.ep)
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=training_rows(case.rows),
+        eval_dataset=evaluation_rows(),
+        callbacks=[_Recorder(case, result)],
+    )
+    for step in case.steps:
+        result.values[step] = _STEPS[step](trainer, folder)
+    result.log = trainer.state.log_history
+    result.params = whole(trainer.model)
+    return result
+
+
+def main(folder: Path) -> None:
+    poison_empty()
+    torch.set_num_threads(1)
+    gc.freeze()  # every Trainer.train() collects garbage, which costs more than its training here
+    rank = int(os.environ.get("RANK", "0"))
+    for case in torch.load(folder / "cases.pt", weights_only=False):
+        print(f"rank {rank}: {case.name}", flush=True)
+        with _environment(case.environment):
+            try:
+                result = _run(case, folder)
+            except Exception:
+                if not case.fails:
+                    raise
+                result = Result(error=traceback.format_exc())
+        if rank:
+            result.grads, result.params, result.params_at = {}, {}, {}
+        torch.save(result, folder / f"{case.name}.rank{rank}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # Cases were pickled by a parent that imported this file by name.
+    from trainer_job import main as run_cases
+
+    run_cases(Path(sys.argv[1]))
