@@ -26,7 +26,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -85,9 +89,11 @@ def _init_state(
 
 def _prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
     states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
-    if any(state is not None for state in states):
+    patched = [state for state in states if state is not None]
+    if patched:
         fsdp_on_cpu(self.state, None)
         _check_launch(self)
+        _check_parallelism(self.parallelism_config, patched[0])
     return original(self, *args, **kwargs)
 
 
@@ -98,7 +104,6 @@ def _prepare_model(
     if state is None:
         return original(accelerator, model)
     if state.meshes is None:
-        _check_parallelism(accelerator, state)
         inner = hf.unwrap(model)
         shard_model(inner, state, _options(accelerator, inner), accelerator.device)
     return model
@@ -172,8 +177,7 @@ def _check_launch(accelerator: Accelerator) -> None:
         )
 
 
-def _check_parallelism(accelerator: Accelerator, state: ModelState) -> None:
-    parallelism = accelerator.parallelism_config
+def _check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
     if parallelism is None:
         return
     for name in ("tp_size", "cp_size", "sp_size"):

@@ -1,0 +1,115 @@
+"""finetune_text.py as a bare Accelerate loop, for those who write their own.
+
+    accelerate launch --config_file examples/accelerate/cpu_4.yaml examples/finetune_text_loop.py \
+        --model out/demo/start --ep_size 2 --output_dir out/loop --cpu --block_size 128 --lr 6e-3
+
+Three lines name hf_moe_ep: the import, `patch` and `global_token_count`. The last matters in any
+loop on several ranks. A step's loss is the mean over the tokens of all micro-batches of all
+ranks, so every micro-batch divides the sum over its own tokens by that one count, and the
+micro-batches simply add up. FSDP2 then averages gradients over ranks where a sum is wanted, hence
+the factor `num_processes`.
+
+Without accelerator.accumulate: it would also divide by the number of micro-batches, and stop a
+step early at the end of an epoch.
+"""
+
+import argparse
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from text_data import pack, split_text
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
+
+from hf_moe_ep import global_token_count, patch
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="directory or Hub name")
+    parser.add_argument("--ep_size", type=int, default=1)
+    parser.add_argument("--output_dir", required=True)
+    parser.add_argument("--text_file", help="default: Python's own documentation")
+    parser.add_argument("--block_size", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=4, help="blocks a rank and micro-batch")
+    parser.add_argument("--accumulation_steps", type=int, default=1)
+    parser.add_argument("--max_steps", type=int, default=160)
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--max_grad_norm", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--cpu", action="store_true", help="for a launch config with use_cpu")
+    return parser.parse_args()
+
+
+def endless(loader: DataLoader) -> Iterator[dict]:
+    while True:
+        yield from loader
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
+    model.eval()
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        losses.append(accelerator.gather_for_metrics(loss.repeat(len(batch["labels"]))))
+    model.train()
+    return torch.cat(losses).mean().item()
+
+
+def main() -> None:
+    args = parse_args()
+    set_seed(args.seed)
+    accelerator = Accelerator(cpu=args.cpu)
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model)
+    patch(model, ep_size=args.ep_size)
+
+    train_text, held_out_text = split_text(args.text_file)
+    train = pack(tokenizer, train_text, args.block_size)
+    held_out = pack(tokenizer, held_out_text, args.block_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    # Not prepared: a prepared scheduler advances once a process at every step.
+    scheduler = get_cosine_schedule_with_warmup(optimizer, args.max_steps // 8, args.max_steps)
+    model, optimizer, train_loader, held_out_loader = accelerator.prepare(
+        model,
+        optimizer,
+        DataLoader(train, batch_size=args.batch_size, shuffle=True, drop_last=True),
+        DataLoader(held_out, batch_size=args.batch_size),
+    )
+
+    batches = endless(train_loader)
+    bar = tqdm(range(args.max_steps), disable=not accelerator.is_main_process)
+    model.train()
+    for _ in bar:
+        micro_batches = list(islice(batches, args.accumulation_steps))
+        num_items = global_token_count(model, [batch["labels"] for batch in micro_batches])
+        step_loss = torch.zeros((), device=accelerator.device)
+        for batch in micro_batches:
+            loss = model(**batch, num_items_in_batch=num_items).loss * accelerator.num_processes
+            accelerator.backward(loss)
+            step_loss += loss.detach()
+        accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        bar.set_postfix(loss=f"{accelerator.reduce(step_loss, 'mean').item():.4f}")
+
+    accelerator.print(f"held-out loss {evaluate(accelerator, model, held_out_loader):.4f}")
+    accelerator.unwrap_model(model).save_pretrained(
+        args.output_dir,
+        is_main_process=accelerator.is_main_process,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(args.output_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""`ParallelConfig`: what is refused and why, what the environment fills, what stays fixed."""
+
+import dataclasses
+
+import pytest
+
+from hf_moe_ep import ParallelConfig
+from hf_moe_ep.config import launched_rank, launched_with_fsdp, launched_world_size, resolve_config
+
+NO_SIZES = [0, -1, 1.5, 2.0, True, "2", "auto", [2]]
+
+BAD_VALUES = [
+    *(({name: size}, name) for name in ("ep_size", "dp_replicate_size") for size in NO_SIZES),
+    *(({"sp_size": size}, "sp_size") for size in [*NO_SIZES, 2]),
+    ({"experts_backend": "triton"}, "experts_backend='triton'.*'auto', 'eager', 'torch'"),
+    ({"experts_backend": None}, "experts_backend=None"),
+    ({"dispatcher": "deepep"}, "dispatcher='deepep'.*use 'all_to_all'"),
+    ({"dispatch_chunks": 2}, "dispatch_chunks=2.*use 1"),
+    ({"dispatch_chunks": True}, "dispatch_chunks=True"),
+    ({"max_tokens_per_rank": 4096}, "max_tokens_per_rank=4096.*use None"),
+    ({"recompute_activations": True}, "recompute_activations=True.*use False"),
+    ({"gather_logits": 1}, "gather_logits=1.*use False"),
+    ({"ep_outside": 1}, "ep_outside=1.*use False, True"),
+    ({"reshard_after_forward": 2}, "reshard_after_forward=2.*use False, True"),
+    ({"reshard_after_forward": None}, "reshard_after_forward=None"),
+    ({"expert_shard_dim": 2}, "expert_shard_dim=2.*use 'auto', 0, 1"),
+    ({"expert_shard_dim": True}, "expert_shard_dim=True"),
+    ({"expert_shard_dim": "0"}, "expert_shard_dim='0'"),
+    ({"expert_shard_dim": -1}, "expert_shard_dim=-1"),
+    ({"experts_backend": "eager", "ep_size": 2}, "'eager'.*ep_size=2.*'auto', or ep_size=1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "match"), BAD_VALUES, ids=str)
+def test_bad_values_are_refused_by_name(fields: dict[str, object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ParallelConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_defaults_are_the_public_contract() -> None:
+    assert dataclasses.asdict(ParallelConfig()) == {
+        "ep_size": None,
+        "sp_size": None,
+        "dp_replicate_size": None,
+        "experts_backend": "auto",
+        "dispatcher": "all_to_all",
+        "dispatch_chunks": 1,
+        "max_tokens_per_rank": None,
+        "recompute_activations": False,
+        "gather_logits": False,
+        "ep_outside": False,
+        "expert_shard_dim": "auto",
+        "reshard_after_forward": True,
+    }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ParallelConfig().ep_size = 2  # type: ignore[misc]
+
+
+def test_resolving_fills_none_with_one_and_keeps_the_rest() -> None:
+    assert resolve_config(None, {}) == ParallelConfig(1, 1, 1)
+    asked = ParallelConfig(ep_size=4, ep_outside=True)
+    assert resolve_config(asked, {}) == dataclasses.replace(
+        asked, sp_size=1, dp_replicate_size=1
+    )
+    assert asked.sp_size is None  # the user's object is not touched
+    assert resolve_config(asked, {"ep_size": 2, "expert_shard_dim": 0}) == ParallelConfig(
+        2, 1, 1, ep_outside=True, expert_shard_dim=0
+    )
+
+
+def test_overrides_are_checked_like_fields() -> None:
+    with pytest.raises(ValueError, match=r"unknown option ep, epsize; known are: .*ep_size, "):
+        resolve_config(None, {"epsize": 2, "ep": 2, "ep_size": 2})
+    with pytest.raises(ValueError, match="ep_size must be None or a whole number >= 1, got 0"):
+        resolve_config(ParallelConfig(ep_size=2), {"ep_size": 0})
+    with pytest.raises(ValueError, match=r"'eager'.*ep_size=2"):
+        resolve_config(ParallelConfig(ep_size=2), {"experts_backend": "eager"})
+    for wrong in (8, {"ep_size": 8}, "ep_size=8", ParallelConfig):
+        with pytest.raises(ValueError, match=r"must be a ParallelConfig.*ep_size=\.\.\."):
+            resolve_config(wrong, {})  # type: ignore[arg-type]
+
+
+def test_environment_fills_what_the_script_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_MOE_EP_EP_SIZE", " 8 ")
+    monkeypatch.setenv("HF_MOE_EP_SP_SIZE", "1")
+    assert resolve_config(None, {}) == ParallelConfig(8, 1, 1)
+    assert resolve_config(None, {"ep_size": 2}).ep_size == 2  # the script rules
+    assert resolve_config(ParallelConfig(ep_size=1), {}).ep_size == 1
+    assert ParallelConfig().ep_size is None  # read when resolved, not when built
+    monkeypatch.setenv("HF_MOE_EP_EP_SIZE", "")
+    assert resolve_config(None, {}).ep_size == 1
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "-2", "1.5", "8,", "0x8", "None"])
+def test_environment_must_be_a_size(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("HF_MOE_EP_EP_SIZE", text)
+    with pytest.raises(ValueError, match=f"HF_MOE_EP_EP_SIZE='{text}'.*HF_MOE_EP_EP_SIZE=8"):
+        resolve_config(None, {})
+    assert resolve_config(None, {"ep_size": 2}).ep_size == 2  # not read where not needed
+
+
+def test_environment_cannot_ask_for_the_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_MOE_EP_EP_SIZE", "4")
+    with pytest.raises(ValueError, match=r"'eager'.*ep_size=4"):
+        resolve_config(ParallelConfig(experts_backend="eager"), {})
+    monkeypatch.delenv("HF_MOE_EP_EP_SIZE")
+    monkeypatch.setenv("HF_MOE_EP_SP_SIZE", "2")
+    with pytest.raises(ValueError, match="sp_size=2 is not supported"):
+        resolve_config(None, {})
+
+
+@pytest.mark.parametrize("name", ["ep_size", "dp_replicate_size"])
+def test_needs_sharding(name: str) -> None:
+    assert not ParallelConfig().needs_sharding and not ParallelConfig(1, 1, 1).needs_sharding
+    assert ParallelConfig(**{name: 2}).needs_sharding  # type: ignore[arg-type]
+
+
+def test_what_the_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(name, raising=False)
+    assert (launched_world_size(), launched_rank(), launched_with_fsdp()) == (1, 0, False)
+    for name, value in {"WORLD_SIZE": "8", "RANK": "5", "ACCELERATE_USE_FSDP": "TRUE"}.items():
+        monkeypatch.setenv(name, value)
+    assert (launched_world_size(), launched_rank(), launched_with_fsdp()) == (8, 5, True)

@@ -1,0 +1,55 @@
+"""Name patterns: whole components, from the end; and the one architecture's numbers."""
+
+import pytest
+from model_patches import qwen3_moe
+from transformers import Qwen3MoeConfig
+
+from hf_moe_ep.plan import matches
+
+MATCHES = [
+    ("layers.*.mlp.experts", "model.layers.3.mlp.experts", True),
+    ("layers.*.mlp.experts", "layers.3.mlp.experts", True),
+    ("layers.*.mlp.experts", "base_model.model.model.layers.13.mlp.experts", True),
+    ("layers.*.mlp.experts", "model.layers.3.mlp.experts.gate_up_proj", False),
+    ("layers.*.mlp.experts", "model.layers.mlp.experts", False),
+    ("layers.*.mlp.experts", "model.layers.3.4.mlp.experts", False),
+    ("layers.*.mlp.experts", "model.old_layers.3.mlp.experts", False),
+    ("layers.*.mlp.experts", "model.layers.3.mlp.shared_experts", False),
+    ("layers.*.mlp.experts", "model.layers.3.mlpXexperts", False),
+    ("layers.*", "model.layers.0", True),
+    ("layers.*", "model.layers", False),
+    ("layers.*", "model.layers.0.mlp", False),
+    ("norm", "norm", True),
+    ("norm", "model.norm", True),
+    ("norm", "model.layers.0.self_attn.q_norm", False),
+    ("norm", "model.norm.weight", False),
+    ("norm", "", False),
+    ("a.b+", "x.a.b+", True),  # patterns are names, not regular expressions
+    ("a.b+", "x.a.bb", False),
+]
+
+
+@pytest.mark.parametrize(("pattern", "name", "want"), MATCHES)
+def test_matches(pattern: str, name: str, want: bool) -> None:
+    assert matches(pattern, name) is want
+
+
+# Options and the MoE layers they leave of 6, counted by the rule in the upstream decoder layer.
+MOE_LAYERS = [
+    ({}, 6),
+    ({"mlp_only_layers": [0, 5]}, 4),
+    ({"decoder_sparse_step": 2}, 3),  # layers 1, 3, 5
+    ({"decoder_sparse_step": 4}, 1),  # layer 3
+    ({"decoder_sparse_step": 7}, 0),
+    ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, 2),  # layers 3, 5
+]
+
+
+@pytest.mark.parametrize(("options", "want"), MOE_LAYERS)
+def test_num_moe_layers(options: dict[str, object], want: int) -> None:
+    config = Qwen3MoeConfig(num_hidden_layers=6, num_experts=12, num_experts_per_tok=3, **options)
+    plan = qwen3_moe.PLAN
+    assert plan.num_moe_layers(config) == want
+    assert (plan.num_experts(config), plan.activation(config)) == (12, "silu")
+    assert plan.top_k is not None and plan.top_k(config) == 3
+    assert plan.model_type == config.model_type
