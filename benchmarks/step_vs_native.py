@@ -9,14 +9,17 @@ and gradients to 1e-5 before anything is printed:
     ours      stock model, then `apply_ep_fsdp2(model, ep_size=...)`
     native    `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=4, ep_size=...))`
 
-    seconds        forward + backward + clip + AdamW of the slowest rank; both sides live in the
-                   same processes and take turns (A B A B ...), so a busy machine slows both
-    bytes sent     by one rank to others in the collectives of the MoE layers, one step, counted
+    step           forward + backward + clip + AdamW, until the slowest rank is done; both sides
+                   live in the same processes and take turns (A B A B ...), so a busy machine slows
+                   both. The processes keep freed memory, as a GPU's caching allocator does: with
+                   malloc's defaults a third of the time is the kernel clearing pages, on both sides
+    CPU seconds    of the same steps, all ranks together: what a busy machine disturbs least
+    sent           by one rank to others in the collectives of the MoE layers, one step, counted
                    where torch dispatches them; rows a rank keeps are not sent, FSDP2's own
                    collectives are left out
     saved          tensors that the MoE layers keep for backward, parameters excluded
-    peak memory    resident memory of a rank, each side in processes of its own: while loading,
-                   and from the first step on
+    peak memory    resident memory of a rank, each side in processes of its own, malloc's defaults:
+                   while loading, and from the first step on
 
 It measures no GPU and no network: four processes on one machine.
 """
@@ -58,6 +61,11 @@ WORLD = 4
 SIDES = ("ours", "native")
 MAX_NORM = 1.0
 TOLERANCE = 1e-5  # fp32: both sides add the same numbers in another order
+KEEP_FREED_MEMORY = {  # glibc: no mmap per tensor, nothing trimmed
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
 WARMUP_STEPS = 2
 Batch = dict[str, Tensor]
 
@@ -84,6 +92,7 @@ class Paired:
     """What one rank measured with both sides in its process; keys are sides."""
 
     seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
     sent: dict[str, dict[str, int]]
     saved: dict[str, int]
     error: float
@@ -177,7 +186,9 @@ class SentBytes(TorchDispatchMode):
         if name == "c10d.alltoall_base_.default":
             self._all_to_all(args[1], args[4], dist.ProcessGroup.unbox(args[2]))
         elif name == "_c10d_functional.all_to_all_single.default":
-            self._all_to_all(args[0], args[2], dist.distributed_c10d._resolve_process_group(args[3]))
+            self._all_to_all(
+                args[0], args[2], dist.distributed_c10d._resolve_process_group(args[3])
+            )
         elif name == "c10d.allgather_.default":
             (tensor,) = args[1]
             others = dist.ProcessGroup.unbox(args[2]).size() - 1
@@ -271,33 +282,41 @@ def _paired(rank: int, sizes: Sizes, directory: str, ep: int) -> Paired:
     saved: dict[str, int] = {}
     for side, model in models.items():
         with saved_bytes(model) as total, SentBytes(sizes.hidden) as wire:
-            losses[side] = model(**batch).loss.detach()
-            saved[side] = total["bytes"]
-        model.zero_grad()
-        with SentBytes(sizes.hidden) as wire:
-            model(**batch).loss.backward()
-        sent[side] = dict(wire.sent)
+            loss = model(**batch).loss
+            loss.backward()
+        losses[side], sent[side], saved[side] = loss.detach(), dict(wire.sent), total["bytes"]
     error = check_equal(models, losses)
     optimizers = {side: torch.optim.AdamW(models[side].parameters(), lr=1e-4) for side in SIDES}
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    for _ in range(WARMUP_STEPS + sizes.steps):
-        for side in SIDES:
-            dist.barrier()
-            start = time.perf_counter()
-            train_step(side, models[side], optimizers[side], batch)
-            dist.barrier()
-            seconds[side].append(time.perf_counter() - start)
-    seconds = {side: values[WARMUP_STEPS:] for side, values in seconds.items()}
+    seconds, cpu = _time_in_turns(models, optimizers, batch, sizes.steps)
     profiles = {}
     if sizes.profile:
         for side in SIDES:
             profiles[side] = _profile(side, models[side], optimizers[side], batch)
-    return Paired(seconds, sent, saved, error, profiles)
+    return Paired(seconds, cpu, sent, saved, error, profiles)
 
 
-def _profile(
-    side: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
-) -> str:
+def _time_in_turns(
+    models: dict[str, nn.Module],
+    optimizers: dict[str, torch.optim.Optimizer],
+    batch: Batch,
+    steps: int,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds and this rank's CPU seconds of each step, by side."""
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    cpu: dict[str, list[float]] = {side: [] for side in SIDES}
+    for step in range(WARMUP_STEPS + steps):
+        for side in SIDES:
+            dist.barrier()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            train_step(side, models[side], optimizers[side], batch)
+            dist.barrier()
+            if step >= WARMUP_STEPS:
+                seconds[side].append(time.perf_counter() - start)
+                cpu[side].append(time.process_time() - cpu_start)
+    return seconds, cpu
+
+
+def _profile(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> str:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         train_step(side, model, optimizer, batch)
         dist.barrier()
@@ -332,11 +351,15 @@ def _peak_mib() -> float:
     raise RuntimeError("/proc/self/status has no VmHWM")
 
 
-def spawn(fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
+def spawn(
+    fn: Callable[..., Any], *args: Any, timeout: float, environment: dict[str, str] | None = None
+) -> list[Any]:
     """`fn(rank, *args)` on WORLD gloo ranks of one thread each; values in rank order."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(WORLD)}
+    # Before the children start: OpenMP and malloc read theirs when a process begins.
+    child = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="step_vs_native_") as folder:
-        context = mp.spawn(_rank_main, (folder, fn, args, timeout), nprocs=WORLD, join=False)
+        with _environment(child):
+            context = mp.spawn(_rank_main, (folder, fn, args, timeout), nprocs=WORLD, join=False)
         deadline = time.monotonic() + timeout
         while not context.join(timeout=1.0):
             if time.monotonic() > deadline:
@@ -346,10 +369,24 @@ def spawn(fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(WORLD)]
 
 
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _rank_main(
     rank: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float
 ) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     dist.init_process_group(
@@ -364,10 +401,13 @@ def _rank_main(
 
 
 def measure(sizes: Sizes, memory: bool = True, timeout: float = 900.0) -> list[Result]:
+    """All figures of every ep size; raises where the sides do not compute the same."""
     results = []
     with tempfile.TemporaryDirectory(prefix="step_vs_native_model_") as directory:
         write_model(sizes, directory)
-        by_rank = spawn(paired_rank, sizes, directory, timeout=timeout)
+        by_rank = spawn(
+            paired_rank, sizes, directory, timeout=timeout, environment=KEEP_FREED_MEMORY
+        )
         for ep in sizes.ep:
             peaks = {
                 side: spawn(memory_rank, sizes, directory, ep, side, timeout=timeout)
@@ -376,3 +416,109 @@ def measure(sizes: Sizes, memory: bool = True, timeout: float = 900.0) -> list[R
             }
             results.append(Result(ep, [measured[ep] for measured in by_rank], peaks))
     return results
+
+
+def report(results: list[Result], setting: list[str]) -> str:
+    """Markdown: the setting, one table, and the profiles if there are any."""
+    lines = ["# One training step: hf_moe_ep against transformers' own expert parallelism", ""]
+    lines += [
+        *setting,
+        "",
+        "| ep | figure | ours | native | ours / native |",
+        "|---|---|---|---|---|",
+    ]
+    for result in results:
+        lines += [f"| {result.ep} | {row} |" for row in _rows(result)]
+    worst = max(rank.error for result in results for rank in result.ranks)
+    lines += [
+        "",
+        "Median (min .. max) over steps for seconds, over ranks for the rest; the ratio is taken "
+        "step by step and rank by rank, below 1 is better. Loss and gradients of both sides were "
+        f"equal to {worst:.1e} relative (fp32). Every figure is explained at the top of "
+        "`benchmarks/step_vs_native.py`.",
+    ]
+    for result in results:
+        for side, text in result.ranks[0].profiles.items():
+            lines += ["", f"ep {result.ep}, {side}, one step of rank 0:", "```", text, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(result: Result) -> Iterator[str]:
+    ranks, mib = result.ranks, 2**20
+    first = ranks[0].seconds
+    yield _row("step, s", first["ours"], first["native"])
+    cpu = {
+        side: [sum(step) for step in zip(*(r.cpu_seconds[side] for r in ranks))] for side in SIDES
+    }
+    yield _row("CPU seconds per step, 4 ranks", cpu["ours"], cpu["native"])
+    for kind in ("rows", "routing", "counts"):
+        unit, divisor = ("KiB", 1024) if kind == "counts" else ("MiB", mib)
+        ours, native = ([r.sent[side][kind] / divisor for r in ranks] for side in SIDES)
+        yield _row(f"sent per rank: {kind}, {unit}", ours, native)
+    totals = ([sum(r.sent[side].values()) / mib for r in ranks] for side in SIDES)
+    yield _row("sent per rank: all, MiB", *totals)
+    yield _row("saved for backward, MiB", *([r.saved[side] / mib for r in ranks] for side in SIDES))
+    if result.peaks:
+        for index, phase in enumerate(("loading", "training")):
+            peaks = ([peak[index] for peak in result.peaks[side]] for side in SIDES)
+            yield _row(f"peak memory per rank, {phase}, MiB", *peaks)
+
+
+def _row(name: str, ours: list[float], native: list[float]) -> str:
+    ratios = [a / b for a, b in zip(ours, native, strict=True) if b]
+    cells = [_spread(ours), _spread(native), _spread(ratios) if ratios else "-"]
+    return " | ".join([name, *cells])
+
+
+def _spread(values: list[float]) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    digits = 0 if middle >= 100 else 1 if middle >= 10 else 2
+    if f"{low:.{digits}f}" == f"{high:.{digits}f}":
+        return f"{middle:.{digits}f}"
+    return f"{middle:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
+
+
+def _setting(sizes: Sizes, arguments: list[str], load_before: float) -> list[str]:
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    commit = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    described = subprocess.run(commit, capture_output=True, text=True, check=False).stdout.strip()
+    command = shlex.join(["python", "benchmarks/step_vs_native.py", *arguments])
+    return [
+        f"- command: `{command}`",
+        f"- model: Qwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
+        f"{sizes.experts} experts of {sizes.intermediate}, fp32; {sizes.batch} x {sizes.seq} "
+        f"tokens per rank, {WORLD} gloo ranks of one thread each, {sizes.steps} steps",
+        f"- machine: {(names or [platform.machine()])[0]}, {len(os.sched_getaffinity(0))} cores, "
+        f"{memory:.0f} GiB; load average {load_before:.1f} before the run, "
+        f"{os.getloadavg()[0]:.1f} at its end, of which {WORLD} are the ranks",
+        f"- versions: torch {torch.__version__}, transformers {transformers.__version__}, Python "
+        f"{platform.python_version()}; commit {described}; {time.strftime('%Y-%m-%d')}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    defaults = Sizes()
+    parser.add_argument("--ep", type=int, nargs="+", default=list(defaults.ep))
+    for name in ("hidden", "experts", "top_k", "intermediate", "layers", "batch", "seq", "steps"):
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=getattr(defaults, name))
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--profile", action="store_true", help="add a table of ops for each side")
+    parser.add_argument("--write", type=Path, help="also write the report to this Markdown file")
+    args = vars(parser.parse_args())
+    path = args.pop("write")
+    sizes = Sizes(**args | {"ep": tuple(args["ep"])})
+    load_before = os.getloadavg()[0]
+    results = measure(sizes)
+    text = report(results, _setting(sizes, sys.argv[1:], load_before))
+    print(text)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

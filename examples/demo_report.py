@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from text_data import pack, split_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers.utils.logging import disable_progress_bar
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument("--block_size", type=int, default=256, help="as in the training")
     parser.add_argument("--eval_blocks", type=int, default=48, help="as in the training")
     args = parser.parse_args()
+    disable_progress_bar()
 
     tokenizer = AutoTokenizer.from_pretrained(args.run)
     train_text, held_out_text = split_text(args.text_file)

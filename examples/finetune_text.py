@@ -3,8 +3,8 @@
     accelerate launch --config_file examples/accelerate/gpu_8.yaml examples/finetune_text.py \
         --model Qwen/Qwen3-30B-A3B --ep_size 8 --output_dir out/qwen3 --bf16
 
-Everything here is a stock script except the two lines that name hf_moe_ep; `--ep_size 0` leaves
-the model stock. Any flag of TrainingArguments works. `run_demo.sh` runs this on four CPU
+Everything here is a stock script except the three lines that use hf_moe_ep; `--ep_size 0`
+leaves the model stock. Any flag of TrainingArguments works. `run_demo.sh` runs this on four CPU
 processes.
 
 Writes to --output_dir: the model and tokenizer (hub layout), trainer_state.json (every logged
@@ -26,7 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_moe_ep import patch
+from hf_moe_ep import describe, patch
 
 
 @dataclass
@@ -76,6 +76,8 @@ def main() -> None:
     stats = rank_stats(trainer, args.block_size, result.metrics["train_runtime"])
     if trainer.is_world_process_zero():
         Path(training_args.output_dir, "rank_stats.json").write_text(json.dumps(stats, indent=2))
+        if args.ep_size > 0:
+            print(describe(model))
 
 
 if __name__ == "__main__":

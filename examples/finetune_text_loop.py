@@ -19,7 +19,7 @@ from itertools import islice
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from text_data import pack, split_text
 from torch import nn
 from torch.utils.data import DataLoader
@@ -65,7 +65,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
 def main() -> None:
     args = parse_args()
     set_seed(args.seed)
-    accelerator = Accelerator(cpu=args.cpu)
+    # Seeded by itself, the order of the blocks does not depend on the number of ranks.
+    order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
+    accelerator = Accelerator(cpu=args.cpu, dataloader_config=order)
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)

@@ -11,6 +11,7 @@ import torch
 from text_data import split_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
+from transformers.utils.logging import disable_progress_bar
 
 
 def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=384)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    disable_progress_bar()
 
     train_text, _ = split_text(args.text_file)
     tokenizer = train_tokenizer(train_text, args.vocab_size)

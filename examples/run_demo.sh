@@ -8,9 +8,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 check=false
+logging_steps=4
 case "${1:-}" in
     "") ;;
-    --check) check=true ;;
+    --check) check=true; logging_steps=1 ;;
     *) echo "usage: $0 [--check]" >&2; exit 2 ;;
 esac
 
@@ -28,7 +29,7 @@ training=(
     --model "$out/start" "${data[@]}" --use_cpu
     --max_steps 160 --learning_rate 6e-3 --warmup_steps 20 --lr_scheduler_type cosine
     --weight_decay 0.1 --adam_beta2 0.95
-    --dataloader_drop_last --logging_steps 1 --eval_strategy steps --eval_steps 40
+    --dataloader_drop_last --logging_steps $logging_steps --eval_strategy steps --eval_steps 40
     --save_strategy no --report_to none
 )
 

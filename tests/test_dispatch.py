@@ -12,9 +12,10 @@ from close import assert_close
 from run_ranks import run_ranks
 from torch import Tensor
 
-from hf_moe_ep.dispatch import Header, combine, count_pairs, dispatch
+from hf_moe_ep.dispatch import Header, combine, dispatch
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.permute import count_pairs
 
 HIDDEN, FFN = 5, 3
 HERE = Header(forward=3, layer=1, training=True, grad=True, recompute=False)
@@ -120,9 +121,10 @@ def _check_case(case: Case, rank: int, group: Group) -> None:
     visits = [{expert // local for expert in experts} for experts in ids_TK.tolist()]
     distinct = [sum(other in seen for seen in visits) for other in range(ranks)]
     assert state.send_counts == distinct, case.name
-    # Rows and routing out, rows back; w_TK is not used here, so backward moves rows alone.
+    # Rows and routing there, rows back; then all three again the other way.
     sent, received = sum(distinct), rows_RH.shape[0]
-    assert [rows for rows, _ in calls] == [sent, sent, received, sent, received], case.name
+    moved = [rows for rows, _ in calls]
+    assert moved == [sent, sent, received, sent, received, received], f"{case.name}: {moved}"
     visits_T = torch.tensor([len(seen) for seen in visits], dtype=torch.float64)
     assert_close("identity experts", back_TH, x_TH * visits_T.unsqueeze(1), 1e-15)
     assert x_TH.grad is not None
@@ -199,7 +201,9 @@ def _check_mixed_dtypes(case: Case, rank: int, group: Group) -> None:
         dist.all_gather_object(everyone, (pairs[0], w_TK.detach()), group=group)
         sent = {float(w) for _, theirs in everyone for w in theirs.double().flatten()}
         assert {float(w) for w in w_RK.detach().double().flatten()} <= sent
-        combine(rows_RH * w_RK.sum(1, keepdim=True).to(rows_RH.dtype), state, group).sum().backward()
+        combine(
+            rows_RH * w_RK.sum(1, keepdim=True).to(rows_RH.dtype), state, group
+        ).sum().backward()
         assert x_TH.grad is not None and x_TH.grad.dtype == torch.bfloat16
         assert w_TK.grad is not None and w_TK.grad.dtype == weights_dtype
 
@@ -265,10 +269,3 @@ def _all_checks(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_dispatch_and_combine(world: int) -> None:
     run_ranks(_all_checks, world, timeout=120)
-
-
-def test_count_pairs() -> None:
-    ids_TK = torch.tensor([[0, 3], [3, 1], [3, 0]])
-    assert count_pairs(ids_TK, 5).tolist() == [2, 1, 0, 3, 0]
-    assert count_pairs(ids_TK[:0], 5).tolist() == [0] * 5
-    assert count_pairs(ids_TK.t(), 4).tolist() == [2, 1, 0, 3]

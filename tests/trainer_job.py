@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from generation import continuations
 from poison import poison_empty
 from tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -51,6 +53,7 @@ class Case:
         steps: functions of `_STEPS` below, in order, on one Trainer.
         ep: 0 leaves the model stock.
         load: directory for `from_pretrained`; otherwise the tiny model of `seed` and `model`.
+            Only on rank 0: other ranks get other weights.
         arguments: of TrainingArguments, over those of `_arguments`.
         environment: variables that a launch config would set.
         folder: output_dir; another case's, to resume what it left there.
@@ -80,7 +83,7 @@ class Result:
     Attributes:
         log: the Trainer's log_history.
         grads: of the first optimizer step, after clipping.
-        params_at: parameters at each evaluation, by step.
+        params_at: parameters at each evaluation, by step, where the best are to be loaded.
         values: by name of the step that returned them.
         error: the traceback of a case that failed.
     """
@@ -131,11 +134,21 @@ def _load(folder: Path, case: Case) -> list[Result]:
     return [torch.load(file, weights_only=False) for file in files]
 
 
-def build(case: Case) -> PreTrainedModel:
-    """The stock model of a case."""
-    if case.load is not None:
-        return AutoModelForCausalLM.from_pretrained(case.load, experts_implementation="eager")
-    return tiny(seed=case.seed, dtype=case.dtype, **case.model)
+def load_stock(folder: Path) -> PreTrainedModel:
+    """The model in `folder`, with the experts that the tiny models run."""
+    return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+
+
+def _build(case: Case, rank: int) -> PreTrainedModel:
+    """The stock model of a case; what ranks other than 0 hold must not matter."""
+    if case.load is None:
+        return tiny(seed=case.seed + 100 * rank, dtype=case.dtype, **case.model)
+    model = load_stock(case.load)
+    if rank:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+    return model
 
 
 def training_rows(kind: str) -> list[Row]:
@@ -158,27 +171,6 @@ def evaluation_rows() -> list[Row]:
         _row(batch(model, 1, SEQ_LEN, seed=1000 + index, ignore=0.0))
         for index in range(3 * GLOBAL_BATCH)
     ]
-
-
-def prompts(rank: int) -> dict[str, Tensor]:
-    """Two prompts of rank-dependent length, the second padded on the left by one."""
-    ids = batch(tiny(), 2, 3 + 2 * rank, seed=50 + rank)["input_ids"]
-    mask = torch.ones_like(ids)
-    mask[1, 0] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def continuations(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """Greedy tokens of one rank: to a length of its own, and again with an early end of its own.
-
-    Rank r ends where both of its prompts have got the token that they got at position r before.
-    """
-    inputs, length = prompts(rank), 5 + 2 * rank
-    options = {"do_sample": False, "pad_token_id": 0, "use_cache": True, "max_new_tokens": length}
-    model.eval()
-    free = model.generate(**inputs, eos_token_id=None, **options)
-    end = free[:, inputs["input_ids"].shape[1] + rank].tolist()
-    return {"free": free, "ended": model.generate(**inputs, eos_token_id=end, **options)}
 
 
 def _row(rows: Row) -> Row:
@@ -209,8 +201,21 @@ def _save(trainer: Trainer, folder: Path) -> Path:
     return folder / "saved"
 
 
-def _generate(trainer: Trainer, folder: Path) -> dict[str, Any]:
+def _generate(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
     return continuations(trainer.model, trainer.args.process_index)
+
+
+def _inspect(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Whether what a case asks for is there at all: equal losses alone would not show it."""
+    modules = [trainer.model, *trainer.model.modules()]
+    units = [module for module in modules if isinstance(module, FSDPModule)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    return {
+        "classes": {type(module).__name__ for module in modules},
+        "offload": {type(group.offload_policy).__name__ for group in groups if group},
+        "gradient_checkpointing": trainer.model.is_gradient_checkpointing,
+        "state_dict_type": str(trainer.accelerator.state.fsdp_plugin.state_dict_type),
+    }
 
 
 _STEPS = {
@@ -220,6 +225,7 @@ _STEPS = {
     "predict": _predict,
     "save": _save,
     "generate": _generate,
+    "inspect": _inspect,
 }
 
 
@@ -236,7 +242,7 @@ class _Recorder(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.load_best_model_at_end:
-            self.result.params_at[state.global_step] = whole(kwargs["model"])
+            self.result.params_at.setdefault(state.global_step, whole(kwargs["model"]))
 
 
 def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
@@ -286,7 +292,7 @@ def _run(case: Case, folder: Path) -> Result:
     result = Result()
     folder = case.folder or folder / case.name
     arguments = _arguments(case, folder)  # first: from_pretrained looks for a process group
-    model = build(case)
+    model = _build(case, arguments.process_index)
     if case.ep:
         patch(model, ep_size=case.ep)
     trainer = Trainer(

@@ -7,8 +7,8 @@ two experts, top-2 and row 1 going to expert 0 only (L = 2 means "no expert here
 
 Saved for backward: the rows, the gate/up pre-activations of each pair and the routing. The
 activation is recomputed, and the routing weights' gradient needs no expert output: with
-`y = down @ a` and `out += w * y` it is `<grad, down @ a> = <down^T grad, a>`, whose left factor
-the backward computes anyway (SonicMoE, arXiv 2512.14080, section 4).
+`out += down @ (w a)` it is `<grad, down @ a> = <down^T grad, a>`, whose left factor the backward
+computes anyway (SonicMoE, arXiv 2512.14080, section 4).
 
 `grad_scale` multiplies the gradients of the weights, and nothing else.
 """
@@ -43,8 +43,8 @@ class _ExpertMLP(torch.autograd.Function):
         slots_RK = invert(row_of_pair_A, pair_A % top_k, (num_rows, top_k))
         x_AH = rows_RH.index_select(0, row_of_pair_A)
         gate_up_AG = _per_expert(x_AH, gate_up_LGH.transpose(1, 2), counts_L)
-        y_AH = _per_expert(_swiglu(gate_up_AG), down_LHF.transpose(1, 2), counts_L)
-        y_AH = _scale(y_AH, weights_RK.flatten()[pair_A])
+        act_AF = _scale(_swiglu(gate_up_AG), weights_RK.flatten()[pair_A])
+        y_AH = _per_expert(act_AF, down_LHF.transpose(1, 2), counts_L)
         ctx.save_for_backward(
             rows_RH, weights_RK, gate_up_LGH, down_LHF, gate_up_AG, pair_A, slots_RK
         )
@@ -67,7 +67,7 @@ class _ExpertMLP(torch.autograd.Function):
             grad_weights_RK = torch.zeros_like(weights_RK).view(-1)
             grad_weights_RK = grad_weights_RK.index_put((pair_A,), grad_A).view_as(weights_RK)
         if ctx.needs_input_grad[3]:
-            grad_down = _outer(_scale(grad_AH, weight_A), act_AF, counts_L, scale)
+            grad_down = _outer(grad_AH, _scale(act_AF, weight_A), counts_L, scale)
         grad_gate_up_AG = _swiglu_backward(gate_up_AG, _scale(grad_act_AF, weight_A))
         if ctx.needs_input_grad[2]:
             x_AH = rows_RH.index_select(0, row_of_pair_A)
@@ -130,9 +130,9 @@ def _outer(left_AO: Tensor, right_AI: Tensor, counts_L: list[int], scale: float)
     return out_LOI
 
 
-def _scale(rows_AH: Tensor, weight_A: Tensor) -> Tensor:
-    # The product is formed in the weights' fp32 and rounded once.
-    return (rows_AH * weight_A.unsqueeze(1)).to(rows_AH.dtype)
+def _scale(act_AF: Tensor, weight_A: Tensor) -> Tensor:
+    # On the narrow side of the down projection; formed in the weights' fp32 and rounded once.
+    return (act_AF * weight_A.unsqueeze(1)).to(act_AF.dtype)
 
 
 def _swiglu(gate_up_AG: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from close import assert_close, max_error
 from torch import Tensor
 
 from hf_moe_ep.ops import reference
-from hf_moe_ep.ops.permute import add_rows, gather_rows, invert, sum_rows
+from hf_moe_ep.ops.permute import add_rows, count_pairs, gather_rows, invert, sum_rows
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -137,3 +137,10 @@ def test_nothing_but_indices_is_saved() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         sum_rows(gather_rows(x_TH, token_of_row_N, slots_TJ), token_of_row_N, slots_TJ)
     assert {t.data_ptr() for t in saved} <= {token_of_row_N.data_ptr(), slots_TJ.data_ptr()}
+
+
+def test_count_pairs() -> None:
+    ids_TK = torch.tensor([[0, 3], [3, 1], [3, 0]])
+    assert count_pairs(ids_TK, 5).tolist() == [2, 1, 0, 3, 0]
+    assert count_pairs(ids_TK[:0], 5).tolist() == [0] * 5
+    assert count_pairs(ids_TK.t(), 4).tolist() == [2, 1, 0, 3]
