@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--one_process", type=Path, help="--output_dir of a run to compare with")
     parser.add_argument("--text_file", help="as in the training")
     parser.add_argument("--block_size", type=int, default=256, help="as in the training")
-    parser.add_argument("--eval_blocks", type=int, default=48, help="as in the training")
+    parser.add_argument("--eval_blocks", type=int, default=64, help="as in the training")
     args = parser.parse_args()
     disable_progress_bar()
 

@@ -35,7 +35,8 @@ class ScriptArguments:
     ep_size: int = 1
     text_file: str | None = None
     block_size: int = 256
-    eval_blocks: int = 48
+    # A multiple of ranks x per_device_eval_batch_size: the Trainer repeats blocks to fill up.
+    eval_blocks: int = 64
 
 
 def rank_stats(trainer: Trainer, block_size: int, seconds: float) -> list[dict]:

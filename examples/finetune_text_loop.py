@@ -53,11 +53,10 @@ def endless(loader: DataLoader) -> Iterator[dict]:
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
+    """Mean loss of the held-out blocks; `loader` yields one at a time."""
     model.eval()
-    losses = []
-    for batch in loader:
-        loss = model(**batch).loss
-        losses.append(accelerator.gather_for_metrics(loss.repeat(len(batch["labels"]))))
+    # gather_for_metrics drops the blocks that were repeated to give every rank equally many.
+    losses = [accelerator.gather_for_metrics(model(**batch).loss.reshape(1)) for batch in loader]
     model.train()
     return torch.cat(losses).mean().item()
 
@@ -83,7 +82,7 @@ def main() -> None:
         model,
         optimizer,
         DataLoader(train, batch_size=args.batch_size, shuffle=True, drop_last=True),
-        DataLoader(held_out, batch_size=args.batch_size),
+        DataLoader(held_out),
     )
 
     batches = endless(train_loader)

@@ -19,7 +19,9 @@ HELD_OUT_EVERY = 10
 
 def split_text(text_file: str | None = None) -> tuple[str, str]:
     """Return (training text, held-out text) of a file, or of Python's documentation."""
-    text = Path(text_file).read_text() if text_file else "\n\n".join(topics.values())
+    text = (
+        Path(text_file).read_text(encoding="utf-8") if text_file else "\n\n".join(topics.values())
+    )
     unique = {" ".join(p.split()): p for p in reversed(text.split("\n\n"))}
     paragraphs = list(reversed(unique.values()))
     parts: tuple[list[str], list[str]] = ([], [])
