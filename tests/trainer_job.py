@@ -4,7 +4,7 @@
 folder)` in one plain process: the reference, with the same rows in the same order. Starting ranks
 costs most of the time, so one launch runs many cases. What a case leaves behind is in its `Result`.
 
-A launch that hangs is a failure: after `timeout` seconds of wall clock all its processes are killed.
+A launch that hangs is a failure: after `timeout` seconds all its processes are killed.
 """
 
 import gc

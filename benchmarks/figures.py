@@ -1,0 +1,47 @@
+"""What every benchmark prints beside its numbers: spread, ratio, machine, versions, command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+
+def row(name: str, ours: list[float], theirs: list[float]) -> str:
+    """Table cells `name | ours | theirs | ratio`; values of both sides belong together in pairs."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b]
+    return " | ".join([name, spread(ours), spread(theirs), spread(ratios) if ratios else "-"])
+
+
+def spread(values: list[float]) -> str:
+    """`median (min .. max)`, or one number where all print alike."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    digits = 0 if middle >= 100 else 1 if middle >= 10 else 2
+    if f"{low:.{digits}f}" == f"{high:.{digits}f}":
+        return f"{middle:.{digits}f}"
+    return f"{middle:.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
+
+
+def setting(script: str, load_before: float, num_ranks: int) -> list[str]:
+    """Markdown list: command, machine, versions. Call it when the run is over."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return [
+        f"- command: `{shlex.join(['python', script, *sys.argv[1:]])}`",
+        f"- machine: {(names or [platform.machine()])[0]}, {len(os.sched_getaffinity(0))} cores, "
+        f"{memory:.0f} GiB; load average {load_before:.1f} before the run, "
+        f"{os.getloadavg()[0]:.1f} at its end, {num_ranks} of it the ranks of this benchmark",
+        f"- versions: torch {torch.__version__}, transformers {transformers.__version__}, Python "
+        f"{platform.python_version()}; commit {commit or 'unknown'}; {time.strftime('%Y-%m-%d')}",
+    ]

@@ -1,0 +1,165 @@
+"""Where ranks lie: the 8-rank example of mesh.py written out, on torch's fake process group.
+
+Groups are checked by the ranks they hold, seen from each of the 8 ranks in turn; that collectives
+over them give the right numbers is what the parity tests show.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hf_moe_ep import ParallelConfig
+from hf_moe_ep.mesh import Meshes, build_meshes, check_world
+
+CPU = torch.device("cpu")
+Groups = list[list[int]]
+
+
+@contextmanager
+def _as_rank(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Expected groups; a rank's position in its group is its coordinate."""
+
+    config: ParallelConfig
+    ep: Groups
+    ep_fsdp: Groups
+    fsdp: Groups
+    replicate: Groups
+
+
+ALL = [0, 1, 2, 3, 4, 5, 6, 7]
+SINGLES = [[rank] for rank in ALL]
+LAYOUTS = {
+    "docstring": Layout(
+        ParallelConfig(ep_size=4),
+        ep=[[0, 1, 2, 3], [4, 5, 6, 7]],
+        ep_fsdp=[[0, 4], [1, 5], [2, 6], [3, 7]],
+        fsdp=[ALL],
+        replicate=SINGLES,
+    ),
+    "docstring, ep_outside": Layout(
+        ParallelConfig(ep_size=4, ep_outside=True),
+        ep=[[0, 2, 4, 6], [1, 3, 5, 7]],
+        ep_fsdp=[[0, 1], [2, 3], [4, 5], [6, 7]],
+        fsdp=[ALL],
+        replicate=SINGLES,
+    ),
+    "nothing asked": Layout(
+        ParallelConfig(), ep=SINGLES, ep_fsdp=[ALL], fsdp=[ALL], replicate=SINGLES
+    ),
+    "ep over all": Layout(
+        ParallelConfig(ep_size=8), ep=[ALL], ep_fsdp=SINGLES, fsdp=[ALL], replicate=SINGLES
+    ),
+    "HSDP": Layout(
+        ParallelConfig(ep_size=2, dp_replicate_size=2),
+        ep=[[0, 1], [2, 3], [4, 5], [6, 7]],
+        ep_fsdp=[[0, 2], [1, 3], [4, 6], [5, 7]],
+        fsdp=[[0, 1, 2, 3], [4, 5, 6, 7]],
+        replicate=[[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "HSDP, ep_outside": Layout(
+        ParallelConfig(ep_size=2, dp_replicate_size=2, ep_outside=True),
+        ep=[[0, 2], [1, 3], [4, 6], [5, 7]],
+        ep_fsdp=[[0, 1], [2, 3], [4, 5], [6, 7]],
+        fsdp=[[0, 1, 2, 3], [4, 5, 6, 7]],
+        replicate=[[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "HSDP, ep fills a replica": Layout(
+        ParallelConfig(ep_size=4, dp_replicate_size=2),
+        ep=[[0, 1, 2, 3], [4, 5, 6, 7]],
+        ep_fsdp=SINGLES,
+        fsdp=[[0, 1, 2, 3], [4, 5, 6, 7]],
+        replicate=[[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    "replicas alone": Layout(
+        ParallelConfig(dp_replicate_size=8),
+        ep=SINGLES,
+        ep_fsdp=SINGLES,
+        fsdp=SINGLES,
+        replicate=[ALL],
+    ),
+}
+
+
+def _members(mesh: DeviceMesh, axis: int) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group(axis))
+
+
+def _check_axis(mesh: DeviceMesh, axis: int, rank: int, groups: Groups) -> None:
+    mine = next(group for group in groups if rank in group)
+    assert _members(mesh, axis) == mine, (rank, mesh)
+    assert mesh.size(axis) == len(mine)
+    assert mesh.get_local_rank(axis) == mine.index(rank)
+
+
+def _check_rank(layout: Layout, meshes: Meshes, rank: int) -> None:
+    _check_axis(meshes.ep, 0, rank, layout.ep)
+    _check_axis(meshes.ep_fsdp, -1 % meshes.ep_fsdp.ndim, rank, layout.ep_fsdp)
+    _check_axis(meshes.dense, -1 % meshes.dense.ndim, rank, layout.fsdp)
+    names = ("fsdp",), ("ep_fsdp",)
+    if layout.config.dp_replicate_size:
+        _check_axis(meshes.dense, 0, rank, layout.replicate)
+        _check_axis(meshes.ep_fsdp, 0, rank, layout.replicate)
+        names = ("dp_replicate", "fsdp"), ("dp_replicate", "ep_fsdp")
+    assert (meshes.dense.mesh_dim_names, meshes.ep_fsdp.mesh_dim_names) == names
+    assert meshes.ep.mesh_dim_names == ("ep",)
+    ep_group = next(group for group in layout.ep if rank in group)
+    assert (meshes.ep_size, meshes.ep_rank) == (len(ep_group), ep_group.index(rank))
+    assert meshes.ep_fsdp_size == len(layout.ep_fsdp[0])
+    assert (meshes.world_size, meshes.device) == (8, CPU)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_finds_its_groups(name: str) -> None:
+    layout = LAYOUTS[name]
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            _check_rank(layout, build_meshes(layout.config, CPU), rank)
+
+
+def test_a_world_of_its_own_size_not_a_power_of_two() -> None:
+    """6 ranks: replicas of 3, ep over 3."""
+    for rank in range(6):
+        with _as_rank(rank, 6):
+            meshes = build_meshes(ParallelConfig(ep_size=3, dp_replicate_size=2), CPU)
+            assert _members(meshes.ep, 0) == ([0, 1, 2] if rank < 3 else [3, 4, 5])
+            assert _members(meshes.dense, 0) == [rank % 3, rank % 3 + 3]
+
+
+def test_two_models_in_one_process_have_meshes_of_their_own() -> None:
+    with _as_rank(5, 8):
+        wide = build_meshes(ParallelConfig(ep_size=4), CPU)
+        narrow = build_meshes(ParallelConfig(ep_size=2), CPU)
+        assert _members(wide.ep, 0) == [4, 5, 6, 7] and _members(narrow.ep, 0) == [4, 5]
+
+
+REFUSED = [
+    (3, 1, 8, r"ep_size \(3\).*8 / 1 = 8.*try 1, 2, 4, 8,.*multiple of 3 processes"),
+    (16, 1, 8, r"ep_size \(16\).*8 / 1 = 8.*try 1, 2, 4, 8,.*multiple of 16 processes"),
+    (8, 2, 8, r"ep_size \(8\).*8 / 2 = 4.*try 1, 2, 4,.*multiple of 16 processes"),
+    (1, 3, 8, r"dp_replicate_size \(3\).*world size \(8\); try 1, 2, 4, 8$"),
+    (1, 16, 8, r"dp_replicate_size \(16\).*world size \(8\); try 1, 2, 4, 8$"),
+    (2, 1, 1, r"ep_size \(2\).*1 / 1 = 1.*try 1,.*multiple of 2 processes"),
+]
+
+
+@pytest.mark.parametrize(("ep", "replicate", "world", "match"), REFUSED)
+def test_sizes_that_do_not_tile_the_world(ep: int, replicate: int, world: int, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        check_world(ep, replicate, world)
+    with _as_rank(0, world), pytest.raises(ValueError, match=match):
+        build_meshes(ParallelConfig(ep_size=ep, dp_replicate_size=replicate), CPU)

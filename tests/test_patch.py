@@ -1,0 +1,402 @@
+"""`patch` in one process: stock's numbers, one instance only, and every trace of it removable."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from close import assert_close, max_error
+from tiny_models import batch, tiny
+from torch import Tensor, nn
+from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
+
+from hf_moe_ep import ParallelConfig, patch, unpatch
+from hf_moe_ep.state import STATE
+
+
+def _ours(value: object) -> bool:
+    """Whether a value, or something in a container or closure of it, has a type of ours."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        module = getattr(item, "__module__", None) or type(item).__module__
+        if str(module).partition(".")[0] in ("hf_moe_ep", "model_patches"):
+            return True
+        if isinstance(item, dict):
+            stack.extend([*item.keys(), *item.values()])
+        elif isinstance(item, list | tuple | set):
+            stack.extend(item)
+        elif hasattr(item, "__closure__") and item.__closure__:
+            stack.extend(cell.cell_contents for cell in item.__closure__)
+    return False
+
+
+def _traces(model: nn.Module) -> list[str]:
+    """Everything in the module tree that is ours, by name."""
+    found = []
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key == "_modules":
+                continue
+            config = vars(value) if hasattr(value, "to_dict") else {}
+            if key == STATE or _ours(value) or "hf_moe_ep" in repr(config):
+                found.append(f"{name}.{key}")
+    return found
+
+
+def _snapshot(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Per module: class, attribute identities and the sizes of all hook tables."""
+    return {
+        name: {
+            "class": type(module),
+            **{
+                key: len(value) if isinstance(value, dict) else id(value)
+                for key, value in vars(module).items()
+            },
+        }
+        for name, module in model.named_modules()
+    }
+
+
+def _hooks(model: nn.Module) -> list[tuple[str, int, int]]:
+    return [
+        (name, len(module._forward_pre_hooks), len(module._forward_hooks))
+        for name, module in model.named_modules()
+        if module._forward_pre_hooks or module._forward_hooks
+    ]
+
+
+def _grads(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    model.zero_grad()
+    out = model(**inputs)
+    out.loss.backward()
+    return out, {name: p.grad for name, p in model.named_parameters()}
+
+
+def _compare(patched: nn.Module, stock: nn.Module, inputs: dict[str, Tensor]) -> None:
+    got, got_grads = _grads(patched, inputs)
+    want, want_grads = _grads(stock, inputs)
+    assert_close("logits", got.logits, want.logits, 1e-12)
+    assert_close("loss", got.loss, want.loss, 1e-6)  # transformers casts logits to fp32
+    assert got_grads.keys() == want_grads.keys()
+    for name, grad in got_grads.items():
+        assert_close(name, grad, want_grads[name], 1e-12)
+
+
+def _inputs(seed: int = 1) -> dict[str, Tensor]:
+    return batch(tiny(), 3, 11, seed=seed, pad=3)
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no norm_topk_prob": {"norm_topk_prob": False},
+    "top-1 of 3": {"num_experts": 3, "num_experts_per_tok": 1},
+    "top-5 of 5": {"num_experts": 5, "num_experts_per_tok": 5},
+    "dense layers between": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "aux loss": {"output_router_logits": True, "router_aux_loss_coef": 2.0},
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "eager"])
+@pytest.mark.parametrize("name", SIZES)
+def test_patched_equals_stock(name: str, backend: str) -> None:
+    patched, stock = tiny(**SIZES[name]), tiny(**SIZES[name])
+    assert patch(patched, experts_backend=backend) is patched
+    _compare(patched, stock, _inputs())
+    patched.eval()
+    stock.eval()
+    with torch.no_grad():
+        got, want = patched(**_inputs(2)), stock(**_inputs(2))
+    assert_close("evaluation", got.logits, want.logits, 1e-12)
+    patched.train()
+    stock.train()
+    _compare(patched, stock, _inputs(3))
+
+
+def test_ours_runs_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the comparisons above would compare stock with itself."""
+    calls: list[int] = []
+    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type, *args: Any) -> Any:
+        calls.append(cls.__name__ == "_ExpertMLP")
+        return original(cls, *args)
+
+    monkeypatch.setattr(torch.autograd.Function, "apply", classmethod(counted))
+    for backend, want in (("auto", 2), ("eager", 0)):
+        calls.clear()
+        patch(tiny(), experts_backend=backend)(**_inputs())
+        assert sum(calls) == want, backend
+
+
+def test_unpatch_leaves_the_model_as_it_was() -> None:
+    model = tiny(**SIZES["aux loss"])
+    want, want_grads = _grads(model, _inputs())  # transformers hangs its recorders in here
+    before, config, hooks_before = _snapshot(model), model.config, _hooks(model)
+    patch(model)
+    assert any(trace.endswith(STATE) for trace in _traces(model))  # the search does find us
+    _grads(model, _inputs())
+    assert unpatch(model) is model
+    assert _snapshot(model) == before and _traces(model) == [] and _hooks(model) == hooks_before
+    assert model.config is config
+    assert all(m.config is config for m in model.modules() if hasattr(m, "config"))
+    got, got_grads = _grads(model, _inputs())
+    assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss)
+    assert all(torch.equal(got_grads[name], grad) for name, grad in want_grads.items())
+    patch(model)
+    _compare(model, tiny(**SIZES["aux loss"]), _inputs())
+
+
+def test_hooks_of_others_survive() -> None:
+    model = tiny()
+    seen: list[str] = []
+    model.register_forward_pre_hook(lambda *_: seen.append("before"))
+    patch(model)
+    model.register_forward_hook(lambda *_: seen.append("after"))
+    unpatch(model)
+    model(**_inputs())
+    assert seen == ["before", "after"]
+
+
+def test_config_and_its_file_are_stock(tmp_path: Path) -> None:
+    model = tiny()
+    model.save_pretrained(tmp_path / "stock")
+    before, as_dict = copy.deepcopy(vars(model.config)), model.config.to_dict()
+    patch(model)
+    model(**_inputs())
+    assert vars(model.config) == before and model.config.to_dict() == as_dict
+    model.save_pretrained(tmp_path / "patched")
+    written = [
+        {path.name: path.read_bytes() for path in (tmp_path / kind).iterdir()}
+        for kind in ("stock", "patched")
+    ]
+    assert written[0].keys() == written[1].keys() >= {"config.json", "model.safetensors"}
+    assert all(written[0][name] == written[1][name] for name in written[0])
+    loaded = json.loads((tmp_path / "patched" / "config.json").read_text())
+    assert "hf_moe_ep" not in json.dumps(loaded)
+    again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "patched", dtype=torch.float64)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_models_from_one_config_object_are_independent() -> None:
+    source = tiny()
+    first, second, third = (Qwen3MoeForCausalLM(source.config).double() for _ in range(3))
+    assert first.config is second.config
+    for model in (first, second, third):
+        model.load_state_dict(source.state_dict())
+    patch(first, ep_size=2)
+    patch(second, expert_shard_dim=0)
+    assert getattr(first, STATE).config.ep_size == 2
+    assert getattr(second, STATE).config == ParallelConfig(1, 1, 1, expert_shard_dim=0)
+    assert _traces(third) == []
+    with pytest.raises(ValueError, match="ep_size=2"):
+        first(**_inputs())
+    _compare(second, source, _inputs())
+    assert torch.equal(third(**_inputs()).logits, source(**_inputs()).logits)
+    unpatch(first)
+    assert torch.equal(first(**_inputs()).logits, source(**_inputs()).logits)
+    assert getattr(second, STATE) is not None and _traces(first) == []
+
+
+def test_patching_twice_is_patching_once() -> None:
+    model = tiny(**SIZES["aux loss"])
+    model(**_inputs())
+    plain = _hooks(model)
+    patch(model, expert_shard_dim=0)
+    once, state, snapshot = _hooks(model), getattr(model, STATE), _snapshot(model)
+    assert len(once) >= 1 and once != plain
+    patch(model, ParallelConfig(expert_shard_dim=0))
+    assert getattr(model, STATE) is state and _snapshot(model) == snapshot
+    patch(model, ep_size=4)
+    assert getattr(model, STATE).config == ParallelConfig(4, 1, 1)
+    assert _hooks(model) == once
+    patch(model)
+    assert _hooks(model) == once
+    _compare(model, tiny(**SIZES["aux loss"]), _inputs())
+    unpatch(model)
+    assert _hooks(model) == plain and _traces(model) == []
+
+
+def test_a_refused_repatch_changes_nothing() -> None:
+    """Else a caught error leaves a stock model that trains without what was asked for before."""
+    model = patch(tiny(), ep_size=2)
+    state, snapshot = getattr(model, STATE), _snapshot(model)
+    with pytest.raises(ValueError, match=r"ep_size \(3\) must divide num_experts \(8\)"):
+        patch(model, ep_size=3)
+    assert getattr(model, STATE, None) is state and _snapshot(model) == snapshot
+
+
+def test_a_refused_patch_changes_nothing() -> None:
+    model = tiny()
+    snapshot = _snapshot(model)
+    with pytest.raises(ValueError, match=r"ep_size \(16\)"):
+        patch(model, ep_size=16)
+    model.config.hidden_act = "gelu"
+    with pytest.raises(ValueError, match=r"activation 'gelu'.*supported: silu.*'eager'"):
+        patch(model)
+    assert _snapshot(model) == snapshot and _traces(model) == []
+
+
+def test_patching_a_part_of_a_patched_model() -> None:
+    """Refused, or undone without breaking the whole: the experts belong to one state."""
+    model = patch(tiny())
+    try:
+        patch(model.model)
+    except ValueError as error:
+        assert "patch" in str(error)
+    else:
+        unpatch(model.model)
+    _compare(model, tiny(), _inputs())
+
+
+@pytest.mark.parametrize("sizes", [{}, SIZES["aux loss"]], ids=["plain", "aux loss"])
+def test_a_deep_copy_is_patched_and_independent(sizes: dict[str, Any]) -> None:
+    model = patch(tiny(**sizes))
+    twin = copy.deepcopy(model)
+    state, twins = getattr(model, STATE), getattr(twin, STATE)
+    assert twins is not state and twins.config == state.config and _hooks(twin) == _hooks(model)
+    experts = [m for m in twin.modules() if STATE in vars(m) and m is not twin]
+    assert len(experts) == 2 and all(getattr(m, STATE).model is twins for m in experts)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    _compare(model, tiny(**sizes), _inputs())
+    twin.load_state_dict(model.state_dict())
+    _compare(twin, tiny(**sizes), _inputs())
+    unpatch(twin)
+    assert _traces(twin) == [] and all(
+        m.config is twin.config for m in twin.modules() if hasattr(m, "config")
+    )
+    assert torch.equal(twin(**_inputs()).logits, tiny(**sizes)(**_inputs()).logits)
+    _compare(model, tiny(**sizes), _inputs())
+
+
+def test_state_dict_and_whole_model_are_saved_like_stock(tmp_path: Path) -> None:
+    model, stock = patch(tiny()), tiny()
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert list(state) == list(stock.state_dict())
+    stock.load_state_dict(state)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert getattr(loaded, STATE).config == getattr(model, STATE).config
+    _compare(loaded, stock, _inputs())
+
+
+def test_base_model() -> None:
+    source = tiny()
+    base, stock = Qwen3MoeModel(source.config).double(), source.model
+    base.load_state_dict(stock.state_dict())
+    patch(base)
+    inputs = {k: v for k, v in _inputs().items() if k != "labels"}
+    got, want = base(**inputs).last_hidden_state, stock(**inputs).last_hidden_state
+    assert_close("hidden", got, want, 1e-12)
+    (got * want.detach()).sum().backward()
+    (want * want.detach()).sum().backward()
+    for (name, mine), other in zip(base.named_parameters(), stock.parameters()):
+        assert_close(name, mine.grad, other.grad, 1e-12)
+    assert _traces(unpatch(base)) == []
+
+
+def test_sequence_classification() -> None:
+    config = tiny().config
+    config.num_labels, config.pad_token_id = 3, 0
+    torch.manual_seed(4)
+    stock = Qwen3MoeForSequenceClassification(config).double()
+    patched = copy.deepcopy(stock)
+    patch(patched)
+    inputs = {**_inputs(), "labels": torch.tensor([0, 2, 1])}
+    _compare(patched, stock, inputs)
+
+
+def test_autocast_is_no_worse_than_stock_under_autocast() -> None:
+    truth, truth_grads = _grads(tiny(dtype=torch.float64), _inputs())
+    errors = {}
+    for kind in ("stock", "patched"):
+        model = tiny(dtype=torch.float32)
+        if kind == "patched":
+            patch(model)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(**_inputs())
+        out.loss.backward()
+        assert out.logits.dtype == torch.bfloat16
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        assert all(grad.dtype == torch.float32 for grad in grads.values())
+        errors[kind] = {name: max_error(grad, truth_grads[name]) for name, grad in grads.items()}
+        errors[kind]["logits"] = max_error(out.logits, truth.logits)
+    for name, stock in errors["stock"].items():
+        # Both round to bf16 at the same places, in another order: within 2x of each other.
+        assert errors["patched"][name] <= 2 * stock, (name, errors["patched"][name], stock)
+
+
+def test_peft_wrapped_models_get_each_hook_once() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(tiny(**SIZES["aux loss"]), lora)
+    wrapped(**_inputs())
+    stock, plain = copy.deepcopy(wrapped), _hooks(wrapped)
+    patch(wrapped)
+    ours = [
+        type(hook).__name__
+        for module in wrapped.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if _ours(hook)
+    ]
+    assert sorted(ours) == ["ForwardGuard", "GlobalAuxLoss"]
+    got, want = wrapped(**_inputs()), stock(**_inputs())
+    assert_close("logits", got.logits, want.logits, 1e-12)
+    unpatch(wrapped)
+    assert _hooks(wrapped) == plain and _traces(wrapped) == []
+
+
+_NO_SIDE_EFFECTS = """
+import accelerate.accelerator, transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers import PreTrainedModel, Trainer
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+import os, random, torch
+
+def seen():
+    return (
+        accelerate.accelerator.fsdp2_prepare_model, Accelerator.prepare, AcceleratorState.__init__,
+        Trainer.save_model, PreTrainedModel.save_pretrained, sorted(ALL_EXPERTS_FUNCTIONS.keys()),
+        torch.nn.Module.__call__, torch.empty, torch.get_default_dtype(), dict(os.environ),
+        torch.distributed.is_initialized(), torch.random.get_rng_state().tolist(),
+        random.getstate(), torch.distributed.all_to_all_single,
+    )
+
+before = seen()
+import hf_moe_ep, hf_moe_ep.accelerate
+assert seen() == before, "import changed something"
+import sys
+assert "model_patches.qwen3_moe" not in sys.modules
+sys.path.insert(0, "tests")
+from tiny_models import tiny
+hf_moe_ep.patch(tiny())
+assert "hf_moe_ep" in ALL_EXPERTS_FUNCTIONS.keys() and seen()[:6] != before[:6]
+once = seen()[:5]
+hf_moe_ep.patch(tiny())
+assert seen()[:5] == once, "a second model wrapped the functions again"
+"""
+
+
+def test_import_has_no_side_effects() -> None:
+    root = Path(__file__).parent.parent
+    result = subprocess.run(
+        [sys.executable, "-c", _NO_SIDE_EFFECTS],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
