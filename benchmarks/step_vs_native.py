@@ -204,7 +204,7 @@ def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
 
 def _watch(module: nn.Module, forward: Callable[..., Any], total: Counter[str]) -> Any:
     def watching(*args: Any, **kwargs: Any) -> Any:
-        seen: dict[int, int] = {}
+        seen: dict[int, int] = {}  # bytes by storage: views of one storage keep it once
         parameters = {_storage(p).data_ptr() for p in module.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -227,22 +227,20 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 def check_equal(models: dict[str, nn.Module], losses: dict[str, Tensor]) -> float:
     """The largest relative difference of loss and gradients; raises above TOLERANCE."""
     pairs = {"loss": (losses["ours"], losses["native"])}
-    wanted = dict(models["native"].named_parameters())
-    ours = dict(models["ours"].named_parameters())
+    ours, wanted = (dict(models[side].named_parameters()) for side in SIDES)
     if ours.keys() != wanted.keys():
         raise RuntimeError(f"the sides differ in parameters {sorted(ours.keys() ^ wanted.keys())}")
     pairs |= {name: (ours[name].grad, wanted[name].grad) for name in ours}
-    worst = 0.0
+    errors = []
     for name, pair in pairs.items():
         got, want = (t.full_tensor() if isinstance(t, DTensor) else t for t in pair)
-        error = float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
-        if not error <= TOLERANCE:
+        errors.append(float((got - want).abs().max() / want.abs().max().clamp(min=1e-30)))
+        if not errors[-1] <= TOLERANCE:
             raise RuntimeError(
-                f"the sides disagree on {name}: {error:.1e} relative, allowed {TOLERANCE:.0e}; no "
-                f"figures of unequal computations (does another --seed, other ties, agree?)"
+                f"the sides disagree on {name}: {errors[-1]:.1e} relative, allowed "
+                f"{TOLERANCE:.0e}; no figures then (does another --seed, other ties, agree?)"
             )
-        worst = max(worst, error)
-    return worst
+    return max(errors)
 
 
 def paired_rank(rank: int, sizes: Sizes, directory: str) -> dict[int, Paired]:
@@ -258,8 +256,7 @@ def _paired(rank: int, sizes: Sizes, directory: str, ep: int) -> Paired:
     batch = make_batch(sizes, rank)
     losses: dict[str, Tensor] = {}
     optimizers: dict[str, torch.optim.Optimizer] = {}
-    sent: dict[str, dict[str, int]] = {}
-    saved: dict[str, int] = {}
+    sent, saved = {}, {}
     for side, model in models.items():
         with saved_bytes(model) as total, SentBytes(sizes.hidden) as wire:
             loss = model(**batch).loss
@@ -303,8 +300,8 @@ def _profile(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, batc
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         train_step(side, model, optimizer, batch)
         dist.barrier()
-    averages = profiler.key_averages()
-    return averages.table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=50)
+    table = profiler.key_averages().table
+    return table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=50)
 
 
 def memory_rank(rank: int, sizes: Sizes, directory: str, ep: int, side: str) -> tuple[float, float]:
@@ -325,9 +322,8 @@ def measure(sizes: Sizes, memory: bool = True, timeout: float = 900.0) -> list[R
     results = []
     with tempfile.TemporaryDirectory(prefix="step_vs_native_model_") as directory:
         write_model(sizes, directory)
-        by_rank = spawn(
-            paired_rank, WORLD, sizes, directory, timeout=timeout, environment=KEEP_FREED_MEMORY
-        )
+        kept = {"timeout": timeout, "environment": KEEP_FREED_MEMORY}
+        by_rank = spawn(paired_rank, WORLD, sizes, directory, **kept)
         for ep in sizes.ep:
             peaks = {
                 side: spawn(memory_rank, WORLD, sizes, directory, ep, side, timeout=timeout)
@@ -355,8 +351,8 @@ def report(sizes: Sizes, results: list[Result], about: list[str]) -> str:
         "`benchmarks/step_vs_native.py`.",
     ]
     for result in results:
-        for side, text in result.ranks[0].profiles.items():
-            lines.append(f"\nep {result.ep}, {side}, one step of rank 0:\n```\n{text}\n```")
+        for side, ops in result.ranks[0].profiles.items():
+            lines.append(f"\nep {result.ep}, {side}, one step of rank 0:\n```\n{ops}\n```")
     return "\n".join(lines) + "\n"
 
 

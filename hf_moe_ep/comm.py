@@ -74,8 +74,12 @@ def sum_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Ten
 
 
 def max_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The maximum of `value` over the ranks of `group` (default: all), without a gradient."""
-    return _reduce(value, dist.ReduceOp.MAX, group)
+    """The maximum of `value` over the ranks of `group` (default: all), without a gradient.
+
+    nan on one rank gives nan on all: gloo's own maximum loses it.
+    """
+    lost = _reduce(value.isnan().to(value.dtype), dist.ReduceOp.MAX, group)
+    return _reduce(value, dist.ReduceOp.MAX, group).masked_fill(lost > 0, float("nan"))
 
 
 def _reduce(value: Tensor, operation: Any, group: dist.ProcessGroup | None) -> Tensor:

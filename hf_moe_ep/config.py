@@ -42,7 +42,7 @@ class ParallelConfig:
             model's own loop (`ep_size` 1 only).
         ep_outside: consecutive ranks share an ep_fsdp group instead of an ep group.
         expert_shard_dim: tensor dimension of the expert weights that FSDP2 splits: 0, 1 or
-            "auto", which is 1 where it divides evenly and 0 elsewhere.
+            "auto", which is 0 where the experts of a rank divide evenly, else 1 where that does.
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
 
     The remaining fields are names that are fixed already and whose other values raise until

@@ -18,7 +18,7 @@ the same step get an error instead of each other's tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -30,24 +30,27 @@ from hf_moe_ep.ops.permute import count_pairs, gather_rows, invert, sum_rows
 
 @dataclass(frozen=True)
 class Header:
-    """Where a rank is; equal on all ranks of an ep group, or the step is lost."""
+    """Where a rank is, and what it sends; equal on all ranks of an ep group."""
 
     forward: int
     layer: int
     training: bool
     grad: bool
     recompute: bool
+    top_k: int
+    itemsize: int
 
     def as_list(self) -> list[int]:
-        return [self.forward, self.layer, *map(int, (self.training, self.grad, self.recompute))]
+        return [int(getattr(self, field.name)) for field in fields(self)]
 
     @staticmethod
     def describe(values: list[int]) -> str:
-        forward, layer, training, grad, recompute = values
-        mode = "training" if training else "evaluation"
-        extras = [] if grad else ["no_grad"]
-        extras += ["recompute"] if recompute else []
-        return f"MoE layer {layer} of forward {forward} ({', '.join([mode, *extras])})"
+        forward, layer, training, grad, recompute, top_k, itemsize = values
+        mode = ["training" if training else "evaluation"]
+        mode += [] if grad else ["no_grad"]
+        mode += ["recompute"] if recompute else []
+        sizes = f"top-{top_k}, {itemsize} bytes per element"
+        return f"MoE layer {layer} of forward {forward} ({', '.join(mode)}; {sizes})"
 
 
 @dataclass(frozen=True)

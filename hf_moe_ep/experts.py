@@ -31,7 +31,8 @@ def run_experts(
     """out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`."""
     gate_up_LGH, down_LHF = _local(experts.gate_up_proj), _local(experts.down_proj)
     device = rows_RH.device.type
-    if not torch.is_autocast_enabled(device):
+    # Like F.linear, which leaves fp64 alone under autocast.
+    if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
         compute_RH = rows_RH
     else:
         # Our autograd function is opaque to autocast, so it casts what F.linear would have.

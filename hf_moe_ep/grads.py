@@ -10,6 +10,7 @@ An element that a mesh axis replicates (HSDP) is counted once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -36,8 +37,18 @@ def clip_grad_norm_(
         norm_type: p of the p-norm, or `inf`.
         error_if_nonfinite: raise RuntimeError on every rank if the norm is nan or inf.
 
+    Raises:
+        ValueError: not a model, or a `norm_type` that is no norm.
+
     Returns the norm before clipping, the same number on every rank.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"clip_grad_norm_ takes the model, got {type(model).__name__}; write "
+            f"clip_grad_norm_(model, {max_norm}), without .parameters()"
+        )
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be a number > 0 or inf, got {norm_type}; try 2.0")
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     total = _total_norm(grads, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
@@ -85,7 +96,7 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
 def _power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
     """sum |g|^p (p = inf: max |g|) of gradients that share one mesh and one placement."""
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    wide = torch.promote_types(locals_[0].dtype, torch.float32)
+    wide = functools.reduce(torch.promote_types, (g.dtype for g in locals_), torch.float32)
     norms = [
         torch.linalg.vector_norm(local, norm_type, dtype=wide)
         for local in locals_

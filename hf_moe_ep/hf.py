@@ -7,9 +7,10 @@ read. Checked with transformers 5.17 to 5.23 and accelerate 1.15.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -70,6 +71,17 @@ def is_distributed_by_transformers(model: nn.Module) -> bool:
 def inside_ddp_forward() -> bool:
     """Whether DistributedDataParallel is the caller (torch/nn/parallel/distributed.py)."""
     return DistributedDataParallel._active_ddp_module is not None
+
+
+def forward_globals(model: nn.Module) -> dict[str, Any]:
+    """The module-level names that a model's own forward sees, behind its decorators."""
+    return cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
+
+
+def model_fingerprint(model: Any) -> str:
+    """Everything in the model's config but the place it was loaded from."""
+    values = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
+    return str(sorted(values.items(), key=str))
 
 
 def is_fsdp1(model: nn.Module) -> bool:

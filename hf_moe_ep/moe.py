@@ -65,7 +65,7 @@ def moe_forward(
         top_k_weights,
         num_experts=state.num_experts,
         group=group,
-        header=_header(layer, experts.training),
+        header=_header(layer, experts.training, hidden_states, top_k_index),
     )
     rows_RH = run_experts(
         experts, rows_RH, ids_RK, weights_RK, counts_L=sent.counts_L, grad_scale=grad_scale
@@ -73,7 +73,7 @@ def moe_forward(
     return combine(rows_RH, sent, group)
 
 
-def _header(layer: MoELayer, training: bool) -> Header:
+def _header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Header:
     return Header(
         forward=layer.model.forward_number,
         layer=layer.index,
@@ -81,4 +81,6 @@ def _header(layer: MoELayer, training: bool) -> Header:
         grad=torch.is_grad_enabled(),
         # A graph task is running exactly while backward is: a forward inside it is a recompute.
         recompute=torch._C._current_graph_task_id() != -1,
+        top_k=expert_ids_TK.shape[1],
+        itemsize=x_TH.element_size(),
     )

@@ -30,7 +30,7 @@ from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
 from hf_moe_ep.experts import SUPPORTED_ACTIVATIONS
 from hf_moe_ep.moe import ForwardGuard, moe_forward
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.routing import GlobalAuxLoss
+from hf_moe_ep.routing import GlobalAuxLoss, RestoreAuxLoss
 from hf_moe_ep.shard import ShardOptions, default_device, default_policy, shard_model
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 
@@ -54,16 +54,16 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
             that the backend does not compute; a model that is sharded already.
     """
     config = resolve_config(config, overrides)
-    state = getattr(model, STATE, None)
-    if state is not None and state.meshes is None and state.config == config:
+    before: ModelState | None = getattr(model, STATE, None)
+    if before is not None and before.meshes is None and before.config == config:
         return model
-    if state is not None and state.meshes is None:
-        unpatch(model)
     _check_unsharded(model)
     plan, model_config = _find_plan(model)
     state = ModelState(config, plan, getattr(model_config, plan.num_experts))
     experts = _find_experts(model, plan, model_config)
     _check_supported(config, plan, model_config, experts)
+    if before is not None:
+        unpatch(model)
     hf.register_experts_forward(moe_forward)
     implementation = "eager" if config.experts_backend == "eager" else hf.EXPERTS_IMPLEMENTATION
     own_config = hf.own_experts_config(next(iter(experts.values())).config, implementation)
@@ -71,7 +71,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
         state.undo.append((module, module.config))
         module.config = own_config
         setattr(module, STATE, MoELayer(index, state))
-    _hook_root(model, state, model_config)
+    _hook_root(model, state)
     accelerate.install()
     _log(model, state, list(experts))
     return model
@@ -103,7 +103,7 @@ def apply_ep_fsdp2(
     if state is None or config is not None or overrides:
         patch(model, config, **overrides)
         state = getattr(model, STATE)
-    elif state.meshes is not None:
+    else:
         _check_unsharded(model)
     assert state is not None
     if not (dist.is_available() and dist.is_initialized()):
@@ -141,7 +141,8 @@ def unpatch(model: nn.Module) -> nn.Module:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
                 del hooks[key]
-                module._forward_hooks_with_kwargs.pop(key, None)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
     for module, config in state.undo:
         module.config = config
     for module in model.modules():
@@ -155,7 +156,7 @@ def known_architectures() -> list[str]:
 
 
 def _is_ours(hook: object) -> bool:
-    return isinstance(hook, ForwardGuard | GlobalAuxLoss)
+    return isinstance(hook, ForwardGuard | GlobalAuxLoss | RestoreAuxLoss)
 
 
 def _find_plan(model: nn.Module) -> tuple[ModelPlan, Any]:
@@ -219,8 +220,14 @@ def _check_unsharded(model: nn.Module) -> None:
         raise ValueError(f"the model is wrapped in DistributedDataParallel; {sharded}")
     if hf.is_distributed_by_transformers(model):
         raise ValueError(f"transformers sharded this model when it loaded it; {sharded}")
-    if getattr(model, STATE, None) is not None:
+    state: ModelState | None = getattr(model, STATE, None)
+    if state is not None and state.meshes is not None:
         raise ValueError(f"the model is sharded by hf_moe_ep already; {sharded}")
+    parts = [m for m in model.modules() if isinstance(getattr(m, STATE, None), MoELayer)]
+    if any(getattr(part, STATE).model is not state for part in parts):
+        raise ValueError(
+            f"this {type(model).__name__} is part of a patched model; patch or unpatch the whole"
+        )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"FSDP2 shards parts of this model already; {sharded}")
     if hf.is_fsdp1(model):
@@ -229,17 +236,16 @@ def _check_unsharded(model: nn.Module) -> None:
         raise ValueError(f"the model has DTensor parameters already; {sharded}")
 
 
-def _hook_root(model: nn.Module, state: ModelState, model_config: Any) -> None:
+def _hook_root(model: nn.Module, state: ModelState) -> None:
     setattr(model, STATE, state)
     model.register_forward_pre_hook(ForwardGuard(state))
-    coefficient, top_k = state.plan.aux_loss_coef, state.plan.top_k
-    if coefficient is None or top_k is None:
-        return
+    coefficient = state.plan.aux_loss_coef
     for module in model.modules():
         # vars, because PEFT's wrappers pass attributes of the model through.
-        if coefficient in vars(module):
-            hook = GlobalAuxLoss(state, getattr(model_config, top_k), coefficient)
-            module.register_forward_hook(hook, with_kwargs=True)
+        if coefficient is not None and coefficient in vars(module):
+            swap = GlobalAuxLoss(state, coefficient)
+            module.register_forward_pre_hook(swap, with_kwargs=True)
+            module.register_forward_hook(RestoreAuxLoss(swap), always_call=True)
 
 
 def _log(model: nn.Module, state: ModelState, names: list[str]) -> None:

@@ -26,9 +26,8 @@ class ModelPlan:
         num_moe_layers: config -> how many modules `experts` has to match.
         expert_weights: parameters of an experts module that are stacked over experts (dim 0).
         activation: field of the config that names the activation between the expert matrices.
-        aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss,
-            which needs top_k too; None without such a loss.
-        top_k: field of the config that holds the experts per token.
+        aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss;
+            None without such a loss.
     """
 
     model_type: str
@@ -40,7 +39,6 @@ class ModelPlan:
     activation: str
     expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")
     aux_loss_coef: str | None = None
-    top_k: str | None = None
 
 
 def matches(pattern: str, module_name: str) -> bool:

@@ -17,59 +17,74 @@ belongs to it, and the terms add up to the loss of one process:
                         data parallelism averages gradients over the W ranks
     outputs.loss        holds coefficient * aux, or coefficient * aux / W where the caller passed
                         `num_items_in_batch` and so sums losses over ranks (the Trainer does)
+
+The model's own forward computes and adds it: for the time of one forward of a sharded model, the
+function of that name in its module is ours. Subtracting stock's term afterwards would keep its
+0/0 on a rank whose batch is all padding.
 """
 
 from __future__ import annotations
 
-import inspect
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_moe_ep import hf
 from hf_moe_ep.comm import sum_over_ranks
 from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.state import ModelState
 
+_FUNCTION = "load_balancing_loss_func"
+
 
 class GlobalAuxLoss:
-    """Forward hook of the causal LM: replaces its rank's aux loss by the global one."""
+    """Pre-forward hook of the causal LM: its forward will call `global_aux_loss`."""
 
-    def __init__(self, state: ModelState, top_k: int, coefficient: str) -> None:
-        self.state, self.top_k, self.coefficient = state, top_k, coefficient
+    def __init__(self, state: ModelState, coefficient: str) -> None:
+        self.state, self.coefficient = state, coefficient
+        self.stock: tuple[Any, float] | None = None
 
-    def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        meshes = self.state.meshes
-        router_logits = getattr(output, "router_logits", None)
-        if meshes is None or meshes.world_size == 1 or not router_logits:
-            return output
-        mask = _argument(model, args, kwargs, "attention_mask")
-        stock = output.aux_loss
-        output.aux_loss = global_aux_loss(
-            router_logits,
-            mask,
-            num_experts=self.state.num_experts,
-            top_k=self.top_k,
-            world_size=meshes.world_size,
-        )
-        if output.loss is not None:
-            summed = kwargs.get("num_items_in_batch") is not None
-            share = output.aux_loss / meshes.world_size if summed else output.aux_loss
-            output.loss = output.loss + getattr(model, self.coefficient) * (share - stock)
-        return output
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        meshes, names = self.state.meshes, hf.forward_globals(model)
+        if meshes is None or meshes.world_size == 1:
+            return
+        coefficient = getattr(model, self.coefficient)
+        self.stock = (names[_FUNCTION], coefficient)
+        names[_FUNCTION] = partial(global_aux_loss, world_size=meshes.world_size)
+        if kwargs.get("num_items_in_batch") is not None:
+            setattr(model, self.coefficient, coefficient / meshes.world_size)
+
+
+class RestoreAuxLoss:
+    """Forward hook, also called when forward raised: undoes what `GlobalAuxLoss` did."""
+
+    def __init__(self, swapped: GlobalAuxLoss) -> None:
+        self.swapped = swapped
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.swapped.stock is not None:
+            function, coefficient = self.swapped.stock
+            hf.forward_globals(model)[_FUNCTION] = function
+            setattr(model, self.swapped.coefficient, coefficient)
+            self.swapped.stock = None
 
 
 def global_aux_loss(
     router_logits: tuple[Tensor, ...],
-    attention_mask: Tensor | None,
-    *,
     num_experts: int,
     top_k: int,
+    attention_mask: Tensor | None = None,
+    *,
     world_size: int,
 ) -> Tensor:
-    """The loss above, from the logits (T, E) of every layer on this rank."""
+    """The loss above, from the logits (T, E) of every layer on this rank.
+
+    The positional arguments are those of transformers' `load_balancing_loss_func`.
+    """
     wide = torch.promote_types(router_logits[0].dtype, torch.float32)
     pairs_E = router_logits[0].new_zeros(num_experts, dtype=wide)
     probability_E, rows = torch.zeros_like(pairs_E), pairs_E.new_zeros(1)
@@ -90,9 +105,3 @@ def global_aux_loss(
     factor_E = num_experts * all_pairs_E / all_rows.square()
     own = world_size * (factor_E * probability_E).sum()
     return own + ((factor_E * all_probability_E).sum() - own).detach()
-
-
-def _argument(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    if name in kwargs or not args:
-        return kwargs.get(name)
-    return inspect.signature(model.forward).bind_partial(*args).arguments.get(name)

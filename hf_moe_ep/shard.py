@@ -114,6 +114,11 @@ def shard_model(
     _check_ranks_agree(model, state, options)
     meshes = build_meshes(state.config, device)
     units = _find_units(model, state)
+    # Before anything is changed: fully_shard cannot be taken back.
+    for experts in units.experts.values():
+        for weight in experts.parameters():
+            local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])
+            _expert_placement(local, state.config.expert_shard_dim, meshes.ep_fsdp_size)
     owners = _owners(model)
     _broadcast_buffers(model, device)
     kwargs = options.fully_shard_kwargs()
@@ -133,6 +138,7 @@ def shard_model(
     root_policy = replace(options.mp_policy, output_dtype=None)
     del kwargs["reshard_after_forward"]
     fully_shard(model, mesh=meshes.dense, **{**kwargs, "mp_policy": root_policy})
+    _keep_last_layer(units)
     _set_prefetch(units)
     hf.mark_fsdp_managed(model)
     state.meshes, state.policy = meshes, options.mp_policy
@@ -170,7 +176,12 @@ def _shard_experts(
     kwargs = options.fully_shard_kwargs()
     # Routing weights arrive in fp32 and stay so.
     kwargs["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=False)
-    placement = _expert_placement(state.config.expert_shard_dim, meshes.ep_fsdp_size)
+    shard_dim = state.config.expert_shard_dim
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
+        return _expert_placement(shape, shard_dim, meshes.ep_fsdp_size)
+
     fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
     experts.register_forward_pre_hook(_forget_finished_backward, prepend=True)
     if state.config.experts_backend == "eager":
@@ -197,19 +208,20 @@ def _forget_finished_backward(experts: nn.Module, args: tuple[Any, ...]) -> None
         state._training_state = TrainingState.IDLE
 
 
-def _expert_placement(shard_dim: str | int, ep_fsdp_size: int) -> Any:
-    def placement(parameter: nn.Parameter) -> Shard:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        even = local.ndim > 1 and local.shape[1] % ep_fsdp_size == 0
-        if shard_dim == 1 and not even:
-            raise ValueError(
-                f"expert_shard_dim=1 splits dim 1 of an expert weight {tuple(parameter.shape)} "
-                f"evenly over ep_fsdp ({ep_fsdp_size}), which does not divide it; "
-                f"try expert_shard_dim='auto'"
-            )
-        return Shard(1) if even and shard_dim != 0 else Shard(0)
+def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int) -> Shard:
+    """Where FSDP2 splits a weight of this rank's experts; `shape` is local to the ep rank.
 
-    return placement
+    Dim 0 where it divides evenly: gathering along any other dim costs FSDP2 one more copy of
+    every expert weight each way. Dim 1 else, because padding dim 0 leaves ranks without a share.
+    """
+    even = len(shape) > 1 and shape[1] % ep_fsdp_size == 0
+    if shard_dim == 1 and not even:
+        raise ValueError(
+            f"expert_shard_dim=1 splits dim 1 of an expert weight {tuple(shape)} evenly over "
+            f"ep_fsdp ({ep_fsdp_size}), which does not divide it; try expert_shard_dim='auto'"
+        )
+    wants_dim_1 = shard_dim == 1 or (shard_dim == "auto" and shape[0] % ep_fsdp_size != 0)
+    return Shard(1) if even and wants_dim_1 else Shard(0)
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -267,6 +279,14 @@ def _from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
     return value
 
 
+def _keep_last_layer(units: _Units) -> None:
+    """Backward begins with the last layer: resharding it after forward only gathers it twice."""
+    last = len(units.layers) - 1
+    for unit in (units.layers[last], units.experts.get(last)):
+        if isinstance(unit, FSDPModule):
+            unit.set_reshard_after_forward(False, recurse=False)
+
+
 def _set_prefetch(units: _Units) -> None:
     """Fetch the next unit, its experts included, while this one computes; both directions.
 
@@ -302,11 +322,13 @@ def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOption
     ]
     mine = {
         "config": str(state.config),
+        "the model's config": hf.model_fingerprint(model),
         "MoE layers": f"{len(layers)}: {', '.join(name for _, name in layers)}",
         "precision": f"{options.mp_policy}, fp32_masters={options.fp32_masters}",
         "parameters": f"{len(shapes)}, sha256 {hashlib.sha256(str(shapes).encode()).hexdigest()}",
     }
-    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    tensors = [*model.parameters(), *model.buffers()]
+    on_meta = [tensor for tensor in tensors if tensor.is_meta]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, len(on_meta)))
     reference, missing = everyone[0]
@@ -320,6 +342,7 @@ def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOption
             )
     if missing:
         raise ValueError(
-            f"{missing} of {len(shapes)} parameters of rank 0 are on the meta device and have no "
-            f"weights; load the model with from_pretrained before sharding, on rank 0 at least"
+            f"{missing} of {len(tensors)} parameters and buffers of rank 0 are on the meta device "
+            f"and have no values; load the model with from_pretrained before sharding, on rank 0 "
+            f"at least"
         )

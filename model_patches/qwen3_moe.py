@@ -27,5 +27,4 @@ PLAN = ModelPlan(
     num_moe_layers=_num_moe_layers,
     activation="hidden_act",
     aux_loss_coef="router_aux_loss_coef",
-    top_k="num_experts_per_tok",
 )

@@ -18,7 +18,7 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.permute import count_pairs
 
 HIDDEN, FFN = 5, 3
-HERE = Header(forward=3, layer=1, training=True, grad=True, recompute=False)
+HERE = Header(forward=3, layer=1, training=True, grad=True, recompute=False, top_k=2, itemsize=4)
 Group = dist.ProcessGroup
 
 
@@ -226,11 +226,13 @@ def _check_headers(rank: int, group: Group) -> None:
     last = dist.get_world_size(group) - 1
     ids_TK, w_TK = torch.tensor([[0, 3]]), torch.ones(1, 2)
     table = {
-        "forward": (4, "MoE layer 1 of forward 4 (training)"),
-        "layer": (0, "MoE layer 0 of forward 3 (training)"),
-        "training": (False, "MoE layer 1 of forward 3 (evaluation)"),
-        "grad": (False, "MoE layer 1 of forward 3 (training, no_grad)"),
-        "recompute": (True, "MoE layer 1 of forward 3 (training, recompute)"),
+        "forward": (4, "MoE layer 1 of forward 4 (training;"),
+        "layer": (0, "MoE layer 0 of forward 3 (training;"),
+        "training": (False, "MoE layer 1 of forward 3 (evaluation;"),
+        "grad": (False, "MoE layer 1 of forward 3 (training, no_grad;"),
+        "recompute": (True, "MoE layer 1 of forward 3 (training, recompute;"),
+        "top_k": (5, "MoE layer 1 of forward 3 (training; top-5, 4 bytes"),
+        "itemsize": (2, "MoE layer 1 of forward 3 (training; top-2, 2 bytes"),
     }
     ranks = dist.get_process_group_ranks(group)
     for field, (value, text) in table.items():
@@ -238,8 +240,8 @@ def _check_headers(rank: int, group: Group) -> None:
         with pytest.raises(RuntimeError) as caught:
             dispatch(torch.ones(1, 3), ids_TK, w_TK, num_experts=4, group=group, header=header)
         message = str(caught.value)
-        assert f"rank {ranks[last]}: {text}\n" in message, message
-        assert f"rank {ranks[0]}: MoE layer 1 of forward 3 (training)\n" in message, message
+        assert f"rank {ranks[last]}: {text}" in message, message
+        assert f"rank {ranks[0]}: MoE layer 1 of forward 3 (training;" in message, message
         dist.barrier(group)
 
 

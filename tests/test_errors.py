@@ -164,7 +164,7 @@ def _check_worlds_and_repeats() -> None:
     _everywhere(text, lambda: apply_ep_fsdp2(tiny(**six), ep_size=3))
     text = r"dp_replicate_size \(3\).*world size \(2\); try 1, 2"
     _everywhere(text, lambda: apply_ep_fsdp2(tiny(), dp_replicate_size=3))
-    text = r"expert_shard_dim=1.*\(2, 15, 32\)|expert_shard_dim=1.*\(2\).*'auto'"
+    text = r"expert_shard_dim=1.*\(8, 33, 24\).*ep_fsdp \(2\).*'auto'"
     odd = {"hidden_size": 33, "head_dim": 4}  # down_proj (8, 33, 24) over ep_fsdp 2
     _everywhere(text, lambda: apply_ep_fsdp2(tiny(**odd), expert_shard_dim=1))
     refused = patch(tiny(), ep_size=4)
@@ -190,7 +190,7 @@ def _check_ddp(rank: int) -> None:
 
 
 def _check_meta(rank: int) -> None:
-    text = r"parameters of rank 0 are on the meta device.*from_pretrained"
+    text = r"of rank 0 are on the meta device.*from_pretrained"
     _everywhere(text, lambda: apply_ep_fsdp2(tiny().to("meta"), ep_size=2))
     half = tiny()
     half.lm_head = half.lm_head.to("meta")
@@ -246,7 +246,7 @@ def _check_places(rank: int) -> None:
         model = apply_ep_fsdp2(tiny(), ep_size=2)
         if rank == 1 and mode == "eval":
             model.eval()
-        names = rf"(?s)rank 0: .*forward 1 \(training\).*rank 1: .*forward 1 \({text}\)"
+        names = rf"(?s)rank 0: .*forward 1 \(training;.*rank 1: .*forward 1 \({text};"
         with torch.set_grad_enabled(not (rank == 1 and mode == "no_grad")):
             _everywhere(names, lambda model=model: model(**inputs), RuntimeError)
 
@@ -259,6 +259,17 @@ def _all_errors(rank: int, world: int) -> None:
 
 def test_errors_on_every_rank() -> None:
     run_ranks(_all_errors, 2)
+
+
+def _second_try(rank: int, world: int) -> None:
+    model = patch(tiny(hidden_size=33, head_dim=4), expert_shard_dim=1)
+    with pytest.raises(ValueError, match=r"expert_shard_dim=1.*'auto'"):
+        apply_ep_fsdp2(model)
+    apply_ep_fsdp2(model, expert_shard_dim="auto")
+
+
+def test_the_remedy_of_a_refused_sharding_works_on_the_same_model() -> None:
+    run_ranks(_second_try, 2)
 
 
 def _one_rank_cannot_patch(rank: int, world: int) -> None:
@@ -306,13 +317,20 @@ def _buffers_on_meta(rank: int, world: int) -> None:
 BROKEN: dict[str, tuple[Callable[..., None], list[str | None]]] = {
     "one rank cannot patch": (_one_rank_cannot_patch, ["", r"ep_size \(3\).*num_experts \(8\)"]),
     "a layer not reached": (_experts_alone, ["MoE layer 1 of forward 1 .*never reached", None]),
-    "a forward skipped": (_one_rank_skips, ["MoE layer|forward 2", None]),
+    # FSDP2's first all-gather waits there, and its error cannot know of layers.
+    "a forward skipped": (_one_rank_skips, ["[Tt]ime(d )?out", None]),
     "another top-k": (_another_top_k, ["disagree|different places"] * 2),
     "buffers on meta": (_buffers_on_meta, ["on the meta device"] * 2),
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "a forward skipped" else name
+        for name in BROKEN
+    ],
+)
 def test_a_broken_step_ends_with_an_error(name: str) -> None:
     job, matches = BROKEN[name]
     # 20 s is what a loaded machine needs to bring both ranks to the first collective.

@@ -191,5 +191,5 @@ def test_the_formula_by_hand() -> None:
     logits_TE = torch.tensor([[0.0, third], [0.0, 0.0], [9.0, -9.0]])
     logits_TE[1, 0] = -third  # probabilities (1/4, 3/4) twice, then a token that must not count
     mask = torch.tensor([[1, 1, 0]])
-    got = global_aux_loss((logits_TE,), mask, num_experts=2, top_k=1, world_size=1)
+    got = global_aux_loss((logits_TE,), 2, 1, mask, world_size=1)
     assert_close("aux", got, torch.tensor(2 * (0 * 0.25 + 1 * 0.75)), 1e-6)  # fp32

@@ -268,7 +268,7 @@ def _arguments(case: Case, folder: Path) -> TrainingArguments:
         "max_steps": STEPS,
         "logging_steps": 1,
         "max_grad_norm": 0.5,
-        "learning_rate": 1e-2,
+        "learning_rate": 3e-3,
         "train_sampling_strategy": "sequential",
         "save_strategy": "no",
         "report_to": [],
@@ -328,6 +328,10 @@ def main(folder: Path) -> None:
         torch.save(result, folder / f"{case.name}.rank{rank}.pt")
     if dist.is_initialized():
         dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without destructors: now and then a thread of torch, not joined, aborts the exit (SIGABRT).
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class _ExpertMLP(torch.autograd.Function):
         grad_weights_RK = grad_gate_up = grad_down = None
         if ctx.needs_input_grad[1]:
             grad_A = torch.linalg.vecdot(grad_act_AF.to(weights_RK.dtype), act_AF.to(weights_RK))
-            grad_weights_RK = torch.zeros_like(weights_RK).view(-1)
+            grad_weights_RK = weights_RK.new_zeros(weights_RK.numel())
             grad_weights_RK = grad_weights_RK.index_put((pair_A,), grad_A).view_as(weights_RK)
         if ctx.needs_input_grad[3]:
             grad_down = _outer(grad_AH, _scale(act_AF, weight_A), counts_L, scale)
