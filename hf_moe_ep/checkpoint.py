@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep import hf
 
@@ -42,7 +42,16 @@ def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
     keep = not dist.is_initialized() or dist.get_rank() == 0
     full: dict[str, Tensor] = {}
     for name, tensor in hf.unwrap(model).state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
             full[hf.canonical_name(name)] = whole.detach().cpu()
     return full
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    # One mesh axis at a time: DTensor warns on every rank when it has to order several itself.
+    for axis in range(tensor.device_mesh.ndim):
+        placements = list(tensor.placements)
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()

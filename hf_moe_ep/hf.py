@@ -1,7 +1,7 @@
 """Every name of transformers, peft and accelerate that is not public API, and every version check.
 
 Each function says which upstream file it leans on; when an upgrade breaks, this is the file to
-read. Checked with transformers 5.17 to 5.23 and accelerate 1.15.
+read. Checked with transformers 5.23 and accelerate 1.15.
 """
 
 from __future__ import annotations

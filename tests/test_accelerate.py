@@ -248,7 +248,10 @@ def _refused_launches(rank: int, world: int) -> None:
         prepared(tiny(), Accelerator(), ep_size=2)
     with launched(FSDP_VERSION="1"), pytest.raises(ValueError, match=r"version 1.*fsdp_version: 2"):
         prepared(tiny(), Accelerator(cpu=True), ep_size=2)
-    with launched(), pytest.raises(ValueError, match=r"ep_size \(4\) must divide .* 2; try 1, 2"):
+    with (
+        launched(),
+        pytest.raises(ValueError, match=r"ep_size \(4\) must divide .* = 2\); try 1, 2"),
+    ):
         prepared(tiny(), ep_size=4)
 
 
