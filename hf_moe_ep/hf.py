@@ -78,10 +78,9 @@ def forward_globals(model: nn.Module) -> dict[str, Any]:
     return cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
 
 
-def model_fingerprint(model: Any) -> str:
+def model_config_fields(model: Any) -> dict[str, Any]:
     """Everything in the model's config but the place it was loaded from."""
-    values = {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
-    return str(sorted(values.items(), key=str))
+    return {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
 
 
 def is_fsdp1(model: nn.Module) -> bool:

@@ -322,22 +322,24 @@ def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOption
     ]
     mine = {
         "config": str(state.config),
-        "the model's config": hf.model_fingerprint(model),
         "MoE layers": f"{len(layers)}: {', '.join(name for _, name in layers)}",
         "precision": f"{options.mp_policy}, fp32_masters={options.fp32_masters}",
         "parameters": f"{len(shapes)}, sha256 {hashlib.sha256(str(shapes).encode()).hexdigest()}",
     }
+    # Last, because a field like the number of layers shows better in what stands above.
+    for name, value in sorted(hf.model_config_fields(model).items()):
+        mine[f"{name} of the model's config"] = repr(value)
     tensors = [*model.parameters(), *model.buffers()]
     on_meta = [tensor for tensor in tensors if tensor.is_meta]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, len(on_meta)))
     reference, missing = everyone[0]
     for name, expected in reference.items():
-        odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs[name] != expected]
+        odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs.get(name) != expected]
         if odd:
             raise ValueError(
                 f"ranks disagree about {name}: rank 0 has {expected}, rank {odd[0]} has "
-                f"{everyone[odd[0]][0][name]}; every rank must patch the same model with the same "
+                f"{everyone[odd[0]][0].get(name)}; every rank must patch the same model with the same "
                 f"arguments (look for a size or an environment variable that depends on the rank)"
             )
     if missing:
