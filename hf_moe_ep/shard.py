@@ -337,10 +337,11 @@ def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOption
     for name, expected in reference.items():
         odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs.get(name) != expected]
         if odd:
+            theirs = everyone[odd[0]][0].get(name)
             raise ValueError(
-                f"ranks disagree about {name}: rank 0 has {expected}, rank {odd[0]} has "
-                f"{everyone[odd[0]][0].get(name)}; every rank must patch the same model with the same "
-                f"arguments (look for a size or an environment variable that depends on the rank)"
+                f"ranks disagree about {name}: rank 0 has {expected}, rank {odd[0]} has {theirs}; "
+                f"every rank must patch the same model with the same arguments (look for a size "
+                f"or an environment variable that depends on the rank)"
             )
     if missing:
         raise ValueError(
