@@ -1,14 +1,15 @@
-"""The one seam into Accelerate and the Trainer; acts on patched models only.
+"""The one seam into Accelerate and the Trainer.
 
-`patch` calls `install`, which wraps five functions once per process. Each wrapper asks first
-whether the model is patched and otherwise calls what was there before:
+`patch` calls `install`, which wraps five functions once per process. The wrappers that are given a
+model ask first whether it is patched, and otherwise call what was there before:
 
     accelerate.accelerator.fsdp2_prepare_model   shards with EP where Accelerate would shard with
                                                  FSDP2 alone; the optimizer swap before and after
                                                  it, clip, no_sync and DCP are then Accelerate's own
     Accelerator.prepare                          refuses launch configs under which nothing would
                                                  be sharded
-    AcceleratorState.__init__                    on CPU: `fsdp_on_cpu`
+    AcceleratorState.__init__                    `fsdp_on_cpu`, for every Accelerator made after
+                                                 the first patch: no model is known there yet
     Trainer.save_model                           writes hub layout under SHARDED_STATE_DICT too,
                                                  where stock writes nothing
     PreTrainedModel.save_pretrained              says what to call instead on a sharded model, where

@@ -4,8 +4,9 @@
 
     every experts module    its own copy of the config, which selects our forward in transformers'
                             experts interface, and its place in the model (`MoELayer`)
-    the root                the model's state, a pre-forward hook that refuses to train unsharded,
-                            and a forward hook that makes the router's aux loss global
+    the root                the model's state, and a pre-forward hook that refuses to train
+                            unsharded
+    the causal LM           two hooks around forward that make the router's aux loss global
 
 It looks at the model only. What depends on the world is checked by `shard.py` when the model is
 sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `accelerate.py`.

@@ -48,9 +48,10 @@ class GlobalAuxLoss:
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        meshes, names = self.state.meshes, hf.forward_globals(model)
+        meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return
+        names = hf.forward_globals(model)
         coefficient = getattr(model, self.coefficient)
         self.stock = (names[_FUNCTION], coefficient)
         names[_FUNCTION] = partial(global_aux_loss, world_size=meshes.world_size)

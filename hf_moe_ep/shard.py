@@ -120,7 +120,7 @@ def shard_model(
             local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])
             _expert_placement(local, state.config.expert_shard_dim, meshes.ep_fsdp_size)
     owners = _owners(model)
-    _broadcast_buffers(model, device)
+    _broadcast_unsharded(model, options, device)
     kwargs = options.fully_shard_kwargs()
     for index, layer in enumerate(units.layers):
         if index in units.experts:
@@ -263,7 +263,12 @@ def _fill(
             setattr(module, name, new)
 
 
-def _broadcast_buffers(model: nn.Module, device: torch.device) -> None:
+def _broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.device) -> None:
+    """Rank 0's values for what no unit holds: buffers, and parameters FSDP2 is to ignore."""
+    for parameter in model.parameters():
+        # In place, because FSDP2 knows an ignored parameter by its identity.
+        if parameter in options.ignored_params and type(parameter) is nn.Parameter:
+            parameter.data = _from_rank0(parameter.detach(), device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -142,8 +142,9 @@ def _duties(rank: int, world: int) -> None:
     with launched():
         _duty_optimizer_swap(rank)
     with launched(FSDP_IGNORED_MODULES="model.norm"):
-        _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
+        _, model, _ = prepared(tiny(dtype=torch.float32, seed=rank), ep_size=2)
         assert not isinstance(model.model.norm.weight, DTensor)
+        assert torch.equal(model.model.norm.weight, tiny(dtype=torch.float32).model.norm.weight)
         assert isinstance(model.lm_head.weight, DTensor)
     with launched():
         _duty_4bit()

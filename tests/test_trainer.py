@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 CPU_4 = ROOT / "examples" / "accelerate" / "cpu_4.yaml"
 FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 6 AdamW steps; a wrong factor is off by 2 or 4
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
+NO_ACCUMULATION = {"gradient_accumulation_steps": 1}
 SAVE = {"save_strategy": "steps", "save_steps": 3}
 AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 # The loss falls, so "greater is better" picks the first evaluation and not the last weights.
@@ -60,16 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     }
 
 
-@pytest.fixture(scope="module")
-def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("trainer_slow")
-    tiny(dtype=torch.float32).save_pretrained(folder / "model")
-    single = {"gradient_accumulation_steps": 1}
-    stock = [
-        Case("stock aux single", model=AUX_LOSS, rows="padded", arguments=single),
-        Case("stock fp64", dtype=torch.float64, arguments=BF16),
-        Case("stock bf16", arguments=BF16 | {"bf16": True}),
-    ]
+def _slow_cases(folder: Path) -> list[Case]:
     checkpointing = {
         f"gradient checkpointing, use_reentrant={reentrant}": {
             "gradient_checkpointing": True,
@@ -78,14 +70,14 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         for reentrant in (True, False)
     }
     fsdp_checkpointing = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
-    ranks = [
+    return [
         *(
             Case(f"ep{n}", ("train", "evaluate", "predict"), ep=n, arguments=EVALUATE)
             for n in (1, 4)
         ),
         *(Case(f"bf16 ep{n}", ep=n, arguments=BF16 | {"bf16": True}) for n in (1, 2, 4)),
         Case("aux ep4", ep=4, model=AUX_LOSS, rows="padded", arguments=EVALUATE),
-        Case("aux single", ep=2, model=AUX_LOSS, rows="padded", arguments=single),
+        Case("aux single", ep=2, model=AUX_LOSS, rows="padded", arguments=NO_ACCUMULATION),
         *(Case(name, ("train", "inspect"), ep=2, arguments=a) for name, a in checkpointing.items()),
         Case("FSDP checkpointing", ("train", "inspect"), ep=2, environment=fsdp_checkpointing),
         Case("offload", ("train", "inspect"), ep=2, environment={"FSDP_OFFLOAD_PARAMS": "true"}),
@@ -102,6 +94,17 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
             folder=folder / "full",
             stop_after=3,
         ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("trainer_slow")
+    tiny(dtype=torch.float32).save_pretrained(folder / "model")
+    stock = [
+        Case("stock aux single", model=AUX_LOSS, rows="padded", arguments=NO_ACCUMULATION),
+        Case("stock fp64", dtype=torch.float64, arguments=BF16),
+        Case("stock bf16", arguments=BF16 | {"bf16": True}),
     ]
     again = [
         Case("resumed at ep2", ("resume",), ep=2, seed=1, arguments=SAVE, folder=folder / "half 4"),
@@ -124,7 +127,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
     return {
         **runs,
         **launch(stock, folder / "stock"),
-        **launch(ranks, folder / "ranks", CPU_4, timeout=500),
+        **launch(_slow_cases(folder), folder / "ranks", CPU_4, timeout=500),
         **launch(again, folder / "again", CPU_4, timeout=500),
     }
 

@@ -43,7 +43,7 @@ class _ExpertMLP(torch.autograd.Function):
         slots_RK = invert(row_of_pair_A, pair_A % top_k, (num_rows, top_k))
         x_AH = rows_RH.index_select(0, row_of_pair_A)
         gate_up_AG = _per_expert(x_AH, gate_up_LGH.transpose(1, 2), counts_L)
-        act_AF = _scale(_swiglu(gate_up_AG), weights_RK.flatten()[pair_A])
+        act_AF = _scale(_swiglu(gate_up_AG)[1], weights_RK.flatten()[pair_A])
         y_AH = _per_expert(act_AF, down_LHF.transpose(1, 2), counts_L)
         ctx.save_for_backward(
             rows_RH, weights_RK, gate_up_LGH, down_LHF, gate_up_AG, pair_A, slots_RK
@@ -59,7 +59,7 @@ class _ExpertMLP(torch.autograd.Function):
         row_of_pair_A = pair_A // weights_RK.shape[1]
         weight_A = weights_RK.flatten()[pair_A]
         grad_AH = grad_RH.index_select(0, row_of_pair_A)
-        act_AF = _swiglu(gate_up_AG)
+        silu_AF, act_AF = _swiglu(gate_up_AG)
         grad_act_AF = _per_expert(grad_AH, down_LHF, counts_L)
         grad_weights_RK = grad_gate_up = grad_down = None
         if ctx.needs_input_grad[1]:
@@ -68,7 +68,7 @@ class _ExpertMLP(torch.autograd.Function):
             grad_weights_RK = grad_weights_RK.index_put((pair_A,), grad_A).view_as(weights_RK)
         if ctx.needs_input_grad[3]:
             grad_down = _outer(grad_AH, _scale(act_AF, weight_A), counts_L, scale)
-        grad_gate_up_AG = _swiglu_backward(gate_up_AG, _scale(grad_act_AF, weight_A))
+        grad_gate_up_AG = _swiglu_backward(gate_up_AG, silu_AF, _scale(grad_act_AF, weight_A))
         if ctx.needs_input_grad[2]:
             x_AH = rows_RH.index_select(0, row_of_pair_A)
             grad_gate_up = _outer(grad_gate_up_AG, x_AH, counts_L, scale)
@@ -135,15 +135,17 @@ def _scale(act_AF: Tensor, weight_A: Tensor) -> Tensor:
     return (act_AF * weight_A.unsqueeze(1)).to(act_AF.dtype)
 
 
-def _swiglu(gate_up_AG: Tensor) -> Tensor:
+def _swiglu(gate_up_AG: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(gate), and the activation silu(gate) * up."""
     gate_AF, up_AF = gate_up_AG.chunk(2, dim=1)
-    return functional.silu(gate_AF) * up_AF
+    silu_AF = functional.silu(gate_AF)
+    return silu_AF, silu_AF * up_AF
 
 
-def _swiglu_backward(gate_up_AG: Tensor, grad_act_AF: Tensor) -> Tensor:
+def _swiglu_backward(gate_up_AG: Tensor, silu_AF: Tensor, grad_act_AF: Tensor) -> Tensor:
     gate_AF, up_AF = gate_up_AG.chunk(2, dim=1)
     grad_gate_up_AG = torch.empty_like(gate_up_AG)
     grad_gate_AF, grad_up_AF = grad_gate_up_AG.chunk(2, dim=1)
-    torch.mul(grad_act_AF, functional.silu(gate_AF), out=grad_up_AF)
+    torch.mul(grad_act_AF, silu_AF, out=grad_up_AF)
     grad_gate_AF.copy_(torch.ops.aten.silu_backward(grad_act_AF * up_AF, gate_AF))
     return grad_gate_up_AG
