@@ -32,12 +32,18 @@ def _header(model: nn.Module, state: ModelState) -> str:
 
 
 def _experts(model: nn.Module, state: ModelState) -> str:
-    names = [
-        hf.canonical_name(name)
+    layers = {
+        hf.canonical_name(name): layer
         for name, module in model.named_modules()
-        if isinstance(getattr(module, STATE, None), MoELayer)
-    ]
-    backend = "eager" if state.config.experts_backend == "eager" else "torch"
+        if isinstance(layer := getattr(module, STATE, None), MoELayer)
+    }
+    names, compute = list(layers), next(iter(layers.values())).compute
+    backend = "eager"
+    if compute is not None:
+        why = compute.reason or "torch for fp64 and off the GPU"
+        backend = f"{compute.backend} ({'no triton: ' if compute.reason else ''}{why})"
+    if compute is not None and compute.recompute:
+        backend += ", pre-activations recomputed in backward"
     return (
         f"  experts    {len(names)} layers of {state.num_experts} ({names[0]} .. {names[-1]}), "
         f"backend {backend}"

@@ -1,55 +1,207 @@
 """The experts of one rank on the rows it holds: weights in, weighted rows out.
 
 The weights are the stacked parameters of the stock module, under FSDP2 already gathered to this
-rank's experts `[L, 2F, H]` and `[L, H, F]`. `grad_scale` is 1 / world: an expert receives the
-gradients of its whole ep group through the dispatch, so its FSDP2 unit only sums, and the
-division that FSDP2 does elsewhere happens here.
+rank's experts, `[L, 2F, H]` and `[L, H, F]` or their transposes. `grad_scale` is 1 / world: an
+expert receives the gradients of its whole ep group through the dispatch, so its FSDP2 unit only
+sums, and the division that FSDP2 does elsewhere happens here.
+
+How a module is computed is settled once, when the model is patched: its formula is found by
+running the module's own gate on numbers and comparing, so an architecture whose gate merely looks
+like a known one is refused, and one with a new name for an old gate just works.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep import hf
 from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.layout import ACTIVATIONS, ExpertsLayout, activate
+from hf_moe_ep.ops.weights import ExpertWeights
 
-SUPPORTED_ACTIVATIONS = ("silu",)
+# Tensor cores and 16-byte loads want sizes that are multiples of this.
+ALIGNMENT = 16
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How one experts module is computed.
+
+    Attributes:
+        layout, transposed: of its weights.
+        backend: "torch" or "triton".
+        reason: why not triton; empty where it is.
+        required: asked for by name, so tensors that Triton cannot take are an error.
+        recompute: pre-activations are computed again in backward.
+    """
+
+    layout: ExpertsLayout
+    transposed: bool
+    backend: str
+    reason: str
+    required: bool
+    recompute: bool
+
+
+def choose_compute(module: nn.Module, requested: str, *, recompute: bool) -> Compute:
+    """Settle how `module` is computed; `requested` is "auto", "torch" or "triton".
+
+    Raises:
+        ValueError: a gate that no known formula reproduces, or Triton where it cannot run.
+    """
+    flags = hf.experts_flags(module)
+    layout = _find_layout(module, flags)
+    required = requested == "triton"
+    reason = "asked for" if requested == "torch" else _why_not_triton(module, flags, required)
+    if required and reason:
+        raise ValueError(
+            f"experts_backend='triton' cannot run {type(module).__name__} here: {reason}; "
+            f"use experts_backend='auto' or 'torch'"
+        )
+    return Compute(
+        layout,
+        transposed=flags.is_transposed,
+        backend="torch" if reason else "triton",
+        reason=reason,
+        required=required,
+        recompute=recompute,
+    )
 
 
 def run_experts(
     experts: Any,
+    compute: Compute,
     rows_RH: Tensor,
     expert_ids_RK: Tensor,
     weights_RK: Tensor,
     *,
-    counts_L: list[int],
+    counts_L: list[int] | None,
     grad_scale: float,
 ) -> Tensor:
     """out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`."""
-    gate_up_LGH, down_LHF = _local(experts.gate_up_proj), _local(experts.down_proj)
-    device = rows_RH.device.type
-    # Like F.linear, which leaves fp64 alone under autocast.
-    if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
-        compute_RH = rows_RH
-    else:
-        # Our autograd function is opaque to autocast, so it casts what F.linear would have.
-        compute = torch.get_autocast_dtype(device)
-        compute_RH = rows_RH.to(compute)
-        gate_up_LGH, down_LHF = gate_up_LGH.to(compute), down_LHF.to(compute)
-    out_RH = expert_mlp(
+    compute_RH = _as_linear_would(rows_RH)
+    weights = _weights(experts, compute, compute_RH)
+    norm = getattr(experts, "post_expert_norm", None)
+    if norm is not None:
+        # Every pair becomes a row of its own, so that the norm sees each expert's output.
+        num_rows, top_k = expert_ids_RK.shape
+        compute_RH = compute_RH.repeat_interleave(top_k, 0)
+        pair_ids, ones = expert_ids_RK.reshape(-1, 1), weights_RK.new_ones(num_rows * top_k, 1)
+    out = expert_mlp(
         compute_RH,
-        expert_ids_RK,
-        weights_RK,
-        gate_up_LGH,
-        down_LHF,
+        expert_ids_RK if norm is None else pair_ids,
+        weights_RK if norm is None else ones,
+        weights,
+        compute.layout,
         counts_L=counts_L,
         grad_scale=grad_scale,
+        recompute=compute.recompute,
+        backend=_backend(compute, compute_RH),
     )
-    return out_RH.to(rows_RH.dtype)
+    if norm is not None:
+        here_RK = expert_ids_RK < weights.up.shape[0]
+        weights_RK = weights_RK.masked_fill(~here_RK, 0)
+        out = (norm(out).view(num_rows, top_k, -1) * weights_RK.unsqueeze(-1)).sum(1)
+    return out.to(rows_RH.dtype)
 
 
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _find_layout(module: nn.Module, flags: hf.ExpertsFlags) -> ExpertsLayout:
+    """The formula that gives what the module's own gate gives, on numbers that tell them apart."""
+    alphas, limits = hf.experts_gate_constants(module)
+    edge = 2 * max(limits, default=10.0)
+    # Shuffled without the user's random numbers: 197 is prime to 512.
+    values = torch.linspace(-edge, edge, 512, dtype=torch.float64)
+    pre_AG = values[torch.arange(512) * 197 % 512].view(32, 16)
+    want_AF = hf.experts_gate(module)(pre_AG)
+    swishes = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
+    others = [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
+    limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
+    for (name, alpha), (limit, offset) in itertools.product(swishes + others, limits_and_offsets):
+        layout = ExpertsLayout(
+            flags.has_gate, not flags.is_concatenated, name, alpha, limit, offset
+        )
+        got_AF = activate(pre_AG, layout)
+        # Gates that compute in fp32 whatever they are given differ by its rounding.
+        if got_AF.shape == want_AF.shape and torch.allclose(got_AF, want_AF.double(), 1e-5, 1e-5):
+            return layout
+    raise ValueError(
+        f"the gate of {type(module).__name__} is none of {', '.join(ACTIVATIONS)} (plain or "
+        f"clamped); experts_backend='eager' runs the model's own code with ep_size=1"
+    )
+
+
+def _why_not_triton(module: nn.Module, flags: hf.ExpertsFlags, required: bool) -> str:
+    """Why the Triton kernels cannot compute this module on this machine; empty if they can."""
+    if flags.has_post_expert_norm:
+        return "a norm behind each expert"
+    down = module.down_proj
+    assert isinstance(down, Tensor)
+    ffn, hidden = down.shape[1:] if flags.is_transposed else (down.shape[2], down.shape[1])
+    if hidden % ALIGNMENT or ffn % ALIGNMENT:
+        return f"sizes {hidden} and {ffn} are not both multiples of {ALIGNMENT}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if required and _interpreting():
+        return ""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU"
+    capability = torch.cuda.get_device_capability()
+    return "" if capability >= (8, 0) else f"compute capability {capability} is below (8, 0)"
+
+
+def _interpreting() -> bool:
+    """Whether Triton runs its kernels on the CPU, for tests."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _backend(compute: Compute, rows_RH: Tensor) -> str:
+    """The settled backend, unless these tensors are on a device or of a dtype beyond Triton."""
+    if compute.backend == "torch":
+        return "torch"
+    runs_here = rows_RH.is_cuda or (compute.required and _interpreting())
+    if rows_RH.dtype in TRITON_DTYPES and runs_here:
+        return "triton"
+    if compute.required:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TRITON_DTYPES)
+        raise ValueError(
+            f"experts_backend='triton' computes {names} on CUDA, not {rows_RH.dtype} on "
+            f"{rows_RH.device}; use experts_backend='auto'"
+        )
+    return "torch"
+
+
+def _as_linear_would(rows_RH: Tensor) -> Tensor:
+    """Our operator is opaque to autocast, so rows are cast as for F.linear (fp64 is left alone)."""
+    device = rows_RH.device.type
+    if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
+        return rows_RH
+    return rows_RH.to(torch.get_autocast_dtype(device))
+
+
+def _weights(experts: Any, compute: Compute, rows_RH: Tensor) -> ExpertWeights:
+    autocast = torch.is_autocast_enabled(rows_RH.device.type)
+
+    def local(name: str) -> Tensor | None:
+        parameter = getattr(experts, name, None)
+        if parameter is None:
+            return None
+        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return tensor.to(rows_RH.dtype) if autocast else tensor
+
+    up_name = "gate_up_proj" if compute.layout.gated else "up_proj"
+    up, down = local(up_name), local("down_proj")
+    assert up is not None and down is not None
+    if compute.transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    return ExpertWeights(up, local(f"{up_name}_bias"), down, local("down_proj_bias"))

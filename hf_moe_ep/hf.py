@@ -10,9 +10,10 @@ import copy
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -31,10 +32,36 @@ def is_experts_module(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
 
 
-def standard_experts_layout(module: nn.Module) -> bool:
-    """gate over up in one matrix, no bias, no transposition, no norm behind the experts."""
-    flags = (module.is_transposed, module.has_bias, getattr(module, "has_post_expert_norm", False))
-    return bool(module.has_gate and module.is_concatenated and not any(flags))
+@dataclass(frozen=True)
+class ExpertsFlags:
+    """What `use_experts_implementation` wrote on an experts module (integrations/moe.py)."""
+
+    is_transposed: bool
+    has_bias: bool
+    is_concatenated: bool
+    has_gate: bool
+    has_post_expert_norm: bool
+
+
+def experts_flags(module: nn.Module) -> ExpertsFlags:
+    """The layout flags of an experts module."""
+    names = [field.name for field in fields(ExpertsFlags)]
+    return ExpertsFlags(**{name: bool(getattr(module, name, False)) for name in names})
+
+
+def experts_gate(module: Any) -> Callable[[Tensor], Tensor]:
+    """From pre-activations to the down projection's input, as the module itself would."""
+    return module._apply_gate if module.has_gate else module.act_fn
+
+
+def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
+    """Numbers that clamped gates keep on the module: candidates for alpha, and for the limit."""
+    alphas, limits = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
+    found = vars(module)
+    return (
+        {float(found[name]) for name in alphas if found.get(name) is not None},
+        {float(found[name]) for name in limits if found.get(name) is not None},
+    )
 
 
 def own_experts_config(config: Any, implementation: str) -> Any:

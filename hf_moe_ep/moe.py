@@ -9,7 +9,7 @@ Shape legend of the package, as suffixes of names (`x_TH` is [T, H]):
     B batch    S sequence    T tokens of this rank    H hidden        K experts per token (top-k)
     E experts  L experts of this rank                 F expert hidden G = 2 F, gate over up
     N rows sent    R rows received    A (row, expert) pairs computed    D ranks of the ep group
-    J rows per token, at most min(K, D)
+    J rows per token, at most min(K, D)                  C blocks of columns (Triton kernels)
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from hf_moe_ep.dispatch import Header, combine, dispatch
 from hf_moe_ep.experts import run_experts
-from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 
 
@@ -36,7 +35,6 @@ class ForwardGuard:
         self.state.forward_number += 1
 
 
-@torch.compiler.disable
 def moe_forward(
     experts: nn.Module,
     hidden_states: Tensor,  # (T, H)
@@ -45,30 +43,49 @@ def moe_forward(
 ) -> Tensor:
     """The weighted sum of each token's experts, (T, H); registered with transformers."""
     layer: MoELayer = getattr(experts, STATE)
-    state, meshes = layer.model, layer.model.meshes
-    state.check_ready()
-    grad_scale = 1.0 if meshes is None else 1.0 / meshes.world_size
-    if meshes is None or meshes.ep_size == 1:
-        counts_E = count_pairs(top_k_index, state.num_experts).tolist()
-        return run_experts(
-            experts,
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            counts_L=counts_E,
-            grad_scale=grad_scale,
-        )
-    group = meshes.ep.get_group()
-    rows_RH, ids_RK, weights_RK, sent = dispatch(
+    meshes = layer.model.meshes
+    if meshes is not None and meshes.ep_size > 1:
+        return _ep_forward(experts, layer, hidden_states, top_k_index, top_k_weights)
+    # The root's hook checks as well, and a compiled model cannot lose its mesh on the way.
+    if not torch.compiler.is_compiling():
+        layer.model.check_ready()
+    assert layer.compute is not None
+    return run_experts(
+        experts,
+        layer.compute,
         hidden_states,
         top_k_index,
         top_k_weights,
+        counts_L=None,
+        grad_scale=1.0 if meshes is None else 1.0 / meshes.world_size,
+    )
+
+
+@torch.compiler.disable
+def _ep_forward(
+    experts: nn.Module, layer: MoELayer, x_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """How many rows travel is known at run time only: torch.compile breaks its graph here."""
+    state, meshes = layer.model, layer.model.meshes
+    state.check_ready()
+    assert meshes is not None and layer.compute is not None
+    group = meshes.ep.get_group()
+    rows_RH, ids_RK, weights_RK, sent = dispatch(
+        x_TH,
+        expert_ids_TK,
+        weights_TK,
         num_experts=state.num_experts,
         group=group,
-        header=_header(layer, experts.training, hidden_states, top_k_index),
+        header=_header(layer, experts.training, x_TH, expert_ids_TK),
     )
     rows_RH = run_experts(
-        experts, rows_RH, ids_RK, weights_RK, counts_L=sent.counts_L, grad_scale=grad_scale
+        experts,
+        layer.compute,
+        rows_RH,
+        ids_RK,
+        weights_RK,
+        counts_L=sent.counts_L,
+        grad_scale=1.0 / meshes.world_size,
     )
     return combine(rows_RH, sent, group)
 

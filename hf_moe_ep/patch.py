@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import model_patches
 from hf_moe_ep import accelerate, hf
 from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
-from hf_moe_ep.experts import SUPPORTED_ACTIVATIONS
+from hf_moe_ep.experts import Compute, choose_compute
 from hf_moe_ep.moe import ForwardGuard, moe_forward
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.routing import GlobalAuxLoss, RestoreAuxLoss
@@ -51,8 +51,9 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
 
     Raises:
         ValueError: unknown architecture; no experts found, or not the number that the config
-            promises; `ep_size` does not divide the number of experts; an activation or a layout
-            that the backend does not compute; a model that is sharded already.
+            promises; `ep_size` does not divide the number of experts; a gate that no backend
+            computes, or `experts_backend="triton"` where it cannot run; a model that is sharded
+            already.
     """
     config = resolve_config(config, overrides)
     before: ModelState | None = getattr(model, STATE, None)
@@ -62,19 +63,20 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     plan, model_config = _find_plan(model)
     state = ModelState(config, plan, getattr(model_config, plan.num_experts))
     experts = _find_experts(model, plan, model_config)
-    _check_supported(config, plan, model_config, experts)
+    _check_ep_size(config, plan, model_config)
+    computes = [_choose_compute(module, config) for module in experts.values()]
     if before is not None:
         unpatch(model)
     hf.register_experts_forward(moe_forward)
     implementation = "eager" if config.experts_backend == "eager" else hf.EXPERTS_IMPLEMENTATION
     own_config = hf.own_experts_config(next(iter(experts.values())).config, implementation)
-    for index, module in enumerate(experts.values()):
+    for index, (module, compute) in enumerate(zip(experts.values(), computes, strict=True)):
         state.undo.append((module, module.config))
         module.config = own_config
-        setattr(module, STATE, MoELayer(index, state))
+        setattr(module, STATE, MoELayer(index, state, compute))
     _hook_root(model, state)
     accelerate.install()
-    _log(model, state, list(experts))
+    _log(model, state, list(experts), computes[0])
     return model
 
 
@@ -191,9 +193,7 @@ def _find_experts(model: nn.Module, plan: ModelPlan, model_config: Any) -> dict[
     return experts
 
 
-def _check_supported(
-    config: ParallelConfig, plan: ModelPlan, model_config: Any, experts: dict[str, nn.Module]
-) -> None:
+def _check_ep_size(config: ParallelConfig, plan: ModelPlan, model_config: Any) -> None:
     num_experts, ep_size = getattr(model_config, plan.num_experts), config.ep_size or 1
     if num_experts % ep_size:
         sizes = [str(size) for size in range(1, num_experts + 1) if num_experts % size == 0]
@@ -201,18 +201,14 @@ def _check_supported(
             f"ep_size ({ep_size}) must divide num_experts ({num_experts}) of {plan.model_type}; "
             f"try {', '.join(sizes)}"
         )
+
+
+def _choose_compute(module: nn.Module, config: ParallelConfig) -> Compute | None:
     if config.experts_backend == "eager":
-        return
-    activation = getattr(model_config, plan.activation)
-    if activation not in SUPPORTED_ACTIVATIONS:
-        raise ValueError(
-            f"activation {activation!r} of {plan.model_type} is not supported by the experts "
-            f"backend; supported: {', '.join(SUPPORTED_ACTIVATIONS)}. "
-            f"experts_backend='eager' runs the model's own code with ep_size=1"
-        )
-    odd = [name for name, module in experts.items() if not hf.standard_experts_layout(module)]
-    if odd:
-        raise ValueError(f"experts with biases or transposed weights are not supported: {odd[0]}")
+        return None
+    return choose_compute(
+        module, config.experts_backend, recompute=config.recompute_activations
+    )
 
 
 def _check_unsharded(model: nn.Module) -> None:
@@ -249,7 +245,7 @@ def _hook_root(model: nn.Module, state: ModelState) -> None:
             module.register_forward_hook(RestoreAuxLoss(swap), always_call=True)
 
 
-def _log(model: nn.Module, state: ModelState, names: list[str]) -> None:
+def _log(model: nn.Module, state: ModelState, names: list[str], compute: Compute | None) -> None:
     if launched_rank() == 0:
         _logger.info(
             "patched %s: %d MoE layers (%s .. %s) of %d experts, ep_size %d, experts backend %s",
@@ -259,5 +255,5 @@ def _log(model: nn.Module, state: ModelState, names: list[str]) -> None:
             names[-1],
             state.num_experts,
             state.config.ep_size,
-            state.config.experts_backend,
+            "eager" if compute is None else compute.backend,
         )

@@ -25,7 +25,6 @@ class ModelPlan:
         num_experts: field of the config that holds the experts per layer.
         num_moe_layers: config -> how many modules `experts` has to match.
         expert_weights: parameters of an experts module that are stacked over experts (dim 0).
-        activation: field of the config that names the activation between the expert matrices.
         aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss;
             None without such a loss.
     """
@@ -36,7 +35,6 @@ class ModelPlan:
     final_norm: str
     num_experts: str
     num_moe_layers: Callable[[Any], int]
-    activation: str
     expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")
     aux_loss_coef: str | None = None
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_moe_ep import hf
 from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.experts import Compute
 from hf_moe_ep.mesh import Meshes
 from hf_moe_ep.plan import ModelPlan
 
@@ -52,10 +53,11 @@ class ModelState:
 
 @dataclass
 class MoELayer:
-    """One experts module's place in its model."""
+    """One experts module's place in its model; `compute` is None for the model's own loop."""
 
     index: int
     model: ModelState
+    compute: Compute | None
 
 
 def find_state(model: nn.Module) -> ModelState | None:

@@ -25,6 +25,5 @@ PLAN = ModelPlan(
     final_norm="norm",
     num_experts="num_experts",
     num_moe_layers=_num_moe_layers,
-    activation="hidden_act",
     aux_loss_coef="router_aux_loss_coef",
 )

@@ -50,6 +50,5 @@ def test_num_moe_layers(options: dict[str, object], want: int) -> None:
     config = Qwen3MoeConfig(num_hidden_layers=6, num_experts=12, num_experts_per_tok=3, **options)
     plan = qwen3_moe.PLAN
     assert plan.num_moe_layers(config) == want
-    fields = (plan.num_experts, plan.activation)
-    assert [getattr(config, field) for field in fields] == [12, "silu"]
+    assert getattr(config, plan.num_experts) == 12
     assert plan.model_type == config.model_type

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.ops.weights import ExpertWeights
 
 
 def gather_rows(x_TH: Tensor, token_of_row_N: Tensor) -> Tensor:
@@ -22,16 +27,45 @@ def expert_mlp(
     rows_RH: Tensor,
     expert_ids_RK: Tensor,
     weights_RK: Tensor,
-    gate_up_LGH: Tensor,
-    down_LHF: Tensor,
+    experts: ExpertWeights,
+    layout: ExpertsLayout,
 ) -> Tensor:
     """See `hf_moe_ep.ops.expert_mlp.expert_mlp`; one row and one expert at a time."""
     out_RH = []
     for row_H, experts_K, weights_K in zip(rows_RH, expert_ids_RK, weights_RK, strict=True):
         out_H = torch.zeros_like(row_H)
         for expert, weight in zip(experts_K.tolist(), weights_K, strict=True):
-            if expert < gate_up_LGH.shape[0]:
-                gate_F, up_F = (gate_up_LGH[expert] @ row_H).chunk(2)
-                out_H = out_H + weight * (down_LHF[expert] @ (functional.silu(gate_F) * up_F))
+            if expert < experts.up.shape[0]:
+                pre_G = _linear(row_H, experts.up[expert], experts.up_bias, expert)
+                act_F = _gate(pre_G, layout)
+                y_H = _linear(act_F, experts.down[expert], experts.down_bias, expert)
+                out_H = out_H + weight * y_H
         out_RH.append(out_H)
-    return torch.stack(out_RH)
+    return torch.stack(out_RH) if out_RH else torch.zeros_like(rows_RH)
+
+
+def _linear(x_I: Tensor, weight_OI: Tensor, bias_LO: Tensor | None, expert: int) -> Tensor:
+    out_O = weight_OI @ x_I
+    return out_O if bias_LO is None else out_O + bias_LO[expert]
+
+
+def _gate(pre_G: Tensor, layout: ExpertsLayout) -> Tensor:
+    if not layout.gated:
+        return _activation(pre_G, layout)
+    if layout.interleaved:
+        gate_F, up_F = pre_G[0::2], pre_G[1::2]
+    else:
+        gate_F, up_F = pre_G[: len(pre_G) // 2], pre_G[len(pre_G) // 2 :]
+    if layout.limit != math.inf:
+        gate_F = gate_F.clamp(max=layout.limit)
+        up_F = up_F.clamp(min=-layout.limit, max=layout.limit)
+    return _activation(gate_F, layout) * (up_F + layout.up_offset)
+
+
+def _activation(x_F: Tensor, layout: ExpertsLayout) -> Tensor:
+    if layout.activation == "swish":
+        return x_F * torch.sigmoid(layout.alpha * x_F)
+    if layout.activation == "relu2":
+        return torch.relu(x_F) ** 2
+    tanh = layout.activation == "gelu_tanh"
+    return functional.gelu(x_F, approximate="tanh" if tanh else "none")

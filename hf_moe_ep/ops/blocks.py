@@ -1,0 +1,122 @@
+"""Block sizes of the Triton kernels: a plain table, no tuning at run time.
+
+Ranks that tune on their own diverge and stall each other's collectives, and a first step that
+takes minutes looks like a hang. A row of the table is chosen by the GPU's generation, the width of
+the dtype and the mean number of rows per expert; every row is compiled ahead of time by the tests
+for its generation: no spills, within shared memory.
+
+    m                     rows of a tile, shared by all kernels of one call
+    Block(n, k, ...)      columns, step along the sum, warps, pipeline stages
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class OuterBlock:
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One row of the table: `up`, `matmul` (down, and the gradient of rows), `dgated`, `outer`."""
+
+    m: int
+    up: Block
+    matmul: Block
+    dgated: Block
+    outer: OuterBlock
+
+
+# Mean rows per expert below which tiles of 128 rows would be mostly padding.
+FEW_ROWS = 128
+
+TABLE: dict[tuple[str, int, str], Blocks] = {
+    # H100, H200 and later; 16-bit.
+    ("sm_90", 2, "many"): Blocks(
+        m=128,
+        up=Block(n=128, k=64, warps=8, stages=3),
+        matmul=Block(n=256, k=64, warps=8, stages=3),
+        dgated=Block(n=128, k=64, warps=8, stages=4),
+        outer=OuterBlock(m=128, n=256, k=64, warps=8, stages=3),
+    ),
+    ("sm_90", 2, "few"): Blocks(
+        m=64,
+        up=Block(n=64, k=64, warps=4, stages=4),
+        matmul=Block(n=128, k=64, warps=4, stages=4),
+        dgated=Block(n=128, k=64, warps=8, stages=4),
+        outer=OuterBlock(m=128, n=128, k=64, warps=8, stages=3),
+    ),
+    # A100, A6000, 4090: mma.sync, less shared memory (99 KiB on sm_86 and sm_89).
+    ("sm_80", 2, "many"): Blocks(
+        m=128,
+        up=Block(n=64, k=32, warps=8, stages=4),
+        matmul=Block(n=128, k=32, warps=8, stages=4),
+        dgated=Block(n=64, k=32, warps=8, stages=4),
+        outer=OuterBlock(m=128, n=128, k=32, warps=8, stages=4),
+    ),
+    ("sm_80", 2, "few"): Blocks(
+        m=64,
+        up=Block(n=64, k=32, warps=4, stages=4),
+        matmul=Block(n=128, k=32, warps=4, stages=4),
+        dgated=Block(n=64, k=32, warps=4, stages=4),
+        outer=OuterBlock(m=64, n=128, k=32, warps=4, stages=4),
+    ),
+    # Triton's interpreter: small enough that the tests' small sizes fill several blocks.
+    ("interpreter", 2, "many"): Blocks(
+        m=16,
+        up=Block(n=16, k=32, warps=1, stages=1),
+        matmul=Block(n=32, k=16, warps=1, stages=1),
+        dgated=Block(n=32, k=16, warps=1, stages=1),
+        outer=OuterBlock(m=32, n=16, k=16, warps=1, stages=1),
+    ),
+}
+_FP32 = Blocks(
+    m=64,
+    up=Block(n=32, k=32, warps=4, stages=2),
+    matmul=Block(n=64, k=32, warps=4, stages=2),
+    dgated=Block(n=64, k=32, warps=4, stages=2),
+    outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=2),
+)
+for _generation in ("sm_80", "sm_90"):
+    for _bucket in ("many", "few"):
+        TABLE[(_generation, 4, _bucket)] = _FP32
+for _itemsize, _bucket in ((2, "few"), (4, "many"), (4, "few")):
+    TABLE[("interpreter", _itemsize, _bucket)] = TABLE[("interpreter", 2, "many")]
+
+
+def generation(device: torch.device) -> str:
+    """The rows of the table that a device uses; "interpreter" for a CPU."""
+    if device.type != "cuda":
+        return "interpreter"
+    return "sm_90" if torch.cuda.get_device_capability(device) >= (9, 0) else "sm_80"
+
+
+def choose_blocks(up_LGH: Tensor, num_pairs: int) -> Blocks:
+    """The row for `num_pairs` pairs over the experts of `up_LGH`, in its dtype."""
+    bucket = "few" if num_pairs < FEW_ROWS * up_LGH.shape[0] else "many"
+    return TABLE[(generation(up_LGH.device), up_LGH.element_size(), bucket)]
+
+
+def dot_precision(rows: Tensor) -> str:
+    """fp32 products follow torch's own switch for fp32 matrix products."""
+    if rows.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return "ieee"
+    return "tf32"

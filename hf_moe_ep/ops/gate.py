@@ -1,0 +1,105 @@
+"""What the epilogues of the Triton kernels share: the formula of `layout.py`, and halves of a block.
+
+fp32 in, fp32 out. Constants arrive as compile-time values: an unclamped layout compiles without a
+clamp.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INV_SQRT_2 = tl.constexpr(0.7071067811865476)
+INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+GELU_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def activate(
+    gate,
+    up,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):
+    """act = f(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET)."""
+    gate, up = clamp(gate, up, GATED, LIMIT)
+    f, _ = _f_and_slope(gate, ACTIVATION, ALPHA)
+    if GATED:
+        f = f * (up + UP_OFFSET)
+    return f
+
+
+@triton.jit
+def activate_backward(
+    grad,
+    gate,
+    up,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+):
+    """act, and the gradients of gate and up for `grad`, the gradient of act."""
+    raw_gate = gate
+    raw_up = up
+    gate, up = clamp(gate, up, GATED, LIMIT)
+    f, slope = _f_and_slope(gate, ACTIVATION, ALPHA)
+    act = f
+    grad_gate = grad * slope
+    grad_up = grad
+    if GATED:
+        act = f * (up + UP_OFFSET)
+        grad_gate = grad_gate * (up + UP_OFFSET)
+        grad_up = grad * f
+    if LIMIT is not None:
+        grad_gate = tl.where(raw_gate > LIMIT, 0.0, grad_gate)
+        if GATED:
+            grad_up = tl.where(tl.abs(raw_up) > LIMIT, 0.0, grad_up)
+    return act, grad_gate, grad_up
+
+
+@triton.jit
+def clamp(gate, up, GATED: tl.constexpr, LIMIT: tl.constexpr):
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT)
+        if GATED:
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate, up
+
+
+@triton.jit
+def _f_and_slope(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+    """f(x) and f'(x)."""
+    if ACTIVATION == "swish":
+        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * x))
+        f = x * sigmoid
+        slope = sigmoid * (1.0 + ALPHA * x * (1.0 - sigmoid))
+    elif ACTIVATION == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(x * INV_SQRT_2))
+        f = x * cdf
+        slope = cdf + x * tl.exp(-0.5 * x * x) * INV_SQRT_2PI
+    elif ACTIVATION == "gelu_tanh":
+        # tanh(y) = 2 sigmoid(2 y) - 1
+        inner = SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x)
+        sigmoid = 1.0 / (1.0 + tl.exp(-2.0 * inner))
+        f = x * sigmoid
+        inner_slope = SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x * x)
+        slope = sigmoid + x * 2.0 * sigmoid * (1.0 - sigmoid) * inner_slope
+    else:
+        tl.static_assert(ACTIVATION == "relu2")
+        positive = tl.maximum(x, 0.0)
+        f = positive * positive
+        slope = 2.0 * positive
+    return f, slope
+
+
+@triton.jit
+def halves(block, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Left and right columns. An epilogue over a whole block needs more registers than there are;
+    taken by halves it spills nothing."""
+    return tl.split(tl.permute(tl.reshape(block, (ROWS, 2, HALF)), (0, 2, 1)))

@@ -1,0 +1,136 @@
+"""How the weights of an expert are laid out, and the formula between its two matrices.
+
+    pre  = up_weight x (+ up_bias)                 [2F], or [F] without a gate
+    gate, up = the two halves of pre               concatenated: g0 g1 .. u0 u1 ..
+                                                   interleaved:  g0 u0 g1 u1 ..
+    act  = f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)      [F]
+    out  = down_weight act (+ down_bias)           [H]
+
+f is one of ACTIVATIONS; `swish` with alpha 1 is silu. The clamped form with alpha 1.702, limit 7
+and up_offset 1 is gpt-oss (transformers, models/gpt_oss/modeling_gpt_oss.py, _apply_gate).
+
+Pre-activations are kept in the weight's own order, so every matrix product of the backward reads
+the weight as it lies. Transposed weights need nothing here: they are handed over as views.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ACTIVATIONS = ("swish", "gelu", "gelu_tanh", "relu2")
+
+
+@dataclass(frozen=True)
+class ExpertsLayout:
+    """See the module's formula. `limit` is inf where nothing is clamped."""
+
+    gated: bool = True
+    interleaved: bool = False
+    activation: str = "swish"
+    alpha: float = 1.0
+    limit: float = math.inf
+    up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}"
+            )
+
+    @property
+    def clamped(self) -> bool:
+        return self.limit != math.inf
+
+    def kernel_constants(self) -> dict[str, Any]:
+        """The formula as compile-time arguments of the Triton kernels (`gate.py`)."""
+        return {
+            "ACTIVATION": self.activation,
+            "ALPHA": self.alpha,
+            "LIMIT": self.limit if self.clamped else None,
+            "UP_OFFSET": self.up_offset,
+        }
+
+    def ffn_size(self, pre_size: int) -> int:
+        """F, from the number of pre-activations per row."""
+        return pre_size // 2 if self.gated else pre_size
+
+
+def split(pre_AG: Tensor, layout: ExpertsLayout) -> tuple[Tensor, Tensor]:
+    """gate_AF and up_AF as views; without a gate both are `pre_AG` itself."""
+    if not layout.gated:
+        return pre_AG, pre_AG
+    if layout.interleaved:
+        return pre_AG[:, 0::2], pre_AG[:, 1::2]
+    gate_AF, up_AF = pre_AG.chunk(2, dim=1)
+    return gate_AF, up_AF
+
+
+def activate(pre_AG: Tensor, layout: ExpertsLayout) -> Tensor:
+    """act_AF of the module's formula."""
+    gate_AF, up_AF = split(pre_AG, layout)
+    if layout.clamped:
+        gate_AF = gate_AF.clamp(max=layout.limit)
+        up_AF = up_AF.clamp(-layout.limit, layout.limit)
+    f_AF = _f(gate_AF, layout)
+    if not layout.gated:
+        return f_AF
+    return f_AF.mul_(up_AF + layout.up_offset if layout.up_offset else up_AF)
+
+
+def activate_backward(
+    pre_AG: Tensor, grad_AF: Tensor, layout: ExpertsLayout
+) -> tuple[Tensor, Tensor]:
+    """act_AF again, and the gradient of pre_AG for `grad_AF`, the gradient of act_AF."""
+    gate_AF, up_AF = split(pre_AG, layout)
+    grad_pre_AG = torch.empty_like(pre_AG)
+    grad_gate_AF, grad_up_AF = split(grad_pre_AG, layout)
+    raw_gate_AF, raw_up_AF = gate_AF, up_AF
+    if layout.clamped:
+        gate_AF = gate_AF.clamp(max=layout.limit)
+        up_AF = up_AF.clamp(-layout.limit, layout.limit)
+    f_AF = _f(gate_AF, layout)
+    if not layout.gated:
+        grad_gate_AF.copy_(_f_backward(grad_AF, gate_AF, layout))
+        act_AF = f_AF
+    else:
+        torch.mul(grad_AF, f_AF, out=grad_up_AF)
+        factor_AF = up_AF + layout.up_offset if layout.up_offset else up_AF
+        grad_gate_AF.copy_(_f_backward(grad_AF * factor_AF, gate_AF, layout))
+        act_AF = f_AF.mul_(factor_AF)
+    if layout.clamped:
+        grad_gate_AF.masked_fill_(raw_gate_AF > layout.limit, 0)
+        if layout.gated:
+            grad_up_AF.masked_fill_(raw_up_AF.abs() > layout.limit, 0)
+    return act_AF, grad_pre_AG
+
+
+def _f(gate_AF: Tensor, layout: ExpertsLayout) -> Tensor:
+    if layout.activation == "gelu":
+        return functional.gelu(gate_AF)
+    if layout.activation == "gelu_tanh":
+        return functional.gelu(gate_AF, approximate="tanh")
+    if layout.activation == "relu2":
+        return functional.relu(gate_AF).square()
+    if layout.alpha == 1:
+        return functional.silu(gate_AF)
+    return gate_AF * torch.sigmoid(gate_AF * layout.alpha)
+
+
+def _f_backward(grad_AF: Tensor, gate_AF: Tensor, layout: ExpertsLayout) -> Tensor:
+    aten = torch.ops.aten
+    if layout.activation == "gelu":
+        return aten.gelu_backward(grad_AF, gate_AF)
+    if layout.activation == "gelu_tanh":
+        return aten.gelu_backward(grad_AF, gate_AF, approximate="tanh")
+    if layout.activation == "relu2":
+        return grad_AF * 2 * functional.relu(gate_AF)
+    if layout.alpha == 1:
+        return aten.silu_backward(grad_AF, gate_AF)
+    sigmoid_AF = torch.sigmoid(gate_AF * layout.alpha)
+    return grad_AF * sigmoid_AF * (1 + layout.alpha * gate_AF * (1 - sigmoid_AF))

@@ -1,0 +1,152 @@
+"""Sort (row, expert) pairs by expert on the device: a stable counting sort, no host sync.
+
+Four launches and no atomics, so the order is that of a stable sort whatever the schedule:
+
+    count    [blocks, L]   how many pairs of each block go to each expert
+    scan                   where the pairs of each expert, and of each (block, expert), start
+    place                  each pair's position = that start + its rank among the block's equals
+    tiles                  the work list of the matrix kernels
+
+A tile is up to BLOCK_M consecutive positions of one expert, `(expert, first position)`. Their number depends on the routing, which the host does not
+know, so the list is as long as it can get, A / BLOCK_M + L, and ends in entries with expert -1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_moe_ep.ops.weights import Routing
+
+_BLOCK = 512
+_CHUNK = 64
+
+
+@triton.jit
+def _count_kernel(
+    ids,
+    counts,
+    num_pairs,
+    num_experts,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, BLOCK, CHUNK):
+        pair = block * BLOCK + first + tl.arange(0, CHUNK)
+        expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+        total += tl.sum((expert[:, None] == experts[None, :]).to(tl.int32), axis=0)
+    tl.store(counts + block * num_experts + experts, total, mask=experts < num_experts)
+
+
+@triton.jit
+def _scan_kernel(
+    counts, offsets, num_blocks, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """One program: counts become starts in place, and offsets are written."""
+    experts = tl.arange(0, EXPERTS)
+    valid = experts < num_experts
+    total = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, num_blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        where = block[:, None] * num_experts + experts[None, :]
+        inside = (block < num_blocks)[:, None] & valid[None, :]
+        total += tl.sum(tl.load(counts + where, mask=inside, other=0), axis=0)
+    start = tl.cumsum(total, 0) - total
+    tl.store(offsets + experts, start, mask=valid)
+    tl.store(offsets + num_experts, tl.sum(total, axis=0))
+    for first in range(0, num_blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        where = block[:, None] * num_experts + experts[None, :]
+        inside = (block < num_blocks)[:, None] & valid[None, :]
+        count = tl.load(counts + where, mask=inside, other=0)
+        tl.store(counts + where, start[None, :] + tl.cumsum(count, 0) - count, mask=inside)
+        start += tl.sum(count, axis=0)
+
+
+@triton.jit
+def _tiles_kernel(
+    offsets,
+    tiles,
+    num_experts,
+    num_tiles,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    experts = tl.arange(0, EXPERTS)
+    valid = experts < num_experts
+    start = tl.load(offsets + experts, mask=valid, other=0)
+    end = tl.load(offsets + experts + 1, mask=valid, other=0)
+    own_tiles = (end - start + BLOCK_M - 1) // BLOCK_M
+    tiles_so_far = tl.cumsum(own_tiles, 0)
+    tile = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    # A tile's expert is the number of experts whose tiles all come before it.
+    before = (tiles_so_far[None, :] <= tile[:, None]) & valid[None, :]
+    expert = tl.sum(before.to(tl.int32), axis=1)
+    own = experts[None, :] == expert[:, None]
+    first_tile = tl.sum(tl.where(own, (tiles_so_far - own_tiles)[None, :], 0), axis=1)
+    position = tl.sum(tl.where(own, start[None, :], 0), axis=1) + (tile - first_tile) * BLOCK_M
+    used = expert < num_experts
+    tl.store(tiles + 2 * tile, tl.where(used, expert, -1), mask=tile < num_tiles)
+    tl.store(tiles + 2 * tile + 1, tl.where(used, position, 0), mask=tile < num_tiles)
+
+
+@triton.jit
+def _place_kernel(
+    ids,
+    starts,
+    pair_of_position,
+    slots,
+    num_pairs,
+    num_sorted,
+    num_experts,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    start = tl.load(starts + block * num_experts + experts, mask=experts < num_experts, other=0)
+    for first in range(0, BLOCK, CHUNK):
+        pair = block * BLOCK + first + tl.arange(0, CHUNK)
+        expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+        mine = (expert[:, None] == experts[None, :]).to(tl.int32)
+        position = tl.sum(mine * (start[None, :] + tl.cumsum(mine, 0) - mine), axis=1)
+        here = (expert >= 0) & (expert < num_experts)
+        tl.store(pair_of_position + position, pair, mask=here)
+        tl.store(slots + pair, tl.where(here, position, num_sorted), mask=pair < num_pairs)
+        start += tl.sum(mine, axis=0)
+
+
+def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Tiles that any routing can need: every expert may leave its last one partly filled."""
+    return num_pairs // block_m + min(num_experts, num_pairs)
+
+
+def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) -> Routing:
+    """Routing of `ids_RK`, `num_sorted` of whose pairs name an expert; at least one does."""
+    num_pairs, device = ids_RK.numel(), ids_RK.device
+    num_blocks = triton.cdiv(num_pairs, _BLOCK)
+    counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=device)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    num_tiles = max_tiles(num_sorted, num_experts, block_m)
+    tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=device)
+    pair_A = torch.empty(num_sorted, dtype=torch.int32, device=device)
+    slots_RK = torch.empty(ids_RK.shape, dtype=torch.int32, device=device)
+    sizes = {"CHUNK": _CHUNK, "EXPERTS": triton.next_power_of_2(max(num_experts, 2))}
+    ids_RK = ids_RK.contiguous()
+    per_block = (num_blocks,)
+    _count_kernel[per_block](ids_RK, counts, num_pairs, num_experts, BLOCK=_BLOCK, **sizes)
+    _scan_kernel[(1,)](counts, offsets, num_blocks, num_experts, **sizes, num_warps=8)
+    _place_kernel[per_block](
+        ids_RK, counts, pair_A, slots_RK, num_pairs, num_sorted, num_experts, BLOCK=_BLOCK, **sizes
+    )
+    per_chunk = (triton.cdiv(num_tiles, _CHUNK),)
+    _tiles_kernel[per_chunk](offsets, tiles, num_experts, num_tiles, BLOCK_M=block_m, **sizes)
+    return Routing(pair_A, slots_RK, offsets, tiles)

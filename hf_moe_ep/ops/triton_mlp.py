@@ -1,0 +1,169 @@
+"""The expert MLP as Triton kernels: three of matrix products forward, four backward, no host sync.
+
+    forward    sort_pairs -> up (gather, two products, gate) -> grouped_mm (down) -> combine
+    backward   dgated (back through down and gate) -> grouped_mm, combine (rows) -> outer x 2
+
+The rows' gradient is computed before the weights': behind a dispatch, others wait for it. Parts
+that nobody needs are not launched. Everything is summed in fp32 in a fixed order, so equal inputs
+give equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hf_moe_ep.ops.blocks import choose_blocks
+from hf_moe_ep.ops.dgated import dgated
+from hf_moe_ep.ops.grouped_mm import grouped_mm
+from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.ops.outer import outer
+from hf_moe_ep.ops.reduce import combine, segment_sum, weight_grads
+from hf_moe_ep.ops.sort_pairs import max_tiles, sort_pairs
+from hf_moe_ep.ops.up import up
+from hf_moe_ep.ops.weights import ExpertWeights, Routing, WeightGrads
+
+
+def route(expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights) -> Routing:
+    """Pairs sorted by expert; see `sort_pairs`."""
+    num_pairs = expert_ids_RK.numel() if counts_L is None else sum(counts_L)
+    num_experts = experts.up.shape[0]
+    if num_pairs == 0:
+        device = {"dtype": torch.int32, "device": expert_ids_RK.device}
+        pair_A, slots_RK = torch.empty(0, **device), torch.zeros(expert_ids_RK.shape, **device)
+        offsets, tiles = torch.zeros(num_experts + 1, **device), torch.empty(0, 2, **device)
+        return Routing(pair_A, slots_RK, offsets, tiles)
+    blocks = choose_blocks(experts.up, num_pairs)
+    return sort_pairs(expert_ids_RK, num_experts, num_pairs, blocks.m)
+
+
+def routing_shapes(num_pairs: int, up_LGH: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Shapes of pair_A, offsets and tiles, for torch.compile."""
+    num_experts = up_LGH.shape[0]
+    num_tiles = max_tiles(num_pairs, num_experts, choose_blocks(up_LGH, num_pairs).m)
+    return (num_pairs,), (num_experts + 1,), (num_tiles, 2)
+
+
+def forward(
+    rows_RH: Tensor,
+    weights_RK: Tensor,
+    experts: ExpertWeights,
+    routing: Routing,
+    layout: ExpertsLayout,
+    keep_pre: bool,
+) -> tuple[Tensor, Tensor]:
+    """out_RH, and pre_AG, empty unless kept."""
+    num_pairs, experts = routing.pair_A.numel(), _with_contiguous_biases(experts)
+    if num_pairs == 0:
+        pre_shape = (0, experts.up.shape[1])
+        return torch.zeros_like(rows_RH), rows_RH.new_empty(pre_shape)
+    blocks = choose_blocks(experts.up, num_pairs)
+    act_AF, pre_AG = up(
+        _with_contiguous_rows(rows_RH),
+        weights_RK.shape[1],
+        experts.up,
+        experts.up_bias,
+        routing,
+        layout,
+        blocks,
+        keep_pre=keep_pre,
+    )
+    y_AH = grouped_mm(act_AF, experts.down.transpose(1, 2), experts.down_bias, routing, blocks)
+    return combine(y_AH, routing, weights_RK.contiguous()), pre_AG
+
+
+def backward(
+    grad_RH: Tensor,
+    rows_RH: Tensor,
+    weights_RK: Tensor,
+    experts: ExpertWeights,
+    routing: Routing,
+    pre_AG: Tensor | None,
+    layout: ExpertsLayout,
+    *,
+    grad_scale: float,
+    needs: list[bool],
+) -> WeightGrads:
+    """Gradients of rows, weights, up, up_bias, down, down_bias; None where not in `needs`.
+
+    `pre_AG` None computes the pre-activations again.
+    """
+    experts = _with_contiguous_biases(experts)
+    inputs = (rows_RH, weights_RK, experts.up, experts.up_bias, experts.down, experts.down_bias)
+    num_pairs, top_k = routing.pair_A.numel(), weights_RK.shape[1]
+    if num_pairs == 0:
+        pairs = zip(inputs, needs, strict=True)
+        return WeightGrads(*(torch.zeros_like(t) if need else None for t, need in pairs))
+    need_rows, need_weights, need_up, need_up_bias, need_down, need_down_bias = needs
+    blocks = choose_blocks(experts.up, num_pairs)
+    rows_RH, grad_RH = _with_contiguous_rows(rows_RH), _with_contiguous_rows(grad_RH)
+    weights_RK = weights_RK.contiguous()
+    if pre_AG is None:
+        w, b = experts.up, experts.up_bias
+        _, pre_AG = up(rows_RH, top_k, w, b, routing, layout, blocks, keep_pre=True)
+    grad_pre_AG, act_AF, partial_CA = dgated(
+        grad_RH,
+        weights_RK,
+        experts.down,
+        experts.down_bias,
+        pre_AG,
+        routing,
+        layout,
+        blocks,
+        need_act=need_down,
+        need_weights=need_weights,
+    )
+    grads = WeightGrads()
+    if need_weights:
+        grads.weights = weight_grads(partial_CA, routing, weights_RK)
+    if need_rows:
+        grad_x_AH = grouped_mm(grad_pre_AG, experts.up, None, routing, blocks)
+        grads.rows = combine(grad_x_AH, routing, None)
+    order_L = routing.offsets.diff().argsort(descending=True)
+    if need_down:
+        grads.down = outer(
+            grad_RH,
+            act_AF,
+            torch.empty_like(experts.down),
+            routing,
+            order_L,
+            top_k,
+            blocks,
+            scale=grad_scale,
+            gather_left=True,
+        )
+    if need_up:
+        grads.up = outer(
+            grad_pre_AG,
+            rows_RH,
+            torch.empty_like(experts.up),
+            routing,
+            order_L,
+            top_k,
+            blocks,
+            scale=grad_scale,
+            gather_right=True,
+        )
+    if need_down_bias:
+        assert experts.down_bias is not None
+        grads.down_bias = segment_sum(
+            grad_RH, experts.down_bias, routing, top_k, weights_RK, scale=grad_scale, gather=True
+        )
+    if need_up_bias:
+        assert experts.up_bias is not None
+        grads.up_bias = segment_sum(
+            grad_pre_AG, experts.up_bias, routing, top_k, None, scale=grad_scale, gather=False
+        )
+    return grads
+
+
+def _with_contiguous_rows(x_RH: Tensor) -> Tensor:
+    return x_RH if x_RH.stride(1) == 1 else x_RH.contiguous()
+
+
+def _with_contiguous_biases(experts: ExpertWeights) -> ExpertWeights:
+    biases = {name: getattr(experts, name) for name in ("up_bias", "down_bias")}
+    rows = {name: _with_contiguous_rows(b) for name, b in biases.items() if b is not None}
+    return replace(experts, **rows)
