@@ -29,7 +29,6 @@ from hf_moe_ep.ops.weights import ExpertWeights
 
 # Tensor cores and 16-byte loads want sizes that are multiples of this.
 ALIGNMENT = 16
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,10 @@ def _why_not_triton(module: nn.Module, flags: hf.ExpertsFlags, required: bool) -
         return f"sizes {hidden} and {ffn} are not both multiples of {ALIGNMENT}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if required and _interpreting():
+    # Imported by those who can use it.
+    from hf_moe_ep.ops import triton_mlp
+
+    if required and triton_mlp.interpreted():
         return ""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
@@ -158,22 +160,16 @@ def _why_not_triton(module: nn.Module, flags: hf.ExpertsFlags, required: bool) -
     return "" if capability >= (8, 0) else f"compute capability {capability} is below (8, 0)"
 
 
-def _interpreting() -> bool:
-    """Whether Triton runs its kernels on the CPU, for tests."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
 def _backend(compute: Compute, rows_RH: Tensor) -> str:
     """The settled backend, unless these tensors are on a device or of a dtype beyond Triton."""
     if compute.backend == "torch":
         return "torch"
-    runs_here = rows_RH.is_cuda or (compute.required and _interpreting())
-    if rows_RH.dtype in TRITON_DTYPES and runs_here:
+    from hf_moe_ep.ops import triton_mlp
+
+    if triton_mlp.covers(rows_RH):
         return "triton"
     if compute.required:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TRITON_DTYPES)
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in triton_mlp.DTYPES)
         raise ValueError(
             f"experts_backend='triton' computes {names} on CUDA, not {rows_RH.dtype} on "
             f"{rows_RH.device}; use experts_backend='auto'"

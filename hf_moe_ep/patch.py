@@ -206,9 +206,7 @@ def _check_ep_size(config: ParallelConfig, plan: ModelPlan, model_config: Any) -
 def _choose_compute(module: nn.Module, config: ParallelConfig) -> Compute | None:
     if config.experts_backend == "eager":
         return None
-    return choose_compute(
-        module, config.experts_backend, recompute=config.recompute_activations
-    )
+    return choose_compute(module, config.experts_backend, recompute=config.recompute_activations)
 
 
 def _check_unsharded(model: nn.Module) -> None:

@@ -15,7 +15,9 @@ from torch import Tensor
 from hf_moe_ep.dispatch import Header, combine, dispatch
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.layout import ExpertsLayout
 from hf_moe_ep.ops.permute import count_pairs
+from hf_moe_ep.ops.weights import ExpertWeights
 
 HIDDEN, FFN = 5, 3
 HERE = Header(forward=3, layer=1, training=True, grad=True, recompute=False, top_k=2, itemsize=4)
@@ -148,7 +150,8 @@ def _check_gradients(case: Case, rank: int, group: Group) -> None:
     rows, ids_RK, w_RK, state = dispatch(
         x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HERE
     )
-    rows = expert_mlp(rows, ids_RK, w_RK, *weights, counts_L=state.counts_L, grad_scale=1.0)
+    experts, layout = ExpertWeights(weights[0], None, weights[1], None), ExpertsLayout()
+    rows = expert_mlp(rows, ids_RK, w_RK, experts, layout, counts_L=state.counts_L)
     out_TH = combine(rows, state, group)
     (out_TH * (x_TH.detach() + rank)).sum().backward()
 
@@ -157,7 +160,8 @@ def _check_gradients(case: Case, rank: int, group: Group) -> None:
         if not tokens:
             continue
         x, w = case.inputs(other)
-        want = reference.expert_mlp(x, case.ids_TK(other), w, *whole)
+        all_experts = ExpertWeights(whole[0], None, whole[1], None)
+        want = reference.expert_mlp(x, case.ids_TK(other), w, all_experts, layout)
         (want * (x.detach() + other)).sum().backward()
         if other == rank:
             assert_close(f"{case.name}: out", out_TH, want, 1e-12)

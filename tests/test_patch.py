@@ -11,6 +11,7 @@ import torch
 from close import assert_close, max_error
 from tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
 from hf_moe_ep import ParallelConfig, patch, unpatch
@@ -120,20 +121,22 @@ def test_patched_equals_stock(name: str, backend: str) -> None:
     _compare(patched, stock, _inputs(3))
 
 
-def test_ours_runs_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+class _CountExpertMLP(TorchDispatchMode):
+    """How often our operator runs."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is torch.ops.hf_moe_ep.expert_mlp.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_ours_runs_where_it_is_asked_for() -> None:
     """Else the comparisons above would compare stock with itself."""
-    calls = []
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-    def counted(cls: type, *args: Any) -> Any:
-        calls.append(cls.__name__ == "_ExpertMLP")
-        return original(cls, *args)
-
-    monkeypatch.setattr(torch.autograd.Function, "apply", classmethod(counted))
     for backend, want in (("auto", 2), ("eager", 0)):
-        calls.clear()
-        patch(tiny(), experts_backend=backend)(**_inputs())
-        assert sum(calls) == want, backend
+        with _CountExpertMLP() as mode:
+            patch(tiny(), experts_backend=backend)(**_inputs())
+        assert mode.calls == want, backend
 
 
 def test_unpatch_leaves_the_model_as_it_was() -> None:
@@ -234,12 +237,14 @@ def test_a_refused_repatch_changes_nothing() -> None:
 
 def test_a_refused_patch_changes_nothing() -> None:
     model = tiny()
+    model.model.layers[1].mlp.experts.act_fn = nn.Mish()
     snapshot = _snapshot(model)
     with pytest.raises(ValueError, match=r"ep_size \(16\)"):
         patch(model, ep_size=16)
-    model.config.hidden_act = "gelu"
-    with pytest.raises(ValueError, match=r"activation 'gelu'.*supported: silu.*'eager'"):
+    with pytest.raises(ValueError, match=r"gate of Qwen3MoeExperts is none of swish.*'eager'"):
         patch(model)
+    with pytest.raises(ValueError, match=r"'triton' cannot run Qwen3MoeExperts.*multiples of 16"):
+        patch(tiny(), experts_backend="triton")
     assert _snapshot(model) == snapshot and _traces(model) == []
 
 

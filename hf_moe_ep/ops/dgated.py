@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_moe_ep.ops.blocks import Block, Blocks, dot_precision
+from hf_moe_ep.ops.blocks import Blocks, dot_precision
 from hf_moe_ep.ops.gate import activate_backward, halves
 from hf_moe_ep.ops.layout import ExpertsLayout
 from hf_moe_ep.ops.weights import Routing

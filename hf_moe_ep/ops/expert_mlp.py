@@ -107,6 +107,11 @@ def _forward_op(
     experts = ExpertWeights(up, up_bias, down, down_bias)
     implementation = _implementation(backend)
     counts_L = None if counts is None else list(counts)
+    if backend == "triton":
+        from hf_moe_ep.ops.self_check import self_check
+
+        num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
+        self_check(weights.shape[1], num_pairs, experts, layout)
     routing = implementation.route(expert_ids, counts_L, experts)
     out_RH, pre_AG = implementation.forward(rows, weights, experts, routing, layout, keep_pre)
     if not keep_pre:

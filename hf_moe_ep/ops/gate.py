@@ -1,4 +1,4 @@
-"""What the epilogues of the Triton kernels share: the formula of `layout.py`, and halves of a block.
+"""What the epilogues of the Triton kernels share: the formula of `layout.py`, halves of a block.
 
 fp32 in, fp32 out. Constants arrive as compile-time values: an unclamped layout compiles without a
 clamp.

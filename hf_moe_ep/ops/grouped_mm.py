@@ -6,7 +6,6 @@ strides, so a weight serves as it lies for both directions.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

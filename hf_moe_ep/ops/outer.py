@@ -6,7 +6,6 @@ pairs gets exact zeros. Programs of the busiest experts start first: theirs are 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,9 +43,9 @@ def outer_kernel(
         r_ptrs = right + right_row.to(tl.int64)[:, None] * right_stride + n[None, :]
         l_mask = inside[:, None] if EVEN_M else inside[:, None] & (m < height)[None, :]
         r_mask = inside[:, None] if EVEN_N else inside[:, None] & (n < width)[None, :]
-        l = tl.load(l_ptrs, mask=l_mask, other=0.0)
-        r = tl.load(r_ptrs, mask=r_mask, other=0.0)
-        sums = tl.dot(tl.trans(l), r, sums, input_precision=PRECISION)
+        left_rows = tl.load(l_ptrs, mask=l_mask, other=0.0)
+        right_rows = tl.load(r_ptrs, mask=r_mask, other=0.0)
+        sums = tl.dot(tl.trans(left_rows), right_rows, sums, input_precision=PRECISION)
     out += expert.to(tl.int64) * out_stride_l
     out_ptrs = out + m.to(tl.int64)[:, None] * out_stride_m + n.to(tl.int64)[None, :] * out_stride_n
     stored = (m < height)[:, None] & (n < width)[None, :]

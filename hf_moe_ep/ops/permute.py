@@ -59,20 +59,21 @@ def sum_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tenso
 
 def add_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
     """`sum_rows` without a gradient of its own."""
-    num_tokens, num_slots = slots_TJ.shape
-    num_rows = rows_NH.shape[0]
+    num_tokens, hidden = slots_TJ.shape[0], rows_NH.shape[1]
+    if rows_NH.is_cuda and rows_NH.dtype != torch.float64 and num_tokens > 0:
+        # Imported where there is a GPU: Triton is not for every machine.
+        from hf_moe_ep.ops.reduce import combine
+
+        return combine(rows_NH.contiguous(), slots_TJ.contiguous(), None)
     wide = torch.promote_types(rows_NH.dtype, torch.float32)
-    out_TH = torch.zeros(num_tokens, rows_NH.shape[1], dtype=wide, device=rows_NH.device)
-    if rows_NH.device.type == "cpu":
+    out_TH = rows_NH.new_zeros(num_tokens, hidden, dtype=wide)
+    if not rows_NH.is_cuda:
         # One pass, in row order; on a GPU index_add_ is atomic and its order changes every run.
         return out_TH.index_add_(0, token_of_row_N, rows_NH.to(wide)).to(rows_NH.dtype)
-    if num_rows == 0:
-        return out_TH.to(rows_NH.dtype)
-    for slot in range(num_slots):
-        row_T = slots_TJ[:, slot]
-        rows_TH = rows_NH.index_select(0, row_T.clamp(max=num_rows - 1))
-        out_TH += rows_TH.masked_fill((row_T == num_rows).unsqueeze(1), 0)
-    return out_TH.to(rows_NH.dtype)
+    padded_NH = torch.cat([rows_NH.to(wide), out_TH.new_zeros(1, hidden)])
+    for slot_T in slots_TJ.unbind(1):
+        out_TH += padded_NH.index_select(0, slot_T)
+    return out_TH
 
 
 def invert(token_of_row_N: Tensor, slot_of_row_N: Tensor, shape: tuple[int, int]) -> Tensor:

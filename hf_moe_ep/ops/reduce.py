@@ -83,14 +83,14 @@ def segment_sum_kernel(
     tl.store(out_ptrs, (total * scale).to(out.dtype.element_ty), mask=n < width)
 
 
-def combine(rows_AH: Tensor, routing: Routing, weights_RK: Tensor | None) -> Tensor:
-    """out_RH in the dtype of `rows_AH`; `weights_RK` is contiguous."""
+def combine(rows_AH: Tensor, slots_RK: Tensor, weights_RK: Tensor | None) -> Tensor:
+    """out_RH in the dtype of `rows_AH`; everything is contiguous, and there is a row to write."""
     num_pairs, hidden = rows_AH.shape
-    num_rows, top_k = routing.slots_RK.shape
+    num_rows, top_k = slots_RK.shape
     out_RH = rows_AH.new_empty(num_rows, hidden)
     block = min(triton.next_power_of_2(hidden), 2048)
     combine_kernel[(num_rows, triton.cdiv(hidden, block))](
-        rows_AH, routing.slots_RK, weights_RK, out_RH, num_pairs, hidden,
+        rows_AH, slots_RK, weights_RK, out_RH, num_pairs, hidden,
         TOP_K=top_k, WEIGHTED=weights_RK is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out_RH

@@ -7,8 +7,9 @@ Four launches and no atomics, so the order is that of a stable sort whatever the
     place                  each pair's position = that start + its rank among the block's equals
     tiles                  the work list of the matrix kernels
 
-A tile is up to BLOCK_M consecutive positions of one expert, `(expert, first position)`. Their number depends on the routing, which the host does not
-know, so the list is as long as it can get, A / BLOCK_M + L, and ends in entries with expert -1.
+A tile is up to BLOCK_M consecutive positions of one expert, `(expert, first position)`. Their
+number depends on the routing, which the host does not know, so the list is as long as it can get,
+A / BLOCK_M + L, and ends in entries with expert -1.
 """
 
 from __future__ import annotations

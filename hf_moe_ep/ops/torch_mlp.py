@@ -8,6 +8,8 @@ reading it is this path's one host sync.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -113,7 +115,7 @@ def _segments(routing: Routing) -> list[tuple[int, slice]]:
     ends = routing.offsets.tolist()
     return [
         (expert, slice(start, end))
-        for expert, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True))
+        for expert, (start, end) in enumerate(itertools.pairwise(ends))
         if end > start
     ]
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import triton
 from torch import Tensor
 
-from hf_moe_ep.ops.blocks import choose_blocks
+from hf_moe_ep.ops.blocks import Blocks, choose_blocks
 from hf_moe_ep.ops.dgated import dgated
 from hf_moe_ep.ops.grouped_mm import grouped_mm
 from hf_moe_ep.ops.layout import ExpertsLayout
@@ -25,16 +26,27 @@ from hf_moe_ep.ops.sort_pairs import max_tiles, sort_pairs
 from hf_moe_ep.ops.up import up
 from hf_moe_ep.ops.weights import ExpertWeights, Routing, WeightGrads
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels on the CPU (TRITON_INTERPRET=1), as the tests do."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def covers(rows_RH: Tensor) -> bool:
+    """Whether the kernels can take rows of this dtype on this device."""
+    return rows_RH.dtype in DTYPES and (rows_RH.is_cuda or interpreted())
+
 
 def route(expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights) -> Routing:
     """Pairs sorted by expert; see `sort_pairs`."""
     num_pairs = expert_ids_RK.numel() if counts_L is None else sum(counts_L)
     num_experts = experts.up.shape[0]
     if num_pairs == 0:
-        device = {"dtype": torch.int32, "device": expert_ids_RK.device}
-        pair_A, slots_RK = torch.empty(0, **device), torch.zeros(expert_ids_RK.shape, **device)
-        offsets, tiles = torch.zeros(num_experts + 1, **device), torch.empty(0, 2, **device)
-        return Routing(pair_A, slots_RK, offsets, tiles)
+        slots_RK = torch.zeros_like(expert_ids_RK, dtype=torch.int32)
+        offsets = slots_RK.new_zeros(num_experts + 1)
+        return Routing(slots_RK.new_empty(0), slots_RK, offsets, slots_RK.new_empty(0, 2))
     blocks = choose_blocks(experts.up, num_pairs)
     return sort_pairs(expert_ids_RK, num_experts, num_pairs, blocks.m)
 
@@ -71,7 +83,7 @@ def forward(
         keep_pre=keep_pre,
     )
     y_AH = grouped_mm(act_AF, experts.down.transpose(1, 2), experts.down_bias, routing, blocks)
-    return combine(y_AH, routing, weights_RK.contiguous()), pre_AG
+    return combine(y_AH, routing.slots_RK, weights_RK.contiguous()), pre_AG
 
 
 def backward(
@@ -94,9 +106,9 @@ def backward(
     inputs = (rows_RH, weights_RK, experts.up, experts.up_bias, experts.down, experts.down_bias)
     num_pairs, top_k = routing.pair_A.numel(), weights_RK.shape[1]
     if num_pairs == 0:
-        pairs = zip(inputs, needs, strict=True)
-        return WeightGrads(*(torch.zeros_like(t) if need else None for t, need in pairs))
-    need_rows, need_weights, need_up, need_up_bias, need_down, need_down_bias = needs
+        zeros = [None if x is None else torch.zeros_like(x) for x in inputs]
+        return WeightGrads(*(x if need else None for x, need in zip(zeros, needs, strict=True)))
+    need_rows, need_weights, *_, need_down, _ = needs
     blocks = choose_blocks(experts.up, num_pairs)
     rows_RH, grad_RH = _with_contiguous_rows(rows_RH), _with_contiguous_rows(grad_RH)
     weights_RK = weights_RK.contiguous()
@@ -120,43 +132,44 @@ def backward(
         grads.weights = weight_grads(partial_CA, routing, weights_RK)
     if need_rows:
         grad_x_AH = grouped_mm(grad_pre_AG, experts.up, None, routing, blocks)
-        grads.rows = combine(grad_x_AH, routing, None)
+        grads.rows = combine(grad_x_AH, routing.slots_RK, None)
+    sources = (rows_RH, weights_RK, grad_RH, act_AF, grad_pre_AG)
+    _add_expert_grads(grads, sources, experts, routing, blocks, grad_scale, needs)
+    return grads
+
+
+def _add_expert_grads(
+    grads: WeightGrads,
+    sources: tuple[Tensor, ...],
+    experts: ExpertWeights,
+    routing: Routing,
+    blocks: Blocks,
+    scale: float,
+    needs: list[bool],
+) -> None:
+    """The weights' and biases' gradients: nothing waits for them, so they come last."""
+    rows_RH, weights_RK, grad_RH, act_AF, grad_pre_AG = sources
+    _, _, need_up, need_up_bias, need_down, need_down_bias = needs
+    top_k = weights_RK.shape[1]
     order_L = routing.offsets.diff().argsort(descending=True)
     if need_down:
-        grads.down = outer(
-            grad_RH,
-            act_AF,
-            torch.empty_like(experts.down),
-            routing,
-            order_L,
-            top_k,
-            blocks,
-            scale=grad_scale,
-            gather_left=True,
-        )
+        out = torch.empty_like(experts.down)
+        args = (grad_RH, act_AF, out, routing, order_L, top_k, blocks)
+        grads.down = outer(*args, scale=scale, gather_left=True)
     if need_up:
-        grads.up = outer(
-            grad_pre_AG,
-            rows_RH,
-            torch.empty_like(experts.up),
-            routing,
-            order_L,
-            top_k,
-            blocks,
-            scale=grad_scale,
-            gather_right=True,
-        )
+        out = torch.empty_like(experts.up)
+        args = (grad_pre_AG, rows_RH, out, routing, order_L, top_k, blocks)
+        grads.up = outer(*args, scale=scale, gather_right=True)
     if need_down_bias:
         assert experts.down_bias is not None
         grads.down_bias = segment_sum(
-            grad_RH, experts.down_bias, routing, top_k, weights_RK, scale=grad_scale, gather=True
+            grad_RH, experts.down_bias, routing, top_k, weights_RK, scale=scale, gather=True
         )
     if need_up_bias:
         assert experts.up_bias is not None
         grads.up_bias = segment_sum(
-            grad_pre_AG, experts.up_bias, routing, top_k, None, scale=grad_scale, gather=False
+            grad_pre_AG, experts.up_bias, routing, top_k, None, scale=scale, gather=False
         )
-    return grads
 
 
 def _with_contiguous_rows(x_RH: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ ones in one block whose even and odd columns are taken apart after the sum.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -218,13 +218,15 @@ LOW_PRECISION = [
 ]  # fmt: skip
 
 
+def _low_precision(name: str, backend: str, device: str, dtype: torch.dtype):
+    marks = [pytest.mark.gpu] if device == "cuda" else []
+    label = f"{name}-{backend}-{device}-{str(dtype).removeprefix('torch.')}"
+    return pytest.param(name, backend, device, dtype, marks=marks, id=label)
+
+
 @pytest.mark.parametrize(
-    ("name", "backend", "device", "dtype"),
-    [
-        pytest.param(*c, marks=[pytest.mark.gpu] if c[2] == "cuda" else [], id=f"{c[0]}-{c[1]}-{c[2]}-{str(c[3])[6:]}")
-        for c in LOW_PRECISION
-    ],
-)  # fmt: skip
+    ("name", "backend", "device", "dtype"), [_low_precision(*case) for case in LOW_PRECISION]
+)
 def test_low_precision_is_no_worse_than_plain_torch(
     name: str, backend: str, device: str, dtype: torch.dtype
 ) -> None:
