@@ -45,10 +45,10 @@ fmt: .venv/.done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# On a GPU machine: its own python3, nothing is installed.
+# On a GPU machine: its own python3, nothing is installed; the table goes to benchmarks/results/.
 gpu:
-	python3 -m pytest -m gpu
-	set -e; for script in $(sort $(wildcard benchmarks/*.py)); do python3 $$script; done
+	PYTHONPATH=. python3 -m pytest -m gpu
+	PYTHONPATH=. python3 benchmarks/experts.py --write benchmarks/results
 
 bench: .venv/.done
 	set -e; for script in $(sort $(wildcard benchmarks/*.py)); do $(BIN)/python $$script; done

@@ -40,7 +40,8 @@ def _experts(model: nn.Module, state: ModelState) -> str:
     names, compute = list(layers), next(iter(layers.values())).compute
     backend = "eager"
     if compute is not None:
-        why = compute.reason or "torch for fp64 and off the GPU"
+        fallback = "asked for" if compute.required else "torch for fp64 and off the GPU"
+        why = compute.reason or fallback
         backend = f"{compute.backend} ({'no triton: ' if compute.reason else ''}{why})"
     if compute is not None and compute.recompute:
         backend += ", pre-activations recomputed in backward"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
-from hf_moe_ep import ParallelConfig, patch, unpatch
+from hf_moe_ep import ParallelConfig, describe, patch, unpatch
 from hf_moe_ep.state import STATE
 
 
@@ -137,6 +137,39 @@ def test_ours_runs_where_it_is_asked_for() -> None:
         with _CountExpertMLP() as mode:
             patch(tiny(), experts_backend=backend)(**_inputs())
         assert mode.calls == want, backend
+
+
+def test_recomputed_activations_change_no_number_and_are_not_kept() -> None:
+    """Of a MoE layer, nothing as wide as the gate/up pre-activations stays for backward."""
+    pre_size = 2 * tiny().config.moe_intermediate_size
+    kept = {}
+    for recompute in (False, True):
+        model = patch(tiny(), recompute_activations=recompute)
+        _compare(model, tiny(), _inputs())
+        shapes: list[tuple[int, ...]] = []
+
+        def pack(x: Tensor, shapes: list[tuple[int, ...]] = shapes) -> Tensor:
+            shapes.append(tuple(x.shape))
+            return x
+
+        layer = model.model.layers[0].mlp
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            layer(torch.randn(2, 7, model.config.hidden_size, dtype=torch.float64))
+        pairs = 2 * 7 * model.config.num_experts_per_tok
+        kept[recompute] = shapes.count((pairs, pre_size))
+        assert ("recomputed" in describe(model)) == recompute
+    assert kept == {False: 1, True: 0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="another backend, another reason")
+def test_describe_says_which_backend_and_why() -> None:
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16}
+    assert "backend torch (no triton: no CUDA GPU)" in describe(patch(tiny(**sizes)))
+    by_name = patch(tiny(**sizes), experts_backend="torch")
+    assert "backend torch (no triton: asked for)" in describe(by_name)
+    by_name = patch(tiny(**sizes), experts_backend="triton")
+    assert "backend triton (asked for)" in describe(by_name)
+    assert "backend eager" in describe(patch(tiny(), experts_backend="eager"))
 
 
 def test_unpatch_leaves_the_model_as_it_was() -> None:
