@@ -89,28 +89,30 @@ def run_experts(
     """out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`."""
     compute_RH = _as_linear_would(rows_RH)
     weights = _weights(experts, compute, compute_RH)
+
+    def weighted_sum(rows: Tensor, ids: Tensor, weights_of_pairs: Tensor) -> Tensor:
+        return expert_mlp(
+            rows,
+            ids,
+            weights_of_pairs,
+            weights,
+            compute.layout,
+            counts_L=counts_L,
+            grad_scale=grad_scale,
+            recompute=compute.recompute,
+            backend=_backend(compute, rows),
+        )
+
     norm = getattr(experts, "post_expert_norm", None)
-    if norm is not None:
-        # Every pair becomes a row of its own, so that the norm sees each expert's output.
-        num_rows, top_k = expert_ids_RK.shape
-        compute_RH = compute_RH.repeat_interleave(top_k, 0)
-        pair_ids, ones = expert_ids_RK.reshape(-1, 1), weights_RK.new_ones(num_rows * top_k, 1)
-    out = expert_mlp(
-        compute_RH,
-        expert_ids_RK if norm is None else pair_ids,
-        weights_RK if norm is None else ones,
-        weights,
-        compute.layout,
-        counts_L=counts_L,
-        grad_scale=grad_scale,
-        recompute=compute.recompute,
-        backend=_backend(compute, compute_RH),
-    )
-    if norm is not None:
-        here_RK = expert_ids_RK < weights.up.shape[0]
-        weights_RK = weights_RK.masked_fill(~here_RK, 0)
-        out = (norm(out).view(num_rows, top_k, -1) * weights_RK.unsqueeze(-1)).sum(1)
-    return out.to(rows_RH.dtype)
+    if norm is None:
+        return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
+    # Every pair becomes a row of its own with weight 1, so that the norm sees each expert's output.
+    num_rows, top_k = expert_ids_RK.shape
+    pairs, ids = compute_RH.repeat_interleave(top_k, 0), expert_ids_RK.reshape(-1, 1)
+    y_RKH = norm(weighted_sum(pairs, ids, torch.ones_like(ids, dtype=weights_RK.dtype)))
+    weights_RK = weights_RK.masked_fill(expert_ids_RK >= weights.up.shape[0], 0)
+    out_RH = (y_RKH.view(num_rows, top_k, -1) * weights_RK.unsqueeze(-1)).sum(1)
+    return out_RH.to(rows_RH.dtype)
 
 
 def _find_layout(module: nn.Module, flags: hf.ExpertsFlags) -> ExpertsLayout:
@@ -118,8 +120,9 @@ def _find_layout(module: nn.Module, flags: hf.ExpertsFlags) -> ExpertsLayout:
     alphas, limits = hf.experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
     # Shuffled without the user's random numbers: 197 is prime to 512.
-    values = torch.linspace(-edge, edge, 512, dtype=torch.float64)
-    pre_AG = values[torch.arange(512) * 197 % 512].view(32, 16)
+    # On the CPU whatever the default device: a model may be patched under torch.device("meta").
+    values = torch.linspace(-edge, edge, 512, dtype=torch.float64, device="cpu")
+    pre_AG = values[torch.arange(512, device="cpu") * 197 % 512].view(32, 16)
     want_AF = hf.experts_gate(module)(pre_AG)
     swishes = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
     others = [(name, 1.0) for name in ACTIVATIONS if name != "swish"]

@@ -139,11 +139,10 @@ def problems_on_four_ranks() -> list[str]:
     return run_ranks(_on_four_ranks, 4)[0]
 
 
-def test_norm_clip_and_token_count_on_four_ranks(problems_on_four_ranks: list[str]) -> None:
-    """Raises in the fixture if a number is wrong; nan and inf are the next test's."""
-
-
-def test_one_bad_element_raises_on_every_rank(problems_on_four_ranks: list[str]) -> None:
+def test_norm_clip_token_count_and_bad_elements_on_four_ranks(
+    problems_on_four_ranks: list[str],
+) -> None:
+    """A wrong number raises on its rank, in the fixture; the list is what nan and inf did."""
     assert not problems_on_four_ranks, "\n".join(problems_on_four_ranks)
 
 

@@ -26,8 +26,6 @@ from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.layout import ExpertsLayout
 from hf_moe_ep.ops.weights import ExpertWeights, Routing
 
-BACKENDS = ("torch", "triton")
-
 
 def expert_mlp(
     rows_RH: Tensor,
@@ -52,7 +50,7 @@ def expert_mlp(
             R * K pairs.
         grad_scale: multiplies the gradients of the experts' weights, and nothing else.
         recompute: compute the pre-activations again in backward instead of keeping them.
-        backend: one of BACKENDS; "triton" is for tensors that `triton_mlp.covers`.
+        backend: "torch", or "triton" for tensors that `triton_mlp.covers`.
     """
     tensors = (rows_RH, weights_RK, experts.up, experts.up_bias, experts.down, experts.down_bias)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

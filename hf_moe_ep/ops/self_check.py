@@ -3,8 +3,8 @@
 A compiler that miscompiles one kernel on one GPU has happened (Triton 3.7.1 on B300: a wrong
 gradient and no error; Liger-Kernel pull request 1294), and nothing but numbers shows it. So the
 first call of a kind runs a small problem of the same dtype, layout, block sizes and alignment
-forward and backward on both paths, and raises if they differ: a second at most, most of it the
-compilation that the call needs anyway.
+forward and backward on both paths, and raises if they differ. Most of its time is compilation that
+the call needs anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_moe_ep.ops.weights import ExpertWeights
 
 _NAMES = ("out", "rows", "weights", "up", "up_bias", "down", "down_bias")
 _NUM_EXPERTS = 3
-# Largest error, relative to the largest element, in roundings of the dtype; one or two are seen.
+# Largest error, relative to the largest element, in roundings of the dtype.
 _ROUNDINGS = 8
 
 

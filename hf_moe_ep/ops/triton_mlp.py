@@ -151,7 +151,8 @@ def _add_expert_grads(
     rows_RH, weights_RK, grad_RH, act_AF, grad_pre_AG = sources
     _, _, need_up, need_up_bias, need_down, need_down_bias = needs
     top_k = weights_RK.shape[1]
-    order_L = routing.offsets.diff().argsort(descending=True)
+    if need_down or need_up:
+        order_L = routing.offsets.diff().argsort(descending=True)
     if need_down:
         out = torch.empty_like(experts.down)
         args = (grad_RH, act_AF, out, routing, order_L, top_k, blocks)
