@@ -85,6 +85,9 @@ def invert(token_of_row_N: Tensor, slot_of_row_N: Tensor, shape: tuple[int, int]
 
 
 def count_pairs(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
-    """Tokens per expert, as int64 on the device and without a host sync (bincount has one)."""
+    """Tokens per expert, as int64 on the device and without a host sync."""
     ids = expert_ids_TK.flatten()
+    if not ids.is_cuda:
+        return torch.bincount(ids, minlength=num_experts)
+    # bincount reads the largest id on the host.
     return ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))

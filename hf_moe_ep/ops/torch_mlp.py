@@ -4,18 +4,26 @@ The path of CPUs, of fp64 and of all that the Triton kernels do not cover. Routi
 applied on the narrow side of the down projection (F columns instead of H) and rounded once. The
 number of pairs per expert has to be known on the host; unless the dispatch already brought it,
 reading it is this path's one host sync.
+
+On a CPU the experts are taken in blocks of about `_BLOCK` pairs, so that what lies between the
+matrix products stays in the cache and its memory is used again instead of being asked for anew.
+Dimension names: B pairs of a block, A all pairs.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_moe_ep.ops.layout import ExpertsLayout, activate, activate_backward
-from hf_moe_ep.ops.permute import add_rows, count_pairs, invert
+from hf_moe_ep.ops.permute import count_pairs, invert
 from hf_moe_ep.ops.weights import ExpertWeights, Routing, WeightGrads
+
+_BLOCK = 2048
 
 
 def route(expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights) -> Routing:
@@ -43,17 +51,20 @@ def forward(
     layout: ExpertsLayout,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out_RH, and the pre-activations pre_AG whether they are to be kept or not."""
-    segments = _segments(routing)
-    row_of_pair_A = routing.pair_A // weights_RK.shape[1]
-    pre_AG = _pre_activations(rows_RH, row_of_pair_A, experts, segments)
-    weight_A = weights_RK.flatten().index_select(0, routing.pair_A)
-    act_AF = _scale(activate(pre_AG, layout), weight_A)
-    y_AH = _per_expert(act_AF, experts.down.transpose(1, 2), None, segments)
-    if experts.down_bias is not None:
-        for expert, pairs in segments:
-            y_AH[pairs].addcmul_(weight_A[pairs, None].to(y_AH), experts.down_bias[expert])
-    return add_rows(y_AH, row_of_pair_A, routing.slots_RK), pre_AG
+    """out_RH, and the pre-activations pre_AG if they are to be kept (no rows otherwise)."""
+    pre_AG = rows_RH.new_empty(len(routing.pair_A) if keep_pre else 0, experts.up.shape[1])
+    out_RH = _wide_zeros(rows_RH)
+    for block in _blocks(routing, weights_RK):
+        pre_BG = _pre_activations(
+            rows_RH, experts, block, pre_AG[block.pairs] if keep_pre else None
+        )
+        act_BF = _scale(activate(pre_BG, layout), block.weight_B)
+        y_BH = _per_expert(act_BF, experts.down.transpose(1, 2), block)
+        if experts.down_bias is not None:
+            for expert, (y, weight) in block.split(y_BH, block.weight_B.to(y_BH)):
+                y.addcmul_(weight.unsqueeze(1), experts.down_bias[expert])
+        _add_to_rows(y_BH, out_RH, block)
+    return out_RH.to(rows_RH.dtype), pre_AG
 
 
 def backward(
@@ -72,109 +83,148 @@ def backward(
 
     `pre_AG` None computes the pre-activations again.
     """
-    need_rows, need_weights, need_up, need_up_bias, need_down, need_down_bias = needs
-    segments = _segments(routing)
-    pair_A = routing.pair_A
-    row_of_pair_A = pair_A // weights_RK.shape[1]
-    weight_A = weights_RK.flatten().index_select(0, pair_A)
-    if pre_AG is None:
-        pre_AG = _pre_activations(rows_RH, row_of_pair_A, experts, segments)
-    grad_AH = grad_RH.index_select(0, row_of_pair_A)
-    grad_act_AF = _per_expert(grad_AH, experts.down, None, segments)
-    act_AF, grad_pre_AG = activate_backward(pre_AG, _scale(grad_act_AF, weight_A), layout)
-    grads = WeightGrads()
-    if need_weights:
-        wide = weights_RK.dtype
-        grad_A = torch.linalg.vecdot(grad_act_AF.to(wide), act_AF.to(wide))
-        if experts.down_bias is not None:
-            for expert, pairs in segments:
-                grad_A[pairs] += grad_AH[pairs].to(wide) @ experts.down_bias[expert].to(wide)
-        grad_weights = weights_RK.new_zeros(weights_RK.numel())
-        grads.weights = grad_weights.index_copy_(0, pair_A.long(), grad_A).view_as(weights_RK)
-    if need_rows:
-        grad_x_AH = _per_expert(grad_pre_AG, experts.up, None, segments)
-        grads.rows = add_rows(grad_x_AH, row_of_pair_A, routing.slots_RK)
-    if need_down:
-        act_AF = _scale(act_AF, weight_A)
-        grads.down = _outer(grad_AH, act_AF, experts.down, segments, grad_scale)
-    if need_down_bias:
-        assert experts.down_bias is not None
-        scaled_AH = _scale(grad_AH, weight_A)
-        grads.down_bias = _sum(scaled_AH, experts.down_bias, segments, grad_scale)
-    if need_up:
-        x_AH = rows_RH.index_select(0, row_of_pair_A)
-        grads.up = _outer(grad_pre_AG, x_AH, experts.up, segments, grad_scale)
-    if need_up_bias:
-        assert experts.up_bias is not None
-        grads.up_bias = _sum(grad_pre_AG, experts.up_bias, segments, grad_scale)
+    need_rows, need_weights = needs[:2]
+    wide = weights_RK.dtype
+    grad_weights = weights_RK.new_zeros(weights_RK.numel()) if need_weights else None
+    grad_rows_RH = _wide_zeros(rows_RH) if need_rows else None
+    grads = _empty_expert_grads(experts, routing, needs)
+    for block in _blocks(routing, weights_RK):
+        if pre_AG is None:
+            pre_BG = _pre_activations(rows_RH, experts, block)
+        else:
+            pre_BG = pre_AG[block.pairs]
+        grad_BH = grad_RH.index_select(0, block.row_B)
+        grad_act_BF = _per_expert(grad_BH, experts.down, block)
+        scaled_BF = _scale(grad_act_BF, block.weight_B)
+        act_BF, grad_pre_BG = activate_backward(pre_BG, scaled_BF, layout)
+        if grad_weights is not None:
+            grad_B = torch.linalg.vecdot(grad_act_BF.to(wide), act_BF.to(wide))
+            if experts.down_bias is not None:
+                for expert, (grad, upstream) in block.split(grad_B, grad_BH):
+                    grad += upstream.to(wide) @ experts.down_bias[expert].to(wide)
+            grad_weights.index_copy_(0, block.pair_B, grad_B)
+        if grad_rows_RH is not None:
+            _add_to_rows(_per_expert(grad_pre_BG, experts.up, block), grad_rows_RH, block)
+        if grads.down is not None:
+            _outer(grad_BH, _scale(act_BF, block.weight_B), grads.down, block, grad_scale)
+        if grads.down_bias is not None:
+            _sum(_scale(grad_BH, block.weight_B), grads.down_bias, block, grad_scale)
+        if grads.up is not None:
+            x_BH = rows_RH.index_select(0, block.row_B)
+            _outer(grad_pre_BG, x_BH, grads.up, block, grad_scale)
+        if grads.up_bias is not None:
+            _sum(grad_pre_BG, grads.up_bias, block, grad_scale)
+    grads.rows = None if grad_rows_RH is None else grad_rows_RH.to(rows_RH.dtype)
+    grads.weights = None if grad_weights is None else grad_weights.view_as(weights_RK)
     return grads
 
 
-def _segments(routing: Routing) -> list[tuple[int, slice]]:
-    """(expert, its pairs) of every expert that has any."""
+@dataclass(frozen=True)
+class _Block:
+    """The consecutive pairs `pairs` of whole experts; `experts` that have any, and their sizes."""
+
+    pairs: slice
+    experts: list[int]
+    sizes: list[int]
+    pair_B: Tensor
+    row_B: Tensor
+    weight_B: Tensor
+
+    def split(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Each expert with its part of every tensor."""
+        parts = zip(*(tensor.split(self.sizes) for tensor in tensors), strict=True)
+        return zip(self.experts, parts, strict=True)
+
+
+def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[_Block]:
+    # A GPU has nothing to win by smaller pieces.
+    on_cpu = routing.pair_A.device.type == "cpu"
+    smallest = _BLOCK if on_cpu else len(routing.pair_A)
+    pair_A, weights = routing.pair_A.long(), weights_RK.flatten()
     ends = routing.offsets.tolist()
-    return [
-        (expert, slice(start, end))
-        for expert, (start, end) in enumerate(itertools.pairwise(ends))
-        if end > start
-    ]
+    experts: list[int] = []
+    first = 0
+    for expert, end in enumerate(ends[1:]):
+        if end > ends[expert]:
+            experts.append(expert)
+        if experts and (end - first >= smallest or end == ends[-1]):
+            pair_B = pair_A[first:end]
+            row_B, weight_B = pair_B // weights_RK.shape[1], weights.index_select(0, pair_B)
+            sizes = [ends[i + 1] - ends[i] for i in experts]
+            yield _Block(slice(first, end), experts, sizes, pair_B, row_B, weight_B)
+            experts, first = [], end
 
 
 def _pre_activations(
-    rows_RH: Tensor,
-    row_of_pair_A: Tensor,
-    experts: ExpertWeights,
-    segments: list[tuple[int, slice]],
+    rows_RH: Tensor, experts: ExpertWeights, block: _Block, out_BG: Tensor | None = None
 ) -> Tensor:
-    x_AH = rows_RH.index_select(0, row_of_pair_A)
-    return _per_expert(x_AH, experts.up.transpose(1, 2), experts.up_bias, segments)
+    x_BH = rows_RH.index_select(0, block.row_B)
+    matrix_LHG = experts.up.transpose(1, 2)
+    return _per_expert(x_BH, matrix_LHG, block, bias_LO=experts.up_bias, out_BO=out_BG)
 
 
 def _per_expert(
-    rows_AI: Tensor,
+    rows_BI: Tensor,
     matrix_LIO: Tensor,
-    bias_LO: Tensor | None,
-    segments: list[tuple[int, slice]],
+    block: _Block,
+    *,
+    bias_LO: Tensor | None = None,
+    out_BO: Tensor | None = None,
 ) -> Tensor:
     """Each pair's row times the matrix of its expert."""
-    out_AO = rows_AI.new_empty(rows_AI.shape[0], matrix_LIO.shape[2])
-    for expert, pairs in segments:
+    if out_BO is None:
+        out_BO = rows_BI.new_empty(len(rows_BI), matrix_LIO.shape[2])
+    for expert, (rows, out) in block.split(rows_BI, out_BO):
         if bias_LO is None:
-            torch.mm(rows_AI[pairs], matrix_LIO[expert], out=out_AO[pairs])
+            torch.mm(rows, matrix_LIO[expert], out=out)
         else:
-            out = out_AO[pairs]
-            torch.addmm(bias_LO[expert], rows_AI[pairs], matrix_LIO[expert], out=out)
-    return out_AO
+            torch.addmm(bias_LO[expert], rows, matrix_LIO[expert], out=out)
+    return out_BO
 
 
-def _outer(
-    left_AO: Tensor,
-    right_AI: Tensor,
-    like_LOI: Tensor,
-    segments: list[tuple[int, slice]],
-    scale: float,
-) -> Tensor:
-    """`scale * left^T right` over the pairs of each expert, laid out as `like_LOI`."""
-    out_LOI = torch.empty_like(like_LOI)
-    for expert in set(range(out_LOI.shape[0])) - {expert for expert, _ in segments}:
-        out_LOI[expert].zero_()
-    for expert, pairs in segments:
+def _empty_expert_grads(experts: ExpertWeights, routing: Routing, needs: list[bool]) -> WeightGrads:
+    """Memory for the gradients asked for; zero for experts without pairs."""
+    tensors = (experts.up, experts.up_bias, experts.down, experts.down_bias)
+    grads = [
+        torch.empty_like(tensor) if tensor is not None and need else None
+        for tensor, need in zip(tensors, needs[2:], strict=True)
+    ]
+    for expert, (start, end) in enumerate(itertools.pairwise(routing.offsets.tolist())):
+        for grad in grads:
+            if start == end and grad is not None:
+                grad[expert].zero_()
+    return WeightGrads(None, None, *grads)
+
+
+def _wide_zeros(rows_RH: Tensor) -> Tensor:
+    return torch.zeros_like(rows_RH, dtype=torch.promote_types(rows_RH.dtype, torch.float32))
+
+
+def _add_to_rows(y_BH: Tensor, sum_RH: Tensor, block: _Block) -> None:
+    """Adds each pair's vector to its row, in the order of the pairs."""
+    y_BH = y_BH.to(sum_RH.dtype)
+    if not y_BH.is_cuda:
+        sum_RH.index_add_(0, block.row_B, y_BH)
+        return
+    # On a GPU index_add_ is atomic, in any order; within one expert no two additions meet.
+    for _, (y, row) in block.split(y_BH, block.row_B):
+        sum_RH.index_add_(0, row, y)
+
+
+def _outer(left_BO: Tensor, right_BI: Tensor, out_LOI: Tensor, block: _Block, scale: float) -> None:
+    """`scale * left^T right` over the pairs of each expert of the block."""
+    for expert, (left, right) in block.split(left_BO, right_BI):
         out = out_LOI[expert]
-        torch.addmm(out, left_AO[pairs].t(), right_AI[pairs], beta=0, alpha=scale, out=out)
-    return out_LOI
+        torch.addmm(out, left.t(), right, beta=0, alpha=scale, out=out)
 
 
-def _sum(
-    rows_AO: Tensor, like_LO: Tensor, segments: list[tuple[int, slice]], scale: float
-) -> Tensor:
+def _sum(rows_BO: Tensor, out_LO: Tensor, block: _Block, scale: float) -> None:
     """The gradient of a bias: the sum over the pairs of each expert, in fp32 or wider."""
-    wide = torch.promote_types(rows_AO.dtype, torch.float32)
-    out_LO = torch.zeros_like(like_LO)
-    for expert, pairs in segments:
-        out_LO[expert] = rows_AO[pairs].sum(0, dtype=wide) * scale
-    return out_LO
+    wide = torch.promote_types(rows_BO.dtype, torch.float32)
+    for expert, (rows,) in block.split(rows_BO):
+        out_LO[expert] = rows.sum(0, dtype=wide) * scale
 
 
-def _scale(act_AF: Tensor, weight_A: Tensor) -> Tensor:
+def _scale(act_BF: Tensor, weight_B: Tensor) -> Tensor:
     # Formed in the weights' fp32 and rounded once.
-    return (act_AF * weight_A.unsqueeze(1)).to(act_AF.dtype)
+    return (act_BF * weight_B.unsqueeze(1)).to(act_BF.dtype)
