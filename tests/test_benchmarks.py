@@ -12,6 +12,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import step_vs_native as bench
+import trainer_one_process as one_process
 from figures import spread
 from ranks import peak_mib, reset_peak
 
@@ -139,3 +140,21 @@ def test_peak_memory_is_that_since_the_last_reset() -> None:
     assert 250 < peak_mib() - before < 300
     reset_peak()
     assert peak_mib() - before < 50
+
+
+@pytest.mark.slow
+def test_one_line_makes_a_stock_trainer_script_faster() -> None:
+    """Two pairs of processes; the logged losses and gradient norms must agree to 1e-5."""
+    pairs = one_process.measure(["--layers=1", "--seq=512", "--batch=2"], 2, timeout=300)
+    for pair in pairs:
+        assert one_process.check_equal(pair) > 0, "the same arithmetic: nothing was patched"
+    ratios = [pair["patched"]["seconds"] / pair["stock"]["seconds"] for pair in pairs]
+    print(f"seconds per step, patched / stock: {spread(ratios)}")
+    assert min(ratios) < 1
+
+
+def test_runs_that_differ_print_no_figures() -> None:
+    stock = {"loss": [2.0, 1.0], "grad_norm": [3.0, 3.0]}
+    pair = {"stock": stock, "patched": {**stock, "loss": [2.0, 1.0 + 2e-5]}}
+    with pytest.raises(RuntimeError, match=r"step 1: loss .* 2\.0e-05 apart \(allowed 1e-05\)"):
+        one_process.check_equal(pair)

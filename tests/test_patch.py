@@ -121,6 +121,20 @@ def test_patched_equals_stock(name: str, backend: str) -> None:
     _compare(patched, stock, _inputs(3))
 
 
+@pytest.mark.parametrize("name", ["plain", "aux loss"])
+def test_patched_equals_stock_in_fp32(name: str) -> None:
+    """At the dtype and with experts of the size that people train on a CPU."""
+    size = {"hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 4} | SIZES[name]
+    patched, stock = tiny(**size).float(), tiny(**size).float()
+    patch(patched)
+    inputs = batch(tiny(), 4, 128, seed=1, pad=9)
+    got, got_grads = _grads(patched, inputs)
+    want, want_grads = _grads(stock, inputs)
+    assert_close("loss", got.loss, want.loss, 1e-5)
+    for key, grad in got_grads.items():
+        assert_close(key, grad, want_grads[key], 1e-5)
+
+
 class _CountExpertMLP(TorchDispatchMode):
     """How often our operator runs."""
 

@@ -1,0 +1,187 @@
+"""A stock Trainer script in one process, and the same script with `patch(model)` added.
+
+    python benchmarks/trainer_one_process.py                             the table, to the terminal
+    python benchmarks/trainer_one_process.py --write benchmarks/results  and beside the others
+
+Both train one Qwen3-MoE from one seed on the same batches, in processes of their own that take
+turns (stock, patched, patched, stock, ...). Before anything is printed the logged losses and
+gradient norms of all steps must agree to 1e-5.
+
+    step    from one optimizer step's end to the next's, median of a process, the first two left out
+    peak    resident memory of the process
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import row, setting
+from transformers import (
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from hf_moe_ep import patch
+
+SIDES = ("stock", "patched")
+TOLERANCE = 1e-5
+WARMUP_STEPS = 2
+VOCAB = 1024
+SIZES = {
+    "hidden": 512,
+    "experts": 64,
+    "top_k": 8,
+    "intermediate": 256,
+    "layers": 2,
+    "batch": 4,
+    "seq": 256,
+    "steps": 10,
+}
+
+
+class StepTimes(TrainerCallback):
+    """The time at the end of every step."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def train(side: str, sizes: argparse.Namespace) -> dict[str, Any]:
+    """The user's script; everything but the one line is stock."""
+    set_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=sizes.hidden,
+        intermediate_size=2 * sizes.intermediate,
+        moe_intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=max(sizes.hidden // 8, 8),
+        num_experts=sizes.experts,
+        num_experts_per_tok=sizes.top_k,
+        norm_topk_prob=True,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    if side == "patched":
+        patch(model)
+    tokens = torch.randint(VOCAB, (sizes.steps * sizes.batch, sizes.seq))
+    times = StepTimes()
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder,
+            per_device_train_batch_size=sizes.batch,
+            num_train_epochs=1,
+            learning_rate=1e-4,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        data = [{"input_ids": ids, "labels": ids} for ids in tokens]
+        trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[times])
+        trainer.train()
+    history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    ends = times.ends[WARMUP_STEPS - 1 :]
+    return {
+        "loss": [float(entry["loss"]) for entry in history],
+        "grad_norm": [float(entry["grad_norm"]) for entry in history],
+        "seconds": statistics.median(b - a for a, b in itertools.pairwise(ends)),
+        "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def check_equal(results: dict[str, dict[str, Any]]) -> float:
+    """Largest relative difference of a logged loss or gradient norm; raises above TOLERANCE."""
+    worst = 0.0
+    for key in ("loss", "grad_norm"):
+        pairs = zip(*(results[side][key] for side in SIDES), strict=True)
+        for step, (stock, patched) in enumerate(pairs):
+            error = abs(patched - stock) / abs(stock)
+            if not error <= TOLERANCE:
+                raise RuntimeError(
+                    f"step {step}: {key} is {patched} patched and {stock} stock, {error:.1e} apart "
+                    f"(allowed {TOLERANCE:.0e}): no figures"
+                )
+            worst = max(worst, error)
+    return worst
+
+
+def measure(options: list[str], pairs: int, timeout: float) -> list[dict[str, dict[str, Any]]]:
+    """Results by side of every pair of processes."""
+    results = []
+    for index in range(pairs):
+        pair = {}
+        for side in SIDES if index % 2 == 0 else SIDES[::-1]:
+            command = [sys.executable, __file__, *options, "--side", side]
+            out = subprocess.run(command, stdout=subprocess.PIPE, timeout=timeout, check=True)
+            pair[side] = json.loads(out.stdout.splitlines()[-1])
+            print(f"pair {index + 1} of {pairs}, {side}: {pair[side]['seconds']:.3f} s", flush=True)
+        results.append(pair)
+    return results
+
+
+def report(results: list[dict[str, dict[str, Any]]], sizes: argparse.Namespace) -> str:
+    worst = max(check_equal(pair) for pair in results)
+
+    def cells(name: str, key: str) -> str:
+        columns = ([pair[side][key] for pair in results] for side in reversed(SIDES))
+        return f"| {row(name, *columns)} |"
+
+    return "\n".join(
+        [
+            f"Qwen3-MoE, fp32, one process: hidden {sizes.hidden}, top-{sizes.top_k} of "
+            f"{sizes.experts} experts of {sizes.intermediate}, {sizes.layers} layers, "
+            f"{sizes.batch} x {sizes.seq} tokens a step, {sizes.steps} steps, {len(results)} pairs "
+            f"of processes. Logged losses and gradient norms agree to {worst:.1e}.",
+            "",
+            "| | patched | stock | patched / stock |\n|---|---|---|---|",
+            cells("step, s", "seconds"),
+            cells("peak memory, MiB", "mib"),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, value in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--write", type=Path, help="folder for the table")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(train(args.side, args)))
+        return
+    load = os.getloadavg()[0]
+    options = [f"--{name}={getattr(args, name)}" for name in SIZES]
+    text = report(measure(options, args.pairs, timeout=600), args)
+    print(text)
+    if args.write:
+        head = "# A stock Trainer script in one process, with and without `patch(model)`"
+        lines = [head, "", *setting("benchmarks/trainer_one_process.py", load, 1), "", text, ""]
+        (args.write / "trainer-cpu.md").write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
