@@ -3,6 +3,7 @@
 The routing comes from a third run: the stock model in this process, on each rank's batch.
 """
 
+import statistics
 import sys
 from pathlib import Path
 
@@ -144,13 +145,14 @@ def test_peak_memory_is_that_since_the_last_reset() -> None:
 
 @pytest.mark.slow
 def test_one_line_makes_a_stock_trainer_script_faster() -> None:
-    """Two pairs of processes; the logged losses and gradient norms must agree to 1e-5."""
-    pairs = one_process.measure(["--layers=1", "--seq=512", "--batch=2"], 2, timeout=300)
+    """Three pairs of processes; logged losses and gradient norms must agree to 1e-5."""
+    sizes = ["--hidden=256", "--experts=16", "--top_k=4", "--intermediate=128", "--batch=8"]
+    pairs = one_process.measure(sizes, 3, timeout=300)
     for pair in pairs:
         assert one_process.check_equal(pair) > 0, "the same arithmetic: nothing was patched"
     ratios = [pair["patched"]["seconds"] / pair["stock"]["seconds"] for pair in pairs]
     print(f"seconds per step, patched / stock: {spread(ratios)}")
-    assert min(ratios) < 1
+    assert statistics.median(ratios) < 1
 
 
 def test_runs_that_differ_print_no_figures() -> None:
