@@ -1,8 +1,9 @@
 """The only collectives of forward and backward.
 
-`exchange_rows` is an all-to-all whose gradient is the all-to-all back; `gather_counts` is the
-one small exchange that precedes it, and the only place where the host waits for a device.
-`sum_over_ranks` and `max_over_ranks` reduce numbers that carry no gradient.
+`start_all_to_all` sends rows and returns at once; what it returns is waited for where the rows are
+needed. `gather_counts` is the one small exchange that precedes it, and the only place where the
+host waits for a device. `sum_over_ranks` and `max_over_ranks` reduce numbers that carry no
+gradient.
 
 A collective that fails (a rank died, or never came and the process group's timeout passed) is
 raised again with the place in the model, because the backend's own message names neither.
@@ -15,44 +16,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: dist.ProcessGroup,
-        send_counts: list[int],
-        recv_counts: list[int],
-        *rows: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.send_counts, ctx.recv_counts = group, send_counts, recv_counts
-        return tuple(_all_to_all(tensor, send_counts, recv_counts, group) for tensor in rows)
+class Transfer:
+    """Rows on their way; holds what is read and written until `wait` has returned."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = (
-            _all_to_all(grad, ctx.recv_counts, ctx.send_counts, ctx.group) if needed else None
-            for grad, needed in zip(grads, ctx.needs_input_grad[3:], strict=True)
-        )
-        return (None, None, None, *back)
+    def __init__(self, work: dist.Work, tensors: tuple[Tensor, Tensor], where: str) -> None:
+        self._work, self._tensors, self._where = work, tensors, where
+
+    def wait(self) -> None:
+        """Let whatever runs next on this device see the rows; on a GPU the host goes on."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._where}: rows could not be exchanged; a rank of this ep group stopped, or "
+                f"never reached this layer within the process group's timeout ({error})"
+            ) from error
 
 
-def exchange_rows(
-    rows: tuple[Tensor, ...],
+def start_all_to_all(
+    received_RX: Tensor,
+    rows_NX: Tensor,
     *,
     send_counts: list[int],
     recv_counts: list[int],
     group: dist.ProcessGroup,
-) -> tuple[Tensor, ...]:
-    """Send `send_counts[d]` consecutive rows of every tensor to rank d of `group`.
-
-    Several tensors share one autograd node, so their gradients return in one fixed order on
-    every rank.
-    """
-    return _ExchangeRows.apply(group, send_counts, recv_counts, *rows)
+    where: str,
+) -> Transfer:
+    """Send `send_counts[d]` consecutive rows to rank d of `group`, filling `received_RX`."""
+    rows_NX = rows_NX.contiguous()
+    work = dist.all_to_all_single(
+        received_RX, rows_NX, recv_counts, send_counts, group=group, async_op=True
+    )
+    assert work is not None
+    return Transfer(work, (received_RX, rows_NX), where)
 
 
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:
@@ -87,11 +85,3 @@ def _reduce(value: Tensor, operation: Any, group: dist.ProcessGroup | None) -> T
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(value, op=operation, group=group)
     return value
-
-
-def _all_to_all(
-    rows: Tensor, send_counts: list[int], recv_counts: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), recv_counts, send_counts, group=group)
-    return received

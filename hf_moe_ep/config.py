@@ -21,8 +21,6 @@ _SHARD_DIMS = ("auto", 0, 1)
 _ONLY_VALUE = {
     "sp_size": (None, 1),
     "dispatcher": ("all_to_all",),
-    "dispatch_chunks": (1,),
-    "max_tokens_per_rank": (None,),
     "gather_logits": (False,),
 }
 
@@ -43,13 +41,20 @@ class ParallelConfig:
         recompute_activations: experts keep their input for backward and nothing of size F: at
             Qwen3-30B's shape 4.2 kB per token and layer instead of 28.8, for one matrix product
             more in backward.
+        dispatch_chunks: parts in which a MoE layer's tokens travel, so that one part is on its way
+            while another is computed; each costs kernel launches and one more message. 1 = no
+            overlap of rows and experts.
+        max_tokens_per_rank: rows that a rank may receive in one MoE layer (a token counts once
+            however many of its experts are there). Where the router sends more, every rank of the
+            ep group raises before it allocates, instead of one running out of memory. None = no
+            limit: at worst ep_size times the tokens of a rank.
         ep_outside: consecutive ranks share an ep_fsdp group instead of an ep group.
         expert_shard_dim: tensor dimension of the expert weights that FSDP2 splits: 0, 1 or
             "auto", which is 0 where the experts of a rank divide evenly, else 1 where that does.
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
 
     The remaining fields are names that are fixed already and whose other values raise until
-    they work: dispatcher, dispatch_chunks, max_tokens_per_rank, gather_logits.
+    they work: dispatcher, gather_logits.
 
     Raises:
         ValueError: a field has a value that no model and no world could make valid.
@@ -69,8 +74,11 @@ class ParallelConfig:
     reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("ep_size", "sp_size", "dp_replicate_size"):
+        for name in ("ep_size", "sp_size", "dp_replicate_size", "max_tokens_per_rank"):
             _check_size(name, getattr(self, name))
+        if self.dispatch_chunks is None:
+            raise ValueError("dispatch_chunks must be a whole number >= 1, got None; try 1")
+        _check_size("dispatch_chunks", self.dispatch_chunks)
         for name in ("ep_outside", "recompute_activations", "reshard_after_forward"):
             _check_choice(name, getattr(self, name), (False, True))
         _check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)

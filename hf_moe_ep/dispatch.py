@@ -1,31 +1,41 @@
 """Send each token to the ranks that own its experts, and bring the results home.
 
-`dispatch` and `combine` are inverses. A token travels once to every rank that holds at least one
+Dispatch and combine are inverses. A token travels once to every other rank that holds at least one
 of its experts, with its expert ids and routing weights beside it; the receiver runs its experts
-and returns one row, already weighted and summed. Two ranks, experts {0 1} and {2 3}, top-2, rank
-0 has two tokens:
+and returns one row, already weighted and summed. Rows that stay on their rank are copied, never
+sent. Two ranks, experts {0 1} and {2 3}, top-2, rank 0 has two tokens:
 
-    expert_ids_TK = [[0, 3], [2, 3]]     rows to rank 0: t0          (experts 0)
-                                         rows to rank 1: t0, t1      (experts 3; 2 and 3)
+    expert_ids_TK = [[0, 3], [2, 3]]     rows to rank 1: t0, t1      (experts 3; 2 and 3)
+                                         rows kept:      t0          (expert 0)
 
-Rows lie destination by destination, in token order within one: `token_of_row_N = [0, 0, 1]`.
+Rows lie destination by destination, in token order within one, those that stay last:
+`token_of_row_N = [0, 1, 0]`. Rows that arrive lie in the order of their senders, own ones last.
 
-Before the rows travel, ranks gather one small vector each: a header (forward number, layer,
-mode), rows per destination, pairs per expert. It tells every rank how much it receives without
-a second exchange, it is the layer's only host sync, and ranks that are not in the same place of
-the same step get an error instead of each other's tokens.
+`plan_dispatch` decides what goes where. Before any row travels, ranks gather one small vector each:
+a header (forward number, layer, mode), then rows per destination and pairs per expert. It tells
+every rank how much it receives, it is the layer's only host sync, and ranks that are not in the
+same place of the same step get an error instead of each other's tokens.
+
+`start_dispatch` and `start_combine` return at once, `finish` waits. Each is an autograd node, so
+backward starts a transfer where forward waited for it and waits where forward started it: what
+overlaps in forward overlaps in backward.
+
+    forward     start_dispatch  >  finish  >  experts  >  start_combine  >  finish
+    backward          wait      <  start   <  experts  <      wait       <  start
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.comm import exchange_rows, gather_counts
-from hf_moe_ep.ops.permute import count_pairs, gather_rows, invert, sum_rows
+from hf_moe_ep.comm import Transfer, gather_counts, start_all_to_all
+from hf_moe_ep.ops.permute import add_rows, count_pairs, invert
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Header:
     layer: int
     training: bool
     grad: bool
+    checkpointed: bool
     recompute: bool
     top_k: int
     itemsize: int
@@ -45,86 +56,265 @@ class Header:
 
     @staticmethod
     def describe(values: list[int]) -> str:
-        forward, layer, training, grad, recompute, top_k, itemsize = values
+        forward, layer, training, grad, checkpointed, recompute, top_k, itemsize = values
         mode = ["training" if training else "evaluation"]
         mode += [] if grad else ["no_grad"]
+        mode += ["checkpointed"] if checkpointed else []
         mode += ["recompute"] if recompute else []
         sizes = f"top-{top_k}, {itemsize} bytes per element"
         return f"MoE layer {layer} of forward {forward} ({', '.join(mode)}; {sizes})"
 
 
 @dataclass(frozen=True)
-class DispatchState:
-    """What `combine` needs to undo a `dispatch`, and the experts' work on this rank.
+class DispatchPlan:
+    """Where the rows of some tokens go, and what this rank gets.
 
     Attributes:
-        token_of_row_N: local token of each row sent.
-        slots_TJ: rows sent for each token, see `ops/permute.py`.
-        send_counts, recv_counts: rows to and from each rank of the ep group.
+        token_of_row_N: token of each row that is sent or kept, in the module's order.
+        destination_N: rank that each row goes to.
+        slots_TJ: rows of each token, see `ops/permute.py`.
+        send_counts, recv_counts: rows to and from each rank of the ep group; own rank: 0.
+        num_own: rows that stay.
         counts_L: (row, expert) pairs per local expert.
+        where: the place in the model, for errors.
     """
 
+    group: dist.ProcessGroup
     token_of_row_N: Tensor
+    destination_N: Tensor
     slots_TJ: Tensor
     send_counts: list[int]
     recv_counts: list[int]
+    num_own: int
     counts_L: list[int]
+    where: str
+
+    @property
+    def num_sent(self) -> int:
+        return sum(self.send_counts)
+
+    @property
+    def num_received(self) -> int:
+        return sum(self.recv_counts)
 
 
-def dispatch(
-    x_TH: Tensor,
+def plan_dispatch(
     expert_ids_TK: Tensor,
-    weights_TK: Tensor,
     *,
     num_experts: int,
     group: dist.ProcessGroup,
     header: Header,
-) -> tuple[Tensor, Tensor, Tensor, DispatchState]:
-    """Rows of this rank's experts, from all ranks of `group`.
+    num_chunks: int = 1,
+    max_rows: int | None = None,
+) -> list[DispatchPlan]:
+    """One plan for each of `num_chunks` consecutive parts of the tokens, from one exchange.
 
-    Returns rows_RH, expert_ids_RK (local ids, L = "not on this rank"), weights_RK in fp32 or
-    wider, and the state for `combine`. Differentiable in `x_TH` and `weights_TK`.
+    Raises:
+        RuntimeError: on every rank of the group, where ranks are at different places of the
+            model, or where one would get more than `max_rows` rows in this layer.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    local = num_experts // ranks
-    sends_DT = _destinations(expert_ids_TK // local, ranks)
-    counts = torch.cat([sends_DT.sum(1), count_pairs(expert_ids_TK, num_experts)])
-    gathered = _exchange_counts(counts, group, header)
-    send_counts = gathered[rank][:ranks]
-    recv_counts = [row[rank] for row in gathered]
-    first = ranks + rank * local
-    counts_L = [sum(row[first + expert] for row in gathered) for expert in range(local)]
-
+    sends_DT = _destinations(expert_ids_TK // (num_experts // ranks), ranks)
+    parts = list(
+        zip(
+            sends_DT.tensor_split(num_chunks, dim=1),
+            expert_ids_TK.tensor_split(num_chunks),
+            strict=True,
+        )
+    )
+    counts = [torch.cat([sends.sum(1), count_pairs(ids, num_experts)]) for sends, ids in parts]
+    gathered = _exchange_counts(torch.cat(counts), group, header)
+    size = ranks + num_experts
+    tables = [[row[i : i + size] for row in gathered] for i in range(0, num_chunks * size, size)]
+    where = Header.describe(header.as_list())
+    if max_rows is not None:
+        _check_max_rows(tables, max_rows, group, where)
     num_slots = min(ranks, expert_ids_TK.shape[1])
-    token_of_row_N, destination_N, slots_TJ = _rows_to_send(sends_DT, sum(send_counts), num_slots)
+    return [
+        _plan(sends_DT, table, rank, num_slots, group, where)
+        for (sends_DT, _), table in zip(parts, tables, strict=True)
+    ]
+
+
+class DispatchedRows:
+    """Rows on their way to the ranks of their experts; made by `start_dispatch`."""
+
+    def __init__(self, wire: _Wire, rows: tuple[Tensor, Tensor], ids_RK: Tensor) -> None:
+        self._wire, self._rows, self._ids_RK = wire, rows, ids_RK
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """rows_RH, weights_RK in fp32 or wider, and expert_ids_RK: local, L = "not here"."""
+        rows_RH, weights_RK = _FinishDispatch.apply(self._wire, *self._rows)
+        return rows_RH, weights_RK, self._ids_RK.long()
+
+
+def start_dispatch(
+    x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan
+) -> DispatchedRows:
+    """Send every token to the ranks of its experts; differentiable in tokens and weights."""
     wide = torch.promote_types(weights_TK.dtype, torch.float32)
-    ids_NK = expert_ids_TK.index_select(0, token_of_row_N) - (destination_N * local).unsqueeze(1)
-    ids_NK = ids_NK.masked_fill((ids_NK < 0) | (ids_NK >= local), local)
-    weights_NK = gather_rows(weights_TK.to(wide), token_of_row_N, slots_TJ)
-    # Ids ride along as floats (exact below 2**24): one message less per layer.
-    rows_RH, routing_R2K = exchange_rows(
-        (
-            gather_rows(x_TH, token_of_row_N, slots_TJ),
-            torch.cat([weights_NK, ids_NK.to(wide)], dim=1),
-        ),
-        send_counts=send_counts,
-        recv_counts=recv_counts,
-        group=group,
+    wire = _Wire(plan)
+    rows_RH, weights_RK, ids_RK = _StartDispatch.apply(
+        wire, x_TH, weights_TK.to(wide), expert_ids_TK
     )
-    weights_RK, ids_RK = routing_R2K.chunk(2, dim=1)
-    state = DispatchState(token_of_row_N, slots_TJ, send_counts, recv_counts, counts_L)
-    return rows_RH, ids_RK.detach().long(), weights_RK, state
+    return DispatchedRows(wire, (rows_RH, weights_RK), ids_RK)
 
 
-def combine(rows_RH: Tensor, state: DispatchState, group: dist.ProcessGroup) -> Tensor:
-    """out_TH: every row back at the rank of its token, and added there."""
-    (rows_NH,) = exchange_rows(
-        (rows_RH,),
-        send_counts=state.recv_counts,
-        recv_counts=state.send_counts,
-        group=group,
-    )
-    return sum_rows(rows_NH, state.token_of_row_N, state.slots_TJ)
+class CombinedRows:
+    """Rows on their way home; made by `start_combine`."""
+
+    def __init__(self, wire: _Wire, rows_NH: Tensor) -> None:
+        self._wire, self._rows_NH = wire, rows_NH
+
+    def finish(self) -> Tensor:
+        """out_TH: the rows of each token, added in one fixed order."""
+        return _FinishCombine.apply(self._wire, self._rows_NH)
+
+
+def start_combine(rows_RH: Tensor, plan: DispatchPlan) -> CombinedRows:
+    """Send every row back to the rank of its token."""
+    wire = _Wire(plan)
+    return CombinedRows(wire, _StartCombine.apply(wire, rows_RH))
+
+
+@dataclass
+class _Wire:
+    """What the two autograd nodes of one exchange share: transfers under way, and in backward
+    what they bring. Backward's tensors do not fit the shapes of forward's outputs, so they pass
+    through here and the nodes hand each other `_nothing`.
+    """
+
+    plan: DispatchPlan
+    transfers: list[Transfer] = field(default_factory=list)
+    brought: list[Tensor | None] = field(default_factory=list)
+    needs: tuple[bool, ...] = ()
+
+    def out(self, x_TX: Tensor) -> Tensor:
+        """received_RX, filled once the transfer is done: tokens to the ranks of their experts."""
+        plan, sent, here = self.plan, self.plan.num_sent, self.plan.num_received
+        received_RX = x_TX.new_empty(here + plan.num_own, *x_TX.shape[1:])
+        rows_NX = x_TX.index_select(0, plan.token_of_row_N[:sent])
+        self._start(rows_NX, received_RX[:here], plan.send_counts, plan.recv_counts)
+        torch.index_select(x_TX, 0, plan.token_of_row_N[sent:], out=received_RX[here:])
+        return received_RX
+
+    def out_rows(self, rows_NX: Tensor) -> Tensor:
+        """The same for rows that differ by destination."""
+        plan, sent, here = self.plan, self.plan.num_sent, self.plan.num_received
+        received_RX = rows_NX.new_empty(here + plan.num_own, *rows_NX.shape[1:])
+        self._start(rows_NX[:sent], received_RX[:here], plan.send_counts, plan.recv_counts)
+        received_RX[here:] = rows_NX[sent:]
+        return received_RX
+
+    def back(self, rows_RX: Tensor) -> Tensor:
+        """received_NX, filled once the transfer is done: rows to the ranks of their tokens."""
+        plan, sent, here = self.plan, self.plan.num_sent, self.plan.num_received
+        received_NX = rows_RX.new_empty(sent + plan.num_own, *rows_RX.shape[1:])
+        self._start(rows_RX[:here], received_NX[:sent], plan.recv_counts, plan.send_counts)
+        received_NX[sent:] = rows_RX[here:]
+        return received_NX
+
+    def add(self, rows_NX: Tensor) -> Tensor:
+        return add_rows(rows_NX, self.plan.token_of_row_N, self.plan.slots_TJ)
+
+    def wait(self) -> list[Tensor | None]:
+        while self.transfers:
+            self.transfers.pop(0).wait()
+        brought, self.brought = self.brought, []
+        return brought
+
+    def _start(self, rows: Tensor, out: Tensor, sends: list[int], receives: list[int]) -> None:
+        group, where = self.plan.group, self.plan.where
+        self.transfers.append(
+            start_all_to_all(
+                out, rows, send_counts=sends, recv_counts=receives, group=group, where=where
+            )
+        )
+
+
+class _StartDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, wire: _Wire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.wire, plan, top_k = wire, wire.plan, ids_TK.shape[1]
+        wire.needs = ctx.needs_input_grad[1:3]
+        rows_RH = wire.out(x_TH)
+        local = len(plan.counts_L)
+        ids_NK = ids_TK.index_select(0, plan.token_of_row_N)
+        ids_NK = ids_NK - (plan.destination_N * local).unsqueeze(1)
+        ids_NK = ids_NK.masked_fill((ids_NK < 0) | (ids_NK >= local), local)
+        weights_NK = weights_TK.index_select(0, plan.token_of_row_N)
+        # Ids ride along as floats (exact below 2**24): one message less per layer.
+        routing_R2K = wire.out_rows(torch.cat([weights_NK, ids_NK.to(weights_NK)], dim=1))
+        weights_RK, ids_RK = routing_R2K[:, :top_k], routing_R2K[:, top_k:]
+        _mark(ctx, (rows_RH, weights_RK, ids_RK), (*wire.needs, False))
+        return rows_RH, weights_RK, ids_RK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [None if rows is None else ctx.wire.add(rows) for rows in ctx.wire.wait()]
+        return (None, *grads, None)
+
+
+class _FinishDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, wire: _Wire, rows_RH: Tensor, weights_RK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.wire = wire
+        wire.wait()
+        weights_RK = weights_RK.contiguous()
+        _mark(ctx, (rows_RH, weights_RK), ctx.needs_input_grad[1:])
+        return rows_RH, weights_RK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wire: _Wire = ctx.wire
+        wire.brought = [
+            wire.back(grad) if needed else None
+            for grad, needed in zip(grads, wire.needs, strict=True)
+        ]
+        return (None, *(_nothing(grad, grad.shape) for grad in grads))
+
+
+class _StartCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, wire: _Wire, rows_RH: Tensor) -> Tensor:
+        ctx.wire = wire
+        return wire.back(rows_RH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.wire.wait())
+
+
+class _FinishCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, wire: _Wire, rows_NH: Tensor) -> Tensor:
+        ctx.wire, ctx.shape = wire, rows_NH.shape
+        wire.wait()
+        return wire.add(rows_NH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.wire.brought = [ctx.wire.out(grad_TH)]
+        return None, _nothing(grad_TH, ctx.shape)
+
+
+def _mark(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, ...]) -> None:
+    """What needs no gradient before a transfer needs none behind it."""
+    pairs = zip(outputs, needs, strict=True)
+    ctx.mark_non_differentiable(*(output for output, needed in pairs if not needed))
+
+
+def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
+    """A gradient of that shape which nobody reads, one element in memory."""
+    return like.new_zeros(()).expand(shape)
 
 
 def _destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:
@@ -132,29 +322,55 @@ def _destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:
     return sends_TD.scatter_(1, rank_of_pair_TK, True).t()
 
 
-def _rows_to_send(sends_DT: Tensor, num_rows: int, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """token_of_row_N and destination_N (by destination, then token), and slots_TJ."""
-    num_tokens = sends_DT.shape[1]
+def _plan(
+    sends_DT: Tensor,
+    table: list[list[int]],
+    rank: int,
+    num_slots: int,
+    group: dist.ProcessGroup,
+    where: str,
+) -> DispatchPlan:
+    """`table[r]` is what rank r told: rows per destination, then pairs per expert."""
+    ranks, num_tokens = sends_DT.shape
+    local = (len(table[0]) - ranks) // ranks
+    first = ranks + rank * local
+    own = table[rank][rank]
+    send_counts = [0 if other == rank else table[rank][other] for other in range(ranks)]
+    recv_counts = [0 if other == rank else table[other][rank] for other in range(ranks)]
+    # Own rows last.
+    sends_DT = torch.cat([sends_DT[:rank], sends_DT[rank + 1 :], sends_DT[rank : rank + 1]])
     # argsort, because the row count is known on the host and nonzero() would ask the device.
-    cell_N = (~sends_DT).flatten().to(torch.uint8).argsort(stable=True)[:num_rows]
-    token_of_row_N, destination_N = cell_N % max(num_tokens, 1), cell_N // max(num_tokens, 1)
+    cell_N = (~sends_DT).flatten().to(torch.uint8).argsort(stable=True)[: sum(send_counts) + own]
+    token_of_row_N, place_N = cell_N % max(num_tokens, 1), cell_N // max(num_tokens, 1)
+    destination_N = torch.where(place_N == ranks - 1, rank, place_N + (place_N >= rank))
     slot_DT = sends_DT.cumsum(0) - 1
-    slot_of_row_N = slot_DT[destination_N, token_of_row_N]
-    slots_TJ = invert(token_of_row_N, slot_of_row_N, (num_tokens, num_slots))
-    return token_of_row_N, destination_N, slots_TJ
+    slots_TJ = invert(token_of_row_N, slot_DT[place_N, token_of_row_N], (num_tokens, num_slots))
+    return DispatchPlan(
+        group=group,
+        token_of_row_N=token_of_row_N,
+        destination_N=destination_N,
+        slots_TJ=slots_TJ,
+        send_counts=send_counts,
+        recv_counts=recv_counts,
+        num_own=own,
+        counts_L=[sum(row[first + expert] for row in table) for expert in range(local)],
+        where=where,
+    )
 
 
 def _exchange_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) -> list[list[int]]:
     mine = header.as_list()
     where = Header.describe(mine)
-    vector = torch.cat([counts.new_tensor(mine), counts])
+    # Pinned, because a copy from pageable memory would make the host wait for the GPU once more.
+    place = torch.tensor(mine, dtype=counts.dtype, pin_memory=counts.is_cuda)
+    vector = torch.cat([place.to(counts.device, non_blocking=True), counts])
     gathered = gather_counts(vector, group, where=where)
-    places = [row[: len(mine)] for row in gathered]
-    if any(place != mine for place in places):
+    told = [row[: len(mine)] for row in gathered]
+    if any(place != mine for place in told):
         ranks = dist.get_process_group_ranks(group)
         lines = [
             f"  rank {rank}: {Header.describe(place)}"
-            for rank, place in zip(ranks, places, strict=True)
+            for rank, place in zip(ranks, told, strict=True)
         ]
         raise RuntimeError(
             "ranks of one ep group are at different places of the model:\n"
@@ -163,3 +379,20 @@ def _exchange_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) -
             "branch, a skipped batch or a model.eval() that depends on the rank."
         )
     return [row[len(mine) :] for row in gathered]
+
+
+def _check_max_rows(
+    tables: list[list[list[int]]], max_rows: int, group: dist.ProcessGroup, where: str
+) -> None:
+    """Every rank knows what every rank gets, so all raise together and before allocating."""
+    ranks = dist.get_process_group_ranks(group)
+    rows = [sum(row[i] for table in tables for row in table) for i in range(len(ranks))]
+    if max(rows) > max_rows:
+        worst = rows.index(max(rows))
+        raise RuntimeError(
+            f"{where}: rank {ranks[worst]} would get {rows[worst]} rows, more than "
+            f"max_tokens_per_rank={max_rows} (rows by rank: "
+            + ", ".join(f"{rank}: {count}" for rank, count in zip(ranks, rows, strict=True))
+            + "). The router sends too many tokens to this rank's experts: raise "
+            "max_tokens_per_rank, lower the batch size, or add the router's load-balancing loss"
+        )

@@ -1,4 +1,4 @@
-"""One MoE layer: route -> dispatch -> experts -> combine.
+"""One MoE layer: route -> dispatch -> experts -> combine, the tokens in `dispatch_chunks` parts.
 
 The stock router has already chosen when we are called: transformers hands the experts
 `(hidden_states, top_k_index, top_k_weights)` and wants the weighted sum back. Without ep the
@@ -19,8 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.dispatch import Header, combine, dispatch
+from hf_moe_ep.dispatch import (
+    DispatchPlan,
+    Header,
+    plan_dispatch,
+    start_combine,
+    start_dispatch,
+)
 from hf_moe_ep.experts import run_experts
+from hf_moe_ep.recompute import Routed, watch_checkpoints
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 
 
@@ -33,6 +40,11 @@ class ForwardGuard:
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.state.check_ready()
         self.state.forward_number += 1
+        if torch.compiler.is_compiling():
+            self.state.compiled = True
+        meshes = self.state.meshes
+        if meshes is not None and meshes.ep_size > 1 and module.training:
+            watch_checkpoints(module, self.state)
 
 
 def moe_forward(
@@ -69,25 +81,55 @@ def _ep_forward(
     state, meshes = layer.model, layer.model.meshes
     state.check_ready()
     assert meshes is not None and layer.compute is not None
-    group = meshes.ep.get_group()
-    rows_RH, ids_RK, weights_RK, sent = dispatch(
-        x_TH,
+    plans = _plans(layer, experts.training, x_TH, expert_ids_TK)
+    sizes = [len(plan.slots_TJ) for plan in plans]
+    parts = list(
+        zip(
+            x_TH.split(sizes),
+            weights_TK.split(sizes),
+            expert_ids_TK.split(sizes),
+            plans,
+            strict=True,
+        )
+    )
+    coming, going = [start_dispatch(*parts[0])], []
+    for index, plan in enumerate(plans):
+        # One chunk travels while the one before it is computed.
+        if index + 1 < len(plans):
+            coming.append(start_dispatch(*parts[index + 1]))
+        rows_RH, weights_RK, ids_RK = coming[index].finish()
+        rows_RH = run_experts(
+            experts,
+            layer.compute,
+            rows_RH,
+            ids_RK,
+            weights_RK,
+            counts_L=plan.counts_L,
+            grad_scale=1.0 / meshes.world_size,
+        )
+        going.append(start_combine(rows_RH, plan))
+    out = [rows.finish() for rows in going]
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _plans(
+    layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor
+) -> list[DispatchPlan]:
+    state, frame = layer.model, layer.model.frame
+    if frame is not None and frame.replaying:
+        return frame.take(layer.index, expert_ids_TK)
+    assert state.meshes is not None
+    plans = plan_dispatch(
         expert_ids_TK,
-        weights_TK,
         num_experts=state.num_experts,
-        group=group,
-        header=_header(layer, experts.training, x_TH, expert_ids_TK),
+        group=state.meshes.ep.get_group(),
+        header=_header(layer, training, x_TH, expert_ids_TK),
+        num_chunks=state.config.dispatch_chunks,
+        max_rows=state.config.max_tokens_per_rank,
     )
-    rows_RH = run_experts(
-        experts,
-        layer.compute,
-        rows_RH,
-        ids_RK,
-        weights_RK,
-        counts_L=sent.counts_L,
-        grad_scale=1.0 / meshes.world_size,
-    )
-    return combine(rows_RH, sent, group)
+    if frame is not None:
+        frame.keep(Routed(layer.index, expert_ids_TK.detach(), plans))
+    return plans
 
 
 def _header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Header:
@@ -96,6 +138,7 @@ def _header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor
         layer=layer.index,
         training=training,
         grad=torch.is_grad_enabled(),
+        checkpointed=layer.model.frame is not None,
         # A graph task is running exactly while backward is: a forward inside it is a recompute.
         recompute=torch._C._current_graph_task_id() != -1,
         top_k=expert_ids_TK.shape[1],

@@ -31,6 +31,7 @@ from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
 from hf_moe_ep.experts import Compute, choose_compute
 from hf_moe_ep.moe import ForwardGuard, moe_forward
 from hf_moe_ep.plan import ModelPlan, matches
+from hf_moe_ep.recompute import unwatch_checkpoints
 from hf_moe_ep.routing import GlobalAuxLoss, RestoreAuxLoss
 from hf_moe_ep.shard import ShardOptions, default_device, default_policy, shard_model
 from hf_moe_ep.state import STATE, ModelState, MoELayer
@@ -146,6 +147,7 @@ def unpatch(model: nn.Module) -> nn.Module:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
+    unwatch_checkpoints(model)
     for module, config in state.undo:
         module.config = config
     for module in model.modules():

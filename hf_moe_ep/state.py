@@ -31,6 +31,9 @@ class ModelState:
     meshes: Meshes | None = None
     policy: MixedPrecisionPolicy | None = None
     forward_number: int = 0
+    # The checkpointed layer that runs now, and whether torch.compile has traced the model.
+    frame: Any = None
+    compiled: bool = False
     undo: list[tuple[Any, ...]] = field(default_factory=list)
 
     def check_ready(self) -> None:

@@ -12,7 +12,7 @@ from close import assert_close
 from run_ranks import run_ranks
 from torch import Tensor
 
-from hf_moe_ep.dispatch import Header, combine, dispatch
+from hf_moe_ep.dispatch import DispatchPlan, Header, plan_dispatch, start_combine, start_dispatch
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.layout import ExpertsLayout
@@ -20,8 +20,30 @@ from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.ops.weights import ExpertWeights
 
 HIDDEN, FFN = 5, 3
-HERE = Header(forward=3, layer=1, training=True, grad=True, recompute=False, top_k=2, itemsize=4)
+HERE = Header(
+    forward=3,
+    layer=1,
+    training=True,
+    grad=True,
+    checkpointed=False,
+    recompute=False,
+    top_k=2,
+    itemsize=4,
+)
 Group = dist.ProcessGroup
+
+
+def dispatch(
+    x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor, *, num_experts: int, group: Group, header: Header
+) -> tuple[Tensor, Tensor, Tensor, DispatchPlan]:
+    """Rows, ids and weights of this rank's experts, and the plan; one chunk, nothing overlaps."""
+    (plan,) = plan_dispatch(ids_TK, num_experts=num_experts, group=group, header=header)
+    rows_RH, w_RK, ids_RK = start_dispatch(x_TH, w_TK, ids_TK, plan).finish()
+    return rows_RH, ids_RK, w_RK, plan
+
+
+def combine(rows_RH: Tensor, plan: DispatchPlan, group: Group) -> Tensor:
+    return start_combine(rows_RH, plan).finish()
 
 
 @dataclass(frozen=True)
@@ -74,17 +96,22 @@ def _by_hand(rank: int, group: Group) -> None:
     rows, ids, weights, state = dispatch(
         x_TH, ids_TK, w_TK, num_experts=4, group=group, header=HERE
     )
-    sent = (state.token_of_row_N.tolist(), state.slots_TJ.tolist(), state.send_counts)
+    sent = (
+        state.token_of_row_N.tolist(),
+        state.slots_TJ.tolist(),
+        state.send_counts,
+        state.num_own,
+    )
     received = (state.recv_counts, state.counts_L)
     if rank == 0:
-        assert sent == ([0, 0, 1], [[0, 1], [2, 3]], [1, 2])  # 3 = "no row"
-        assert received == ([1, 1], [1, 1])
-        assert rows.tolist() == [[1, 2, 3], [7, 8, 9]]
-        assert ids.tolist() == [[0, 2], [1, 2]]  # 2 = "not on this rank"
-        assert weights.tolist() == [[0.5, 0.25], [8, 16]]
+        assert sent == ([0, 1, 0], [[0, 2], [1, 3]], [0, 2], 1)  # 3 = "no row"
+        assert received == ([0, 1], [1, 1])
+        assert rows.tolist() == [[7, 8, 9], [1, 2, 3]]  # own rows last
+        assert ids.tolist() == [[1, 2], [0, 2]]  # 2 = "not on this rank"
+        assert weights.tolist() == [[8, 16], [0.5, 0.25]]
     else:
-        assert sent == ([0, 0], [[0, 1]], [1, 1])
-        assert received == ([2, 1], [2, 2])
+        assert sent == ([0, 0], [[0, 1]], [1, 0], 1)
+        assert received == ([2, 0], [2, 2])
         assert rows.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
         assert ids.tolist() == [[2, 1], [0, 1], [2, 0]]
         assert weights.tolist() == [[0.5, 0.25], [2, 4], [8, 16]]
@@ -122,9 +149,11 @@ def _check_case(case: Case, rank: int, group: Group) -> None:
     # Distinct (token, rank) pairs, counted one token at a time.
     visits = [{expert // local for expert in experts} for experts in ids_TK.tolist()]
     distinct = [sum(other in seen for seen in visits) for other in range(ranks)]
+    assert state.num_own == distinct[rank], case.name
+    distinct[rank] = 0
     assert state.send_counts == distinct, case.name
-    # Rows and routing there, rows back; then all three again the other way.
-    sent, received = sum(distinct), rows_RH.shape[0]
+    # Rows and routing there, rows back; then all three again the other way. None to oneself.
+    sent, received = sum(distinct), rows_RH.shape[0] - state.num_own
     moved = [rows for rows, _ in calls]
     assert moved == [sent, sent, received, sent, received, received], f"{case.name}: {moved}"
     visits_T = torch.tensor([len(seen) for seen in visits], dtype=torch.float64)
@@ -132,7 +161,7 @@ def _check_case(case: Case, rank: int, group: Group) -> None:
     assert x_TH.grad is not None
     assert torch.equal(x_TH.grad, visits_T.unsqueeze(1).expand_as(x_TH))
     # What arrived: ids of this rank's experts or the sentinel, none of a row all sentinel.
-    assert ids_RK.shape == (received, case.top_k) and ids_RK.dtype == torch.int64
+    assert ids_RK.shape == (received + state.num_own, case.top_k) and ids_RK.dtype == torch.int64
     assert ((ids_RK >= 0) & (ids_RK <= local)).all() and (ids_RK < local).any(1).all()
     assert count_pairs(ids_RK, local + 1)[:local].tolist() == state.counts_L
     assert w_RK.dtype == torch.float64
@@ -234,6 +263,7 @@ def _check_headers(rank: int, group: Group) -> None:
         "layer": (0, "MoE layer 0 of forward 3 (training;"),
         "training": (False, "MoE layer 1 of forward 3 (evaluation;"),
         "grad": (False, "MoE layer 1 of forward 3 (training, no_grad;"),
+        "checkpointed": (True, "MoE layer 1 of forward 3 (training, checkpointed;"),
         "recompute": (True, "MoE layer 1 of forward 3 (training, recompute;"),
         "top_k": (5, "MoE layer 1 of forward 3 (training; top-5, 4 bytes"),
         "itemsize": (2, "MoE layer 1 of forward 3 (training; top-2, 2 bytes"),

@@ -36,6 +36,9 @@ FOUR_RANKS = [
     Case("ep 4", 4, 4),
     Case("ep 2, HSDP", 4, 2, 2),
     Case("two forwards, reentrant checkpoint", 4, 2, prepare=REENTRANT).with_(**TWO_FORWARDS),
+    Case("3 chunks, two forwards, checkpoint", 4, 2, prepare=CHECKPOINT)
+    .with_config(dispatch_chunks=3)
+    .with_(**TWO_FORWARDS),
     Case("accumulation", 4, 2, micro_batches=parity.three_micro_batches),
     Case("one token repeated", 4, 2, micro_batches=parity.one_token_everywhere),
     Case("a rank without labels", 4, 4, micro_batches=parity.one_rank_without_labels),
@@ -53,6 +56,10 @@ FOUR_RANKS_MORE = [
     Case("reentrant checkpoint", 4, 2, prepare=REENTRANT),
     Case("two forwards", 4, 2).with_(**TWO_FORWARDS),
     Case("two forwards, checkpoint", 4, 2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
+    Case("2 chunks", 4, 2).with_config(dispatch_chunks=2),
+    Case("3 chunks", 4, 4).with_config(dispatch_chunks=3),
+    Case("2 chunks, HSDP, reentrant", 4, 2, 2, prepare=REENTRANT).with_config(dispatch_chunks=2),
+    Case("9 chunks, checkpoint", 4, 4, prepare=CHECKPOINT).with_config(dispatch_chunks=9),
     Case("accumulation, HSDP", 4, 2, 2, micro_batches=parity.three_micro_batches),
     Case("a dense layer", 4, 2, model={"num_hidden_layers": 3, "mlp_only_layers": [1]}),
     Case("every 2nd layer", 4, 4, model={"num_hidden_layers": 4, "decoder_sparse_step": 2}),
