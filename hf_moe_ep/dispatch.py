@@ -16,12 +16,12 @@ a header (forward number, layer, mode), then rows per destination and pairs per 
 every rank how much it receives, it is the layer's only host sync, and ranks that are not in the
 same place of the same step get an error instead of each other's tokens.
 
-`start_dispatch` and `start_combine` return at once, `finish` waits. Each is an autograd node, so
-backward starts a transfer where forward waited for it and waits where forward started it: what
-overlaps in forward overlaps in backward.
+`start` and `start_combine` return at once, `finish` waits. Each is an autograd node, so backward
+starts a transfer where forward waited for it and waits where forward started it: what overlaps in
+forward overlaps in backward.
 
-    forward     start_dispatch  >  finish  >  experts  >  start_combine  >  finish
-    backward          wait      <  start   <  experts  <      wait       <  start
+    forward     start  >  finish  >  experts  >  start_combine  >  finish
+    backward    wait   <  start   <  experts  <      wait       <  start
 """
 
 from __future__ import annotations
@@ -89,6 +89,17 @@ class DispatchPlan:
     counts_L: list[int]
     where: str
 
+    def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DispatchedRows:
+        """Send every token to the ranks of its experts; differentiable in tokens and weights."""
+        wide = torch.promote_types(weights_TK.dtype, torch.float32)
+        wire = _Wire(self)
+        *rows, ids_RK = _StartDispatch.apply(wire, x_TH, weights_TK.to(wide), expert_ids_TK)
+        return DispatchedRows(wire, tuple(rows), ids_RK)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots_TJ)
+
     @property
     def num_sent(self) -> int:
         return sum(self.send_counts)
@@ -137,31 +148,30 @@ def plan_dispatch(
 
 
 class DispatchedRows:
-    """Rows on their way to the ranks of their experts; made by `start_dispatch`."""
+    """Rows on their way to the ranks of their experts; made by `DispatchPlan.start`."""
 
     def __init__(self, wire: _Wire, rows: tuple[Tensor, Tensor], ids_RK: Tensor) -> None:
+        self.plan = wire.plan
         self._wire, self._rows, self._ids_RK = wire, rows, ids_RK
+
+    @property
+    def counts_L(self) -> list[int]:
+        """(row, expert) pairs per local expert; to be read after `finish`."""
+        return self.plan.counts_L
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """rows_RH, weights_RK in fp32 or wider, and expert_ids_RK: local, L = "not here"."""
         rows_RH, weights_RK = _FinishDispatch.apply(self._wire, *self._rows)
         return rows_RH, weights_RK, self._ids_RK.long()
 
-
-def start_dispatch(
-    x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor, plan: DispatchPlan
-) -> DispatchedRows:
-    """Send every token to the ranks of its experts; differentiable in tokens and weights."""
-    wide = torch.promote_types(weights_TK.dtype, torch.float32)
-    wire = _Wire(plan)
-    rows_RH, weights_RK, ids_RK = _StartDispatch.apply(
-        wire, x_TH, weights_TK.to(wide), expert_ids_TK
-    )
-    return DispatchedRows(wire, (rows_RH, weights_RK), ids_RK)
+    def start_combine(self, rows_RH: Tensor) -> CombinedRows:
+        """Send the experts' result of every row back to the rank of its token."""
+        wire = _Wire(self.plan)
+        return CombinedRows(wire, _StartCombine.apply(wire, rows_RH))
 
 
 class CombinedRows:
-    """Rows on their way home; made by `start_combine`."""
+    """Rows on their way home; made by `DispatchedRows.start_combine`."""
 
     def __init__(self, wire: _Wire, rows_NH: Tensor) -> None:
         self._wire, self._rows_NH = wire, rows_NH
@@ -169,12 +179,6 @@ class CombinedRows:
     def finish(self) -> Tensor:
         """out_TH: the rows of each token, added in one fixed order."""
         return _FinishCombine.apply(self._wire, self._rows_NH)
-
-
-def start_combine(rows_RH: Tensor, plan: DispatchPlan) -> CombinedRows:
-    """Send every row back to the rank of its token."""
-    wire = _Wire(plan)
-    return CombinedRows(wire, _StartCombine.apply(wire, rows_RH))
 
 
 @dataclass

@@ -14,17 +14,17 @@ Shape legend of the package, as suffixes of names (`x_TH` is [T, H]):
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.dispatch import (
+    DispatchedRows,
     DispatchPlan,
     Header,
     plan_dispatch,
-    start_combine,
-    start_dispatch,
 )
 from hf_moe_ep.experts import run_experts
 from hf_moe_ep.recompute import Routed, watch_checkpoints
@@ -82,33 +82,28 @@ def _ep_forward(
     state.check_ready()
     assert meshes is not None and layer.compute is not None
     plans = _plans(layer, experts.training, x_TH, expert_ids_TK)
-    sizes = [len(plan.slots_TJ) for plan in plans]
-    parts = list(
-        zip(
-            x_TH.split(sizes),
-            weights_TK.split(sizes),
-            expert_ids_TK.split(sizes),
-            plans,
-            strict=True,
-        )
+    sizes = [plan.num_tokens for plan in plans]
+    inputs = zip(
+        x_TH.split(sizes), weights_TK.split(sizes), expert_ids_TK.split(sizes), strict=True
     )
-    coming, going = [start_dispatch(*parts[0])], []
-    for index, plan in enumerate(plans):
+    starts = [partial(plan.start, *chunk) for plan, chunk in zip(plans, inputs, strict=True)]
+    arriving: DispatchedRows | None = starts.pop(0)()
+    returning = []
+    while arriving is not None:
         # One chunk travels while the one before it is computed.
-        if index + 1 < len(plans):
-            coming.append(start_dispatch(*parts[index + 1]))
-        rows_RH, weights_RK, ids_RK = coming[index].finish()
+        arrived, arriving = arriving, starts.pop(0)() if starts else None
+        rows_RH, weights_RK, ids_RK = arrived.finish()
         rows_RH = run_experts(
             experts,
             layer.compute,
             rows_RH,
             ids_RK,
             weights_RK,
-            counts_L=plan.counts_L,
+            counts_L=arrived.counts_L,
             grad_scale=1.0 / meshes.world_size,
         )
-        going.append(start_combine(rows_RH, plan))
-    out = [rows.finish() for rows in going]
+        returning.append(arrived.start_combine(rows_RH))
+    out = [rows.finish() for rows in returning]
     return out[0] if len(out) == 1 else torch.cat(out)
 
 

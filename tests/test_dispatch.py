@@ -12,7 +12,7 @@ from close import assert_close
 from run_ranks import run_ranks
 from torch import Tensor
 
-from hf_moe_ep.dispatch import DispatchPlan, Header, plan_dispatch, start_combine, start_dispatch
+from hf_moe_ep.dispatch import DispatchedRows, Header, plan_dispatch
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.layout import ExpertsLayout
@@ -35,15 +35,16 @@ Group = dist.ProcessGroup
 
 def dispatch(
     x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor, *, num_experts: int, group: Group, header: Header
-) -> tuple[Tensor, Tensor, Tensor, DispatchPlan]:
-    """Rows, ids and weights of this rank's experts, and the plan; one chunk, nothing overlaps."""
+) -> tuple[Tensor, Tensor, Tensor, DispatchedRows]:
+    """Rows, ids and weights of this rank's experts; one chunk, nothing overlaps."""
     (plan,) = plan_dispatch(ids_TK, num_experts=num_experts, group=group, header=header)
-    rows_RH, w_RK, ids_RK = start_dispatch(x_TH, w_TK, ids_TK, plan).finish()
-    return rows_RH, ids_RK, w_RK, plan
+    arriving = plan.start(x_TH, w_TK, ids_TK)
+    rows_RH, w_RK, ids_RK = arriving.finish()
+    return rows_RH, ids_RK, w_RK, arriving
 
 
-def combine(rows_RH: Tensor, plan: DispatchPlan, group: Group) -> Tensor:
-    return start_combine(rows_RH, plan).finish()
+def combine(rows_RH: Tensor, arrived: DispatchedRows, group: Group) -> Tensor:
+    return arrived.start_combine(rows_RH).finish()
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,12 @@ def _by_hand(rank: int, group: Group) -> None:
         x_TH, ids_TK, w_TK, num_experts=4, group=group, header=HERE
     )
     sent = (
-        state.token_of_row_N.tolist(),
-        state.slots_TJ.tolist(),
-        state.send_counts,
-        state.num_own,
+        state.plan.token_of_row_N.tolist(),
+        state.plan.slots_TJ.tolist(),
+        state.plan.send_counts,
+        state.plan.num_own,
     )
-    received = (state.recv_counts, state.counts_L)
+    received = (state.plan.recv_counts, state.counts_L)
     if rank == 0:
         assert sent == ([0, 1, 0], [[0, 2], [1, 3]], [0, 2], 1)  # 3 = "no row"
         assert received == ([0, 1], [1, 1])
@@ -149,11 +150,11 @@ def _check_case(case: Case, rank: int, group: Group) -> None:
     # Distinct (token, rank) pairs, counted one token at a time.
     visits = [{expert // local for expert in experts} for experts in ids_TK.tolist()]
     distinct = [sum(other in seen for seen in visits) for other in range(ranks)]
-    assert state.num_own == distinct[rank], case.name
+    assert state.plan.num_own == distinct[rank], case.name
     distinct[rank] = 0
-    assert state.send_counts == distinct, case.name
+    assert state.plan.send_counts == distinct, case.name
     # Rows and routing there, rows back; then all three again the other way. None to oneself.
-    sent, received = sum(distinct), rows_RH.shape[0] - state.num_own
+    sent, received = sum(distinct), rows_RH.shape[0] - state.plan.num_own
     moved = [rows for rows, _ in calls]
     assert moved == [sent, sent, received, sent, received, received], f"{case.name}: {moved}"
     visits_T = torch.tensor([len(seen) for seen in visits], dtype=torch.float64)
@@ -161,7 +162,9 @@ def _check_case(case: Case, rank: int, group: Group) -> None:
     assert x_TH.grad is not None
     assert torch.equal(x_TH.grad, visits_T.unsqueeze(1).expand_as(x_TH))
     # What arrived: ids of this rank's experts or the sentinel, none of a row all sentinel.
-    assert ids_RK.shape == (received + state.num_own, case.top_k) and ids_RK.dtype == torch.int64
+    assert (
+        ids_RK.shape == (received + state.plan.num_own, case.top_k) and ids_RK.dtype == torch.int64
+    )
     assert ((ids_RK >= 0) & (ids_RK <= local)).all() and (ids_RK < local).any(1).all()
     assert count_pairs(ids_RK, local + 1)[:local].tolist() == state.counts_L
     assert w_RK.dtype == torch.float64
