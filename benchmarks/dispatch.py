@@ -1,0 +1,405 @@
+"""What one MoE layer sends between ranks, and how long it takes: ours against transformers' own.
+
+    python benchmarks/dispatch.py                             the tables, to the terminal
+    python benchmarks/dispatch.py --write benchmarks/results  and as dispatch-cpu.md with a plot
+
+Four gloo ranks, forward + backward, no model and no matrix product around it:
+
+    ours      plan_dispatch, start, finish, start_combine, finish (hf_moe_ep/dispatch.py): one row
+              per token and rank, weighted where the experts are
+    theirs    AllToAllEP (transformers/distributed/expert_parallel.py), called directly: what a
+              model trained with DistributedConfig(ep_size=...) runs; one row per token and expert,
+              weighted at home
+
+Each case first runs with experts that multiply by a number each: output and gradients (x, weights)
+of both sides must be within 1e-5 of a formula that needs no communication. Bytes and seconds are
+those of identity experts, the sides taking turns (A B A B ...).
+
+    rows           hidden states sent to other ranks; what a rank keeps is not sent
+    lower bound    a row for each distinct (token, other rank) pair, out and back, forward and
+                   backward: the least where whole rows go straight to the ranks that need them.
+                   Ours must equal it to the byte, or the benchmark raises
+    routing        expert ids and weights beside the rows, and the weights' gradient
+    counts         the small exchange that says how much will come
+    ms             until the slowest rank is done, with the barrier that finds out
+    skewed         experts drawn by a Zipf law, the busy ones scattered over the ranks
+
+The last table is a model, not a measurement. A token with k distinct experts of E, drawn uniformly,
+meets ep * (1 - C(E - E/ep, k) / C(E, k)) ranks; (ep - 1) / ep of that are not its own. Time is
+bytes over bandwidth, the slower of NVLink (8 GPUs a node) and RDMA: no latency, no imbalance.
+Bandwidths are from what DeepEP V1 publishes for H800 (docs/legacy.md, lower of dispatch and
+combine): EP8 153 GB/s NVLink, EP64 50 GB/s RDMA. Its tests count rows that stay on their GPU or
+node as sent (DeepEP issues 51, 285), so links carry 7/8 of that: 134 and 44. Its other figures, 57
+for EP32 and 43 for EP16, are 43 and 22 on the link, the latter held up by forwarding within nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from math import comb
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from figures import setting, spread
+from ranks import KEEP_FREED_MEMORY, spawn
+from step_vs_native import TOLERANCE, WARMUP_STEPS, WORLD, SentBytes
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.distributed.expert_parallel import AllToAllEP
+
+from hf_moe_ep.dispatch import Header, plan_dispatch
+
+SIDES = ("ours", "theirs")
+KINDS = ("rows", "routing", "counts")
+FP32, INT64 = 4, 8
+HERE = (0, 0, True, True, False, False)  # a Header's place: training with gradients
+
+# The model; bytes per second that leave a GPU, see above.
+NVLINK, RDMA = 153e9 * 7 / 8, 50e9 * 7 / 8
+GPUS, GPUS_PER_NODE, GPU_TOKENS = (8, 16, 32, 64, 128, 256, 512), 8, 4096
+# Name, experts, top-k, hidden; bf16.
+MODELS = (("Qwen3-30B-A3B", 128, 8, 2048), ("DeepSeek-V3's sizes", 256, 8, 7168))
+
+
+@dataclass(frozen=True)
+class Case:
+    top_k: int
+    experts: int
+    ep: int
+    routing: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens are those of each rank."""
+
+    tokens: int = 512
+    hidden: int = 512
+    repeats: int = 12
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured in one case; `sent` by side and kind, `seconds` of each turn."""
+
+    tokens: int
+    sent: dict[str, dict[str, int]]
+    bound: int
+    error: float
+    seconds: dict[str, list[float]]
+
+
+def draw(case: Case, sizes: Sizes, rank: int) -> Tensor:
+    """expert_ids_TK of one rank."""
+    everywhere = torch.Generator().manual_seed(sizes.seed)
+    here = torch.Generator().manual_seed(1000 * sizes.seed + rank + 1)
+    likelihood_E = torch.ones(case.experts)
+    if case.routing == "skewed":
+        likelihood_E = 1 / (1.0 + torch.randperm(case.experts, generator=everywhere))
+    # The top-k of scores disturbed by Gumbel noise: k draws without replacement.
+    noise_TE = -torch.empty(sizes.tokens, case.experts).exponential_(generator=here).log()
+    return (likelihood_E.log() + noise_TE).topk(case.top_k, dim=1).indices
+
+
+class Problem:
+    """One rank's tokens, and the three ways to send them through experts that only multiply."""
+
+    def __init__(self, ids_TK: Tensor, num_experts: int, hidden: int, mesh: DeviceMesh) -> None:
+        generator = torch.Generator().manual_seed(dist.get_rank() + 1)
+        tokens = ids_TK.shape[0]
+        self.mesh, self.ids_TK = mesh, ids_TK
+        self.x_TH = torch.randn(tokens, hidden, generator=generator).requires_grad_()
+        self.weights_TK = torch.rand(ids_TK.shape, generator=generator).requires_grad_()
+        self.upstream_TH = torch.randn(tokens, hidden, generator=generator)
+        self.scale_E = torch.linspace(0.5, 1.5, num_experts)
+        self.local = num_experts // mesh["ep"].size()
+        first = mesh["ep"].get_local_rank() * self.local
+        self.scale_L = self.scale_E[first : first + self.local]
+
+    def run(self, side: str, *, identity: bool) -> tuple[Tensor, ...]:
+        """out_TH and the gradients of x_TH and weights_TK."""
+        run = self._ours if side == "ours" else self._theirs
+        return self._with_gradients(run(identity))
+
+    def truth(self) -> tuple[Tensor, ...]:
+        weights_TK = self.weights_TK * self.scale_E[self.ids_TK]
+        return self._with_gradients(self.x_TH * weights_TK.sum(1, keepdim=True))
+
+    def _with_gradients(self, out_TH: Tensor) -> tuple[Tensor, ...]:
+        leaves = (self.x_TH, self.weights_TK)
+        return out_TH, *torch.autograd.grad(out_TH, leaves, self.upstream_TH)
+
+    def _ours(self, identity: bool) -> Tensor:
+        header = Header(*HERE, self.ids_TK.shape[1], self.x_TH.element_size())
+        group, num_experts = self.mesh["ep"].get_group(), len(self.scale_E)
+        (plan,) = plan_dispatch(self.ids_TK, num_experts=num_experts, group=group, header=header)
+        arrived = plan.start(self.x_TH, self.weights_TK, self.ids_TK)
+        rows_RH, weights_RK, ids_RK = arrived.finish()
+        scale_L = torch.ones(self.local) if identity else self.scale_L
+        # Id L is "not here".
+        weights_RK = weights_RK * torch.cat([scale_L, torch.zeros(1)])[ids_RK]
+        return arrived.start_combine(rows_RH * weights_RK.sum(1, keepdim=True)).finish()
+
+    def _theirs(self, identity: bool) -> Tensor:
+        def forward(rows_RH: Tensor, ids_R1: Tensor, weights_R1: Tensor) -> Tensor:
+            return rows_RH if identity else rows_RH * self.scale_L[ids_R1]
+
+        experts = SimpleNamespace(num_experts=self.local, forward=forward)
+        exchange = AllToAllEP(experts, self.mesh["ep"], self.mesh["tp"])
+        return exchange(self.x_TH, self.ids_TK, self.weights_TK)
+
+
+def check_equal(problem: Problem) -> float:
+    """The largest relative difference of a side to the truth; raises above TOLERANCE."""
+    names, worst = ("output", "gradient of x", "gradient of the weights"), 0.0
+    want = problem.truth()
+    for side in SIDES:
+        for name, got, true in zip(names, problem.run(side, identity=False), want, strict=True):
+            error = float((got - true).detach().abs().max() / true.detach().abs().max())
+            if not error <= TOLERANCE:
+                raise RuntimeError(f"{side}: {name} is off by {error:.1e}, allowed {TOLERANCE:.0e}")
+            worst = max(worst, error)
+    return worst
+
+
+def lower_bound(ids: list[list[list[int]]], rank: int, local: int, row_bytes: int) -> int:
+    """Bytes of rows that `rank` has to send in forward + backward; ids as [rank][token][k]."""
+    met = [[{expert // local for expert in token} for token in tokens] for tokens in ids]
+    out = sum(len(ranks - {rank}) for ranks in met[rank])
+    back = sum(rank in ranks for ranks in itertools.chain(*met[:rank], *met[rank + 1 :]))
+    # Rows leave in dispatch and in combine's gradient, and return in combine and in dispatch's.
+    return 2 * (out + back) * row_bytes
+
+
+def measure_case(
+    ids_TK: Tensor, num_experts: int, hidden: int, mesh: DeviceMesh, repeats: int
+) -> Measured:
+    """Check, count, then time; `mesh` has the axes ep and tp, the latter of size 1."""
+    problem = Problem(ids_TK, num_experts, hidden, mesh)
+    error = check_equal(problem)
+    sent = {}
+    for side in SIDES:
+        with SentBytes(hidden) as wire:
+            problem.run(side, identity=True)
+        sent[side] = dict(wire.sent)
+    everyone: list[list[list[int]]] = [[]] * mesh["ep"].size()
+    dist.all_gather_object(everyone, ids_TK.tolist(), group=mesh["ep"].get_group())
+    bound = lower_bound(everyone, mesh["ep"].get_local_rank(), problem.local, hidden * FP32)
+    if sent["ours"]["rows"] != bound:
+        raise RuntimeError(f"ours sent {sent['ours']['rows']} bytes of rows, the bound is {bound}")
+    return Measured(len(ids_TK), sent, bound, error, _time_in_turns(problem, repeats))
+
+
+def _time_in_turns(problem: Problem, repeats: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    for turn in range(WARMUP_STEPS + repeats):
+        for side in SIDES:
+            dist.barrier()
+            start = time.perf_counter()
+            problem.run(side, identity=True)
+            dist.barrier()
+            if turn >= WARMUP_STEPS:
+                seconds[side].append(time.perf_counter() - start)
+    return seconds
+
+
+def build_mesh(ep: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (WORLD // ep, ep, 1), mesh_dim_names=("outer", "ep", "tp"))
+
+
+def measure_rank(rank: int, cases: list[Case], sizes: Sizes) -> list[Measured]:
+    meshes = {ep: build_mesh(ep) for ep in sorted({case.ep for case in cases})}
+    results = []
+    for number, case in enumerate(cases, 1):
+        ids_TK, mesh = draw(case, sizes, rank), meshes[case.ep]
+        results.append(measure_case(ids_TK, case.experts, sizes.hidden, mesh, sizes.repeats))
+        if rank == 0:
+            print(f"[{number}/{len(cases)}] {case}: sides agree", flush=True)
+    return results
+
+
+def measure(cases: list[Case], sizes: Sizes, timeout: float = 900.0) -> dict[Case, list[Measured]]:
+    """The figures of all ranks, by case."""
+    kept = {"timeout": timeout, "environment": KEEP_FREED_MEMORY}
+    by_rank = spawn(measure_rank, WORLD, cases, sizes, **kept)
+    return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+def per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
+    """Bytes per token by side and kind, all ranks together; and the bound's rows."""
+    tokens = sum(rank.tokens for rank in ranks)
+    sent = {
+        side: {kind: sum(rank.sent[side][kind] for rank in ranks) / tokens for kind in KINDS}
+        for side in SIDES
+    }
+    return sent | {"lower bound": {"rows": sum(rank.bound for rank in ranks) / tokens}}
+
+
+def ranks_met(ep: int, experts: int, top_k: int) -> float:
+    """Expected ranks that hold an expert of one token, its own rank counted; uniform routing."""
+    return ep * (1 - comb(experts - experts // ep, top_k) / comb(experts, top_k))
+
+
+def expected(
+    ep: int, experts: int, top_k: int, *, hidden: int, itemsize: int, tokens: int
+) -> dict[str, dict[str, float]]:
+    """`per_token` under uniform routing, by the formula."""
+    others, row = ranks_met(ep, experts, top_k) * (ep - 1) / ep, 4 * hidden * itemsize
+    told = len(fields(Header)) + ep + experts
+    return {
+        "ours": {
+            "rows": others * row,
+            # Weights and ids forward, the weights' gradient backward.
+            "routing": others * 3 * top_k * FP32,
+            "counts": (ep - 1) * told * INT64 / tokens,
+        },
+        "theirs": {
+            "rows": top_k * (ep - 1) / ep * row,
+            "routing": 0.0,
+            "counts": (experts - experts // ep) * INT64 / tokens,
+        },
+        "lower bound": {"rows": others * row},
+    }
+
+
+def milliseconds(bytes_per_token: float, ep: int, tokens: int) -> float:
+    """Of one layer, the slower link; ep <= 8 is one node."""
+    near = (min(ep, GPUS_PER_NODE) - 1) / (ep - 1)
+    return 1e3 * max(near / NVLINK, (1 - near) / RDMA) * bytes_per_token * tokens
+
+
+MEASURED_HEADER = (
+    "| top-k | experts | ep | routing drawn | rows, KiB: ours | theirs | lower bound "
+    "| routing, B: ours | theirs | counts, B: ours | theirs | all bytes, ours / theirs "
+    "| ms: ours | theirs | ours / theirs |\n|" + "---|" * 15
+)
+MODEL_HEADER = (
+    "| model | GPUs | ep | rows out: ours | copies | KiB: ours | copies | ours / copies "
+    "| ms: ours | copies |\n|" + "---|" * 10
+)
+
+
+def measured_row(case: Case, ranks: list[Measured]) -> str:
+    sent, seconds = per_token(ranks), ranks[0].seconds
+    ours, theirs = sent["ours"], sent["theirs"]
+    ratios = [a / b for a, b in zip(*(seconds[side] for side in SIDES), strict=True)]
+    cells = [
+        *map(str, (case.top_k, case.experts, case.ep, case.routing)),
+        *(f"{kinds['rows'] / 1024:.2f}" for kinds in sent.values()),
+        *(f"{side[kind]:.1f}" for kind in KINDS[1:] for side in (ours, theirs)),
+        f"{sum(ours.values()) / sum(theirs.values()):.3f}",
+        *(spread([1e3 * value for value in seconds[side]]) for side in SIDES),
+        spread(ratios),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def model_rows() -> Iterable[str]:
+    for (name, experts, top_k, hidden), gpus in itertools.product(MODELS, GPUS):
+        ep = min(gpus, experts)
+        sent = expected(ep, experts, top_k, hidden=hidden, itemsize=2, tokens=GPU_TOKENS)
+        ours, theirs = (sum(sent[side].values()) for side in SIDES)
+        rows = [sent[side]["rows"] / (8 * hidden) for side in SIDES]
+        times = [milliseconds(total, ep, GPU_TOKENS) for total in (ours, theirs)]
+        yield (
+            f"| {name} | {gpus} | {ep} | {rows[0]:.2f} | {rows[1]:.2f} | {ours / 1024:.1f} "
+            f"| {theirs / 1024:.1f} | {ours / theirs:.3f} | {times[0]:.2f} | {times[1]:.2f} |"
+        )
+
+
+def report(results: dict[Case, list[Measured]], sizes: Sizes, about: list[str]) -> str:
+    worst = max(rank.error for ranks in results.values() for rank in ranks)
+    models = "; ".join(f"{name}: top-{k} of {e}, hidden {h}" for name, e, k, h in MODELS)
+    lines = [
+        "# What one MoE layer sends: hf_moe_ep against transformers' own all-to-all\n",
+        *about,
+        f"- {sizes.tokens} tokens per rank, hidden {sizes.hidden}, fp32; {WORLD} gloo ranks of one "
+        f"thread each, {sizes.repeats} turns; forward + backward, experts that only multiply\n",
+        "## Measured\n",
+        MEASURED_HEADER,
+        *(measured_row(case, ranks) for case, ranks in results.items()),
+        "\nKiB and B per token of the batch, all ranks together. ms: median (min .. max); the last "
+        "column is taken turn by turn, below 1 is better. Output and gradients of both sides are "
+        f"within {worst:.1e} of the truth (fp32).",
+        "\n## Computed: a model, not a measurement\n",
+        MODEL_HEADER,
+        *model_rows(),
+        f"\nbf16, {GPU_TOKENS} tokens per GPU, forward + backward of one layer, uniform routing (a "
+        "router that favours few nodes, as DeepSeek's does, gains more). Models: " + models,
+        "\n`copies`: a row per token and expert. Rows out: per token to other ranks, one way. KiB: "
+        "per token, all bytes. ep is the number of GPUs, at most that of experts. With one expert "
+        "on each rank nothing is saved, and ours sends its routing on top. ms: bytes over "
+        f"{NVLINK / 1e9:.0f} GB/s NVLink within 8 GPUs, {RDMA / 1e9:.0f} GB/s RDMA between them "
+        "(DeepEP V1). Every figure is explained at the top of `benchmarks/dispatch.py`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: dict[Case, list[Measured]], sizes: Sizes, path: Path) -> None:
+    """Bytes per token over ep, one panel per top-k: lines by the formula, points as measured."""
+    from matplotlib import pyplot
+
+    experts = max(case.experts for case in results)
+    panels = sorted({case.top_k for case in results})
+    size = (4.2 * len(panels), 3.8)
+    figure, axes = pyplot.subplots(ncols=len(panels), figsize=size, squeeze=False)
+    ep_sizes = [ep for ep in (2, 4, 8, 16, 32, 64) if experts % ep == 0]
+    given = {"hidden": sizes.hidden, "itemsize": FP32, "tokens": sizes.tokens}
+    styles = {"theirs": ("C1", "-"), "ours": ("C0", "-"), "lower bound": ("black", "--")}
+    for top_k, axis in zip(panels, axes[0], strict=True):
+        lines = [expected(ep, experts, top_k, **given) for ep in ep_sizes]
+        for side, (color, style) in styles.items():
+            totals = [sum(line[side].values()) / 1024 for line in lines]
+            axis.plot(ep_sizes, totals, style, color=color, label=f"{side}, by the formula")
+        for routing, marker in (("uniform", "o"), ("skewed", "+")):
+            points = {
+                case.ep: per_token(ranks)
+                for case, ranks in results.items()
+                if (case.top_k, case.experts, case.routing) == (top_k, experts, routing)
+            }
+            for side in SIDES:
+                totals = [sum(sent[side].values()) / 1024 for sent in points.values()]
+                label, color = f"{side}, measured, {routing}", styles[side][0]
+                axis.plot(list(points), totals, marker, color=color, label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_xticks(ep_sizes, map(str, ep_sizes))
+        axis.set(title=f"top-{top_k} of {experts}", xlabel="ep_size")
+    axes[0][0].set_ylabel("KiB sent per token and layer,\nforward + backward")
+    axes[0][0].legend(fontsize="x-small")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--top-k", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--experts", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--ep", type=int, nargs="+", default=[2, 4], choices=[2, 4])
+    for field in fields(Sizes):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    parser.add_argument("--write", type=Path, help="folder for the tables and the plot")
+    args = parser.parse_args()
+    if max(args.top_k) > min(args.experts):
+        parser.error(f"--top-k {max(args.top_k)} is more than --experts {min(args.experts)}")
+    sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
+    grid = itertools.product(args.top_k, args.experts, args.ep, ("uniform", "skewed"))
+    load = os.getloadavg()[0]
+    results = measure(list(itertools.starmap(Case, grid)), sizes)
+    text = report(results, sizes, setting("benchmarks/dispatch.py", load, WORLD))
+    print(text)
+    if args.write:
+        args.write.mkdir(parents=True, exist_ok=True)
+        (args.write / "dispatch-cpu.md").write_text(text)
+        plot(results, sizes, args.write / "dispatch-cpu.png")
+
+
+if __name__ == "__main__":
+    main()

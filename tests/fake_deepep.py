@@ -1,0 +1,265 @@
+"""A stand-in for the package `deep_ep` that runs on CPU ranks, written from DeepEP's documentation.
+
+It does what V1's `Buffer` promises in normal mode between GPUs of one node: tensors of the same
+shapes, dtypes and order, the same `None`s, the same handle of six tensors, the same refusals. What
+is slow is not its business: every exchange is one `all_gather_object`.
+
+It is stricter where a GPU would be silent. What an asynchronous call returns is full of NaN (ids:
+of nonsense) until `current_stream_wait` was called on its event, ranks that call different
+operations are told so, and a transfer that is never waited for stays in `Buffer.under_way`.
+`Buffer.log` holds what was started and waited for, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_RANKS_WITH_SETTINGS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+_SLOTS = 256  # rows per channel and peer that a buffer holds
+_NONSENSE = -12345
+Handle = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Config:
+    """Tuning of one operation; knows how large a buffer it needs."""
+
+    def __init__(self, num_sms: int, send_slots: int, receive_slots: int) -> None:
+        assert num_sms >= 0 and 0 < send_slots < receive_slots
+        self._num_channels, self._slots = num_sms // 2, receive_slots
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        metadata = 2048
+        return self._num_channels * num_ranks * self._slots * (hidden_bytes + metadata)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        raise RuntimeError("Failed: Assertion error 'NVSHMEM is disable during compilation'")
+
+
+class EventOverlap:
+    """An event that can be waited for, or none."""
+
+    def __init__(self, arrive: Callable[[], None] | None = None) -> None:
+        self.event = arrive
+
+    def current_stream_wait(self) -> None:
+        assert self.event is not None, "only an asynchronous call has an event"
+        self.event()
+
+
+class Buffer:
+    """The collective buffer of one group; every method is called by all its ranks."""
+
+    num_sms: int = 20
+    log: list[str] = []  # noqa: RUF012  as global as num_sms, like the process's one stream
+    under_way: set[int] = set()  # noqa: RUF012
+    made: int = 0
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        assert num_nvl_bytes % 128 == 0 and num_rdma_bytes == 0 and not low_latency_mode
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.explicitly_destroy, self.destroyed = explicitly_destroy, False
+        self._together("make", num_nvl_bytes)
+        Buffer.made += 1
+
+    def destroy(self) -> None:
+        assert self.explicitly_destroy, "`explicitly_destroy` flag must be set"
+        assert not self.destroyed
+        self._together("destroy", None)
+        self.destroyed = True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        assert new_num_sms % 2 == 0, "The SM count must be even"
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        assert num_ranks in _RANKS_WITH_SETTINGS, f"Unsupported number of EP ranks: {num_ranks}"
+        return Config(Buffer.num_sms, 6, _SLOTS)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        assert num_ranks in _RANKS_WITH_SETTINGS, f"Unsupported number of EP ranks: {num_ranks}"
+        return Config(Buffer.num_sms, 4, _SLOTS)
+
+    def get_dispatch_layout(
+        self, topk_idx: Tensor, num_experts: int
+    ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
+        """(tokens per rank, None, tokens per expert, token in rank, no event)."""
+        assert not self.destroyed
+        _check(topk_idx, torch.int64, (None, None))
+        in_rank = _in_rank(topk_idx, num_experts, self.group_size)
+        per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
+        return in_rank.sum(0).int(), None, per_expert.int(), in_rank, EventOverlap()
+
+    def dispatch(
+        self,
+        x: Tensor,
+        handle: Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        config: Config | None = None,
+        async_finish: bool = False,
+    ) -> tuple[Any, ...]:
+        """(rows, ids, weights, tokens per local expert, handle, event); Nones with a handle."""
+        config = self.get_dispatch_config(self.group_size) if config is None else config
+        self._check_rows(x, config)
+        if handle is not None:
+            layout = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
+            assert all(given is None for given in (topk_idx, topk_weights, *layout))
+            return self._dispatch_again(x, handle, config, async_finish)
+        assert is_token_in_rank is not None and num_tokens_per_expert is not None
+        assert num_tokens_per_rank is not None and num_tokens_per_rdma_rank is None
+        assert topk_idx is not None and topk_weights is not None, "this stand-in sends both"
+        ranks, num_experts, top_k = self.group_size, len(num_tokens_per_expert), topk_idx.shape[1]
+        _check(num_tokens_per_rank, torch.int32, (ranks,))
+        _check(num_tokens_per_expert, torch.int32, (num_experts,))
+        _check(is_token_in_rank, torch.bool, (len(x), ranks))
+        _check(topk_idx, torch.int64, (len(x), None))
+        _check(topk_weights, torch.float32, (len(x), top_k))
+        assert num_experts % ranks == 0 and top_k <= 32
+        assert torch.equal(is_token_in_rank, _in_rank(topk_idx, num_experts, ranks))
+        told = self._together(
+            "dispatch",
+            (
+                x,
+                topk_idx,
+                topk_weights,
+                is_token_in_rank,
+                num_tokens_per_rank,
+                num_tokens_per_expert,
+            ),
+        )
+        rows, ids, weights = self._received(told, num_experts // ranks)
+        per_expert = torch.stack([tensors[5] for tensors in told]).sum(0).view(ranks, -1)
+        results = self._later("dispatch", async_finish, rows, ids, weights)
+        handle = self._handle(told, is_token_in_rank, config)
+        return *results[:3], per_expert[self.rank].tolist(), handle, results[3]
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        topk_weights: Tensor | None = None,
+        config: Config | None = None,
+        async_finish: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """(tokens, weights or None, event): sums over ranks, of rows in fp32 and rounded once."""
+        config = self.get_combine_config(self.group_size) if config is None else config
+        self._check_rows(x, config)
+        prefix_DD, _, channels, source_R, _, heads_TD = handle
+        assert channels.shape[1] == config._num_channels, "handle of another number of SMs"
+        assert source_R.shape[0] == x.shape[0]
+        if topk_weights is not None:
+            _check(topk_weights, torch.float32, (len(x), None))
+        told = self._together("combine", (x, topk_weights, source_R))
+        out_TH = torch.zeros(len(heads_TD), x.shape[1])
+        out_TK = None
+        if topk_weights is not None:
+            out_TK = torch.zeros(len(heads_TD), topk_weights.shape[1])
+        for rank, (rows, weights, source) in enumerate(told):
+            first = int(prefix_DD[self.rank - 1, rank]) if self.rank else 0
+            mine = slice(first, int(prefix_DD[self.rank, rank]))
+            out_TH.index_add_(0, source[mine].long(), rows[mine].float())
+            if out_TK is not None:
+                out_TK.index_add_(0, source[mine].long(), weights[mine])
+        tokens, weights, event = self._later("combine", async_finish, out_TH.bfloat16(), out_TK)
+        return tokens, weights, event
+
+    def _dispatch_again(
+        self, x: Tensor, handle: Handle, config: Config, async_finish: bool
+    ) -> tuple[Any, ...]:
+        _, channels, _, source_R, in_rank, _ = handle
+        assert channels.shape[1] == config._num_channels, "handle of another number of SMs"
+        _check(in_rank, torch.bool, (len(x), self.group_size))
+        told = self._together("dispatch again", (x, in_rank))
+        rows = torch.cat([x[in_rank[:, self.rank]] for x, in_rank in told])
+        assert len(rows) == len(source_R)
+        rows, event = self._later("dispatch", async_finish, rows)
+        return rows, None, None, None, None, event
+
+    def _received(self, told: list[Any], local: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows by sender, then by token; ids count from this rank's first expert."""
+        mine = [in_rank[:, self.rank] for _, _, _, in_rank, _, _ in told]
+        x, ids, weights = (
+            torch.cat([tensors[i][m] for tensors, m in zip(told, mine)]) for i in range(3)
+        )
+        ids = ids - self.rank * local
+        absent = (ids < 0) | (ids >= local)
+        return x, ids.masked_fill(absent, -1), weights.masked_fill(absent, 0)
+
+    def _handle(self, told: list[Any], in_rank: Tensor, config: Config) -> Handle:
+        prefix_DD = torch.stack([tensors[4] for tensors in told]).cumsum(0).int()
+        source_R = torch.cat([tensors[3][:, self.rank].nonzero()[:, 0] for tensors in told]).int()
+        channels = torch.zeros(self.group_size, config._num_channels, dtype=torch.int32)
+        heads_TD = torch.where(in_rank, in_rank.cumsum(0) - 1, -1).int()
+        return prefix_DD, channels, channels.clone(), source_R, in_rank, heads_TD
+
+    def _later(self, name: str, async_finish: bool, *results: Tensor | None) -> tuple[Any, ...]:
+        """`results` as tensors that fill when the event behind them is waited for, if there is one.
+
+        They are filled through `.data`: a kernel on another stream bumps no version counter.
+        """
+        Buffer.log.append(f"start {name}")
+        if not async_finish:
+            return *results, EventOverlap()
+        empty = [
+            None if r is None else r.new_full(r.shape, float("nan") if r.is_floating_point() else _NONSENSE)
+            for r in results
+        ]  # fmt: skip
+
+        def arrive() -> None:
+            Buffer.log.append(f"wait {name}")
+            Buffer.under_way.discard(id(arrive))
+            for tensor, result in zip(empty, results):
+                if tensor is not None and result is not None:
+                    tensor.data.copy_(result)
+
+        Buffer.under_way.add(id(arrive))
+        return *empty, EventOverlap(arrive)
+
+    def _together(self, name: str, tensors: Any) -> list[Any]:
+        """What every rank of the group brings to the same call."""
+        told: list[Any] = [None] * self.group_size
+        if isinstance(tensors, tuple):
+            tensors = tuple(None if t is None else t.detach() for t in tensors)
+        dist.all_gather_object(told, (name, tensors), group=self.group)
+        names = [name for name, _ in told]
+        assert len(set(names)) == 1, f"ranks call different operations: {names}"
+        return [tensors for _, tensors in told]
+
+    def _check_rows(self, x: Tensor, config: Config) -> None:
+        assert not self.destroyed
+        _check(x, torch.bfloat16, (None, None))
+        assert x.shape[1] % 16 == 0, "hidden_int4 % 2 == 0"
+        needed = config._num_channels * self.group_size * _SLOTS * x.shape[1] * 2
+        assert needed <= self.num_nvl_bytes, "the buffer is too small for this hidden size"
+
+
+def _in_rank(topk_idx: Tensor, num_experts: int, ranks: int) -> Tensor:
+    rank_of_pair_TK = topk_idx // (num_experts // ranks)
+    return torch.stack([(rank_of_pair_TK == rank).any(1) for rank in range(ranks)], 1)
+
+
+def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
+    assert tensor.dtype == dtype, f"want {dtype}, got {tensor.dtype}"
+    assert tensor.is_contiguous() and tensor.dim() == len(shape)
+    assert all(want in (None, got) for got, want in zip(tensor.shape, shape))
