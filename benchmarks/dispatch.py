@@ -121,8 +121,7 @@ class Problem:
         self.upstream_TH = torch.randn(tokens, hidden, generator=generator)
         self.scale_E = torch.linspace(0.5, 1.5, num_experts)
         self.local = num_experts // mesh["ep"].size()
-        first = mesh["ep"].get_local_rank() * self.local
-        self.scale_L = self.scale_E[first : first + self.local]
+        self.scale_L = self.scale_E.split(self.local)[mesh["ep"].get_local_rank()]
 
     def run(self, side: str, *, identity: bool) -> tuple[Tensor, ...]:
         """out_TH and the gradients of x_TH and weights_TK."""
@@ -134,8 +133,7 @@ class Problem:
         return self._with_gradients(self.x_TH * weights_TK.sum(1, keepdim=True))
 
     def _with_gradients(self, out_TH: Tensor) -> tuple[Tensor, ...]:
-        leaves = (self.x_TH, self.weights_TK)
-        return out_TH, *torch.autograd.grad(out_TH, leaves, self.upstream_TH)
+        return out_TH, *torch.autograd.grad(out_TH, (self.x_TH, self.weights_TK), self.upstream_TH)
 
     def _ours(self, identity: bool) -> Tensor:
         header = Header(*HERE, self.ids_TK.shape[1], self.x_TH.element_size())
@@ -160,9 +158,9 @@ class Problem:
 def check_equal(problem: Problem) -> float:
     """The largest relative difference of a side to the truth; raises above TOLERANCE."""
     names, worst = ("output", "gradient of x", "gradient of the weights"), 0.0
-    want = problem.truth()
     for side in SIDES:
-        for name, got, true in zip(names, problem.run(side, identity=False), want, strict=True):
+        pairs = zip(names, problem.run(side, identity=False), problem.truth(), strict=True)
+        for name, got, true in pairs:
             error = float((got - true).detach().abs().max() / true.detach().abs().max())
             if not error <= TOLERANCE:
                 raise RuntimeError(f"{side}: {name} is off by {error:.1e}, allowed {TOLERANCE:.0e}")
@@ -200,15 +198,13 @@ def measure_case(
 
 def _time_in_turns(problem: Problem, repeats: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    for turn in range(WARMUP_STEPS + repeats):
-        for side in SIDES:
-            dist.barrier()
-            start = time.perf_counter()
-            problem.run(side, identity=True)
-            dist.barrier()
-            if turn >= WARMUP_STEPS:
-                seconds[side].append(time.perf_counter() - start)
-    return seconds
+    for side in SIDES * (WARMUP_STEPS + repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        problem.run(side, identity=True)
+        dist.barrier()
+        seconds[side].append(time.perf_counter() - start)
+    return {side: values[WARMUP_STEPS:] for side, values in seconds.items()}
 
 
 def build_mesh(ep: int) -> DeviceMesh:
@@ -216,8 +212,7 @@ def build_mesh(ep: int) -> DeviceMesh:
 
 
 def measure_rank(rank: int, cases: list[Case], sizes: Sizes) -> list[Measured]:
-    meshes = {ep: build_mesh(ep) for ep in sorted({case.ep for case in cases})}
-    results = []
+    results, meshes = [], {ep: build_mesh(ep) for ep in sorted({case.ep for case in cases})}
     for number, case in enumerate(cases, 1):
         ids_TK, mesh = draw(case, sizes, rank), meshes[case.ep]
         results.append(measure_case(ids_TK, case.experts, sizes.hidden, mesh, sizes.repeats))

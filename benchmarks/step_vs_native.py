@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
+from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, moe
 
 WORLD = 4
 SIDES = ("ours", "native")
@@ -192,9 +192,21 @@ class SentBytes(TorchDispatchMode):
 
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
-    """Count the storages that autograd saves inside every experts module's forward."""
+    """Count the storages that autograd saves inside every experts module's forward.
+
+    Ours keeps its dispatch plans besides, outside autograd's list.
+    """
     total: Counter[str] = Counter()
+    make_plans = moe.plan_dispatch
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        plans = make_plans(*args, **kwargs)
+        kept = [value for plan in plans for value in vars(plan).values()]
+        total["bytes"] += sum(value.nbytes for value in kept if isinstance(value, Tensor))
+        return plans
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(moe, "plan_dispatch", counted))
         for module in model.modules():
             if "gate_up_proj" in module._parameters:
                 watching = _watch(module, module.forward, total)

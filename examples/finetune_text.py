@@ -35,8 +35,10 @@ class ScriptArguments:
     ep_size: int = 1
     text_file: str | None = None
     block_size: int = 256
-    # A multiple of ranks x per_device_eval_batch_size: the Trainer repeats blocks to fill up.
+    # At most eval_blocks, and a multiple of eval_multiple = ranks x per_device_eval_batch_size: of
+    # a batch that is not full the Trainer repeats blocks, or with drop_last leaves them out.
     eval_blocks: int = 64
+    eval_multiple: int = 1
 
 
 def rank_stats(trainer: Trainer, block_size: int, seconds: float) -> list[dict]:
@@ -62,11 +64,12 @@ def main() -> None:
         patch(model, ep_size=args.ep_size)
 
     train_text, held_out_text = split_text(args.text_file)
+    limits = (args.eval_blocks, args.eval_multiple)
     trainer = Trainer(
         model=model,
         args=training_args,
         train_dataset=pack(tokenizer, train_text, args.block_size),
-        eval_dataset=pack(tokenizer, held_out_text, args.block_size, args.eval_blocks),
+        eval_dataset=pack(tokenizer, held_out_text, args.block_size, *limits),
         processing_class=tokenizer,
     )
     result = trainer.train()

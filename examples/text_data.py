@@ -31,10 +31,20 @@ def split_text(text_file: str | None = None) -> tuple[str, str]:
     return "\n\n".join(parts[0]), "\n\n".join(parts[1])
 
 
-def pack(tokenizer, text: str, block_size: int, max_blocks: int | None = None) -> list[dict]:
-    """Tokenize `text` and cut it into blocks of `block_size` tokens; the rest is dropped."""
+def pack(
+    tokenizer,
+    text: str,
+    block_size: int,
+    max_blocks: int | None = None,
+    multiple_of: int = 1,
+) -> list[dict]:
+    """Tokenize `text` and cut it into blocks of `block_size` tokens; the rest is dropped.
+
+    So are blocks beyond a multiple of `multiple_of`, which `dataloader_drop_last` would drop.
+    """
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     blocks = ids[: len(ids) // block_size * block_size].view(-1, block_size)[:max_blocks]
+    blocks = blocks[: len(blocks) // multiple_of * multiple_of]
     if len(blocks) == 0:
         raise ValueError(f"the text has {len(ids)} tokens, less than one block of {block_size}")
     return [{"input_ids": block, "labels": block} for block in blocks]

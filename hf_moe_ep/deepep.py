@@ -72,8 +72,8 @@ def _not_installed(why: str) -> str:
 class GroupBuffer:
     """DeepEP's buffer of one ep group: the one place that sizes, makes and frees it.
 
-    Kept by what keeps the group (the state of a patched model): nothing is global. Its memory is not
-    torch's: by DeepEP's formula 126 MB of GPU memory for 8 ranks, 20 SMs, hidden 2048.
+    Kept by what keeps the group, the state of a patched model: nothing is global. Its GPU memory is
+    not torch's: by DeepEP's formula 126 MB for 8 ranks, 20 SMs and hidden 2048.
 
     Args:
         group: 2, 4 or 8 ranks of one node, or a multiple of 8 whose consecutive eights are nodes.

@@ -56,7 +56,7 @@ class Buffer:
 
     num_sms: int = 20
     log: list[str] = []  # noqa: RUF012  as global as num_sms, like the process's one stream
-    under_way: set[int] = set()  # noqa: RUF012
+    under_way: int = 0
     made: int = 0
 
     def __init__(
@@ -221,19 +221,19 @@ class Buffer:
         Buffer.log.append(f"start {name}")
         if not async_finish:
             return *results, EventOverlap()
-        empty = [
-            None if r is None else r.new_full(r.shape, float("nan") if r.is_floating_point() else _NONSENSE)
-            for r in results
-        ]  # fmt: skip
+        empty = [None if result is None else _full_of_nonsense(result) for result in results]
+        arrived = False
 
         def arrive() -> None:
+            nonlocal arrived
             Buffer.log.append(f"wait {name}")
-            Buffer.under_way.discard(id(arrive))
+            Buffer.under_way -= not arrived
+            arrived = True
             for tensor, result in zip(empty, results):
                 if tensor is not None and result is not None:
                     tensor.data.copy_(result)
 
-        Buffer.under_way.add(id(arrive))
+        Buffer.under_way += 1
         return *empty, EventOverlap(arrive)
 
     def _together(self, name: str, tensors: Any) -> list[Any]:
@@ -252,6 +252,10 @@ class Buffer:
         assert x.shape[1] % 16 == 0, "hidden_int4 % 2 == 0"
         needed = config._num_channels * self.group_size * _SLOTS * x.shape[1] * 2
         assert needed <= self.num_nvl_bytes, "the buffer is too small for this hidden size"
+
+
+def _full_of_nonsense(result: Tensor) -> Tensor:
+    return torch.full_like(result, float("nan") if result.is_floating_point() else _NONSENSE)
 
 
 def _in_rank(topk_idx: Tensor, num_experts: int, ranks: int) -> Tensor:

@@ -17,7 +17,7 @@ import trainer_one_process as one_process
 from figures import spread
 from ranks import peak_mib, reset_peak
 
-FP32, INT64 = 4, 8
+FP32, INT32, INT64 = 4, 4, 8
 # Every size differs; with top-3 of 8 some tokens have all their experts on one rank.
 SIZES = bench.Sizes(
     ep=(2, 4), hidden=48, experts=8, top_k=3, intermediate=20, layers=2, batch=2, seq=7, steps=2
@@ -71,7 +71,8 @@ def _expected_sent(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> dic
         # Rows leave in dispatch and in combine's gradient, and return in combine and in dispatch's.
         "ours": {
             "rows": 2 * (out + rows_in) * row,
-            "routing": (out + rows_in) * routed,
+            # Weights and ids go there, the weights' gradients come back.
+            "routing": out * routed + rows_in * routed // 2,
             "counts": sizes.layers * (ep - 1) * (HEADER + ep + sizes.experts) * INT64,
         },
         "native": {
@@ -94,8 +95,10 @@ def _expected_saved(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> in
                 received, pairs = received + (here > 0), pairs + here
         sent = sum(len({e // local for e in experts}) for experts in routing[rank][layer])
         total += received * sizes.hidden * FP32 + pairs * 2 * sizes.intermediate * FP32
-        total += received * top_k * (2 * FP32 + 2 * INT64)  # weights and ids; pairs; slots
-        total += sent * INT64 + tokens * min(ep, top_k) * INT64  # where each row came from
+        total += received * top_k * (FP32 + INT32)  # weights; places of the pairs
+        total += pairs * INT32 + (local + 1) * INT32  # pairs by expert
+        # Where each row came from and went to, and the rows of each token.
+        total += sent * 2 * INT64 + tokens * min(ep, top_k) * INT64
     return total
 
 
