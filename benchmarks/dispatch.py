@@ -354,7 +354,7 @@ def plot(results: dict[Case, list[Measured]], sizes: Sizes, path: Path) -> None:
         for side, (color, style) in styles.items():
             totals = [sum(line[side].values()) / 1024 for line in lines]
             axis.plot(ep_sizes, totals, style, color=color, label=f"{side}, by the formula")
-        for routing, marker in (("uniform", "o"), ("skewed", "+")):
+        for routing, marker, size in (("uniform", "o", 5), ("skewed", "x", 10)):
             points = {
                 case.ep: per_token(ranks)
                 for case, ranks in results.items()
@@ -363,7 +363,7 @@ def plot(results: dict[Case, list[Measured]], sizes: Sizes, path: Path) -> None:
             for side in SIDES:
                 totals = [sum(sent[side].values()) / 1024 for sent in points.values()]
                 label, color = f"{side}, measured, {routing}", styles[side][0]
-                axis.plot(list(points), totals, marker, color=color, label=label)
+                axis.plot(list(points), totals, marker, ms=size, color=color, label=label)
         axis.set_xscale("log", base=2)
         axis.set_ylim(bottom=0)
         axis.set_xticks(ep_sizes, map(str, ep_sizes))

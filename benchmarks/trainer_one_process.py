@@ -7,8 +7,10 @@ Both train one Qwen3-MoE from one seed on the same batches, in processes of thei
 turns (stock, patched, patched, stock, ...). Before anything is printed the logged losses and
 gradient norms of all steps must agree to 1e-5.
 
-    step    from one optimizer step's end to the next's, median of a process, the first two left out
-    peak    resident memory of the process
+    step           from one optimizer step's end to the next's, median of a process, the first two
+                   left out
+    CPU seconds    of the same steps: what a busy machine disturbs least
+    peak           resident memory of the process
 """
 
 from __future__ import annotations
@@ -56,13 +58,13 @@ SIZES = {
 
 
 class StepTimes(TrainerCallback):
-    """The time at the end of every step."""
+    """Wall clock and CPU time of the process at the end of every step."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.ends: list[tuple[float, float]] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ends.append(time.perf_counter())
+        self.ends.append((time.perf_counter(), time.process_time()))
 
 
 def train(side: str, sizes: argparse.Namespace) -> dict[str, Any]:
@@ -102,11 +104,15 @@ def train(side: str, sizes: argparse.Namespace) -> dict[str, Any]:
         trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[times])
         trainer.train()
     history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    ends = times.ends[WARMUP_STEPS - 1 :]
+    seconds, cpu_seconds = (
+        statistics.median(after - before for before, after in itertools.pairwise(ends))
+        for ends in zip(*times.ends[WARMUP_STEPS - 1 :], strict=True)
+    )
     return {
         "loss": [float(entry["loss"]) for entry in history],
         "grad_norm": [float(entry["grad_norm"]) for entry in history],
-        "seconds": statistics.median(b - a for a, b in itertools.pairwise(ends)),
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
@@ -157,6 +163,7 @@ def report(results: list[dict[str, dict[str, Any]]], sizes: argparse.Namespace) 
             "",
             "| | patched | stock | patched / stock |\n|---|---|---|---|",
             cells("step, s", "seconds"),
+            cells("CPU seconds per step", "cpu_seconds"),
             cells("peak memory, MiB", "mib"),
         ]
     )

@@ -15,12 +15,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 _EXPERTS_BACKENDS = ("auto", "eager", "torch", "triton")
+_DISPATCHERS = ("all_to_all", "deepep")
 _SHARD_DIMS = ("auto", 0, 1)
 
 # Options of the public contract that this version cannot honour: any other value raises.
 _ONLY_VALUE = {
     "sp_size": (None, 1),
-    "dispatcher": ("all_to_all",),
     "gather_logits": (False,),
 }
 
@@ -41,6 +41,9 @@ class ParallelConfig:
         recompute_activations: experts keep their input for backward and nothing of size F: at
             Qwen3-30B's shape 4.2 kB per token and layer instead of 28.8, for one matrix product
             more in backward.
+        dispatcher: "all_to_all" runs everywhere; "deepep" takes DeepEP's kernels (NVIDIA GPUs,
+            bf16) and wants that package installed.
+        deepep_num_sms: streaming multiprocessors that DeepEP may use, even; None = its default.
         dispatch_chunks: parts in which a MoE layer's tokens travel, so that one part is on its way
             while another is computed; each costs kernel launches and one more message. 1 = no
             overlap of rows and experts.
@@ -54,7 +57,7 @@ class ParallelConfig:
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
 
     The remaining fields are names that are fixed already and whose other values raise until
-    they work: dispatcher, gather_logits.
+    they work: sp_size, gather_logits.
 
     Raises:
         ValueError: a field has a value that no model and no world could make valid.
@@ -66,6 +69,7 @@ class ParallelConfig:
     experts_backend: str = "auto"
     dispatcher: str = "all_to_all"
     dispatch_chunks: int = 1
+    deepep_num_sms: int | None = None
     max_tokens_per_rank: int | None = None
     recompute_activations: bool = False
     gather_logits: bool = False
@@ -74,7 +78,13 @@ class ParallelConfig:
     reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("ep_size", "sp_size", "dp_replicate_size", "max_tokens_per_rank"):
+        for name in (
+            "ep_size",
+            "sp_size",
+            "dp_replicate_size",
+            "max_tokens_per_rank",
+            "deepep_num_sms",
+        ):
             _check_size(name, getattr(self, name))
         if self.dispatch_chunks is None:
             raise ValueError("dispatch_chunks must be a whole number >= 1, got None; try 1")
@@ -82,9 +92,15 @@ class ParallelConfig:
         for name in ("ep_outside", "recompute_activations", "reshard_after_forward"):
             _check_choice(name, getattr(self, name), (False, True))
         _check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
+        _check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
         _check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
         for name, allowed in _ONLY_VALUE.items():
             _check_choice(name, getattr(self, name), allowed)
+        if (self.deepep_num_sms or 0) % 2:
+            raise ValueError(
+                f"deepep_num_sms must be even, DeepEP moves rows by pairs of SMs; got "
+                f"{self.deepep_num_sms}, try {(self.deepep_num_sms or 0) + 1}"
+            )
         if self.experts_backend == "eager" and (self.ep_size or 1) > 1:
             raise ValueError(
                 f"experts_backend='eager' indexes all experts on every rank and cannot run with "

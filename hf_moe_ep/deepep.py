@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.comm import gather_counts
+from hf_moe_ep.comm import gather_counts, mark_without_grad, nothing
 
 # Ranks that are one node to DeepEP, and its default of queue pairs: between nodes as many as SMs.
 _RANKS_PER_NODE, _QUEUE_PAIRS = 8, 24
@@ -64,7 +64,7 @@ def load_deep_ep() -> Any:
 def _not_installed(why: str) -> str:
     return (
         f'dispatcher="deepep" needs the class deep_ep.Buffer: {why}. Build DeepEP 1.2 or newer '
-        "from source (https://github.com/deepseek-ai/DeepEP), for NVIDIA GPUs that all see each "
+        "from source (its README on GitHub says how), for NVIDIA GPUs that all see each "
         f"other over NVLink: sm_90, or sm_80 without its SM90 features; {_REMEDY}"
     )
 
@@ -128,6 +128,10 @@ class GroupBuffer:
         buffer, self._buffer, self.hidden_bytes = self._buffer, None, 0
         if buffer is not None:
             buffer.destroy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupBuffer:
+        """The copy of a model runs in the same group, one layer after the other: one buffer."""
+        return self
 
     @property
     def alive(self) -> Any:
@@ -317,7 +321,7 @@ class _StartDispatch(torch.autograd.Function):
         rows_RH, ids_RK, weights_RK, wire.counts_L, wire.handle = wire.out(
             x_TH, **routing, **wire.plan.layout
         )
-        _mark(ctx, (rows_RH, weights_RK, ids_RK), (*wire.needs, False))
+        mark_without_grad(ctx, (rows_RH, weights_RK, ids_RK), (*wire.needs, False))
         return rows_RH, weights_RK, ids_RK
 
     @staticmethod
@@ -331,7 +335,7 @@ class _FinishDispatch(torch.autograd.Function):
     def forward(ctx: Any, wire: _Wire, rows_RH: Tensor, weights_RK: Tensor) -> tuple[Tensor, ...]:
         ctx.wire = wire
         wire.wait()
-        _mark(ctx, (rows_RH, weights_RK), ctx.needs_input_grad[1:])
+        mark_without_grad(ctx, (rows_RH, weights_RK), ctx.needs_input_grad[1:])
         return rows_RH, weights_RK
 
     @staticmethod
@@ -343,7 +347,7 @@ class _FinishDispatch(torch.autograd.Function):
         grad_RK = grad_RK.masked_fill(wire.absent_RK, 0)
         tokens_TH, weights_TK = wire.back(grad_RH, grad_RK if wire.needs[1] else None)
         wire.brought = (tokens_TH if wire.needs[0] else None, weights_TK)
-        return None, _nothing(grad_RH), _nothing(grad_RK)
+        return None, nothing(grad_RH, grad_RH.shape), nothing(grad_RK, grad_RK.shape)
 
 
 class _StartCombine(torch.autograd.Function):
@@ -370,18 +374,7 @@ class _FinishCombine(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         rows_RH, *_ = ctx.wire.out(grad_TH, handle=ctx.wire.handle)
         ctx.wire.brought = (rows_RH,)
-        return None, _nothing(grad_TH)
-
-
-def _mark(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, ...]) -> None:
-    """What needs no gradient before a transfer needs none behind it."""
-    pairs = zip(outputs, needs, strict=True)
-    ctx.mark_non_differentiable(*(output for output, needed in pairs if not needed))
-
-
-def _nothing(like: Tensor) -> Tensor:
-    """A gradient of that shape which nobody reads, one element in memory."""
-    return like.new_zeros(()).expand(like.shape)
+        return None, nothing(grad_TH, grad_TH.shape)
 
 
 def _check_max_rows(

@@ -34,7 +34,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.comm import Transfer, gather_counts, start_all_to_all
+from hf_moe_ep.comm import (
+    Transfer,
+    gather_counts,
+    mark_without_grad,
+    nothing,
+    start_all_to_all,
+)
 from hf_moe_ep.ops.permute import add_rows, count_pairs, invert
 
 
@@ -185,7 +191,7 @@ class CombinedRows:
 class _Wire:
     """What the two autograd nodes of one exchange share: transfers under way, and in backward
     what they bring. Backward's tensors do not fit the shapes of forward's outputs, so they pass
-    through here and the nodes hand each other `_nothing`.
+    through here and the nodes hand each other `nothing`.
     """
 
     plan: DispatchPlan
@@ -204,19 +210,11 @@ class _Wire:
 
     def out_rows(self, rows_NX: Tensor) -> Tensor:
         """The same for rows that differ by destination."""
-        plan, sent, here = self.plan, self.plan.num_sent, self.plan.num_received
-        received_RX = rows_NX.new_empty(here + plan.num_own, *rows_NX.shape[1:])
-        self._start(rows_NX[:sent], received_RX[:here], plan.send_counts, plan.recv_counts)
-        received_RX[here:] = rows_NX[sent:]
-        return received_RX
+        return self._travel(rows_NX, self.plan.send_counts, self.plan.recv_counts)
 
     def back(self, rows_RX: Tensor) -> Tensor:
         """received_NX, filled once the transfer is done: rows to the ranks of their tokens."""
-        plan, sent, here = self.plan, self.plan.num_sent, self.plan.num_received
-        received_NX = rows_RX.new_empty(sent + plan.num_own, *rows_RX.shape[1:])
-        self._start(rows_RX[:here], received_NX[:sent], plan.recv_counts, plan.send_counts)
-        received_NX[sent:] = rows_RX[here:]
-        return received_NX
+        return self._travel(rows_RX, self.plan.recv_counts, self.plan.send_counts)
 
     def add(self, rows_NX: Tensor) -> Tensor:
         return add_rows(rows_NX, self.plan.token_of_row_N, self.plan.slots_TJ)
@@ -226,6 +224,13 @@ class _Wire:
             self.transfers.pop(0).wait()
         brought, self.brought = self.brought, []
         return brought
+
+    def _travel(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        gone, come = sum(sends), sum(receives)
+        received = rows.new_empty(come + len(rows) - gone, *rows.shape[1:])
+        self._start(rows[:gone], received[:come], sends, receives)
+        received[come:] = rows[gone:]
+        return received
 
     def _start(self, rows: Tensor, out: Tensor, sends: list[int], receives: list[int]) -> None:
         group, where = self.plan.group, self.plan.where
@@ -252,7 +257,7 @@ class _StartDispatch(torch.autograd.Function):
         # Ids ride along as floats (exact below 2**24): one message less per layer.
         routing_R2K = wire.out_rows(torch.cat([weights_NK, ids_NK.to(weights_NK)], dim=1))
         weights_RK, ids_RK = routing_R2K[:, :top_k], routing_R2K[:, top_k:]
-        _mark(ctx, (rows_RH, weights_RK, ids_RK), (*wire.needs, False))
+        mark_without_grad(ctx, (rows_RH, weights_RK, ids_RK), (*wire.needs, False))
         return rows_RH, weights_RK, ids_RK
 
     @staticmethod
@@ -270,7 +275,7 @@ class _FinishDispatch(torch.autograd.Function):
         ctx.wire = wire
         wire.wait()
         weights_RK = weights_RK.contiguous()
-        _mark(ctx, (rows_RH, weights_RK), ctx.needs_input_grad[1:])
+        mark_without_grad(ctx, (rows_RH, weights_RK), ctx.needs_input_grad[1:])
         return rows_RH, weights_RK
 
     @staticmethod
@@ -281,7 +286,7 @@ class _FinishDispatch(torch.autograd.Function):
             wire.back(grad) if needed else None
             for grad, needed in zip(grads, wire.needs, strict=True)
         ]
-        return (None, *(_nothing(grad, grad.shape) for grad in grads))
+        return (None, *(nothing(grad, grad.shape) for grad in grads))
 
 
 class _StartCombine(torch.autograd.Function):
@@ -307,18 +312,7 @@ class _FinishCombine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         ctx.wire.brought = [ctx.wire.out(grad_TH)]
-        return None, _nothing(grad_TH, ctx.shape)
-
-
-def _mark(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, ...]) -> None:
-    """What needs no gradient before a transfer needs none behind it."""
-    pairs = zip(outputs, needs, strict=True)
-    ctx.mark_non_differentiable(*(output for output, needed in pairs if not needed))
-
-
-def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
-    """A gradient of that shape which nobody reads, one element in memory."""
-    return like.new_zeros(()).expand(shape)
+        return None, nothing(grad_TH, ctx.shape)
 
 
 def _destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:

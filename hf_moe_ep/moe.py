@@ -14,20 +14,21 @@ Shape legend of the package, as suffixes of names (`x_TH` is [T, H]):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_moe_ep.deepep import DeepEPRows, GroupBuffer, plan_deepep
 from hf_moe_ep.dispatch import (
     DispatchedRows,
-    DispatchPlan,
     Header,
     plan_dispatch,
 )
 from hf_moe_ep.experts import run_experts
-from hf_moe_ep.recompute import Routed, watch_checkpoints
+from hf_moe_ep.recompute import Plan, Routed, watch_checkpoints
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 
 
@@ -87,7 +88,7 @@ def _ep_forward(
         x_TH.split(sizes), weights_TK.split(sizes), expert_ids_TK.split(sizes), strict=True
     )
     starts = [partial(plan.start, *chunk) for plan, chunk in zip(plans, inputs, strict=True)]
-    arriving: DispatchedRows | None = starts.pop(0)()
+    arriving: DispatchedRows | DeepEPRows | None = starts.pop(0)()
     returning = []
     while arriving is not None:
         # One chunk travels while the one before it is computed.
@@ -107,21 +108,33 @@ def _ep_forward(
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def _plans(
-    layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor
-) -> list[DispatchPlan]:
+def _plans(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Sequence[Plan]:
     state, frame = layer.model, layer.model.frame
     if frame is not None and frame.replaying:
         return frame.take(layer.index, expert_ids_TK)
     assert state.meshes is not None
-    plans = plan_dispatch(
-        expert_ids_TK,
-        num_experts=state.num_experts,
-        group=state.meshes.ep.get_group(),
-        header=_header(layer, training, x_TH, expert_ids_TK),
-        num_chunks=state.config.dispatch_chunks,
-        max_rows=state.config.max_tokens_per_rank,
-    )
+    group, config = state.meshes.ep.get_group(), state.config
+    header = _header(layer, training, x_TH, expert_ids_TK)
+    limits: dict[str, Any] = {
+        "num_chunks": config.dispatch_chunks,
+        "max_rows": config.max_tokens_per_rank,
+    }
+    plans: Sequence[Plan]
+    if config.dispatcher == "deepep":
+        if state.deepep is None:
+            state.deepep = GroupBuffer(group, num_sms=config.deepep_num_sms)
+        plans = plan_deepep(
+            expert_ids_TK,
+            num_experts=state.num_experts,
+            buffer=state.deepep,
+            hidden_bytes=x_TH.shape[1] * x_TH.element_size(),
+            where=Header.describe(header.as_list()),
+            **limits,
+        )
+    else:
+        plans = plan_dispatch(
+            expert_ids_TK, num_experts=state.num_experts, group=group, header=header, **limits
+        )
     if frame is not None:
         frame.keep(Routed(layer.index, expert_ids_TK.detach(), plans))
     return plans

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import model_patches
 from hf_moe_ep import accelerate, hf
 from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
+from hf_moe_ep.deepep import load_deep_ep
 from hf_moe_ep.experts import Compute, choose_compute
 from hf_moe_ep.moe import ForwardGuard, moe_forward
 from hf_moe_ep.plan import ModelPlan, matches
@@ -55,6 +56,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
             promises; `ep_size` does not divide the number of experts; a gate that no backend
             computes, or `experts_backend="triton"` where it cannot run; a model that is sharded
             already.
+        ImportError: `dispatcher="deepep"` without DeepEP.
     """
     config = resolve_config(config, overrides)
     before: ModelState | None = getattr(model, STATE, None)
@@ -65,6 +67,8 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     state = ModelState(config, plan, getattr(model_config, plan.num_experts))
     experts = _find_experts(model, plan, model_config)
     _check_ep_size(config, plan, model_config)
+    if config.dispatcher == "deepep":
+        load_deep_ep()
     computes = [_choose_compute(module, config) for module in experts.values()]
     if before is not None:
         unpatch(model)

@@ -17,7 +17,7 @@ alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,8 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from hf_moe_ep.deepep import DeepEPPlan
 from hf_moe_ep.dispatch import DispatchPlan
 from hf_moe_ep.state import ModelState
+
+Plan = DispatchPlan | DeepEPPlan
 
 # Where transformers (modeling_layers.py) and torch (CheckpointWrapper) keep what checkpoints.
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -40,7 +43,7 @@ class Routed:
 
     layer: int
     expert_ids_TK: Tensor
-    plans: list[DispatchPlan]
+    plans: Sequence[Plan]
 
 
 class Frame:
@@ -79,7 +82,7 @@ class Frame:
         """Remember a layer of the first run."""
         self._routed.append(routed)
 
-    def take(self, layer: int, expert_ids_TK: Tensor) -> list[DispatchPlan]:
+    def take(self, layer: int, expert_ids_TK: Tensor) -> Sequence[Plan]:
         """The plans of the upcoming layer, whose router must have chosen what it chose before."""
         assert self._next is not None
         routed = self.upcoming

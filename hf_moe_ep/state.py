@@ -31,6 +31,8 @@ class ModelState:
     meshes: Meshes | None = None
     policy: MixedPrecisionPolicy | None = None
     forward_number: int = 0
+    # DeepEP's buffer (hf_moe_ep.deepep.GroupBuffer), once it was needed.
+    deepep: Any = None
     # The checkpointed layer that runs now, and whether torch.compile has traced the model.
     frame: Any = None
     compiled: bool = False

@@ -4,22 +4,27 @@ fake_deepep.py plays the package `deep_ep`. Plain dispatch is the truth: the sam
 ids and weights at the same ranks, the same output, the same gradients.
 """
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import fake_deepep
+import parity
 import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close
 from run_ranks import run_ranks
+from tiny_models import batch, tiny
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.deepep import DeepEPPlan, GroupBuffer, load_deep_ep, plan_deepep
 from hf_moe_ep.dispatch import DispatchPlan, Header, plan_dispatch
+from hf_moe_ep.state import STATE
 
 HIDDEN = 48
 BYTES = 2 * HIDDEN
@@ -53,7 +58,7 @@ class Case:
         generator = torch.Generator().manual_seed(10 + rank)
         pool = torch.tensor(self.only or range(self.experts))
         order_TE = torch.rand(self.tokens[rank], len(pool), generator=generator).argsort(1)
-        return pool[order_TE[:, : self.top_k]]
+        return _column_major(pool[order_TE[:, : self.top_k]])
 
     def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(20 + rank)
@@ -77,6 +82,11 @@ CASES = [
 ]
 
 
+def _column_major(tensor: Tensor) -> Tensor:
+    """The same numbers in an order that DeepEP refuses."""
+    return tensor.t().contiguous().t()
+
+
 def _plans(case: Case, rank: int, group: Group, buffer: GroupBuffer | None, chunks: int) -> Plans:
     ids_TK, experts = case.ids_TK(rank), case.experts
     if buffer is None:
@@ -90,6 +100,7 @@ def _plans(case: Case, rank: int, group: Group, buffer: GroupBuffer | None, chun
 
 def _layer(plans: Plans, x_TH: Tensor, w_TK: Tensor, ids_TK: Tensor, sees: list[Any]) -> Tensor:
     """moe.py's loop, with experts that read everything; `sees` takes what arrives."""
+    x_TH, w_TK = _column_major(x_TH), _column_major(w_TK)
     sizes = [plan.num_tokens for plan in plans]
     parts = zip(plans, x_TH.split(sizes), w_TK.split(sizes), ids_TK.split(sizes), strict=True)
     starts = [lambda part=part: part[0].start(*part[1:]) for part in parts]
@@ -104,7 +115,7 @@ def _layer(plans: Plans, x_TH: Tensor, w_TK: Tensor, ids_TK: Tensor, sees: list[
             w_RK = w_RK.masked_fill(ids_RK == local, 0)
         scale_R = (w_RK * (ids_RK + 1)).sum(1, keepdim=True)
         rows_RH = (rows_RH.float() * scale_R + rows_RH.float().square()).bfloat16()
-        returning.append(arrived.start_combine(rows_RH))
+        returning.append(arrived.start_combine(_column_major(rows_RH)))
     return torch.cat([rows.finish() for rows in returning])
 
 
@@ -189,7 +200,10 @@ def _check_frozen(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> N
             x_TH, w_TK = (t.detach() for t in case.inputs(rank))
             x_TH.requires_grad_(needs[0])
             w_TK.requires_grad_(needs[1])
-            out_TH = _layer(_plans(case, rank, group, there, 1), x_TH, w_TK, ids_TK, [])
+            plans = _plans(case, rank, group, there, 1)
+            rows_RH, w_RK, _ = plans[0].start(x_TH, w_TK, ids_TK).finish()
+            assert (rows_RH.requires_grad, w_RK.requires_grad) == needs
+            out_TH = _layer(plans, x_TH, w_TK, ids_TK, [])
             assert out_TH.requires_grad == any(needs)
             if any(needs):
                 out_TH.sum().backward()
@@ -336,6 +350,30 @@ def _check_lost_rank(group: Group, buffer: GroupBuffer) -> None:
     buffer.alive.dispatch = original
 
 
+def _model_grads(**config: Any) -> dict[str, Tensor]:
+    """A bf16 model with a checkpointed backward; the gradients, gathered."""
+    model = tiny(dtype=torch.bfloat16)
+    parity.checkpointing(model, False)
+    apply_ep_fsdp2(model, ep_size=2, **config)
+    model(**batch(model, 2, 9 + 2 * dist.get_rank(), seed=dist.get_rank())).loss.backward()
+    if config["dispatcher"] == "deepep":
+        state = getattr(model, STATE)
+        assert copy.deepcopy(state.deepep) is state.deepep
+        state.deepep.free()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def _check_model() -> None:
+    """The option of patch(): whole models with both dispatchers, in bf16, 2 chunks."""
+    want = _model_grads(dispatcher="all_to_all")
+    calls = len(fake_deepep.Buffer.log)
+    got = _model_grads(dispatcher="deepep", deepep_num_sms=6, dispatch_chunks=2)
+    assert fake_deepep.Buffer.num_sms == 6 and len(fake_deepep.Buffer.log) > calls
+    for name, grad in got.items():
+        # Roundings of bf16 (2 ** -8), in another order of addition, through two layers.
+        assert_close(name, grad, want[name], 16 * 2**-8)
+
+
 def _all_checks(rank: int, world: int) -> None:
     sys.modules["deep_ep"] = fake_deepep
     group = dist.group.WORLD
@@ -366,6 +404,8 @@ def _all_checks(rank: int, world: int) -> None:
         _check_max_rows(inside, mine, inner)
         inner.free()
     buffer.free()
+    if world == 2:
+        _check_model()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -377,8 +417,16 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     with pytest.raises(ImportError) as caught:
         GroupBuffer(cast(Any, None))
-    for part in ("https://github.com/deepseek-ai/DeepEP", "from source", "NVLink", "all_to_all"):
+    for part in ("deep_ep.Buffer: import of deep_ep halted", "from source", "NVLink", "all_to_all"):
         assert part in str(caught.value)
+
+
+def test_patch_asks_for_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    model = tiny()
+    with pytest.raises(ImportError, match=r"dispatcher=.deepep. needs the class deep_ep.Buffer"):
+        patch(model, ep_size=2, dispatcher="deepep")
+    assert not hasattr(model, STATE)
 
 
 def test_a_build_without_the_legacy_buffer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
