@@ -54,7 +54,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.distributed.expert_parallel import AllToAllEP
 
-from hf_moe_ep.dispatch import Header, plan_dispatch
+from hf_moe_ep.dispatch import plan_dispatch
+from hf_moe_ep.header import Header
 
 SIDES = ("ours", "theirs")
 KINDS = ("rows", "routing", "counts")

@@ -11,10 +11,9 @@ sent. Two ranks, experts {0 1} and {2 3}, top-2, rank 0 has two tokens:
 Rows lie destination by destination, in token order within one, those that stay last:
 `token_of_row_N = [0, 1, 0]`. Rows that arrive lie in the order of their senders, own ones last.
 
-`plan_dispatch` decides what goes where. Before any row travels, ranks gather one small vector each:
-a header (forward number, layer, mode), then rows per destination and pairs per expert. It tells
-every rank how much it receives, it is the layer's only host sync, and ranks that are not in the
-same place of the same step get an error instead of each other's tokens.
+`plan_dispatch` decides what goes where. Before any row travels, ranks gather one small vector each
+(`header.py`): rows per destination, pairs per expert. It tells every rank how much it receives, and
+it is the layer's only host sync.
 
 `start` and `start_combine` return at once, `finish` waits. Each is an autograd node, so backward
 starts a transfer where forward waited for it and waits where forward started it: what overlaps in
@@ -26,7 +25,7 @@ forward overlaps in backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,41 +33,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.comm import (
-    Transfer,
-    gather_counts,
-    mark_without_grad,
-    nothing,
-    start_all_to_all,
-)
+from hf_moe_ep.comm import Transfer, mark_without_grad, nothing, start_all_to_all
+from hf_moe_ep.header import Header, check_max_rows, exchange_counts
 from hf_moe_ep.ops.permute import add_rows, count_pairs, invert
-
-
-@dataclass(frozen=True)
-class Header:
-    """Where a rank is, and what it sends; equal on all ranks of an ep group."""
-
-    forward: int
-    layer: int
-    training: bool
-    grad: bool
-    checkpointed: bool
-    recompute: bool
-    top_k: int
-    itemsize: int
-
-    def as_list(self) -> list[int]:
-        return [int(getattr(self, field.name)) for field in fields(self)]
-
-    @staticmethod
-    def describe(values: list[int]) -> str:
-        forward, layer, training, grad, checkpointed, recompute, top_k, itemsize = values
-        mode = ["training" if training else "evaluation"]
-        mode += [] if grad else ["no_grad"]
-        mode += ["checkpointed"] if checkpointed else []
-        mode += ["recompute"] if recompute else []
-        sizes = f"top-{top_k}, {itemsize} bytes per element"
-        return f"MoE layer {layer} of forward {forward} ({', '.join(mode)}; {sizes})"
 
 
 @dataclass(frozen=True)
@@ -140,16 +107,18 @@ def plan_dispatch(
         )
     )
     counts = [torch.cat([sends.sum(1), count_pairs(ids, num_experts)]) for sends, ids in parts]
-    gathered = _exchange_counts(torch.cat(counts), group, header)
+    # All that needs no counts is asked for before the host waits for them.
+    orders = [_order(sends_DT, rank) for sends_DT, _ in parts]
+    gathered = exchange_counts(torch.cat(counts), group, header)
     size = ranks + num_experts
     tables = [[row[i : i + size] for row in gathered] for i in range(0, num_chunks * size, size)]
     where = Header.describe(header.as_list())
     if max_rows is not None:
-        _check_max_rows(tables, max_rows, group, where)
+        check_max_rows(tables, max_rows, group, where)
     num_slots = min(ranks, expert_ids_TK.shape[1])
     return [
-        _plan(sends_DT, table, rank, num_slots, group, where)
-        for (sends_DT, _), table in zip(parts, tables, strict=True)
+        _plan(order, table, rank, num_slots, group, where)
+        for order, table in zip(orders, tables, strict=True)
     ]
 
 
@@ -181,6 +150,10 @@ class CombinedRows:
 
     def __init__(self, wire: _Wire, rows_NH: Tensor) -> None:
         self._wire, self._rows_NH = wire, rows_NH
+
+    def wait(self) -> None:
+        """Let the transfer end where nobody is going to `finish` it."""
+        self._wire.wait()
 
     def finish(self) -> Tensor:
         """out_TH: the rows of each token, added in one fixed order."""
@@ -273,20 +246,28 @@ class _FinishDispatch(torch.autograd.Function):
         ctx: Any, wire: _Wire, rows_RH: Tensor, weights_RK: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.wire = wire
+        ctx.set_materialize_grads(False)
         wire.wait()
         weights_RK = weights_RK.contiguous()
+        ctx.like = rows_RH.new_empty(0), weights_RK.new_empty(0)
+        ctx.shapes = rows_RH.shape, weights_RK.shape
         mark_without_grad(ctx, (rows_RH, weights_RK), ctx.needs_input_grad[1:])
         return rows_RH, weights_RK
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         wire: _Wire = ctx.wire
+        inputs = list(zip(grads, ctx.like, ctx.shapes, wire.needs, strict=True))
+        # A gradient that is zero is sent too: every rank takes part in the same exchanges.
         wire.brought = [
-            wire.back(grad) if needed else None
-            for grad, needed in zip(grads, wire.needs, strict=True)
+            wire.back(like.new_zeros(shape) if grad is None else grad) if needed else None
+            for grad, like, shape, needed in inputs
         ]
-        return (None, *(nothing(grad, grad.shape) for grad in grads))
+        return (
+            None,
+            *(nothing(like, shape) if needed else None for _, like, shape, needed in inputs),
+        )
 
 
 class _StartCombine(torch.autograd.Function):
@@ -320,8 +301,19 @@ def _destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:
     return sends_TD.scatter_(1, rank_of_pair_TK, True).t()
 
 
+def _order(sends_DT: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cells (token, place of its destination, own rank last) that send a row, in the order of the
+    rows and followed by those that do not; and the rows of each token before a cell's.
+    """
+    num_tokens = max(sends_DT.shape[1], 1)
+    sends_DT = torch.cat([sends_DT[:rank], sends_DT[rank + 1 :], sends_DT[rank : rank + 1]])
+    # argsort, because nonzero() would ask the device how many there are.
+    cells = (~sends_DT).flatten().to(torch.uint8).argsort(stable=True)
+    return cells % num_tokens, cells // num_tokens, sends_DT.cumsum(0) - 1
+
+
 def _plan(
-    sends_DT: Tensor,
+    order: tuple[Tensor, Tensor, Tensor],
     table: list[list[int]],
     rank: int,
     num_slots: int,
@@ -329,19 +321,16 @@ def _plan(
     where: str,
 ) -> DispatchPlan:
     """`table[r]` is what rank r told: rows per destination, then pairs per expert."""
-    ranks, num_tokens = sends_DT.shape
+    token, place, slot_DT = order
+    ranks, num_tokens = slot_DT.shape
     local = (len(table[0]) - ranks) // ranks
     first = ranks + rank * local
     own = table[rank][rank]
     send_counts = [0 if other == rank else table[rank][other] for other in range(ranks)]
     recv_counts = [0 if other == rank else table[other][rank] for other in range(ranks)]
-    # Own rows last.
-    sends_DT = torch.cat([sends_DT[:rank], sends_DT[rank + 1 :], sends_DT[rank : rank + 1]])
-    # argsort, because the row count is known on the host and nonzero() would ask the device.
-    cell_N = (~sends_DT).flatten().to(torch.uint8).argsort(stable=True)[: sum(send_counts) + own]
-    token_of_row_N, place_N = cell_N % max(num_tokens, 1), cell_N // max(num_tokens, 1)
+    num_rows = sum(send_counts) + own
+    token_of_row_N, place_N = token[:num_rows], place[:num_rows]
     destination_N = torch.where(place_N == ranks - 1, rank, place_N + (place_N >= rank))
-    slot_DT = sends_DT.cumsum(0) - 1
     slots_TJ = invert(token_of_row_N, slot_DT[place_N, token_of_row_N], (num_tokens, num_slots))
     return DispatchPlan(
         group=group,
@@ -354,43 +343,3 @@ def _plan(
         counts_L=[sum(row[first + expert] for row in table) for expert in range(local)],
         where=where,
     )
-
-
-def _exchange_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) -> list[list[int]]:
-    mine = header.as_list()
-    where = Header.describe(mine)
-    # Pinned, because a copy from pageable memory would make the host wait for the GPU once more.
-    place = torch.tensor(mine, dtype=counts.dtype, pin_memory=counts.is_cuda)
-    vector = torch.cat([place.to(counts.device, non_blocking=True), counts])
-    gathered = gather_counts(vector, group, where=where)
-    told = [row[: len(mine)] for row in gathered]
-    if any(place != mine for place in told):
-        ranks = dist.get_process_group_ranks(group)
-        lines = [
-            f"  rank {rank}: {Header.describe(place)}"
-            for rank, place in zip(ranks, told, strict=True)
-        ]
-        raise RuntimeError(
-            "ranks of one ep group are at different places of the model:\n"
-            + "\n".join(lines)
-            + "\nEvery rank must run the same forwards in the same order and mode; look for a "
-            "branch, a skipped batch or a model.eval() that depends on the rank."
-        )
-    return [row[len(mine) :] for row in gathered]
-
-
-def _check_max_rows(
-    tables: list[list[list[int]]], max_rows: int, group: dist.ProcessGroup, where: str
-) -> None:
-    """Every rank knows what every rank gets, so all raise together and before allocating."""
-    ranks = dist.get_process_group_ranks(group)
-    rows = [sum(row[i] for table in tables for row in table) for i in range(len(ranks))]
-    if max(rows) > max_rows:
-        worst = rows.index(max(rows))
-        raise RuntimeError(
-            f"{where}: rank {ranks[worst]} would get {rows[worst]} rows, more than "
-            f"max_tokens_per_rank={max_rows} (rows by rank: "
-            + ", ".join(f"{rank}: {count}" for rank, count in zip(ranks, rows, strict=True))
-            + "). The router sends too many tokens to this rank's experts: raise "
-            "max_tokens_per_rank, lower the batch size, or add the router's load-balancing loss"
-        )

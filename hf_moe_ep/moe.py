@@ -15,19 +15,19 @@ Shape legend of the package, as suffixes of names (`x_TH` is [T, H]):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import _StopRecomputationError
 
-from hf_moe_ep.deepep import DeepEPRows, GroupBuffer, plan_deepep
-from hf_moe_ep.dispatch import (
-    DispatchedRows,
-    Header,
-    plan_dispatch,
-)
+from hf_moe_ep.deepep import DeepEPCombined, DeepEPRows, GroupBuffer, plan_deepep
+from hf_moe_ep.dispatch import CombinedRows, DispatchedRows, plan_dispatch
 from hf_moe_ep.experts import run_experts
+from hf_moe_ep.header import Header
 from hf_moe_ep.recompute import Plan, Routed, watch_checkpoints
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 
@@ -41,8 +41,6 @@ class ForwardGuard:
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.state.check_ready()
         self.state.forward_number += 1
-        if torch.compiler.is_compiling():
-            self.state.compiled = True
         meshes = self.state.meshes
         if meshes is not None and meshes.ep_size > 1 and module.training:
             watch_checkpoints(module, self.state)
@@ -82,27 +80,36 @@ def _ep_forward(
     state, meshes = layer.model, layer.model.meshes
     state.check_ready()
     assert meshes is not None and layer.compute is not None
-    plans = _plans(layer, experts.training, x_TH, expert_ids_TK)
+    # Selective checkpointing must not see what a recompute leaves out.
+    hidden = nullcontext() if state.frame is None else _disable_current_modes()
+    with hidden:
+        plans = _plans(layer, experts.training, x_TH, expert_ids_TK)
     sizes = [plan.num_tokens for plan in plans]
     inputs = zip(
         x_TH.split(sizes), weights_TK.split(sizes), expert_ids_TK.split(sizes), strict=True
     )
     starts = [partial(plan.start, *chunk) for plan, chunk in zip(plans, inputs, strict=True)]
     arriving: DispatchedRows | DeepEPRows | None = starts.pop(0)()
-    returning = []
+    returning: list[CombinedRows | DeepEPCombined] = []
     while arriving is not None:
         # One chunk travels while the one before it is computed.
         arrived, arriving = arriving, starts.pop(0)() if starts else None
         rows_RH, weights_RK, ids_RK = arrived.finish()
-        rows_RH = run_experts(
-            experts,
-            layer.compute,
-            rows_RH,
-            ids_RK,
-            weights_RK,
-            counts_L=arrived.counts_L,
-            grad_scale=1.0 / meshes.world_size,
-        )
+        try:
+            rows_RH = run_experts(
+                experts,
+                layer.compute,
+                rows_RH,
+                ids_RK,
+                weights_RK,
+                counts_L=arrived.counts_L,
+                grad_scale=1.0 / meshes.world_size,
+            )
+        except _StopRecomputationError:
+            # Memory of a transfer that nobody waits for stays taken until NCCL looks after it.
+            for rows in returning:
+                rows.wait()
+            raise
         returning.append(arrived.start_combine(rows_RH))
     out = [rows.finish() for rows in returning]
     return out[0] if len(out) == 1 else torch.cat(out)

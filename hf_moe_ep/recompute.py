@@ -10,6 +10,9 @@ the same order, in every later one. While it does, `torch.topk` over the experts
 indices that were chosen before with the values that stand there now, so the router's weights, and
 their gradients, are those of the rows that travelled.
 
+Selective checkpointing (torch's `context_fn`) counts the operators of both runs, so what only one
+of them needs, plans in the first and the taking of values in the others, is hidden from it.
+
 Checkpoints of other making have no frame: their second run exchanges counts again, on all ranks
 alike.
 """
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_moe_ep.deepep import DeepEPPlan
 from hf_moe_ep.dispatch import DispatchPlan
@@ -60,12 +64,17 @@ class Frame:
             if not self._routed:
                 return self._function(*args, **kwargs)
             self._next = 0
-            if self._state.compiled:
+            if torch.compiler.is_compiling():
                 return self._function(*args, **kwargs)
             with _SameTopK(self, self._state.num_experts):
                 return self._function(*args, **kwargs)
         finally:
             self._state.frame, self._next = outer, None
+
+    @property
+    def running(self) -> bool:
+        """Whether no checkpoint within this one runs now."""
+        return self._state.frame is self
 
     @property
     def replaying(self) -> bool:
@@ -100,9 +109,10 @@ class Frame:
                 "function must do the same each time it runs"
             )
         self._next += 1
-        same = (routed.expert_ids_TK == expert_ids_TK).all()
+        if routed.expert_ids_TK is expert_ids_TK:
+            return routed.plans
         torch._assert_async(
-            same,
+            (routed.expert_ids_TK == expert_ids_TK).all(),
             f"recomputing MoE layer {layer}, the router chose other experts than in forward and "
             "does not choose by torch.topk, so its choice cannot be repeated; make it "
             "deterministic, or train without activation checkpointing",
@@ -125,16 +135,19 @@ class _SameTopK(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in (torch.topk, Tensor.topk) or not self._frame.running:
+            return func(*args, **kwargs)
         routed = self._frame.upcoming
-        if func not in (torch.topk, Tensor.topk) or routed is None:
+        if routed is None:
             return func(*args, **kwargs)
         scores, k = (*args, *(kwargs[name] for name in ("input", "k") if name in kwargs))[:2]
         ids_TK = routed.expert_ids_TK
         shape = (*scores.shape[:-1], k)
         if scores.shape[-1] != self._num_experts or math.prod(shape) != ids_TK.numel():
             return func(*args, **kwargs)
-        ids = ids_TK.view(shape)
-        return torch.return_types.topk((_Take.apply(scores, ids), ids))
+        ids = ids_TK if ids_TK.shape == shape else ids_TK.view(shape)
+        with _disable_current_modes():
+            return torch.return_types.topk((_Take.apply(scores, ids), ids))
 
 
 class _Take(torch.autograd.Function):
@@ -182,6 +195,7 @@ def _checkpoint(
     state: ModelState,
     checkpoint: Callable[..., Any],
     function: Callable[..., Any],
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

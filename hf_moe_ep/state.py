@@ -33,9 +33,8 @@ class ModelState:
     forward_number: int = 0
     # DeepEP's buffer (hf_moe_ep.deepep.GroupBuffer), once it was needed.
     deepep: Any = None
-    # The checkpointed layer that runs now, and whether torch.compile has traced the model.
+    # The checkpointed layer that runs now (hf_moe_ep.recompute.Frame).
     frame: Any = None
-    compiled: bool = False
     undo: list[tuple[Any, ...]] = field(default_factory=list)
 
     def check_ready(self) -> None:

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.deepep import DeepEPPlan, GroupBuffer, load_deep_ep, plan_deepep
-from hf_moe_ep.dispatch import DispatchPlan, Header, plan_dispatch
+from hf_moe_ep.dispatch import DispatchPlan, plan_dispatch
+from hf_moe_ep.header import Header
 from hf_moe_ep.state import STATE
 
 HIDDEN = 48

@@ -12,7 +12,8 @@ from close import assert_close
 from run_ranks import run_ranks
 from torch import Tensor
 
-from hf_moe_ep.dispatch import DispatchedRows, Header, plan_dispatch
+from hf_moe_ep.dispatch import DispatchedRows, plan_dispatch
+from hf_moe_ep.header import Header
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.layout import ExpertsLayout

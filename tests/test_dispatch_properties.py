@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.dispatch import Header, plan_dispatch
+from hf_moe_ep.dispatch import plan_dispatch
+from hf_moe_ep.header import Header
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.layout import ExpertsLayout
 from hf_moe_ep.ops.weights import ExpertWeights

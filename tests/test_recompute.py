@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import parity
@@ -14,7 +15,7 @@ from close import assert_close
 from run_ranks import run_ranks
 from tiny_models import batch, tiny
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 from hf_moe_ep.recompute import Frame, Routed, watch_checkpoints
@@ -181,6 +182,31 @@ def _check_own_checkpoint(rank: int) -> None:
         assert_close(name, grad, want[name], 1e-12)
 
 
+def _check_selective(rank: int) -> None:
+    """torch's selective checkpointing keeps some operators' results and counts all of them."""
+    want = _grads(_model({}, None), _inputs(rank))
+    for saved in ([torch.ops.aten.mm.default], [torch.ops.aten.cat.default]):
+        contexts = partial(create_selective_checkpoint_contexts, saved)
+        model = tiny(num_hidden_layers=LAYERS)
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        options = {"use_reentrant": False, "context_fn": contexts}
+        (enable or model.gradient_checkpointing_enable)(options)
+        apply_ep_fsdp2(model, ep_size=2, dispatch_chunks=2)
+        for name, grad in _grads(model, _inputs(rank)).items():
+            assert_close(f"{name}, {saved} saved", grad, want[name], 1e-12)
+
+
+def _check_compiled(rank: int) -> None:
+    want = _grads(_model({}, None), _inputs(rank))
+    model = _model({"dispatch_chunks": 2}, False)
+    compiled = torch.compile(model, backend="aot_eager")
+    model.zero_grad()
+    compiled(**_inputs(rank)).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert_close(f"{name}, compiled", parameter.grad.full_tensor(), want[name], 1e-10)
+
+
 def _on_two_ranks(rank: int, world: int) -> None:
     for chunks in (1, 3):
         _check_collectives(rank, chunks)
@@ -188,6 +214,8 @@ def _on_two_ranks(rank: int, world: int) -> None:
     _check_two_forwards(rank)
     _check_rank_without_rows(rank)
     _check_own_checkpoint(rank)
+    _check_selective(rank)
+    _check_compiled(rank)
 
 
 def test_recompute_on_two_ranks() -> None:
@@ -219,3 +247,24 @@ def test_a_function_that_does_something_else_the_second_time_is_refused() -> Non
         frame.take(1, ids)
     with pytest.raises(RuntimeError, match="recomputing MoE layer 0, the router chose other"):
         frame.take(0, ids + 1)
+
+
+def test_topk_of_a_checkpoint_within_is_its_own() -> None:
+    state = getattr(patch(tiny()), STATE)
+    ids = torch.tensor([[0, 1], [2, 3]])
+    scores = torch.eye(2, 8)
+    chosen = []
+
+    def outer() -> None:
+        chosen.append(torch.topk(scores, 2).indices)
+        if state.frame.replaying:
+            Frame(state, lambda: chosen.append(torch.topk(scores, 2).indices))()
+        else:
+            state.frame.keep(Routed(0, ids, []))
+
+    frame = Frame(state, outer)
+    frame()
+    frame()
+    first, replayed, inner = chosen
+    assert torch.equal(replayed, ids) and torch.equal(inner, first)
+    assert not torch.equal(first, ids) and state.frame is None

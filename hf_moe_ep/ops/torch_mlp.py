@@ -98,7 +98,8 @@ def backward(
         scaled_BF = _scale(grad_act_BF, block.weight_B)
         act_BF, grad_pre_BG = activate_backward(pre_BG, scaled_BF, layout)
         if grad_weights is not None:
-            grad_B = torch.linalg.vecdot(grad_act_BF.to(wide), act_BF.to(wide))
+            # Not vecdot: autocast, where backward runs under it, would round that.
+            grad_B = (grad_act_BF.to(wide) * act_BF.to(wide)).sum(1)
             if experts.down_bias is not None:
                 for expert, (grad, upstream) in block.split(grad_B, grad_BH):
                     grad += upstream.to(wide) @ experts.down_bias[expert].to(wide)
@@ -202,13 +203,12 @@ def _wide_zeros(rows_RH: Tensor) -> Tensor:
 
 def _add_to_rows(y_BH: Tensor, sum_RH: Tensor, block: _Block) -> None:
     """Adds each pair's vector to its row, in the order of the pairs."""
-    y_BH = y_BH.to(sum_RH.dtype)
     if not y_BH.is_cuda:
-        sum_RH.index_add_(0, block.row_B, y_BH)
+        sum_RH.index_add_(0, block.row_B, y_BH.to(sum_RH.dtype))
         return
     # On a GPU index_add_ is atomic, in any order; within one expert no two additions meet.
     for _, (y, row) in block.split(y_BH, block.row_B):
-        sum_RH.index_add_(0, row, y)
+        sum_RH.index_add_(0, row, y.to(sum_RH.dtype))
 
 
 def _outer(left_BO: Tensor, right_BI: Tensor, out_LOI: Tensor, block: _Block, scale: float) -> None:

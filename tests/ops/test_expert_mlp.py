@@ -490,3 +490,19 @@ def test_compiled_without_a_graph_break_equals_eager() -> None:
     compiled = torch.compile(expert_mlp, fullgraph=True, backend="aot_eager")
     want = _ours(case, inputs, grad_RH, "torch", counts_L=None)
     _assert_equal(_run(compiled, case, inputs, grad_RH), want)
+
+
+def test_backward_under_autocast_is_backward() -> None:
+    """bf16 rows and fp32 routing weights, as they arrive under ep."""
+    torch.manual_seed(0)
+    rows = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.rand(5, 2, requires_grad=True)
+    ids = torch.tensor([[0, 1]]).expand(5, 2)
+    up, down = torch.randn(2, 12, 8).bfloat16(), torch.randn(2, 8, 6).bfloat16()
+    grads = []
+    for enabled in (False, True):
+        out = expert_mlp(rows, ids, weights, ExpertWeights(up, None, down, None), ExpertsLayout())
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            grads.append(torch.autograd.grad(out.float().square().sum(), (rows, weights)))
+    for plain, under in zip(*grads, strict=True):
+        assert torch.equal(plain, under)
