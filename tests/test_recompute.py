@@ -116,13 +116,13 @@ def _check_collectives(rank: int, chunks: int) -> None:
 def _check_perturbed_router(rank: int) -> None:
     """Ties broken otherwise in recompute: gradients are those of the choice made in forward."""
     for chunks in (1, 3):
-        plain = _model({"dispatch_chunks": chunks}, None, noise=1e-9)
+        plain = _model({"dispatch_chunks": chunks}, None, noise=1e-5)
         want = _grads(plain, _inputs(rank))
         for use_reentrant in (False, True):
-            model = _model({"dispatch_chunks": chunks}, use_reentrant, noise=1e-9)
+            model = _model({"dispatch_chunks": chunks}, use_reentrant, noise=1e-5)
             for name, grad in _grads(model, _inputs(rank)).items():
-                # The noise itself moves gradients by about 1e-9, another expert by about 1.
-                assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-6)
+                # The noise moves gradients by about 1e-5, another expert by 1e-2 and more.
+                assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-3)
 
 
 def _check_two_forwards(rank: int) -> None:
