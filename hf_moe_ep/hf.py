@@ -29,7 +29,8 @@ def register_experts_forward(forward: Callable[..., Any]) -> None:
 
 def is_experts_module(module: nn.Module) -> bool:
     """Whether a module routes its forward through transformers' experts interface."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "is_transposed")
+    flags = ("is_transposed", "has_bias", "is_concatenated", "has_gate")
+    return all(hasattr(module, flag) for flag in flags)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from run_ranks import run_ranks
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+# The other side of the benchmark, which the oldest transformers that we allow has not yet.
+pytest.importorskip("transformers.distributed.expert_parallel")
 import dispatch as bench
 
 FP32, INT64 = 4, 8
