@@ -1,4 +1,4 @@
-"""Copy tokens into rows, and add rows back into tokens: two linear maps, each the other's adjoint.
+"""Rows that are copies of tokens, added back into the tokens.
 
 `token_of_row_N` says which token a row is a copy of; `slots_TJ` says the same from the token's
 side: the rows that are copies of it, padded with N ("no row"). Two tokens, the second one copied
@@ -7,58 +7,19 @@ twice:
     token_of_row_N = [1, 0, 1]        slots_TJ = [[1, 3],
                                                   [0, 2]]
 
-    gather_rows(x)    = [x1, x0, x1]
-    sum_rows(r)       = [r1, r0 + r2]     and gather_rows' gradient is sum_rows, and vice versa.
+    add_rows(r) = [r1, r0 + r2]        the adjoint of x.index_select(0, token_of_row_N)
 
 Rows are added in fp32 or wider and always in the same order, so results repeat bit for bit.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
-        ctx.save_for_backward(token_of_row_N, slots_TJ)
-        return x_TH.index_select(0, token_of_row_N)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None, None]:
-        return add_rows(grad_NH, *ctx.saved_tensors), None, None
-
-
-class _SumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
-        ctx.save_for_backward(token_of_row_N)
-        return add_rows(rows_NH, token_of_row_N, slots_TJ)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
-        (token_of_row_N,) = ctx.saved_tensors
-        return grad_TH.index_select(0, token_of_row_N), None, None
-
-
-def gather_rows(x_TH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
-    """rows_NH with `rows_NH[n] = x_TH[token_of_row_N[n]]`."""
-    return _GatherRows.apply(x_TH, token_of_row_N, slots_TJ)
-
-
-def sum_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
-    """out_TH with `out_TH[t]` = the sum of the rows that belong to token t."""
-    return _SumRows.apply(rows_NH, token_of_row_N, slots_TJ)
 
 
 def add_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
-    """`sum_rows` without a gradient of its own."""
+    """out_TH with `out_TH[t]` = the sum of the rows that belong to token t; no gradient."""
     num_tokens, hidden = slots_TJ.shape[0], rows_NH.shape[1]
     if rows_NH.is_cuda and rows_NH.dtype != torch.float64 and num_tokens > 0:
         # Imported where there is a GPU: Triton is not for every machine.

@@ -12,10 +12,6 @@ from hf_moe_ep.ops.layout import ExpertsLayout
 from hf_moe_ep.ops.weights import ExpertWeights
 
 
-def gather_rows(x_TH: Tensor, token_of_row_N: Tensor) -> Tensor:
-    return torch.stack([x_TH[token] for token in token_of_row_N.tolist()])
-
-
 def sum_rows(rows_NH: Tensor, token_of_row_N: Tensor, num_tokens: int) -> Tensor:
     out_TH = list(rows_NH.new_zeros(num_tokens, rows_NH.shape[1]))
     for row_H, token in zip(rows_NH, token_of_row_N.tolist(), strict=True):
