@@ -53,21 +53,6 @@ def start_all_to_all(
     return Transfer(work, (received_RX, rows_NX), where)
 
 
-def mark_without_grad(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, ...]) -> None:
-    """For the node that starts or ends a transfer: what needs no gradient in front of it needs none
-    behind it.
-    """
-    pairs = zip(outputs, needs, strict=True)
-    ctx.mark_non_differentiable(*(output for output, needed in pairs if not needed))
-
-
-def nothing(like: Tensor, shape: torch.Size) -> Tensor:
-    """A gradient of that shape which nobody reads, one element in memory: what two nodes of one
-    transfer hand each other while the rows are on their way.
-    """
-    return like.new_zeros(()).expand(shape)
-
-
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:
     """`counts` (one int64 vector) of every rank of `group`, on the host."""
     gathered = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]

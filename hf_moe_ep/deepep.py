@@ -26,7 +26,7 @@ csrc/kernels/intranode.cu.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.comm import gather_counts, mark_without_grad, nothing
+from hf_moe_ep.comm import gather_counts
+from hf_moe_ep.wire import CombinedRows, Wire, mark_without_grad, nothing
 
 # Ranks that are one node to DeepEP, and its default of queue pairs: between nodes as many as SMs.
 _RANKS_PER_NODE, _QUEUE_PAIRS = 8, 24
@@ -252,49 +253,48 @@ class DeepEPRows:
         ids_RK = self._ids_RK.masked_fill(self._wire.absent_RK, self.plan.num_local)
         return rows_RH, weights_RK, ids_RK
 
-    def start_combine(self, rows_RH: Tensor) -> DeepEPCombined:
+    def start_combine(self, rows_RH: Tensor) -> CombinedRows:
         """Send the experts' result of every row back to the rank of its token."""
         self.plan.buffer.check_rows(rows_RH)
-        wire = _Wire(self.plan, handle=self._wire.handle)
-        return DeepEPCombined(wire, _StartCombine.apply(wire, rows_RH))
-
-
-class DeepEPCombined:
-    """Rows on their way home; made by `DeepEPRows.start_combine`."""
-
-    def __init__(self, wire: _Wire, out_TH: Tensor) -> None:
-        self._wire, self._out_TH = wire, out_TH
-
-    def wait(self) -> None:
-        """Let the transfer end where nobody is going to `finish` it."""
-        self._wire.wait()
-
-    def finish(self) -> Tensor:
-        """out_TH: the rows of each token, added in fp32 and rounded once."""
-        return _FinishCombine.apply(self._wire, self._out_TH)
+        return CombinedRows(_Wire(self.plan, handle=self._wire.handle), rows_RH)
 
 
 @dataclass
-class _Wire:
-    """What the two autograd nodes of one exchange share: the rows' way, what is under way, and in
-    backward what it brings, for it does not fit the shapes of forward's outputs.
-    """
+class _Event:
+    """A transfer of DeepEP's, and the tensors it reads and writes."""
 
-    plan: DeepEPPlan
-    handle: Any = None
-    counts_L: list[int] = field(default_factory=list)
-    absent_RK: Tensor | None = None
-    needs: tuple[bool, ...] = ()
-    brought: tuple[Tensor | None, ...] = ()
-    # Events, and the tensors that are read and written until the current stream waits for them.
-    transfers: list[tuple[Any, Any]] = field(default_factory=list)
+    event: Any
+    tensors: Any
+
+    def wait(self) -> None:
+        self.event.current_stream_wait()
+
+
+class _Wire(Wire):
+    def __init__(self, plan: DeepEPPlan, handle: Any = None) -> None:
+        super().__init__()
+        self.plan, self.handle = plan, handle
+        self.counts_L: list[int] = []
+        self.absent_RK: Tensor | None = None
+
+    def send_results(self, rows_RH: Tensor) -> Tensor:
+        out_TH, _ = self.back(rows_RH)
+        assert out_TH is not None
+        return out_TH
+
+    def take_results(self, arrived: Tensor) -> Tensor:
+        return arrived
+
+    def send_grads(self, grad_TH: Tensor) -> Tensor:
+        rows_RH, *_ = self.out(grad_TH, handle=self.handle)
+        return rows_RH
 
     def out(self, x_TH: Tensor, **arguments: Any) -> list[Any]:
         """[rows, ids, weights, counts, handle], filled once `wait` has returned."""
         buffer, x_TH = self.plan.buffer, x_TH.contiguous()
         arguments = {"config": buffer.dispatch_config, "async_finish": True, **arguments}
         *results, event = buffer.alive.dispatch(x_TH, **arguments)
-        self.transfers.append((event, (x_TH, arguments, results)))
+        self.transfers.append(_Event(event, (x_TH, arguments, results)))
         return results
 
     def back(self, rows_RH: Tensor, weights_RK: Tensor | None = None) -> list[Tensor | None]:
@@ -304,15 +304,8 @@ class _Wire:
         if weights_RK is not None:
             arguments["topk_weights"] = weights_RK.contiguous()
         *results, event = buffer.alive.combine(rows_RH, self.handle, **arguments)
-        self.transfers.append((event, (rows_RH, arguments, results)))
+        self.transfers.append(_Event(event, (rows_RH, arguments, results)))
         return results
-
-    def wait(self) -> tuple[Tensor | None, ...]:
-        while self.transfers:
-            event, _ = self.transfers.pop(0)
-            event.current_stream_wait()
-        brought, self.brought = self.brought, ()
-        return brought
 
 
 class _StartDispatch(torch.autograd.Function):
@@ -352,33 +345,6 @@ class _FinishDispatch(torch.autograd.Function):
         tokens_TH, weights_TK = wire.back(grad_RH, grad_RK if wire.needs[1] else None)
         wire.brought = (tokens_TH if wire.needs[0] else None, weights_TK)
         return None, nothing(grad_RH, grad_RH.shape), nothing(grad_RK, grad_RK.shape)
-
-
-class _StartCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, wire: _Wire, rows_RH: Tensor) -> Tensor | None:
-        ctx.wire = wire
-        return wire.back(rows_RH)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.wire.wait())
-
-
-class _FinishCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, wire: _Wire, out_TH: Tensor) -> Tensor:
-        ctx.wire = wire
-        wire.wait()
-        return out_TH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RH, *_ = ctx.wire.out(grad_TH, handle=ctx.wire.handle)
-        ctx.wire.brought = (rows_RH,)
-        return None, nothing(grad_TH, grad_TH.shape)
 
 
 def _check_max_rows(

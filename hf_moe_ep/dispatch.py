@@ -25,7 +25,7 @@ forward overlaps in backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.comm import Transfer, mark_without_grad, nothing, start_all_to_all
+from hf_moe_ep.comm import start_all_to_all
 from hf_moe_ep.header import Header, check_max_rows, exchange_counts
 from hf_moe_ep.ops.permute import add_rows, count_pairs, invert
+from hf_moe_ep.wire import CombinedRows, Wire, mark_without_grad, nothing
 
 
 @dataclass(frozen=True)
@@ -141,36 +142,22 @@ class DispatchedRows:
 
     def start_combine(self, rows_RH: Tensor) -> CombinedRows:
         """Send the experts' result of every row back to the rank of its token."""
-        wire = _Wire(self.plan)
-        return CombinedRows(wire, _StartCombine.apply(wire, rows_RH))
+        return CombinedRows(_Wire(self.plan), rows_RH)
 
 
-class CombinedRows:
-    """Rows on their way home; made by `DispatchedRows.start_combine`."""
+class _Wire(Wire):
+    def __init__(self, plan: DispatchPlan) -> None:
+        super().__init__()
+        self.plan = plan
 
-    def __init__(self, wire: _Wire, rows_NH: Tensor) -> None:
-        self._wire, self._rows_NH = wire, rows_NH
+    def send_results(self, rows_RH: Tensor) -> Tensor:
+        return self.back(rows_RH)
 
-    def wait(self) -> None:
-        """Let the transfer end where nobody is going to `finish` it."""
-        self._wire.wait()
+    def take_results(self, arrived: Tensor) -> Tensor:
+        return self.add(arrived)
 
-    def finish(self) -> Tensor:
-        """out_TH: the rows of each token, added in one fixed order."""
-        return _FinishCombine.apply(self._wire, self._rows_NH)
-
-
-@dataclass
-class _Wire:
-    """What the two autograd nodes of one exchange share: transfers under way, and in backward
-    what they bring. Backward's tensors do not fit the shapes of forward's outputs, so they pass
-    through here and the nodes hand each other `nothing`.
-    """
-
-    plan: DispatchPlan
-    transfers: list[Transfer] = field(default_factory=list)
-    brought: list[Tensor | None] = field(default_factory=list)
-    needs: tuple[bool, ...] = ()
+    def send_grads(self, grad_TH: Tensor) -> Tensor:
+        return self.out(grad_TH)
 
     def out(self, x_TX: Tensor) -> Tensor:
         """received_RX, filled once the transfer is done: tokens to the ranks of their experts."""
@@ -191,12 +178,6 @@ class _Wire:
 
     def add(self, rows_NX: Tensor) -> Tensor:
         return add_rows(rows_NX, self.plan.token_of_row_N, self.plan.slots_TJ)
-
-    def wait(self) -> list[Tensor | None]:
-        while self.transfers:
-            self.transfers.pop(0).wait()
-        brought, self.brought = self.brought, []
-        return brought
 
     def _travel(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         gone, come = sum(sends), sum(receives)
@@ -268,32 +249,6 @@ class _FinishDispatch(torch.autograd.Function):
             None,
             *(nothing(like, shape) if needed else None for _, like, shape, needed in inputs),
         )
-
-
-class _StartCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, wire: _Wire, rows_RH: Tensor) -> Tensor:
-        ctx.wire = wire
-        return wire.back(rows_RH)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.wire.wait())
-
-
-class _FinishCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, wire: _Wire, rows_NH: Tensor) -> Tensor:
-        ctx.wire, ctx.shape = wire, rows_NH.shape
-        wire.wait()
-        return wire.add(rows_NH)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.wire.brought = [ctx.wire.out(grad_TH)]
-        return None, nothing(grad_TH, ctx.shape)
 
 
 def _destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _StopRecomputationError
 
-from hf_moe_ep.deepep import DeepEPCombined, DeepEPRows, GroupBuffer, plan_deepep
-from hf_moe_ep.dispatch import CombinedRows, DispatchedRows, plan_dispatch
+from hf_moe_ep.deepep import DeepEPRows, GroupBuffer, plan_deepep
+from hf_moe_ep.dispatch import DispatchedRows, plan_dispatch
 from hf_moe_ep.experts import run_experts
 from hf_moe_ep.header import Header
 from hf_moe_ep.recompute import Plan, Routed, watch_checkpoints
 from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.wire import CombinedRows
 
 
 class ForwardGuard:
@@ -90,7 +91,7 @@ def _ep_forward(
     )
     starts = [partial(plan.start, *chunk) for plan, chunk in zip(plans, inputs, strict=True)]
     arriving: DispatchedRows | DeepEPRows | None = starts.pop(0)()
-    returning: list[CombinedRows | DeepEPCombined] = []
+    returning: list[CombinedRows] = []
     while arriving is not None:
         # One chunk travels while the one before it is computed.
         arrived, arriving = arriving, starts.pop(0)() if starts else None
