@@ -35,7 +35,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.comm import gather_counts
-from hf_moe_ep.wire import CombinedRows, Wire, mark_without_grad, nothing
+from hf_moe_ep.ops.autograd import mark_without_grad, nothing
+from hf_moe_ep.wire import CombinedRows, Wire
 
 # Ranks that are one node to DeepEP, and its default of queue pairs: between nodes as many as SMs.
 _RANKS_PER_NODE, _QUEUE_PAIRS = 8, 24

@@ -21,6 +21,9 @@ forward overlaps in backward.
 
     forward     start  >  finish  >  experts  >  start_combine  >  finish
     backward    wait   <  start   <  experts  <      wait       <  start
+
+Between the last two of backward the gradients of the experts' weights are computed
+(`ops/expert_mlp.py`, `postpone_grads`): the rows' gradients travel meanwhile.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.comm import start_all_to_all
 from hf_moe_ep.header import Header, check_max_rows, exchange_counts
+from hf_moe_ep.ops.autograd import mark_without_grad, nothing
 from hf_moe_ep.ops.permute import add_rows, count_pairs, invert
-from hf_moe_ep.wire import CombinedRows, Wire, mark_without_grad, nothing
+from hf_moe_ep.wire import CombinedRows, Wire
 
 
 @dataclass(frozen=True)

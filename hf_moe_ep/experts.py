@@ -85,10 +85,14 @@ def run_experts(
     *,
     counts_L: list[int] | None,
     grad_scale: float,
+    weights: ExpertWeights | None = None,
 ) -> Tensor:
-    """out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`."""
-    compute_RH = _as_linear_would(rows_RH)
-    weights = _weights(experts, compute, compute_RH)
+    """out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`.
+
+    `weights` are what `local_weights` returned, where the caller asked before.
+    """
+    compute_RH = rows_RH.to(_compute_dtype(rows_RH))
+    weights = weights or local_weights(experts, compute, rows_RH)
 
     def weighted_sum(rows: Tensor, ids: Tensor, weights_of_pairs: Tensor) -> Tensor:
         return expert_mlp(
@@ -113,6 +117,33 @@ def run_experts(
     weights_RK = weights_RK.masked_fill(expert_ids_RK >= weights.up.shape[0], 0)
     out_RH = (y_RKH.view(num_rows, top_k, -1) * weights_RK.unsqueeze(-1)).sum(1)
     return out_RH.to(rows_RH.dtype)
+
+
+def local_weights(experts: Any, compute: Compute, like: Tensor) -> ExpertWeights:
+    """This rank's experts as `run_experts` takes them for rows of the dtype of `like`."""
+    autocast, dtype = torch.is_autocast_enabled(like.device.type), _compute_dtype(like)
+
+    def local(name: str) -> Tensor | None:
+        parameter = getattr(experts, name, None)
+        if parameter is None:
+            return None
+        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return tensor.to(dtype) if autocast else tensor
+
+    up_name = "gate_up_proj" if compute.layout.gated else "up_proj"
+    up, down = local(up_name), local("down_proj")
+    assert up is not None and down is not None
+    if compute.transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    return ExpertWeights(up, local(f"{up_name}_bias"), down, local("down_proj_bias"))
+
+
+def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
+    """What F.linear would compute in: our operator is opaque to autocast (which leaves fp64)."""
+    device = rows_RH.device.type
+    if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
+        return rows_RH.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def _find_layout(module: nn.Module, flags: hf.ExpertsFlags) -> ExpertsLayout:
@@ -178,29 +209,3 @@ def _backend(compute: Compute, rows_RH: Tensor) -> str:
             f"{rows_RH.device}; use experts_backend='auto'"
         )
     return "torch"
-
-
-def _as_linear_would(rows_RH: Tensor) -> Tensor:
-    """Our operator is opaque to autocast, so rows are cast as for F.linear (fp64 is left alone)."""
-    device = rows_RH.device.type
-    if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
-        return rows_RH
-    return rows_RH.to(torch.get_autocast_dtype(device))
-
-
-def _weights(experts: Any, compute: Compute, rows_RH: Tensor) -> ExpertWeights:
-    autocast = torch.is_autocast_enabled(rows_RH.device.type)
-
-    def local(name: str) -> Tensor | None:
-        parameter = getattr(experts, name, None)
-        if parameter is None:
-            return None
-        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return tensor.to(rows_RH.dtype) if autocast else tensor
-
-    up_name = "gate_up_proj" if compute.layout.gated else "up_proj"
-    up, down = local(up_name), local("down_proj")
-    assert up is not None and down is not None
-    if compute.transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    return ExpertWeights(up, local(f"{up_name}_bias"), down, local("down_proj_bias"))

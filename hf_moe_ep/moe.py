@@ -26,8 +26,9 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from hf_moe_ep.deepep import DeepEPRows, GroupBuffer, plan_deepep
 from hf_moe_ep.dispatch import DispatchedRows, plan_dispatch
-from hf_moe_ep.experts import run_experts
+from hf_moe_ep.experts import local_weights, run_experts
 from hf_moe_ep.header import Header
+from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.recompute import Plan, Routed, watch_checkpoints
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.wire import CombinedRows
@@ -95,6 +96,8 @@ def _ep_forward(
     while arriving is not None:
         # One chunk travels while the one before it is computed.
         arrived, arriving = arriving, starts.pop(0)() if starts else None
+        # Here, so that backward computes their gradients while those of the rows travel.
+        weights = postpone_grads(local_weights(experts, layer.compute, x_TH))
         rows_RH, weights_RK, ids_RK = arrived.finish()
         try:
             rows_RH = run_experts(
@@ -105,6 +108,7 @@ def _ep_forward(
                 weights_RK,
                 counts_L=arrived.counts_L,
                 grad_scale=1.0 / meshes.world_size,
+                weights=weights,
             )
         except _StopRecomputationError:
             # Memory of a transfer that nobody waits for stays taken until NCCL looks after it.

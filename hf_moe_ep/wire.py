@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_moe_ep.ops.autograd import nothing
+
 
 class Waits(Protocol):
     """A transfer under way; keeps what it reads and writes."""
@@ -93,18 +95,3 @@ class _FinishCombine(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         ctx.wire.brought = (ctx.wire.send_grads(grad_TH),)
         return None, nothing(grad_TH, ctx.shape)
-
-
-def mark_without_grad(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, ...]) -> None:
-    """For the node that starts or ends a transfer: what needs no gradient in front of it needs none
-    behind it.
-    """
-    pairs = zip(outputs, needs, strict=True)
-    ctx.mark_non_differentiable(*(output for output, needed in pairs if not needed))
-
-
-def nothing(like: Tensor, shape: torch.Size) -> Tensor:
-    """A gradient of that shape which nobody reads, one element in memory: what two nodes of one
-    transfer hand each other while the rows are on their way.
-    """
-    return like.new_zeros(()).expand(shape)

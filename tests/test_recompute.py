@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep.comm import Transfer
+from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops.torch_mlp import _add_expert_grads
 from hf_moe_ep.recompute import Frame, Routed, watch_checkpoints
 from hf_moe_ep.state import STATE
 
@@ -111,6 +115,33 @@ def _check_collectives(rank: int, chunks: int) -> None:
         # A recompute that stops early does not bring the last chunk home.
         again = {None: 0, True: 3 * chunks, False: 3 * chunks - 1}[use_reentrant] * LAYERS
         assert backward["all_to_all"] == expected["rows"] // 2 + again, f"{name}: {backward}"
+
+
+def _check_overlap(rank: int) -> None:
+    """The gradients of the experts' weights are computed while those of their rows travel."""
+    happened: list[str] = []
+
+    def told(letter: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            happened.append(letter)
+            return original(*args, **kwargs)
+
+        return call
+
+    # Both chunks' gradients leave; then for each: arrive, rows and routing leave, weights. By then
+    # only what left is waited for.
+    layer = "SS" + "WSSE" + "WSSE" + "WWWW"
+    for use_reentrant in (None, True):
+        model = _model({"dispatch_chunks": 2}, use_reentrant)
+        loss = model(**_inputs(rank)).loss
+        happened.clear()
+        with (
+            mock.patch.object(dist, "all_to_all_single", told("S", dist.all_to_all_single)),
+            mock.patch.object(Transfer, "wait", told("W", Transfer.wait)),
+            mock.patch.object(torch_mlp, "_add_expert_grads", told("E", _add_expert_grads)),
+        ):
+            loss.backward()
+        assert "".join(happened).count(layer) == LAYERS, f"{use_reentrant}: {''.join(happened)}"
 
 
 def _check_perturbed_router(rank: int) -> None:
@@ -210,6 +241,7 @@ def _check_compiled(rank: int) -> None:
 def _on_two_ranks(rank: int, world: int) -> None:
     for chunks in (1, 3):
         _check_collectives(rank, chunks)
+    _check_overlap(rank)
     _check_perturbed_router(rank)
     _check_two_forwards(rank)
     _check_rank_without_rows(rank)

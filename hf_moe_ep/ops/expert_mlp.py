@@ -16,15 +16,20 @@ torch.compile and activation checkpointing see `hf_moe_ep::expert_mlp` and nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops.autograd import mark_without_grad, nothing
 from hf_moe_ep.ops.layout import ExpertsLayout
-from hf_moe_ep.ops.weights import ExpertWeights, Routing
+from hf_moe_ep.ops.weights import ExpertWeights, LateGrads, Routing, WeightGrads
+
+_WEIGHTS = ("up", "up_bias", "down", "down_bias")
 
 
 def expert_mlp(
@@ -54,7 +59,7 @@ def expert_mlp(
     """
     tensors = (rows_RH, weights_RK, experts.up, experts.up_bias, experts.down, experts.down_bias)
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    out_RH, *_ = torch.ops.hf_moe_ep.expert_mlp(
+    inputs = (
         *tensors,
         expert_ids_RK,
         counts_L,
@@ -68,7 +73,70 @@ def expert_mlp(
         grad and not recompute,
         backend,
     )
+    if experts.late is None:
+        out_RH, *_ = torch.ops.hf_moe_ep.expert_mlp(*inputs)
+    else:
+        out_RH, *_ = _RowsFirst.apply(experts.late, *inputs)
     return out_RH
+
+
+def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
+    """The same weights for one `expert_mlp`, which in backward leaves their gradients to a node
+    that is made here.
+
+    Of the nodes that are ready, autograd runs the one made last. Called between two functions that
+    send rows away and take them in, it puts the weights' gradients between their backwards: while
+    the rows' gradients travel.
+    """
+    tensors = {name: getattr(experts, name) for name in _WEIGHTS}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if not any(tensor.requires_grad for tensor in tensors.values()):
+        return experts
+    late = LateGrads()
+    postponed = _Postpone.apply(late, tuple(tensors), *tensors.values())
+    return replace(experts, late=late, **dict(zip(tensors, postponed, strict=True)))
+
+
+class _Postpone(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, late: LateGrads, names: tuple[str, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.late, ctx.names = late, names
+        ctx.set_materialize_grads(False)
+        outputs = tuple(tensor.detach() for tensor in tensors)
+        mark_without_grad(ctx, outputs, ctx.needs_input_grad[2:])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        finish, ctx.late.finish = ctx.late.finish, None
+        grads = WeightGrads() if finish is None else finish()
+        return (None, None, *(getattr(grads, name) for name in ctx.names))
+
+
+class _RowsFirst(torch.autograd.Function):
+    """The operator, in whose backward the gradients of the experts are left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, late: LateGrads, *inputs: Any) -> tuple[Tensor, ...]:
+        ctx.late = late
+        output = torch.ops.hf_moe_ep.expert_mlp(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        num_inputs = len(ctx.needs_input_grad)
+        if grad_RH is None:
+            return (None,) * num_inputs
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:7]
+        grads, ctx.late.finish = _run_backward(grad_RH, saved, ctx.options, needs, later=True)
+        pairs = zip(saved[2:6], needs[2:], strict=True)
+        late = [nothing(tensor, tensor.shape) if need else None for tensor, need in pairs]
+        return (None, grads.rows, grads.weights, *late, *(None,) * (num_inputs - 7))
 
 
 def _implementation(backend: str) -> Any:
@@ -78,6 +146,29 @@ def _implementation(backend: str) -> Any:
 
         return triton_mlp
     return torch_mlp
+
+
+def _run_backward(
+    grad_RH: Tensor,
+    saved: Sequence[Any],
+    options: Sequence[Any],
+    needs: Sequence[bool],
+    later: bool = False,
+) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
+    """What the implementation's backward returns, from what `_setup_context` keeps."""
+    *tensors, pre_AG, pair_A, slots_RK, offsets, tiles = saved
+    *formula, grad_scale, kept_pre, backend = options
+    return _implementation(backend).backward(
+        grad_RH,
+        *tensors[:2],
+        ExpertWeights(*tensors[2:]),
+        Routing(pair_A, slots_RK, offsets, tiles),
+        pre_AG if kept_pre else None,
+        ExpertsLayout(*formula),
+        grad_scale=grad_scale,
+        needs=list(needs),
+        later=later,
+    )
 
 
 @torch.library.custom_op("hf_moe_ep::expert_mlp", mutates_args=())
@@ -143,19 +234,9 @@ def _backward_op(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the first six inputs of the forward; empty where not in `needs`."""
-    layout = ExpertsLayout(gated, interleaved, activation, alpha, limit, up_offset)
-    experts = ExpertWeights(up, up_bias, down, down_bias)
-    grads = _implementation(backend).backward(
-        grad,
-        rows,
-        weights,
-        experts,
-        Routing(pair, slots, offsets, tiles),
-        pre if kept_pre else None,
-        layout,
-        grad_scale=grad_scale,
-        needs=list(needs),
-    )
+    saved = (rows, weights, up, up_bias, down, down_bias, pre, pair, slots, offsets, tiles)
+    formula = (gated, interleaved, activation, alpha, limit, up_offset)
+    grads, _ = _run_backward(grad, saved, (*formula, grad_scale, kept_pre, backend), needs)
     empty = [grad.new_empty(0) if g is None else g for g in grads.as_list()]
     return empty[0], empty[1], empty[2], empty[3], empty[4], empty[5]
 

@@ -13,8 +13,9 @@ Dimension names: B pairs of a block, A all pairs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,16 +79,21 @@ def backward(
     *,
     grad_scale: float,
     needs: list[bool],
-) -> WeightGrads:
+    later: bool = False,
+) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
     """Gradients of rows, weights, up, up_bias, down, down_bias; None where not in `needs`.
 
-    `pre_AG` None computes the pre-activations again.
+    `pre_AG` None computes the pre-activations again. With `later` the gradients of the experts are
+    left to the function that is returned; until it is called, the activation and the gradient of
+    the pre-activations of every pair are kept.
     """
     need_rows, need_weights = needs[:2]
     wide = weights_RK.dtype
     grad_weights = weights_RK.new_zeros(weights_RK.numel()) if need_weights else None
     grad_rows_RH = _wide_zeros(rows_RH) if need_rows else None
-    grads = _empty_expert_grads(experts, routing, needs)
+    grads = WeightGrads() if later else _empty_expert_grads(experts, routing, needs)
+    add = partial(_add_expert_grads, grad_RH=grad_RH, rows_RH=rows_RH, scale=grad_scale)
+    kept: list[_Step] = []
     for block in _blocks(routing, weights_RK):
         if pre_AG is None:
             pre_BG = _pre_activations(rows_RH, experts, block)
@@ -106,18 +112,38 @@ def backward(
             grad_weights.index_copy_(0, block.pair_B, grad_B)
         if grad_rows_RH is not None:
             _add_to_rows(_per_expert(grad_pre_BG, experts.up, block), grad_rows_RH, block)
-        if grads.down is not None:
-            _outer(grad_BH, _scale(act_BF, block.weight_B), grads.down, block, grad_scale)
-        if grads.down_bias is not None:
-            _sum(_scale(grad_BH, block.weight_B), grads.down_bias, block, grad_scale)
-        if grads.up is not None:
-            x_BH = rows_RH.index_select(0, block.row_B)
-            _outer(grad_pre_BG, x_BH, grads.up, block, grad_scale)
-        if grads.up_bias is not None:
-            _sum(grad_pre_BG, grads.up_bias, block, grad_scale)
+        if later:
+            kept.append(_Step(block, None, act_BF, grad_pre_BG))
+        else:
+            add(_Step(block, grad_BH, act_BF, grad_pre_BG), grads)
     grads.rows = None if grad_rows_RH is None else grad_rows_RH.to(rows_RH.dtype)
     grads.weights = None if grad_weights is None else grad_weights.view_as(weights_RK)
-    return grads
+
+    def finish() -> WeightGrads:
+        expert_grads = _empty_expert_grads(experts, routing, needs)
+        for step in kept:
+            add(step, expert_grads)
+        return expert_grads
+
+    return grads, finish if later else None
+
+
+def _add_expert_grads(
+    step: _Step, grads: WeightGrads, *, grad_RH: Tensor, rows_RH: Tensor, scale: float
+) -> None:
+    """The gradients of the experts of one block, in place."""
+    block, grad_BH = step.block, step.grad_BH
+    if grad_BH is None:
+        grad_BH = grad_RH.index_select(0, block.row_B)
+    if grads.down is not None:
+        _outer(grad_BH, _scale(step.act_BF, block.weight_B), grads.down, block, scale)
+    if grads.down_bias is not None:
+        _sum(_scale(grad_BH, block.weight_B), grads.down_bias, block, scale)
+    if grads.up is not None:
+        x_BH = rows_RH.index_select(0, block.row_B)
+        _outer(step.grad_pre_BG, x_BH, grads.up, block, scale)
+    if grads.up_bias is not None:
+        _sum(step.grad_pre_BG, grads.up_bias, block, scale)
 
 
 @dataclass(frozen=True)
@@ -135,6 +161,18 @@ class _Block:
         """Each expert with its part of every tensor."""
         parts = zip(*(tensor.split(self.sizes) for tensor in tensors), strict=True)
         return zip(self.experts, parts, strict=True)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Backward through one block: what the gradients of its experts are made of. `grad_BH` None
+    is to be taken from the rows again.
+    """
+
+    block: _Block
+    grad_BH: Tensor | None
+    act_BF: Tensor
+    grad_pre_BG: Tensor
 
 
 def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[_Block]:

@@ -10,7 +10,9 @@ give equal bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import triton
@@ -97,17 +99,20 @@ def backward(
     *,
     grad_scale: float,
     needs: list[bool],
-) -> WeightGrads:
+    later: bool = False,
+) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
     """Gradients of rows, weights, up, up_bias, down, down_bias; None where not in `needs`.
 
-    `pre_AG` None computes the pre-activations again.
+    `pre_AG` None computes the pre-activations again. With `later` the gradients of the experts are
+    left to the function that is returned.
     """
     experts = _with_contiguous_biases(experts)
     inputs = (rows_RH, weights_RK, experts.up, experts.up_bias, experts.down, experts.down_bias)
     num_pairs, top_k = routing.pair_A.numel(), weights_RK.shape[1]
     if num_pairs == 0:
         zeros = [None if x is None else torch.zeros_like(x) for x in inputs]
-        return WeightGrads(*(x if need else None for x, need in zip(zeros, needs, strict=True)))
+        grads = WeightGrads(*(x if need else None for x, need in zip(zeros, needs, strict=True)))
+        return grads, (lambda: grads) if later else None
     need_rows, need_weights, *_, need_down, _ = needs
     blocks = choose_blocks(experts.up, num_pairs)
     rows_RH, grad_RH = _with_contiguous_rows(rows_RH), _with_contiguous_rows(grad_RH)
@@ -134,20 +139,23 @@ def backward(
         grad_x_AH = grouped_mm(grad_pre_AG, experts.up, None, routing, blocks)
         grads.rows = combine(grad_x_AH, routing.slots_RK, None)
     sources = (rows_RH, weights_RK, grad_RH, act_AF, grad_pre_AG)
-    _add_expert_grads(grads, sources, experts, routing, blocks, grad_scale, needs)
-    return grads
+    finish = partial(_expert_grads, sources, experts, routing, blocks, grad_scale, needs)
+    return (grads, finish) if later else (finish(grads), None)
 
 
-def _add_expert_grads(
-    grads: WeightGrads,
+def _expert_grads(
     sources: tuple[Tensor, ...],
     experts: ExpertWeights,
     routing: Routing,
     blocks: Blocks,
     scale: float,
     needs: list[bool],
-) -> None:
-    """The weights' and biases' gradients: nothing waits for them, so they come last."""
+    grads: WeightGrads | None = None,
+) -> WeightGrads:
+    """The weights' and biases' gradients, added to `grads`: nothing waits for them, so they come
+    last.
+    """
+    grads = grads or WeightGrads()
     rows_RH, weights_RK, grad_RH, act_AF, grad_pre_AG = sources
     _, _, need_up, need_up_bias, need_down, need_down_bias = needs
     top_k = weights_RK.shape[1]
@@ -171,6 +179,7 @@ def _add_expert_grads(
         grads.up_bias = segment_sum(
             grad_pre_AG, experts.up_bias, routing, top_k, None, scale=scale, gather=False
         )
+    return grads
 
 
 def _with_contiguous_rows(x_RH: Tensor) -> Tensor:
@@ -178,6 +187,8 @@ def _with_contiguous_rows(x_RH: Tensor) -> Tensor:
 
 
 def _with_contiguous_biases(experts: ExpertWeights) -> ExpertWeights:
-    biases = {name: getattr(experts, name) for name in ("up_bias", "down_bias")}
-    rows = {name: _with_contiguous_rows(b) for name, b in biases.items() if b is not None}
-    return replace(experts, **rows)
+    up_bias, down_bias = (
+        None if bias is None else _with_contiguous_rows(bias)
+        for bias in (experts.up_bias, experts.down_bias)
+    )
+    return replace(experts, up_bias=up_bias, down_bias=down_bias)

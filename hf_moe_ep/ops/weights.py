@@ -14,6 +14,7 @@ Two experts, top-2, row 1 going to expert 0 only (id 2 = "no expert here"):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,12 +22,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """up_LGH, down_LHF and biases up_LG, down_LH; any strides."""
+    """up_LGH, down_LHF and biases up_LG, down_LH; any strides. `late`: see `postpone_grads`."""
 
     up: Tensor
     up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    late: LateGrads | None = None
+
+
+@dataclass
+class LateGrads:
+    """`finish` computes the gradients of the experts that a backward has left for later."""
+
+    finish: Callable[[], WeightGrads] | None = None
 
 
 @dataclass(frozen=True)
