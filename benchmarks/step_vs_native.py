@@ -159,7 +159,7 @@ def train_step(side: str, model: nn.Module, optimizer: torch.optim.Optimizer, ba
 class SentBytes(TorchDispatchMode):
     """Bytes this rank sends to other ranks, by kind: rows (of hidden states), routing, counts.
 
-    FSDP2 gathers and reduces by other collectives than these three.
+    FSDP2 reduces by other collectives, and gathers no integers.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -175,10 +175,9 @@ class SentBytes(TorchDispatchMode):
         elif name == "_c10d_functional.all_to_all_single.default":
             group = dist.distributed_c10d._resolve_process_group(args[3])
             self._all_to_all(args[0], args[2], group)
-        elif name == "c10d.allgather_.default":
-            (tensor,) = args[1]
+        elif name == "c10d._allgather_base_.default" and not args[1].is_floating_point():
             others = dist.ProcessGroup.unbox(args[2]).size() - 1
-            self._add(tensor, others * tensor.nbytes)
+            self._add(args[1], others * args[1].nbytes)
         return func(*args, **(kwargs or {}))
 
     def _all_to_all(self, tensor: Tensor, splits: list[int], group: dist.ProcessGroup) -> None:

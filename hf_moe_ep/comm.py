@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -55,10 +54,11 @@ def start_all_to_all(
 
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:
     """`counts` (one int64 vector) of every rank of `group`, on the host."""
-    gathered = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]
+    ranks = dist.get_world_size(group)
+    gathered = counts.new_empty(ranks * len(counts))
     try:
-        dist.all_gather(gathered, counts, group=group)
-        return torch.stack(gathered).tolist()
+        dist.all_gather_into_tensor(gathered, counts, group=group)
+        return gathered.view(ranks, -1).tolist()
     except RuntimeError as error:
         raise RuntimeError(
             f"{where}: the exchange of token counts failed; a rank of this ep group stopped, or "

@@ -159,9 +159,9 @@ class _Sent(TorchDispatchMode):
             assert own == 0, f"{own} rows for oneself in a collective"
             size = args[1].shape[1] * args[1].element_size()
             self.sent["rows", size] += sum(splits) * size
-        elif str(func) == "c10d.allgather_.default":
+        elif str(func) == "c10d._allgather_base_.default":
             others = dist.ProcessGroup.unbox(args[2]).size() - 1
-            self.sent["counts", 0] += others * args[1][0].nbytes
+            self.sent["counts", 0] += others * args[1].nbytes
         return func(*args, **(kwargs or {}))
 
 

@@ -33,7 +33,7 @@ def _counting() -> Iterator[Counter[str]]:
     """Collectives of the MoE layers, and reads of a tensor's values by the host."""
     calls: Counter[str] = Counter()
     watched = {
-        "all_gather": (dist, "all_gather"),
+        "all_gather": (dist, "all_gather_into_tensor"),
         "all_to_all": (dist, "all_to_all_single"),
         "read": (Tensor, "tolist"),
         "item": (Tensor, "item"),
@@ -42,8 +42,9 @@ def _counting() -> Iterator[Counter[str]]:
 
     def counted(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The torch path's own offsets live on the host, int32; what a GPU would hold is int64.
-            if name != "read" or args[0].dtype == torch.int64:
+            # FSDP2 gathers parameters by the same collective, and the torch path's own offsets live
+            # on the host, int32: counts, and what a GPU would hold of them, are int64.
+            if name not in ("read", "all_gather") or args[0].dtype == torch.int64:
                 calls[name] += 1
             return originals[name](*args, **kwargs)
 
