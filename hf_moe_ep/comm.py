@@ -16,6 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+# Renamed in torch 2.13, where the old name warns at every call.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Transfer:
     """Rows on their way; holds what is read and written until `wait` has returned."""
@@ -57,7 +60,7 @@ def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> li
     ranks = dist.get_world_size(group)
     gathered = counts.new_empty(ranks * len(counts))
     try:
-        dist.all_gather_into_tensor(gathered, counts, group=group)
+        _all_gather(gathered, counts, group=group)
         return gathered.view(ranks, -1).tolist()
     except RuntimeError as error:
         raise RuntimeError(

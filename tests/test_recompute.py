@@ -18,7 +18,7 @@ from tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep import apply_ep_fsdp2, comm, patch, unpatch
 from hf_moe_ep.comm import Transfer
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.torch_mlp import _add_expert_grads
@@ -33,7 +33,7 @@ def _counting() -> Iterator[Counter[str]]:
     """Collectives of the MoE layers, and reads of a tensor's values by the host."""
     calls: Counter[str] = Counter()
     watched = {
-        "all_gather": (dist, "all_gather_into_tensor"),
+        "all_gather": (comm, "_all_gather"),
         "all_to_all": (dist, "all_to_all_single"),
         "read": (Tensor, "tolist"),
         "item": (Tensor, "item"),
@@ -42,9 +42,8 @@ def _counting() -> Iterator[Counter[str]]:
 
     def counted(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # FSDP2 gathers parameters by the same collective, and the torch path's own offsets live
-            # on the host, int32: counts, and what a GPU would hold of them, are int64.
-            if name not in ("read", "all_gather") or args[0].dtype == torch.int64:
+            # The torch path's own offsets live on the host, int32; what a GPU would hold is int64.
+            if name != "read" or args[0].dtype == torch.int64:
                 calls[name] += 1
             return originals[name](*args, **kwargs)
 

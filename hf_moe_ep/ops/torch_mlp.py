@@ -84,15 +84,15 @@ def backward(
     """Gradients of rows, weights, up, up_bias, down, down_bias; None where not in `needs`.
 
     `pre_AG` None computes the pre-activations again. With `later` the gradients of the experts are
-    left to the function that is returned; until it is called, the activation and the gradient of
-    the pre-activations of every pair are kept.
+    left to the function that is returned; what they are made of is kept until it is called, for
+    every pair: its gradient, its activation and the gradient of its pre-activations.
     """
     need_rows, need_weights = needs[:2]
     wide = weights_RK.dtype
     grad_weights = weights_RK.new_zeros(weights_RK.numel()) if need_weights else None
     grad_rows_RH = _wide_zeros(rows_RH) if need_rows else None
     grads = WeightGrads() if later else _empty_expert_grads(experts, routing, needs)
-    add = partial(_add_expert_grads, grad_RH=grad_RH, rows_RH=rows_RH, scale=grad_scale)
+    add = partial(_add_expert_grads, rows_RH=rows_RH, scale=grad_scale)
     kept: list[_Step] = []
     for block in _blocks(routing, weights_RK):
         if pre_AG is None:
@@ -112,10 +112,11 @@ def backward(
             grad_weights.index_copy_(0, block.pair_B, grad_B)
         if grad_rows_RH is not None:
             _add_to_rows(_per_expert(grad_pre_BG, experts.up, block), grad_rows_RH, block)
+        step = _Step(block, grad_BH, act_BF, grad_pre_BG)
         if later:
-            kept.append(_Step(block, None, act_BF, grad_pre_BG))
+            kept.append(step)
         else:
-            add(_Step(block, grad_BH, act_BF, grad_pre_BG), grads)
+            add(step, grads)
     grads.rows = None if grad_rows_RH is None else grad_rows_RH.to(rows_RH.dtype)
     grads.weights = None if grad_weights is None else grad_weights.view_as(weights_RK)
 
@@ -128,13 +129,9 @@ def backward(
     return grads, finish if later else None
 
 
-def _add_expert_grads(
-    step: _Step, grads: WeightGrads, *, grad_RH: Tensor, rows_RH: Tensor, scale: float
-) -> None:
+def _add_expert_grads(step: _Step, grads: WeightGrads, *, rows_RH: Tensor, scale: float) -> None:
     """The gradients of the experts of one block, in place."""
     block, grad_BH = step.block, step.grad_BH
-    if grad_BH is None:
-        grad_BH = grad_RH.index_select(0, block.row_B)
     if grads.down is not None:
         _outer(grad_BH, _scale(step.act_BF, block.weight_B), grads.down, block, scale)
     if grads.down_bias is not None:
@@ -165,12 +162,10 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Step:
-    """Backward through one block: what the gradients of its experts are made of. `grad_BH` None
-    is to be taken from the rows again.
-    """
+    """Backward through one block: what the gradients of its experts are made of."""
 
     block: _Block
-    grad_BH: Tensor | None
+    grad_BH: Tensor
     act_BF: Tensor
     grad_pre_BG: Tensor
 
