@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 EXPERTS_IMPLEMENTATION = "hf_moe_ep"
+TOWER_OUTPUTS = "mm_encoder_outputs"
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
 
 
@@ -129,3 +131,45 @@ def output_head(model: Any) -> nn.Module | None:
 def unwrap(model: Any) -> Any:
     """The model behind torch.compile's wrapper (torch/_dynamo/eval_frame.py, OptimizedModule)."""
     return getattr(model, "_orig_mod", model)
+
+
+def text_config(config: Any) -> Any:
+    """The part of a model's config that describes its language model."""
+    return config.get_text_config()
+
+
+def takes_tower_outputs(inner: nn.Module) -> bool:
+    """Whether forward lets us run the vision tower ourselves (models/qwen3_vl_moe, since 5.23)."""
+    return TOWER_OUTPUTS in inspect.signature(inner.forward).parameters
+
+
+def bind_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """All arguments of a call to `module.forward`, by name."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    given = dict(bound.arguments)
+    given.update(given.pop("kwargs", {}))
+    return given
+
+
+def tower_sizes(tower: Any) -> tuple[int, int]:
+    """Patches that are merged along one side, and values of one patch (models/qwen3_vl_moe)."""
+    return tower.spatial_merge_size, math.prod(tower.patch_embed.proj.weight.shape[1:])
+
+
+def run_tower(inner: Any, pixels: Tensor, grids: Tensor) -> Any:
+    """The vision tower's outputs, one entry per picture (models/qwen3_vl_moe)."""
+    return inner.get_image_features(pixels, grids, return_dict=True)
+
+
+def split_tower_outputs(outputs: Any, counts: list[int]) -> list[Any]:
+    """Outputs of consecutive groups of pictures, as the inner model's forward takes them."""
+    parts, first = [], 0
+    for count in counts:
+        picked = slice(first, first + count)
+        features = [feature[picked] for feature in outputs.deepstack_features]
+        pooled = outputs.pooler_output[picked]
+        parts.append(type(outputs)(pooler_output=pooled, deepstack_features=features))
+        first += count
+    return parts

@@ -7,6 +7,7 @@
     the root                the model's state, and a pre-forward hook that refuses to train
                             unsharded
     the causal LM           two hooks around forward that make the router's aux loss global
+    a vision tower's owner  a pre-forward hook that runs the tower on every rank or on none
 
 It looks at the model only. What depends on the world is checked by `shard.py` when the model is
 sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `accelerate.py`.
@@ -36,8 +37,10 @@ from hf_moe_ep.recompute import unwatch_checkpoints
 from hf_moe_ep.routing import GlobalAuxLoss, RestoreAuxLoss
 from hf_moe_ep.shard import ShardOptions, default_device, default_policy, shard_model
 from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.vision import KeepUnseen, TowerOnce
 
 _logger = logging.getLogger("hf_moe_ep")
+_HOOKS = ForwardGuard | GlobalAuxLoss | RestoreAuxLoss | TowerOnce | KeepUnseen
 
 
 def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: Any) -> nn.Module:
@@ -65,7 +68,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     _check_unsharded(model)
     plan, model_config = _find_plan(model)
     state = ModelState(config, plan, getattr(model_config, plan.num_experts))
-    experts = _find_experts(model, plan, model_config)
+    experts, tower = _find_experts(model, plan, model_config), _find_tower(model, plan)
     _check_ep_size(config, plan, model_config)
     if config.dispatcher == "deepep":
         load_deep_ep()
@@ -80,6 +83,8 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
         module.config = own_config
         setattr(module, STATE, MoELayer(index, state, compute))
     _hook_root(model, state)
+    if tower is not None:
+        _hook_tower(*tower, state)
     accelerate.install()
     _log(model, state, list(experts), computes[0])
     return model
@@ -165,7 +170,7 @@ def known_architectures() -> list[str]:
 
 
 def _is_ours(hook: object) -> bool:
-    return isinstance(hook, ForwardGuard | GlobalAuxLoss | RestoreAuxLoss)
+    return isinstance(hook, _HOOKS)
 
 
 def _find_plan(model: nn.Module) -> tuple[ModelPlan, Any]:
@@ -176,7 +181,8 @@ def _find_plan(model: nn.Module) -> tuple[ModelPlan, Any]:
             f"unknown architecture {model_type!r} ({type(model).__name__}); "
             f"known are: {', '.join(known_architectures())}"
         )
-    return importlib.import_module(f"model_patches.{model_type}").PLAN, model_config
+    plan = importlib.import_module(f"model_patches.{model_type}").PLAN
+    return plan, hf.text_config(model_config)
 
 
 def _find_experts(model: nn.Module, plan: ModelPlan, model_config: Any) -> dict[str, nn.Module]:
@@ -197,6 +203,25 @@ def _find_experts(model: nn.Module, plan: ModelPlan, model_config: Any) -> dict[
             f"layer of {plan.model_type}"
         )
     return experts
+
+
+def _find_tower(model: nn.Module, plan: ModelPlan) -> tuple[nn.Module, nn.Module] | None:
+    """The module whose forward runs the vision tower, and the tower."""
+    if plan.vision is None:
+        return None
+    for name, tower in model.named_modules():
+        if matches(plan.vision.tower, hf.canonical_name(name)):
+            inner = model.get_submodule(name.rpartition(".")[0])
+            if hf.takes_tower_outputs(inner):
+                return inner, tower
+            raise ValueError(
+                f"{type(inner).__name__} of this transformers runs its vision tower itself; "
+                f"{plan.model_type} needs transformers 5.23 or newer"
+            )
+    raise ValueError(
+        f"found no vision tower named '{plan.vision.tower}' in this {type(model).__name__}; "
+        f"patch() wants the model as from_pretrained returns it"
+    )
 
 
 def _check_ep_size(config: ParallelConfig, plan: ModelPlan, model_config: Any) -> None:
@@ -240,13 +265,20 @@ def _check_unsharded(model: nn.Module) -> None:
 def _hook_root(model: nn.Module, state: ModelState) -> None:
     setattr(model, STATE, state)
     model.register_forward_pre_hook(ForwardGuard(state))
-    coefficient = state.plan.aux_loss_coef
+    coefficient, head = state.plan.aux_loss_coef, hf.output_head(model)
     for module in model.modules():
-        # vars, because PEFT's wrappers pass attributes of the model through.
-        if coefficient is not None and coefficient in vars(module):
+        # _modules, because PEFT's wrappers pass attributes of the model through.
+        if coefficient is not None and head is not None and head in module._modules.values():
             swap = GlobalAuxLoss(state, coefficient)
             module.register_forward_pre_hook(swap, with_kwargs=True)
             module.register_forward_hook(RestoreAuxLoss(swap), always_call=True)
+
+
+def _hook_tower(inner: nn.Module, tower: nn.Module, state: ModelState) -> None:
+    once, embedding = TowerOnce(state, tower), hf.input_embedding(inner)
+    assert embedding is not None
+    inner.register_forward_pre_hook(once, with_kwargs=True)
+    embedding.register_forward_hook(KeepUnseen(once))
 
 
 def _log(model: nn.Module, state: ModelState, names: list[str], compute: Compute | None) -> None:

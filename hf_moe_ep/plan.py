@@ -1,4 +1,4 @@
-"""`ModelPlan`: what an architecture declares about itself. Pure data, no behaviour.
+"""`ModelPlan`: what an architecture declares about itself. Data; what acts on it is elsewhere.
 
 Names are patterns over dotted module names, matched at their end and by component, `*` for one
 component: "layers.*.mlp.experts" finds `model.layers.3.mlp.experts` and, under PEFT,
@@ -14,6 +14,14 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class VisionPlan:
+    """The vision tower, and its blocks; each one FSDP2 unit."""
+
+    tower: str
+    blocks: str
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """One architecture.
 
@@ -22,11 +30,12 @@ class ModelPlan:
         layers: decoder layers, each one FSDP2 unit.
         experts: modules that hold the stacked expert weights, each one FSDP2 unit over ep_fsdp.
         final_norm: the norm in front of the head; one unit with it, kept gathered.
-        num_experts: field of the config that holds the experts per layer.
-        num_moe_layers: config -> how many modules `experts` has to match.
+        num_experts: field of the text config that holds the experts per layer.
+        num_moe_layers: text config -> how many modules `experts` has to match.
         expert_weights: parameters of an experts module that are stacked over experts (dim 0).
-        aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss;
-            None without such a loss.
+        aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss,
+            dotted where its config holds it; None without such a loss.
+        vision: None for a model of text alone.
     """
 
     model_type: str
@@ -37,6 +46,15 @@ class ModelPlan:
     num_moe_layers: Callable[[Any], int]
     expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")
     aux_loss_coef: str | None = None
+    vision: VisionPlan | None = None
+
+
+def count_sparse_layers(config: Any) -> int:
+    """Layers with experts where `mlp_only_layers` and `decoder_sparse_step` decide (Qwen)."""
+    return sum(
+        layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    )
 
 
 def matches(pattern: str, module_name: str) -> bool:

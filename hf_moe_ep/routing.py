@@ -26,6 +26,7 @@ function of that name in its module is ours. Subtracting stock's term afterwards
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,8 +44,17 @@ class GlobalAuxLoss:
     """Pre-forward hook of the causal LM: its forward will call `global_aux_loss`."""
 
     def __init__(self, state: ModelState, coefficient: str) -> None:
-        self.state, self.coefficient = state, coefficient
+        self.state = state
+        self._path, _, self._name = coefficient.rpartition(".")
         self.stock: tuple[Any, float] | None = None
+
+    def holder(self, model: nn.Module) -> Any:
+        """What has the coefficient: the model itself or a part of its config."""
+        return attrgetter(self._path)(model) if self._path else model
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -52,11 +62,12 @@ class GlobalAuxLoss:
         if meshes is None or meshes.world_size == 1:
             return
         names = hf.forward_globals(model)
-        coefficient = getattr(model, self.coefficient)
+        holder = self.holder(model)
+        coefficient = getattr(holder, self.name)
         self.stock = (names[_FUNCTION], coefficient)
         names[_FUNCTION] = partial(global_aux_loss, world_size=meshes.world_size)
         if kwargs.get("num_items_in_batch") is not None:
-            setattr(model, self.coefficient, coefficient / meshes.world_size)
+            setattr(holder, self.name, coefficient / meshes.world_size)
 
 
 class RestoreAuxLoss:
@@ -70,7 +81,7 @@ class RestoreAuxLoss:
         if self.swapped.stock is not None:
             function, coefficient = self.swapped.stock
             hf.forward_globals(model)[_FUNCTION] = function
-            setattr(model, self.swapped.coefficient, coefficient)
+            setattr(self.swapped.holder(model), self.swapped.name, coefficient)
             self.swapped.stock = None
 
 

@@ -3,6 +3,7 @@
     unit                 mesh                          gradient
     experts of a layer   ep_fsdp, after Shard(0) / ep  summed; 1/world applied in our backward
     decoder layer        fsdp                          averaged by FSDP2
+    vision block, tower  fsdp
     embedding            fsdp
     final norm + head    fsdp, kept gathered between forward and backward
     root (the rest)      fsdp
@@ -73,10 +74,13 @@ class ShardOptions:
 
 @dataclass(frozen=True)
 class _Units:
-    """The modules that become FSDP2 units; `experts` by the index of their layer."""
+    """The modules that become FSDP2 units; `experts` by the index of their layer, `vision` the
+    blocks of the tower and behind them the tower.
+    """
 
     layers: list[nn.Module]
     experts: dict[int, nn.Module]
+    vision: list[nn.Module]
     embedding: nn.Module | None
     tail: list[nn.Module]
     tied: bool
@@ -127,6 +131,9 @@ def shard_model(
             _shard_experts(units.experts[index], state, meshes, options, owners)
         _fill([layer], meshes, options, owners)
         fully_shard(layer, mesh=meshes.dense, **kwargs)
+    for part in units.vision:
+        _fill([part], meshes, options, owners)
+        fully_shard(part, mesh=meshes.dense, **kwargs)
     if units.embedding is not None and not units.tied:
         _fill([units.embedding], meshes, options, owners)
         fully_shard(units.embedding, mesh=meshes.dense, **kwargs)
@@ -162,7 +169,11 @@ def _find_units(model: nn.Module, state: ModelState) -> _Units:
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     norms = [module for name, module in modules.items() if matches(plan.final_norm, name)]
     tail = [m for m in (embedding if tied else None, *norms, head) if m is not None]
-    return _Units([modules[name] for name in names], experts, embedding, tail, tied)
+    vision = []
+    if plan.vision is not None:
+        for pattern in (plan.vision.blocks, plan.vision.tower):
+            vision += [module for name, module in modules.items() if matches(pattern, name)]
+    return _Units([modules[name] for name in names], experts, vision, embedding, tail, tied)
 
 
 def _shard_experts(
@@ -309,7 +320,12 @@ def _set_prefetch(units: _Units) -> None:
         tail = units.tail[0]
         assert isinstance(tail, FSDPModule)
         stages.append([tail])
-    for here, ahead in pairwise(stages):
+    # The tower is a chain of its own: on a step without pixels nobody runs it.
+    tower: list[list[FSDPModule]] = []
+    for part in (*units.vision[-1:], *units.vision[:-1]):
+        assert isinstance(part, FSDPModule)
+        tower.append([part])
+    for here, ahead in (*pairwise(stages), *pairwise(tower)):
         here[0].set_modules_to_forward_prefetch(ahead)
         ahead[0].set_modules_to_backward_prefetch(here)
 

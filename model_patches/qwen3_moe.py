@@ -6,17 +6,7 @@ every n-th (transformers, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecode
 
 from __future__ import annotations
 
-from typing import Any
-
-from hf_moe_ep.plan import ModelPlan
-
-
-def _num_moe_layers(config: Any) -> int:
-    return sum(
-        layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    )
-
+from hf_moe_ep.plan import ModelPlan, count_sparse_layers
 
 PLAN = ModelPlan(
     model_type="qwen3_moe",
@@ -24,6 +14,6 @@ PLAN = ModelPlan(
     experts="layers.*.mlp.experts",
     final_norm="norm",
     num_experts="num_experts",
-    num_moe_layers=_num_moe_layers,
+    num_moe_layers=count_sparse_layers,
     aux_loss_coef="router_aux_loss_coef",
 )

@@ -28,7 +28,7 @@ ROWS = {
     "lora": "mesh plan hf",
     "model_patches": "",
     "model_patches.*": "vision ulysses plan hf",
-    "vision": "ulysses mesh hf",
+    "vision": "state comm ops hf",
     "ulysses": "mesh comm hf",
     "routing": "state mesh comm ops hf",
     "moe": "recompute deepep dispatch wire header experts state ops",

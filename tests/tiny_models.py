@@ -8,7 +8,13 @@ is close to uniform, and a wrong expert would move the loss by less than roundin
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 _QWEN3_MOE = {
     "vocab_size": 97,
@@ -26,7 +32,32 @@ _QWEN3_MOE = {
     "initializer_range": 0.18,  # about 1/sqrt(hidden_size): layers keep the scale of their input
     "attn_implementation": "sdpa",
 }
-_ARCHITECTURES = {"qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _QWEN3_MOE)}
+_QWEN3_VL_MOE = {
+    "text_config": _QWEN3_MOE
+    | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+    "vision_config": {
+        "depth": 3,
+        "hidden_size": 24,
+        "num_heads": 3,
+        "intermediate_size": 20,
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 1],
+        "initializer_range": 0.18,
+    },
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "attn_implementation": "sdpa",
+}
+_ARCHITECTURES = {
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _QWEN3_MOE),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, _QWEN3_VL_MOE),
+}
 
 
 def tiny(
@@ -92,3 +123,61 @@ def batch(
         "attention_mask": (~is_pad).long(),
         "labels": labels,
     }
+
+
+# One row of a vision batch: how many text tokens, or (height, width) of an image in patches, or
+# (frames, height, width) of a video; sizes are multiples of the tower's merge size, 2.
+Row = list[int | tuple[int, ...]]
+
+
+def vision_batch(
+    model: PreTrainedModel, rows: list[Row], seed: int = 0, *, left: bool = False
+) -> dict[str, torch.Tensor]:
+    """What a processor would return for `rows`, padded on the right (or left), and labels.
+
+    As Qwen3-VL's processor does, every frame of a video has a text token in front of it. A quarter
+    of the text tokens has no label, placeholders have none; the second label of a row counts.
+    """
+    config, generator = model.config, torch.Generator().manual_seed(seed)
+    sequences: list[list[int]] = []  # of token types: 0 text, 1 image, 2 video
+    grids: dict[int, list[tuple[int, ...]]] = {1: [], 2: []}
+    for row in rows:
+        types: list[int] = []
+        for item in row:
+            if isinstance(item, int):
+                types += [0] * item
+                continue
+            frames, height, width = item if len(item) == 3 else (1, *item)
+            kind = 2 if len(item) == 3 else 1
+            grids[kind].append((frames, height, width))
+            for _ in range(frames):
+                types += [0] * (kind == 2) + [kind] * (height * width // 4)
+        sequences.append(types)
+    length = max(map(len, sequences))
+    padded = [(-1 if left else 1, length - len(types), types) for types in sequences]
+    types = torch.tensor(
+        [[3] * n + t if side < 0 else t + [3] * n for side, n, t in padded], dtype=torch.int64
+    )
+    input_ids = torch.randint(config.image_token_id, types.shape, generator=generator)
+    input_ids[types == 1], input_ids[types == 2] = config.image_token_id, config.video_token_id
+    text = types == 0
+    ignored = torch.rand(types.shape, generator=generator) < 0.25
+    second = (text.cumsum(1) == 2) & text
+    result = {
+        "input_ids": input_ids.masked_fill(types == 3, 0),
+        "attention_mask": (types != 3).long(),
+        "labels": input_ids.masked_fill(~text | (ignored & ~second), -100),
+        "mm_token_type_ids": types.masked_fill(types == 3, 0).int(),
+    }
+    vision = config.vision_config
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    for kind, pixels, grid in (
+        (1, "pixel_values", "image_grid_thw"),
+        (2, "pixel_values_videos", "video_grid_thw"),
+    ):
+        if grids[kind]:
+            result[grid] = torch.tensor(grids[kind])
+            patches = int(result[grid].prod(1).sum())
+            draw = torch.randn(patches, values, generator=generator, dtype=torch.float64)
+            result[pixels] = draw
+    return result

@@ -1,0 +1,21 @@
+"""Qwen3-VL-MoE: a vision tower in front of the text model of Qwen3-MoE's shape, for instance
+Qwen3-VL-30B-A3B and Qwen3-VL-235B-A22B.
+
+Layers without experts as in Qwen3-MoE (transformers, models/qwen3_vl_moe/modeling_qwen3_vl_moe.py,
+Qwen3VLMoeTextDecoderLayer).
+"""
+
+from __future__ import annotations
+
+from hf_moe_ep.plan import ModelPlan, VisionPlan, count_sparse_layers
+
+PLAN = ModelPlan(
+    model_type="qwen3_vl_moe",
+    layers="language_model.layers.*",
+    experts="language_model.layers.*.mlp.experts",
+    final_norm="language_model.norm",
+    num_experts="num_experts",
+    num_moe_layers=count_sparse_layers,
+    aux_loss_coef="config.text_config.router_aux_loss_coef",
+    vision=VisionPlan(tower="visual", blocks="visual.blocks.*"),
+)
