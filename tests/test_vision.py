@@ -64,24 +64,37 @@ def _cases(world: int, ep: int) -> list[Case]:
 
 
 BY_STEP = {"model": MODEL, "micro_batches": modality_by_step, "budget": 1e-6}
+ONE_RANK = [Case("1 rank", 1).with_(**BY_STEP)]
 TWO_RANKS = [
-    *_cases(2, 1),
     Case("modality by step, checkpoint", 2, 2, prepare=CHECKPOINT).with_(**BY_STEP),
+    *_cases(2, 1)[-2:],
 ]
 FOUR_RANKS = [
-    *_cases(4, 2),
     Case("modality by step", 4, 2).with_(**BY_STEP),
     Case("modality by step, reentrant", 4, 2, prepare=REENTRANT).with_(**BY_STEP),
-    Case("modality by step, HSDP", 4, 2, 2).with_(**BY_STEP),
     Case("frozen tower", 4, 2, freeze=("model.visual",)).with_(**BY_STEP),
     Case("frozen language model", 4, 2, freeze=("model.language_model",)).with_(**BY_STEP),
-    Case("modality by step, ep 4", 4, 4).with_(**BY_STEP),
 ]
+FOUR_RANKS_MORE = [
+    *_cases(4, 2),
+    *_cases(4, 4),
+    Case("modality by step, HSDP", 4, 2, 2).with_(**BY_STEP),
+    Case("3 chunks", 4, 2).with_config(dispatch_chunks=3).with_(**BY_STEP),
+]
+TWO_RANKS_MORE = _cases(2, 1)[:-2] + _cases(2, 2)
+EIGHT_RANKS = [Case("8 ranks, ep 2, HSDP", 8, 2, 2).with_(**BY_STEP)]
 
 
 @pytest.mark.parametrize(
     "cases",
-    [pytest.param(TWO_RANKS, id="2"), pytest.param(FOUR_RANKS, id="4")],
+    [
+        pytest.param(ONE_RANK, id="1"),
+        pytest.param(TWO_RANKS, id="2"),
+        pytest.param(FOUR_RANKS, id="4"),
+        pytest.param(TWO_RANKS_MORE, id="2_more", marks=pytest.mark.slow),
+        pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
+        pytest.param(EIGHT_RANKS, id="8", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_with_different_modalities_equal_one_process(cases: list[Case]) -> None:
     run_ranks(run_cases, cases[0].world, cases, timeout=400)
@@ -114,6 +127,7 @@ def _sixty_steps(rank: int, world: int) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_sixty_steps_of_random_modalities_equal_one_process() -> None:
     run_ranks(_sixty_steps, 4, timeout=240)
 
