@@ -11,13 +11,20 @@ Importing this package changes nothing; `patch` does.
 from hf_moe_ep.checkpoint import save_pretrained
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.describe import describe
-from hf_moe_ep.grads import clip_grad_norm_, global_token_count
+from hf_moe_ep.grads import (
+    clip_grad_norm_,
+    data_parallel_rank,
+    data_parallel_size,
+    global_token_count,
+)
 from hf_moe_ep.patch import apply_ep_fsdp2, patch, unpatch
 
 __all__ = [
     "ParallelConfig",
     "apply_ep_fsdp2",
     "clip_grad_norm_",
+    "data_parallel_rank",
+    "data_parallel_size",
     "describe",
     "global_token_count",
     "patch",

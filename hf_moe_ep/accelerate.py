@@ -179,6 +179,12 @@ def _check_launch(accelerator: Accelerator) -> None:
 
 
 def _check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
+    if state.config.sp_size != 1:
+        raise ValueError(
+            f"sp_size={state.config.sp_size} does not work under Accelerate and the Trainer yet: "
+            "their data loaders would give the ranks of one sp group different batches. Use "
+            "apply_ep_fsdp2 in a loop of your own, or sp_size=1"
+        )
     if parallelism is None:
         return
     for name in ("tp_size", "cp_size", "sp_size"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -53,6 +54,14 @@ def start_all_to_all(
     )
     assert work is not None
     return Transfer(work, (received_RX, rows_NX), where)
+
+
+def swap_slices(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`slices[r]` goes to rank r of `group`, `[r]` of the result came from it; no gradient."""
+    slices = slices.contiguous()
+    received = torch.empty_like(slices)
+    dist.all_to_all_single(received, slices, group=group)
+    return received
 
 
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:

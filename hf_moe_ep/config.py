@@ -18,12 +18,6 @@ _EXPERTS_BACKENDS = ("auto", "eager", "torch", "triton")
 _DISPATCHERS = ("all_to_all", "deepep")
 _SHARD_DIMS = ("auto", 0, 1)
 
-# Options of the public contract that this version cannot honour: any other value raises.
-_ONLY_VALUE = {
-    "sp_size": (None, 1),
-    "gather_logits": (False,),
-}
-
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -32,8 +26,8 @@ class ParallelConfig:
     Args:
         ep_size: ranks that split the experts of a layer between them; divides the number of
             experts and `world / dp_replicate_size`. None = 1, or HF_MOE_EP_EP_SIZE.
-        sp_size: ranks that split a sequence between them. None = 1, or HF_MOE_EP_SP_SIZE.
-            Only 1 in this version.
+        sp_size: ranks that split each sequence of one batch between them; divides the attention
+            heads and `world / dp_replicate_size`. None = 1, or HF_MOE_EP_SP_SIZE.
         dp_replicate_size: copies of the sharded model (HSDP). None = 1.
         experts_backend: "auto" takes the Triton kernels where they can run and the plugin's torch
             path elsewhere, as `describe(model)` says; "triton" and "torch" insist; "eager" is the
@@ -55,9 +49,7 @@ class ParallelConfig:
         expert_shard_dim: tensor dimension of the expert weights that FSDP2 splits: 0, 1 or
             "auto", which is 0 where the experts of a rank divide evenly, else 1 where that does.
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
-
-    The remaining fields are names that are fixed already and whose other values raise until
-    they work: sp_size, gather_logits.
+        gather_logits: with sp_size > 1, whole logits beside a loss; else they are None there.
 
     Raises:
         ValueError: a field has a value that no model and no world could make valid.
@@ -89,13 +81,16 @@ class ParallelConfig:
         if self.dispatch_chunks is None:
             raise ValueError("dispatch_chunks must be a whole number >= 1, got None; try 1")
         _check_size("dispatch_chunks", self.dispatch_chunks)
-        for name in ("ep_outside", "recompute_activations", "reshard_after_forward"):
+        for name in (
+            "ep_outside",
+            "gather_logits",
+            "recompute_activations",
+            "reshard_after_forward",
+        ):
             _check_choice(name, getattr(self, name), (False, True))
         _check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
         _check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
         _check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
-        for name, allowed in _ONLY_VALUE.items():
-            _check_choice(name, getattr(self, name), allowed)
         if (self.deepep_num_sms or 0) % 2:
             raise ValueError(
                 f"deepep_num_sms must be even, DeepEP moves rows by pairs of SMs; got "

@@ -55,8 +55,8 @@ def _layout(state: ModelState) -> str:
     meshes, config = state.meshes, state.config
     if meshes is None:
         return (
-            f"  layout     not sharded yet; asks for ep_size {config.ep_size}, "
-            f"dp_replicate_size {config.dp_replicate_size}"
+            f"  layout     not sharded yet; asks for ep_size {config.ep_size}, sp_size "
+            f"{config.sp_size}, dp_replicate_size {config.dp_replicate_size}"
         )
     ep_ranks = meshes.ep.mesh.tolist()
     local = state.num_experts // meshes.ep_size
@@ -64,7 +64,7 @@ def _layout(state: ModelState) -> str:
     return (
         f"  layout     {meshes.world_size} ranks = dp_replicate {config.dp_replicate_size} x "
         f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}; this rank: experts {first} .. "
-        f"{first + local - 1}, ep group {ep_ranks}"
+        f"{first + local - 1}, ep group {ep_ranks}, sp group {meshes.sp.mesh.tolist()}"
     )
 
 

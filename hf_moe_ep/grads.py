@@ -14,10 +14,13 @@ import functools
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.comm import max_over_ranks, sum_over_ranks
+from hf_moe_ep.mesh import Meshes
+from hf_moe_ep.state import find_state
 
 IGNORED_LABEL = -100
 
@@ -70,7 +73,7 @@ def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> T
         model: the model that `labels` are for.
         labels: (B, S), not shifted, -100 where ignored; or the micro-batches of one step.
 
-    Pass it as `num_items_in_batch` and multiply the loss by the number of processes, because
+    Pass it as `num_items_in_batch` and multiply the loss by `data_parallel_size(model)`, because
     FSDP2 averages gradients: a loop that takes the mean per rank weighs the tokens of a short
     batch more than those of a long one.
     """
@@ -78,7 +81,30 @@ def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> T
     if not parts:
         raise ValueError("labels is empty: pass the labels of at least one micro-batch")
     counts = torch.stack([(part[..., 1:] != IGNORED_LABEL).sum() for part in parts])
-    return sum_over_ranks(counts.sum())
+    # Ranks of an sp group have the same labels.
+    return sum_over_ranks(counts.sum()) // _sp_size(model)
+
+
+def data_parallel_size(model: nn.Module) -> int:
+    """How many ranks are to be given different batches: all of them, or one per sp group."""
+    meshes = _meshes(model)
+    return 1 if meshes is None else meshes.world_size // meshes.sp.size()
+
+
+def data_parallel_rank(model: nn.Module) -> int:
+    """Which of `data_parallel_size(model)` batches this rank is to be given."""
+    meshes = _meshes(model)
+    return 0 if meshes is None else dist.get_rank() // meshes.sp.size()
+
+
+def _sp_size(model: nn.Module) -> int:
+    meshes = _meshes(model)
+    return 1 if meshes is None else meshes.sp.size()
+
+
+def _meshes(model: nn.Module) -> Meshes | None:
+    state = find_state(model)
+    return None if state is None else state.meshes
 
 
 def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 TOWER_OUTPUTS = "mm_encoder_outputs"
@@ -75,6 +77,30 @@ def own_experts_config(config: Any, implementation: str) -> Any:
     """
     own = copy.copy(config)
     own._experts_implementation_internal = implementation
+    return own
+
+
+def own_attention_config(config: Any, wrap: Callable[[Callable[..., Any]], Any]) -> Any:
+    """A copy of `config` for attention modules alone, which selects `wrap(stock function)`.
+
+    Registered for attention and for masks (modeling_utils.py, masking_utils.py): a name that the
+    second does not know silently gets no mask. "flash" stays in the name, upstream asks for it.
+
+    Raises:
+        ValueError: the model's attention is not in transformers' interface.
+    """
+    stock = config._attn_implementation
+    known = ALL_ATTENTION_FUNCTIONS.valid_keys()
+    if stock not in known or stock == "eager":
+        raise ValueError(
+            f"sp_size > 1 splits attention by heads, which attn_implementation={stock!r} does not "
+            f"allow; load the model with attn_implementation='sdpa' or 'flash_attention_2'"
+        )
+    name = f"{EXPERTS_IMPLEMENTATION}_{stock}"
+    ALL_ATTENTION_FUNCTIONS.register(name, wrap(ALL_ATTENTION_FUNCTIONS[stock]))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
+    own = copy.copy(config)
+    own._attn_implementation_internal = name
     return own
 
 

@@ -11,6 +11,8 @@ parameters split by expert over ep and then sharded over ep_fsdp.
     ep_fsdp 1      4     5     6     7        ep_fsdp groups  {0 4} {1 5} {2 6} {3 7}
 
 With 128 experts rank 5 owns experts 32..63 (ep 1), half of each matrix (ep_fsdp 1).
+Ranks of an sp group, always consecutive, share their batches: world / sp of them differ.
+
 `ep_outside=True` transposes the grid: ep groups {0 2 4 6} {1 3 5 7}, ep_fsdp groups {0 1} {2 3}
 {4 5} {6 7}. dp_replicate is always outermost.
 """
@@ -35,6 +37,7 @@ class Meshes:
         ep_fsdp: mesh that shards one rank's experts further: ("ep_fsdp",), with HSDP
             ("dp_replicate", "ep_fsdp").
         ep: mesh ("ep",) that splits the experts.
+        sp: mesh ("sp",) that splits a sequence.
         world_size: ranks of the default process group, all of which take part.
         device: where parameters and batches live.
     """
@@ -42,6 +45,7 @@ class Meshes:
     dense: DeviceMesh
     ep_fsdp: DeviceMesh
     ep: DeviceMesh
+    sp: DeviceMesh
     world_size: int
     device: torch.device
 
@@ -62,7 +66,8 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     """Create the process groups of `config` over the default group; every rank calls this."""
     world_size = dist.get_world_size()
     ep, replicate = config.ep_size or 1, config.dp_replicate_size or 1
-    check_world(ep, replicate, world_size)
+    sp = config.sp_size or 1
+    check_world(ep, replicate, world_size, sp)
     ep_fsdp = world_size // (replicate * ep)
     ranks = torch.arange(world_size)
     if config.ep_outside:
@@ -78,17 +83,19 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
         (replicate, world_size // replicate),
         mesh_dim_names=("dp_replicate", "fsdp"),
     )
+    sequence = init_device_mesh(device.type, (world_size // sp, sp), mesh_dim_names=("data", "sp"))
     hsdp = replicate > 1
     return Meshes(
         dense=dense if hsdp else dense["fsdp"],
         ep_fsdp=experts["dp_replicate", "ep_fsdp"] if hsdp else experts["ep_fsdp"],
         ep=experts["ep"],
+        sp=sequence["sp"],
         world_size=world_size,
         device=device,
     )
 
 
-def check_world(ep_size: int, dp_replicate_size: int, world_size: int) -> None:
+def check_world(ep_size: int, dp_replicate_size: int, world_size: int, sp_size: int = 1) -> None:
     """Raise where the sizes do not tile the world, naming the sizes that would."""
     if dp_replicate_size > world_size or world_size % dp_replicate_size:
         raise ValueError(
@@ -96,12 +103,13 @@ def check_world(ep_size: int, dp_replicate_size: int, world_size: int) -> None:
             f"try {_divisors(world_size)}"
         )
     shard = world_size // dp_replicate_size
-    if ep_size > shard or shard % ep_size:
-        raise ValueError(
-            f"ep_size ({ep_size}) must divide world size / dp_replicate_size "
-            f"({world_size} / {dp_replicate_size} = {shard}); try {_divisors(shard)}, "
-            f"or launch a multiple of {ep_size * dp_replicate_size} processes"
-        )
+    for name, size in (("ep_size", ep_size), ("sp_size", sp_size)):
+        if size > shard or shard % size:
+            raise ValueError(
+                f"{name} ({size}) must divide world size / dp_replicate_size "
+                f"({world_size} / {dp_replicate_size} = {shard}); try {_divisors(shard)}, "
+                f"or launch a multiple of {size * dp_replicate_size} processes"
+            )
 
 
 def _divisors(number: int) -> str:

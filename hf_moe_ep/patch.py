@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -37,10 +38,27 @@ from hf_moe_ep.recompute import unwatch_checkpoints
 from hf_moe_ep.routing import GlobalAuxLoss, RestoreAuxLoss
 from hf_moe_ep.shard import ShardOptions, default_device, default_policy, shard_model
 from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.ulysses import (
+    JoinLogits,
+    SplitSequence,
+    TakeSlice,
+    attention_with,
+    check_heads,
+    split_loss,
+)
 from hf_moe_ep.vision import KeepUnseen, TowerOnce
 
 _logger = logging.getLogger("hf_moe_ep")
-_HOOKS = ForwardGuard | GlobalAuxLoss | RestoreAuxLoss | TowerOnce | KeepUnseen
+_HOOKS = (
+    ForwardGuard,
+    GlobalAuxLoss,
+    RestoreAuxLoss,
+    TowerOnce,
+    KeepUnseen,
+    SplitSequence,
+    JoinLogits,
+    TakeSlice,
+)
 
 
 def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: Any) -> nn.Module:
@@ -70,6 +88,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     state = ModelState(config, plan, getattr(model_config, plan.num_experts))
     experts, tower = _find_experts(model, plan, model_config), _find_tower(model, plan)
     _check_ep_size(config, plan, model_config)
+    _check_sp_size(model, config, plan, model_config)
     if config.dispatcher == "deepep":
         load_deep_ep()
     computes = [_choose_compute(module, config) for module in experts.values()]
@@ -79,7 +98,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     implementation = "eager" if config.experts_backend == "eager" else hf.EXPERTS_IMPLEMENTATION
     own_config = hf.own_experts_config(next(iter(experts.values())).config, implementation)
     for index, (module, compute) in enumerate(zip(experts.values(), computes, strict=True)):
-        state.undo.append((module, module.config))
+        state.undo.append((module, "config", module.config))
         module.config = own_config
         setattr(module, STATE, MoELayer(index, state, compute))
     _hook_root(model, state)
@@ -156,9 +175,13 @@ def unpatch(model: nn.Module) -> nn.Module:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
+                module._forward_hooks_with_kwargs.pop(key, None)
     unwatch_checkpoints(model)
-    for module, config in state.undo:
-        module.config = config
+    for module, name, value in state.undo:
+        if value is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, value)
     for module in model.modules():
         module.__dict__.pop(STATE, None)
     return model
@@ -234,6 +257,24 @@ def _check_ep_size(config: ParallelConfig, plan: ModelPlan, model_config: Any) -
         )
 
 
+def _check_sp_size(
+    model: nn.Module, config: ParallelConfig, plan: ModelPlan, model_config: Any
+) -> None:
+    if config.sp_size == 1:
+        return
+    if plan.vision is not None:
+        raise ValueError(
+            f"sp_size ({config.sp_size}) > 1 does not work with {plan.model_type} yet; use 1"
+        )
+    heads, kv_heads = model_config.num_attention_heads, model_config.num_key_value_heads
+    check_heads(heads, kv_heads, config.sp_size or 1)
+    if _causal_lm(model) is None:
+        raise ValueError(
+            f"sp_size ({config.sp_size}) > 1 needs a model with a language modelling head, which "
+            f"{type(model).__name__} has not; load it as a causal LM, or leave sp_size at 1"
+        )
+
+
 def _choose_compute(module: nn.Module, config: ParallelConfig) -> Compute | None:
     if config.experts_backend == "eager":
         return None
@@ -265,13 +306,38 @@ def _check_unsharded(model: nn.Module) -> None:
 def _hook_root(model: nn.Module, state: ModelState) -> None:
     setattr(model, STATE, state)
     model.register_forward_pre_hook(ForwardGuard(state))
-    coefficient, head = state.plan.aux_loss_coef, hf.output_head(model)
-    for module in model.modules():
-        # _modules, because PEFT's wrappers pass attributes of the model through.
-        if coefficient is not None and head is not None and head in module._modules.values():
-            swap = GlobalAuxLoss(state, coefficient)
-            module.register_forward_pre_hook(swap, with_kwargs=True)
-            module.register_forward_hook(RestoreAuxLoss(swap), always_call=True)
+    causal_lm, coefficient = _causal_lm(model), state.plan.aux_loss_coef
+    if state.config.sp_size != 1:
+        _hook_sequence(model, causal_lm, state)
+    if coefficient is not None and causal_lm is not None:
+        swap = GlobalAuxLoss(state, coefficient)
+        causal_lm.register_forward_pre_hook(swap, with_kwargs=True)
+        causal_lm.register_forward_hook(RestoreAuxLoss(swap), always_call=True)
+
+
+def _causal_lm(model: nn.Module) -> Any:
+    """The module that owns the head onto the vocabulary."""
+    head = hf.output_head(model)
+    # _modules, because PEFT's wrappers pass attributes of the model through.
+    owners = (module for module in model.modules() if head in module._modules.values())
+    return None if head is None else next(owners, None)
+
+
+def _hook_sequence(model: nn.Module, causal_lm: Any, state: ModelState) -> None:
+    names = {hf.canonical_name(name): module for name, module in model.named_modules()}
+    attention = [module for name, module in names.items() if matches(state.plan.attention, name)]
+    layers = [module for name, module in names.items() if matches(state.plan.layers, name)]
+    own_config = hf.own_attention_config(attention[0].config, attention_with)
+    for module in attention:
+        state.undo.append((module, "config", module.config))
+        module.config = own_config
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(TakeSlice(first=index == 0), with_kwargs=True)
+    causal_lm.register_forward_pre_hook(SplitSequence(state), with_kwargs=True)
+    causal_lm.register_forward_hook(JoinLogits(state), with_kwargs=True)
+    # Where the user has set no loss, the model has no such attribute (modeling_utils.py).
+    state.undo.append((causal_lm, "_loss_function", vars(causal_lm).get("_loss_function")))
+    causal_lm.loss_function = partial(split_loss, causal_lm.loss_function)
 
 
 def _hook_tower(inner: nn.Module, tower: nn.Module, state: ModelState) -> None:

@@ -29,6 +29,7 @@ class ModelPlan:
         model_type: `config.model_type` of the Hugging Face config.
         layers: decoder layers, each one FSDP2 unit.
         experts: modules that hold the stacked expert weights, each one FSDP2 unit over ep_fsdp.
+        attention: modules in decoder layers that call transformers' attention interface.
         final_norm: the norm in front of the head; one unit with it, kept gathered.
         num_experts: field of the text config that holds the experts per layer.
         num_moe_layers: text config -> how many modules `experts` has to match.
@@ -41,6 +42,7 @@ class ModelPlan:
     model_type: str
     layers: str
     experts: str
+    attention: str
     final_norm: str
     num_experts: str
     num_moe_layers: Callable[[Any], int]

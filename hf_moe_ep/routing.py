@@ -15,8 +15,9 @@ belongs to it, and the terms add up to the loss of one process:
 
     outputs.aux_loss    value: aux, on every rank; gradient: W times the rank's own term, because
                         data parallelism averages gradients over the W ranks
-    outputs.loss        holds coefficient * aux, or coefficient * aux / W where the caller passed
-                        `num_items_in_batch` and so sums losses over ranks (the Trainer does)
+    outputs.loss        holds coefficient * aux, or coefficient * aux / D where the caller passed
+                        `num_items_in_batch` and so sums losses over the D ranks that have
+                        different batches (the Trainer does)
 
 The model's own forward computes and adds it: for the time of one forward of a sharded model, the
 function of that name in its module is ours. Subtracting stock's term afterwards would keep its
@@ -36,6 +37,7 @@ from hf_moe_ep import hf
 from hf_moe_ep.comm import sum_over_ranks
 from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.state import ModelState
+from hf_moe_ep.ulysses import SLICE, Slice
 
 _FUNCTION = "load_balancing_loss_func"
 
@@ -65,9 +67,12 @@ class GlobalAuxLoss:
         holder = self.holder(model)
         coefficient = getattr(holder, self.name)
         self.stock = (names[_FUNCTION], coefficient)
-        names[_FUNCTION] = partial(global_aux_loss, world_size=meshes.world_size)
+        sequence: Slice | None = kwargs.get(SLICE)
+        world = meshes.world_size
+        names[_FUNCTION] = partial(global_aux_loss, world_size=world, sequence=sequence)
         if kwargs.get("num_items_in_batch") is not None:
-            setattr(holder, self.name, coefficient / meshes.world_size)
+            data_ranks = world // (1 if sequence is None else sequence.size)
+            setattr(holder, self.name, coefficient / data_ranks)
 
 
 class RestoreAuxLoss:
@@ -92,14 +97,21 @@ def global_aux_loss(
     attention_mask: Tensor | None = None,
     *,
     world_size: int,
+    sequence: Slice | None = None,
 ) -> Tensor:
     """The loss above, from the logits (T, E) of every layer on this rank.
 
-    The positional arguments are those of transformers' `load_balancing_loss_func`.
+    The positional arguments are those of transformers' `load_balancing_loss_func`; with `sequence`
+    the logits are those of its slice, the mask is for the whole.
     """
     wide = torch.promote_types(router_logits[0].dtype, torch.float32)
     pairs_E = router_logits[0].new_zeros(num_experts, dtype=wide)
     probability_E, rows = torch.zeros_like(pairs_E), pairs_E.new_zeros(1)
+    if sequence is not None:
+        if attention_mask is None:
+            batch_size = router_logits[0].shape[0] // sequence.local
+            attention_mask = router_logits[0].new_ones(batch_size, sequence.length)
+        attention_mask = sequence.take(attention_mask, 1)
     keep_T = None if attention_mask is None else attention_mask.reshape(-1).bool()
     for logits_TE in router_logits:
         probs_TE = logits_TE.softmax(-1)

@@ -35,13 +35,15 @@ class ModelState:
     deepep: Any = None
     # The checkpointed layer that runs now (hf_moe_ep.recompute.Frame).
     frame: Any = None
-    undo: list[tuple[Any, ...]] = field(default_factory=list)
+    # (module, attribute, what was there before; None for nothing)
+    undo: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def check_ready(self) -> None:
         """Raise where training would silently ignore what the config asks for."""
         if self.meshes is None and self.config.needs_sharding:
             raise ValueError(
                 f"this model was patched with ep_size={self.config.ep_size}, "
+                f"sp_size={self.config.sp_size}, "
                 f"dp_replicate_size={self.config.dp_replicate_size} but never sharded: every "
                 f"process would train alone. Launch with `accelerate launch --config_file` and "
                 f"`distributed_type: FSDP`, `fsdp_version: 2` (examples/accelerate/), or call "

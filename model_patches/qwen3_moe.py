@@ -12,6 +12,7 @@ PLAN = ModelPlan(
     model_type="qwen3_moe",
     layers="layers.*",
     experts="layers.*.mlp.experts",
+    attention="layers.*.self_attn",
     final_norm="norm",
     num_experts="num_experts",
     num_moe_layers=count_sparse_layers,

@@ -13,6 +13,7 @@ PLAN = ModelPlan(
     model_type="qwen3_vl_moe",
     layers="language_model.layers.*",
     experts="language_model.layers.*.mlp.experts",
+    attention="language_model.layers.*.self_attn",
     final_norm="language_model.norm",
     num_experts="num_experts",
     num_moe_layers=count_sparse_layers,

@@ -16,7 +16,13 @@ from tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, global_token_count
+from hf_moe_ep import (
+    apply_ep_fsdp2,
+    clip_grad_norm_,
+    data_parallel_rank,
+    data_parallel_size,
+    global_token_count,
+)
 
 STEPS = 3
 Batch = dict[str, Tensor]
@@ -26,8 +32,8 @@ Batch = dict[str, Tensor]
 class Case:
     """One layout, model and data.
 
-    `micro_batches(model, rank, world, step)` are the batches of one optimizer step on one rank;
-    `freeze` names modules without gradients.
+    `micro_batches(model, rank, world, step)` are the batches of one optimizer step on one rank (of
+    those with different data: with `sp` there are fewer); `freeze` names modules without gradients.
     `budget` is design's 1e-10, or 1e-6 where the number of ranks is no power of two.
     """
 
@@ -35,6 +41,7 @@ class Case:
     world: int
     ep: int = 1
     replicate: int = 1
+    sp: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     micro_batches: Callable[[nn.Module, int, int, int], list[Batch]] | None = None
@@ -58,7 +65,10 @@ def run_case(case: Case, rank: int, world: int) -> None:
     for part in case.freeze:
         model.get_submodule(part).requires_grad_(False)
         reference.get_submodule(part).requires_grad_(False)
-    apply_ep_fsdp2(model, ep_size=case.ep, dp_replicate_size=case.replicate, **case.config)
+    sizes = {"ep_size": case.ep, "dp_replicate_size": case.replicate, "sp_size": case.sp}
+    apply_ep_fsdp2(model, **sizes, **case.config)
+    rank, world = data_parallel_rank(model), data_parallel_size(model)
+    assert (rank, world) == (dist.get_rank() // case.sp, dist.get_world_size() // case.sp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     wanted = torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False)
     make = case.micro_batches or uneven_batches
@@ -165,8 +175,10 @@ def _pairs(
 def _compare_outputs(
     where: str, model: nn.Module, reference: nn.Module, micro: Batch, budget: float
 ) -> None:
+    unlabelled = {name: value for name, value in micro.items() if name != "labels"}
     with torch.no_grad():
         got, want = model(**micro), reference(**micro)
+        got.logits = model(**{**unlabelled, "use_cache": False}).logits
     assert_close(f"{where}: logits", got.logits, want.logits, budget)
     if micro["labels"][:, 1:].ne(-100).any():
         logits, labels = got.logits[:, :-1].flatten(0, 1), micro["labels"][:, 1:].flatten()

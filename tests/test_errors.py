@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"expert_parallel": 2},
         "unknown option expert_parallel; known are: .*ep_size",
     ),
-    "sp": (tiny, {"sp_size": 2}, "sp_size=2 is not supported"),
+    "sp": (tiny, {"sp_size": 3}, r"sp_size \(3\) must divide the attention heads \(4\)"),
     "activation": (
         lambda: tiny(hidden_act="mish"),
         {},
@@ -109,9 +109,9 @@ def test_without_a_process_group() -> None:
     model = patch(tiny(), ep_size=2)
     with pytest.raises(ValueError, match=r"there is none.*torchrun or accelerate launch"):
         apply_ep_fsdp2(model)
-    with pytest.raises(ValueError, match=f"ep_size=2, dp_replicate_size=1.*{LAUNCH}"):
+    with pytest.raises(ValueError, match=f"ep_size=2, sp_size=1, dp_replicate_size=1.*{LAUNCH}"):
         model(**batch(model, 2, 5))
-    with pytest.raises(ValueError, match=f"ep_size=1, dp_replicate_size=4.*{LAUNCH}"):
+    with pytest.raises(ValueError, match=f"ep_size=1, sp_size=1, dp_replicate_size=4.*{LAUNCH}"):
         patch(tiny(), dp_replicate_size=4)(**batch(model, 2, 5))
     inner = patch(tiny(), ep_size=2).model  # past the root's hook
     with pytest.raises(ValueError, match=f"ep_size=2.*{LAUNCH}"):

@@ -147,6 +147,16 @@ def test_two_models_in_one_process_have_meshes_of_their_own() -> None:
         assert _members(wide.ep, 0) == [4, 5, 6, 7] and _members(narrow.ep, 0) == [4, 5]
 
 
+def test_sp_groups_are_consecutive_ranks() -> None:
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            meshes = build_meshes(ParallelConfig(ep_size=4, sp_size=2, dp_replicate_size=2), CPU)
+            assert _members(meshes.sp, 0) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    match = r"sp_size \(8\).*8 / 2 = 4.*try 1, 2, 4"
+    with _as_rank(0, 8), pytest.raises(ValueError, match=match):
+        build_meshes(ParallelConfig(sp_size=8, dp_replicate_size=2), CPU)
+
+
 REFUSED = [
     (3, 1, 8, r"ep_size \(3\).*8 / 1 = 8.*try 1, 2, 4, 8,.*multiple of 3 processes"),
     (16, 1, 8, r"ep_size \(16\).*8 / 1 = 8.*try 1, 2, 4, 8,.*multiple of 16 processes"),

@@ -1,0 +1,307 @@
+"""Ulysses sequence parallelism: a sequence split over the sp group, attention split over its heads.
+
+Every rank of an sp group is given the same batch. The model's own code makes masks, positions and
+embeddings for the whole sequence; behind that each rank keeps one slice of it. 2 ranks, 4 heads,
+8 tokens:
+
+    rank 0   tokens 0-3  |  heads 0 1 of tokens 0-7  |  tokens 0-3
+    rank 1   tokens 4-7  |  heads 2 3 of tokens 0-7  |  tokens 4-7
+             projections    attention, stock code       projection, experts, head, loss
+
+Two all-to-alls a layer carry queries, keys and values there and results back. A length that sp does
+not divide is padded at its end for the slices; attention never sees the padding. Where sp exceeds
+the number of key and value heads, these are repeated until every rank has one.
+
+How one forward is split (`Slice`) travels with it, as a keyword argument from the causal LM down to
+attention and loss, so that a recompute in backward finds what its own forward had.
+(DeepSpeed-Ulysses, arXiv 2309.14509.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from hf_moe_ep import hf
+from hf_moe_ep.comm import gather_counts, swap_slices
+from hf_moe_ep.state import ModelState
+
+# The keyword argument that carries a Slice.
+SLICE = "hf_moe_ep_slice"
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Slice:
+    """How the `length` tokens of each row are split over `group`."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    length: int
+
+    @property
+    def local(self) -> int:
+        """Tokens of each row on one rank, padding included."""
+        return -(-self.length // self.size)
+
+    def take(self, x: Tensor, dim: int, *, fill: float = 0) -> Tensor:
+        """This rank's slice of a whole tensor; `fill` stands for the padding."""
+        start = min(self.rank * self.local, self.length)
+        part = x.narrow(dim, start, min(self.local, self.length - start))
+        missing = self.local - part.shape[dim]
+        if not missing:
+            return part
+        shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
+        return torch.cat([part, part.new_full(shape, fill)], dim)
+
+
+class SplitSequence:
+    """Pre-forward hook of the causal LM: decides whether this forward is split.
+
+    It is where no key-value cache is asked for: in training, with labels, or by `use_cache=False`.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    @torch.compiler.disable
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        meshes = self.state.meshes
+        if meshes is None or meshes.sp.size() == 1:
+            return None
+        given = hf.bind_forward(model, args, kwargs)
+        uncached = model.training or given.get("labels") is not None
+        uncached |= given.get("use_cache") is False
+        if given.get("past_key_values") is not None or not uncached:
+            return None
+        keep = given.get("logits_to_keep", 0)
+        if isinstance(keep, Tensor) or keep:
+            raise ValueError(
+                f"logits_to_keep={keep} picks positions of a sequence that sp_size="
+                f"{meshes.sp.size()} splits; leave it out, or pass use_cache=True"
+            )
+        name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        tokens: Tensor = given[name]
+        group = meshes.sp.get_group()
+        _check_same_batch(tokens, given.get("labels"), group)
+        rank, size = meshes.sp.get_local_rank(), meshes.sp.size()
+        given[SLICE] = Slice(group, rank, size, length=tokens.shape[1])
+        given["use_cache"] = False
+        return (), given
+
+
+class JoinLogits:
+    """Forward hook of the causal LM: whole logits, or none where a loss was asked for."""
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    @torch.compiler.disable
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        part: Slice | None = kwargs.get(SLICE)
+        if part is None:
+            return None
+        if kwargs.get("labels") is None or self.state.config.gather_logits:
+            output.logits = _Gather.apply(output.logits, part)
+        else:
+            # A wrong accuracy from a slice would be worse than a crash.
+            output.logits = None
+        return output
+
+
+class TakeSlice:
+    """Pre-forward hook of a decoder layer: what is for the whole sequence becomes the slice."""
+
+    def __init__(self, *, first: bool) -> None:
+        self.first = first
+
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        part: Slice | None = kwargs.get(SLICE)
+        if part is None:
+            return None
+        if self.first:
+            args = (part.take(args[0], 1), *args[1:])
+        whole = kwargs["position_embeddings"]
+        return args, {**kwargs, "position_embeddings": tuple(part.take(x, -2) for x in whole)}
+
+
+def split_attention(
+    stock: Callable[..., Any],
+    module: Any,
+    query: Tensor,  # (B, heads, S / sp, D)
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over the whole sequence for this rank's heads; registered with transformers."""
+    part: Slice | None = kwargs.pop(SLICE, None)
+    if part is None:
+        return stock(module, query, key, value, attention_mask, **kwargs)
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if kv_heads < part.size:
+        key, value = (x.repeat_interleave(part.size // kv_heads, 1) for x in (key, value))
+    # One message: each rank's heads of all three, one rank after the other.
+    packed = torch.cat([_by_rank(x, part.size) for x in (query, key, value)], dim=2)
+    whole = _HeadsToSequence.apply(packed, part)[:, :, : part.length]
+    own = heads // part.size, key.shape[1] // part.size
+    query, key, value = whole.split([own[0], own[1], own[1]], dim=1)
+    # A copy, because stock code reads from the module how often to repeat each key.
+    module = copy.copy(module)
+    module.num_key_value_groups = own[0] // own[1]
+    out_BSHD, _ = stock(module, query, key, value, attention_mask, **kwargs)
+    return _SequenceToHeads.apply(out_BSHD, part), None
+
+
+def split_loss(
+    stock: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kw: Any
+) -> Tensor:
+    """The loss of the whole sequence from this rank's logits, the same on all ranks of the group.
+
+    Its gradient is that of the group's loss times sp: as for any rank of data parallelism, the
+    mean over all ranks is what counts.
+    """
+    part: Slice | None = kw.pop(SLICE, None)
+    if part is None:
+        return stock(logits, labels, *args, **kw)
+    shifted = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+    count = kw.pop("num_items_in_batch", None)
+    if count is None:
+        count = (shifted != IGNORED_LABEL).sum()
+    mine = part.take(shifted, 1, fill=IGNORED_LABEL).contiguous()
+    loss = stock(logits, None, *args, shift_labels=mine, num_items_in_batch=count, **kw)
+    total: Tensor = _Sum.apply(loss, part)
+    return total
+
+
+def check_heads(heads: int, kv_heads: int, sp_size: int) -> None:
+    """Raise where the heads cannot be split, with both numbers and the sizes that work."""
+    sizes = [n for n in range(1, heads + 1) if _splits(heads, kv_heads, n)]
+    if sp_size not in sizes:
+        raise ValueError(
+            f"sp_size ({sp_size}) must divide the attention heads ({heads}), and divide or be "
+            f"divided by the key-value heads ({kv_heads}); try {', '.join(map(str, sizes))}"
+        )
+
+
+def attention_with(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`split_attention` around a stock attention function."""
+    return partial(split_attention, stock)
+
+
+def _splits(heads: int, kv_heads: int, size: int) -> bool:
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _check_same_batch(tokens: Tensor, labels: Tensor | None, group: dist.ProcessGroup) -> None:
+    """Raise on every rank of the group where they were not given the same batch."""
+    ids = tokens if not tokens.is_floating_point() else tokens.new_zeros(1, dtype=torch.int64)
+    targets = ids.new_zeros(1) if labels is None else labels
+    place = torch.arange(1, ids.numel() + 1, device=ids.device)
+    sums = torch.stack([(ids.flatten() * place).sum(), targets.sum()])
+    shape = torch.tensor(tokens.shape[:2], device=tokens.device)
+    told = gather_counts(torch.cat([shape, sums]), group, where="the sp group's batches")
+    if any(row != told[0] for row in told):
+        ranks = dist.get_process_group_ranks(group)
+        sizes = ", ".join(
+            f"rank {rank}: {row[0]} x {row[1]}" for rank, row in zip(ranks, told, strict=True)
+        )
+        raise ValueError(
+            f"ranks of one sp group were given different batches ({sizes}; or other tokens): the "
+            f"ranks {ranks} split one batch between them. Draw samples by "
+            f"hf_moe_ep.data_parallel_rank(model) of hf_moe_ep.data_parallel_size(model)"
+        )
+
+
+def _by_rank(x_BHSD: Tensor, size: int) -> Tensor:
+    """(B, size, heads / size, S, D)"""
+    return x_BHSD.unflatten(1, (size, -1))
+
+
+class _HeadsToSequence(torch.autograd.Function):
+    """(B, sp, heads, S / sp, D), by owner of the heads, to (B, heads, S, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, part: Slice) -> Tensor:
+        ctx.part = part
+        arrived = swap_slices(packed.movedim(1, 0), part.group)
+        return arrived.movedim(0, 2).flatten(2, 3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        by_owner = grad.unflatten(2, (ctx.part.size, -1)).movedim(2, 0)
+        return swap_slices(by_owner, ctx.part.group).movedim(0, 1), None
+
+
+class _SequenceToHeads(torch.autograd.Function):
+    """(B, S without padding, heads / sp, D) to (B, S / sp, heads, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, part: Slice) -> Tensor:
+        ctx.part = part
+        padded = functional.pad(out, (0, 0, 0, 0, 0, part.local * part.size - part.length))
+        arrived = swap_slices(padded.unflatten(1, (part.size, -1)).movedim(1, 0), part.group)
+        return arrived.movedim(0, 2).flatten(2, 3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        part = ctx.part
+        by_owner = grad.unflatten(2, (part.size, -1)).movedim(2, 0)
+        arrived = swap_slices(by_owner, part.group).movedim(0, 1).flatten(1, 2)
+        return arrived[:, : part.length], None
+
+
+class _Gather(torch.autograd.Function):
+    """(B, S / sp, V) to (B, S, V) on every rank; the gradients of all ranks are added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
+        ctx.part = part
+        everywhere = x.unsqueeze(0).expand(part.size, *x.shape)
+        return swap_slices(everywhere, part.group).movedim(0, 1).flatten(1, 2)[:, : part.length]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        part = ctx.part
+        padded = functional.pad(grad, (0, 0, 0, part.local * part.size - part.length))
+        by_owner = padded.unflatten(1, (part.size, -1)).movedim(1, 0)
+        return swap_slices(by_owner, part.group).sum(0), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the group, whose backward is a sum as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
+        ctx.part = part
+        return _sum(x, part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum(grad, ctx.part), None
+
+
+def _sum(x: Tensor, part: Slice) -> Tensor:
+    """Of a scalar, with the additions of every rank in one order."""
+    everywhere = x.reshape(1, 1).expand(part.size, 1)
+    return swap_slices(everywhere, part.group).sum()
