@@ -115,7 +115,7 @@ def _run(
     out_RH, pre_AG = implementation.forward(  # type: ignore[attr-defined]
         rows_RH, weights_RK, experts, routing, layout, True
     )
-    grads = implementation.backward(  # type: ignore[attr-defined]
+    grads, _ = implementation.backward(  # type: ignore[attr-defined]
         grad_RH,
         rows_RH,
         weights_RK,

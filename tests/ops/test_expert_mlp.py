@@ -13,7 +13,7 @@ from close import assert_close, max_error
 from torch import Tensor
 
 from hf_moe_ep.ops import reference
-from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.layout import ExpertsLayout
 from hf_moe_ep.ops.weights import ExpertWeights
 
@@ -312,6 +312,24 @@ def test_recomputed_pre_activations_change_no_bit(backend: str, device: str) -> 
     grad_RH = torch.randn_like(inputs[0])
     want = _ours(case, inputs, grad_RH, backend)
     _assert_equal(_ours(case, inputs, grad_RH, backend, recompute=True), want)
+
+
+@pytest.mark.parametrize("wanted", [(1, 1, 1, 1, 1, 1), (1, 1, 1, 0, 0, 0), (0, 1, 0, 0, 1, 1)])
+@pytest.mark.parametrize(("backend", "device"), BOTH)
+def test_postponed_gradients_of_the_experts_are_the_same_bits(
+    backend: str, device: str, wanted: tuple[int, ...]
+) -> None:
+    for ids_RK in (_random_ids(9, 2, 3, seed=3), [[3, 3]] * 4):  # the second: no pair at all
+        case = Case(ids_RK, 3, 11, 7, GPT_OSS, bias=True)
+        inputs = case.inputs(torch.float32, device)
+        grad_RH = torch.randn_like(inputs[0])
+        kw = {"counts_L": case.counts_L(), "backend": backend}
+
+        def later(rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts, layout, **kw):
+            return expert_mlp(rows_RH, ids_RK, weights_RK, postpone_grads(experts), layout, **kw)
+
+        got = _run(later, case, inputs, grad_RH, wanted, **kw)
+        _assert_equal(got, _run(expert_mlp, case, inputs, grad_RH, wanted, **kw))
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
