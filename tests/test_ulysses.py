@@ -55,20 +55,27 @@ TWO_RANKS = [
     Case("sp 2, packed", 2, 2, sp=2, micro_batches=packed),
 ]
 FOUR_RANKS = [
-    Case("sp 2, ep 2", 4, 2, sp=2),
     Case("sp 4, ep 2: one kv head on two ranks", 4, 2, sp=4),
+    Case("sp 2, two forwards, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
+    Case("sp 2, HSDP, padded left", 4, 2, 2, sp=2, micro_batches=partial(padded, "left")),
+]
+FOUR_RANKS_MORE = [
+    Case("sp 2, ep 2", 4, 2, sp=2),
     Case("sp 4, ep 4, two forwards, reentrant", 4, 4, sp=4, prepare=REENTRANT).with_(
         **TWO_FORWARDS
     ),
-    Case("sp 2, two forwards, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
-    Case("sp 2, HSDP, padded left", 4, 2, 2, sp=2, micro_batches=partial(padded, "left")),
     Case("sp 4, three tokens", 4, 2, sp=4, micro_batches=shorter_than_sp),
     Case("sp 2, gather_logits", 4, 4, sp=2).with_config(gather_logits=True),
 ]
 
 
 @pytest.mark.parametrize(
-    "cases", [pytest.param(TWO_RANKS, id="2"), pytest.param(FOUR_RANKS, id="4")]
+    "cases",
+    [
+        pytest.param(TWO_RANKS, id="2"),
+        pytest.param(FOUR_RANKS, id="4"),
+        pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
+    ],
 )
 def test_split_sequences_equal_one_process(cases: list[Case]) -> None:
     run_ranks(run_cases, cases[0].world, cases, timeout=400)
