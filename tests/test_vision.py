@@ -56,7 +56,7 @@ DATA: dict[str, tuple[list[Row], ...]] = {
 def _cases(world: int, ep: int) -> list[Case]:
     budgets = {name: 1e-10 if name == "all text" else 1e-6 for name in DATA}
     return [
-        Case(name, world, ep, 1, MODEL, budget=budgets[name]).with_(
+        Case(name, world, ep, model=MODEL, budget=budgets[name]).with_(
             micro_batches=partial(rows_of, by_rank)
         )
         for name, by_rank in DATA.items()
