@@ -1,9 +1,9 @@
 """The only collectives of forward and backward.
 
 `start_all_to_all` sends rows and returns at once; what it returns is waited for where the rows are
-needed. `gather_counts` is the one small exchange that precedes it, and the only place where the
-host waits for a device. `sum_over_ranks` and `max_over_ranks` reduce numbers that carry no
-gradient.
+needed. `gather_counts` is the one small exchange that precedes it, and where the host
+waits for a device. `swap_slices` trades equal parts of tensors (sequence parallelism).
+`sum_over_ranks` and `max_over_ranks` reduce numbers that carry no gradient.
 
 A collective that fails (a rank died, or never came and the process group's timeout passed) is
 raised again with the place in the model, because the backend's own message names neither.

@@ -82,24 +82,20 @@ def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> T
         raise ValueError("labels is empty: pass the labels of at least one micro-batch")
     counts = torch.stack([(part[..., 1:] != IGNORED_LABEL).sum() for part in parts])
     # Ranks of an sp group have the same labels.
-    return sum_over_ranks(counts.sum()) // _sp_size(model)
+    meshes = _meshes(model)
+    return sum_over_ranks(counts.sum()) // (1 if meshes is None else meshes.sp_size)
 
 
 def data_parallel_size(model: nn.Module) -> int:
     """How many ranks are to be given different batches: all of them, or one per sp group."""
     meshes = _meshes(model)
-    return 1 if meshes is None else meshes.world_size // meshes.sp.size()
+    return 1 if meshes is None else meshes.data_parallel_size
 
 
 def data_parallel_rank(model: nn.Module) -> int:
     """Which of `data_parallel_size(model)` batches this rank is to be given."""
     meshes = _meshes(model)
-    return 0 if meshes is None else dist.get_rank() // meshes.sp.size()
-
-
-def _sp_size(model: nn.Module) -> int:
-    meshes = _meshes(model)
-    return 1 if meshes is None else meshes.sp.size()
+    return 0 if meshes is None else dist.get_rank() // meshes.sp_size
 
 
 def _meshes(model: nn.Module) -> Meshes | None:

@@ -61,6 +61,14 @@ class Meshes:
     def ep_fsdp_size(self) -> int:
         return self.ep_fsdp.size(-1)
 
+    @property
+    def sp_size(self) -> int:
+        return self.sp.size()
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.sp_size
+
 
 def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     """Create the process groups of `config` over the default group; every rank calls this."""

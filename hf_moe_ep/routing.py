@@ -47,16 +47,12 @@ class GlobalAuxLoss:
 
     def __init__(self, state: ModelState, coefficient: str) -> None:
         self.state = state
-        self._path, _, self._name = coefficient.rpartition(".")
+        self._path, _, self.name = coefficient.rpartition(".")
         self.stock: tuple[Any, float] | None = None
 
     def holder(self, model: nn.Module) -> Any:
         """What has the coefficient: the model itself or a part of its config."""
         return attrgetter(self._path)(model) if self._path else model
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -71,8 +67,7 @@ class GlobalAuxLoss:
         world = meshes.world_size
         names[_FUNCTION] = partial(global_aux_loss, world_size=world, sequence=sequence)
         if kwargs.get("num_items_in_batch") is not None:
-            data_ranks = world // (1 if sequence is None else sequence.size)
-            setattr(holder, self.name, coefficient / data_ranks)
+            setattr(holder, self.name, coefficient / meshes.data_parallel_size)
 
 
 class RestoreAuxLoss:

@@ -33,11 +33,11 @@ from torch.nn import functional
 
 from hf_moe_ep import hf
 from hf_moe_ep.comm import gather_counts, swap_slices
+from hf_moe_ep.grads import IGNORED_LABEL
 from hf_moe_ep.state import ModelState
 
 # The keyword argument that carries a Slice.
 SLICE = "hf_moe_ep_slice"
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SplitSequence:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         meshes = self.state.meshes
-        if meshes is None or meshes.sp.size() == 1:
+        if meshes is None or meshes.sp_size == 1:
             return None
         given = hf.bind_forward(model, args, kwargs)
         uncached = model.training or given.get("labels") is not None
@@ -90,14 +90,14 @@ class SplitSequence:
         if isinstance(keep, Tensor) or keep:
             raise ValueError(
                 f"logits_to_keep={keep} picks positions of a sequence that sp_size="
-                f"{meshes.sp.size()} splits; leave it out, or pass use_cache=True"
+                f"{meshes.sp_size} splits; leave it out, or pass use_cache=True"
             )
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         tokens: Tensor = given[name]
         group = meshes.sp.get_group()
         _check_same_batch(tokens, given.get("labels"), group)
-        rank, size = meshes.sp.get_local_rank(), meshes.sp.size()
-        given[SLICE] = Slice(group, rank, size, length=tokens.shape[1])
+        rank = meshes.sp.get_local_rank()
+        given[SLICE] = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
         given["use_cache"] = False
         return (), given
 
@@ -138,7 +138,7 @@ class TakeSlice:
         if self.first:
             args = (part.take(args[0], 1), *args[1:])
         whole = kwargs["position_embeddings"]
-        return args, {**kwargs, "position_embeddings": tuple(part.take(x, -2) for x in whole)}
+        return args, {**kwargs, "position_embeddings": tuple(part.take(x, 1) for x in whole)}
 
 
 def split_attention(
@@ -158,7 +158,7 @@ def split_attention(
     if kv_heads < part.size:
         key, value = (x.repeat_interleave(part.size // kv_heads, 1) for x in (key, value))
     # One message: each rank's heads of all three, one rank after the other.
-    packed = torch.cat([_by_rank(x, part.size) for x in (query, key, value)], dim=2)
+    packed = torch.cat([x.unflatten(1, (part.size, -1)) for x in (query, key, value)], dim=2)
     whole = _HeadsToSequence.apply(packed, part)[:, :, : part.length]
     own = heads // part.size, key.shape[1] // part.size
     query, key, value = whole.split([own[0], own[1], own[1]], dim=1)
@@ -227,11 +227,6 @@ def _check_same_batch(tokens: Tensor, labels: Tensor | None, group: dist.Process
             f"ranks {ranks} split one batch between them. Draw samples by "
             f"hf_moe_ep.data_parallel_rank(model) of hf_moe_ep.data_parallel_size(model)"
         )
-
-
-def _by_rank(x_BHSD: Tensor, size: int) -> Tensor:
-    """(B, size, heads / size, S, D)"""
-    return x_BHSD.unflatten(1, (size, -1))
 
 
 class _HeadsToSequence(torch.autograd.Function):

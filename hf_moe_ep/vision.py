@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_moe_ep import hf
-from hf_moe_ep.comm import max_over_ranks
+from hf_moe_ep.comm import sum_over_ranks
 from hf_moe_ep.ops.autograd import nothing
 from hf_moe_ep.state import ModelState
 
@@ -55,8 +55,8 @@ class TowerOnce:
             for name, (pixels, grid) in _MODALITIES.items()
             if given.get(pixels) is not None
         }
-        someone = max_over_ranks(torch.tensor([float(bool(here))], device=meshes.device))
-        if not someone.item():
+        # The host waits here, once per forward: no rank knows alone.
+        if not sum_over_ranks(torch.tensor(len(here), device=meshes.device)).item():
             return None
         if not here:
             self.unseen = _features(hf.run_tower(inner, *self._nothing_to_see(meshes.device)))

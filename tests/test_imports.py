@@ -30,7 +30,7 @@ ROWS = {
     "model_patches.*": "vision ulysses plan hf",
     "vision": "state comm ops hf",
     "routing": "ulysses state comm ops hf",
-    "ulysses": "state comm hf",
+    "ulysses": "grads state comm hf",
     "moe": "recompute deepep dispatch wire header experts state ops",
     "recompute": "deepep dispatch state",
     "deepep": "wire comm ops",

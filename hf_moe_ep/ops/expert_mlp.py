@@ -90,7 +90,8 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
     """
     tensors = {name: getattr(experts, name) for name in _WEIGHTS}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if not any(tensor.requires_grad for tensor in tensors.values()):
+    wanted = any(tensor.requires_grad for tensor in tensors.values())
+    if not (wanted and torch.is_grad_enabled()):
         return experts
     late = LateGrads()
     postponed = _Postpone.apply(late, tuple(tensors), *tensors.values())
