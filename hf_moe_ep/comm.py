@@ -2,7 +2,7 @@
 
 `start_all_to_all` sends rows and returns at once; what it returns is waited for where the rows are
 needed. `gather_counts` is the one small exchange that precedes it, and where the host
-waits for a device. `swap_slices` trades equal parts of tensors (sequence parallelism).
+waits for a device. `swap_slices` and `all_gather` trade equal parts (sequence parallelism).
 `sum_over_ranks` and `max_over_ranks` reduce numbers that carry no gradient.
 
 A collective that fails (a rank died, or never came and the process group's timeout passed) is
@@ -64,13 +64,17 @@ def swap_slices(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x` of every rank of `group`, stacked: (ranks, *x.shape); no gradient."""
+    gathered = x.new_empty((dist.get_world_size(group), *x.shape))
+    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
+    return gathered
+
+
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:
     """`counts` (one int64 vector) of every rank of `group`, on the host."""
-    ranks = dist.get_world_size(group)
-    gathered = counts.new_empty(ranks * len(counts))
     try:
-        _all_gather(gathered, counts, group=group)
-        return gathered.view(ranks, -1).tolist()
+        return all_gather(counts, group).tolist()
     except RuntimeError as error:
         raise RuntimeError(
             f"{where}: the exchange of token counts failed; a rank of this ep group stopped, or "

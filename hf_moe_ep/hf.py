@@ -80,11 +80,15 @@ def own_experts_config(config: Any, implementation: str) -> Any:
     return own
 
 
-def own_attention_config(config: Any, wrap: Callable[[Callable[..., Any]], Any]) -> Any:
+def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool = False) -> Any:
     """A copy of `config` for attention modules alone, which selects `wrap(stock function)`.
 
     Registered for attention and for masks (modeling_utils.py, masking_utils.py): a name that the
     second does not know silently gets no mask. "flash" stays in the name, upstream asks for it.
+
+    With `frames`, for a vision tower, `wrap` is told by `varlen=` whether stock is a flash
+    attention, and "flash" is in every name: upstream then leaves it to the function to keep frames
+    apart, instead of cutting its rows by lengths of which it has a slice only.
 
     Raises:
         ValueError: the model's attention is not in transformers' interface.
@@ -96,8 +100,9 @@ def own_attention_config(config: Any, wrap: Callable[[Callable[..., Any]], Any])
             f"sp_size > 1 splits attention by heads, which attn_implementation={stock!r} does not "
             f"allow; load the model with attn_implementation='sdpa' or 'flash_attention_2'"
         )
-    name = f"{EXPERTS_IMPLEMENTATION}_{stock}"
-    ALL_ATTENTION_FUNCTIONS.register(name, wrap(ALL_ATTENTION_FUNCTIONS[stock]))
+    name = f"{EXPERTS_IMPLEMENTATION}_{'flash_frames_' if frames else ''}{stock}"
+    how = {"varlen": "flash" in stock} if frames else {}
+    ALL_ATTENTION_FUNCTIONS.register(name, wrap(ALL_ATTENTION_FUNCTIONS[stock], **how))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
     own = copy.copy(config)
     own._attn_implementation_internal = name
@@ -184,9 +189,29 @@ def tower_sizes(tower: Any) -> tuple[int, int]:
     return tower.spatial_merge_size, math.prod(tower.patch_embed.proj.weight.shape[1:])
 
 
-def run_tower(inner: Any, pixels: Tensor, grids: Tensor) -> Any:
+def tower_heads(tower: Any) -> int:
+    """Attention heads of the vision tower."""
+    return int(tower.config.num_heads)
+
+
+def run_tower(inner: Any, pixels: Tensor, grids: Tensor, **kwargs: Any) -> Any:
     """The vision tower's outputs, one entry per picture (models/qwen3_vl_moe)."""
-    return inner.get_image_features(pixels, grids, return_dict=True)
+    return inner.get_image_features(pixels, grids, return_dict=True, **kwargs)
+
+
+def tower_tables(tower: Any, grids: Tensor) -> dict[str, Tensor]:
+    """What the tower computes of `grids` with a row per patch, as it accepts it precomputed."""
+    from transformers import vision_utils  # transformers 5.17 has none, and no use for it
+
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        grids,
+        num_grid_per_side=tower.num_grid_per_side,
+        mode=tower.interpolation_mode,
+        align_corners=tower.interpolation_align_corners,
+        spatial_merge_size=tower.spatial_merge_size,
+    )
+    positions = vision_utils.get_vision_position_ids(grids, tower.spatial_merge_size)
+    return {"interp_indices": indices, "interp_weights": weights, "position_ids": positions}
 
 
 def split_tower_outputs(outputs: Any, counts: list[int]) -> list[Any]:

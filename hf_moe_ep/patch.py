@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,14 @@ from hf_moe_ep.ulysses import (
     check_heads,
     split_loss,
 )
-from hf_moe_ep.vision import KeepUnseen, TowerOnce
+from hf_moe_ep.vision import (
+    JoinFeatures,
+    KeepUnseen,
+    TakeDeepstack,
+    TakePatches,
+    TowerOnce,
+    patch_attention_with,
+)
 
 _logger = logging.getLogger("hf_moe_ep")
 _HOOKS = (
@@ -55,6 +63,9 @@ _HOOKS = (
     RestoreAuxLoss,
     TowerOnce,
     KeepUnseen,
+    TakePatches,
+    JoinFeatures,
+    TakeDeepstack,
     SplitSequence,
     JoinLogits,
     TakeSlice,
@@ -88,7 +99,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     state = ModelState(config, plan, getattr(model_config, plan.num_experts))
     experts, tower = _find_experts(model, plan, model_config), _find_tower(model, plan)
     _check_ep_size(config, plan, model_config)
-    _check_sp_size(model, config, plan, model_config)
+    _check_sp_size(model, config, model_config, tower)
     if config.dispatcher == "deepep":
         load_deep_ep()
     computes = [_choose_compute(module, config) for module in experts.values()]
@@ -210,11 +221,7 @@ def _find_plan(model: nn.Module) -> tuple[ModelPlan, Any]:
 
 def _find_experts(model: nn.Module, plan: ModelPlan, model_config: Any) -> dict[str, nn.Module]:
     """Name -> module of every MoE layer, in order; raises unless it is what the config promises."""
-    experts = {
-        name: module
-        for name, module in model.named_modules()
-        if matches(plan.experts, hf.canonical_name(name))
-    }
+    experts = _find(model, plan.experts)
     others = [name for name, module in experts.items() if not hf.is_experts_module(module)]
     expected = plan.num_moe_layers(model_config)
     if len(experts) != expected or expected == 0 or others:
@@ -258,16 +265,17 @@ def _check_ep_size(config: ParallelConfig, plan: ModelPlan, model_config: Any) -
 
 
 def _check_sp_size(
-    model: nn.Module, config: ParallelConfig, plan: ModelPlan, model_config: Any
+    model: nn.Module,
+    config: ParallelConfig,
+    model_config: Any,
+    tower: tuple[nn.Module, nn.Module] | None,
 ) -> None:
     if config.sp_size == 1:
         return
-    if plan.vision is not None:
-        raise ValueError(
-            f"sp_size ({config.sp_size}) > 1 does not work with {plan.model_type} yet; use 1"
-        )
     heads, kv_heads = model_config.num_attention_heads, model_config.num_key_value_heads
     check_heads(heads, kv_heads, config.sp_size or 1)
+    if tower is not None:
+        check_heads(hf.tower_heads(tower[1]), hf.tower_heads(tower[1]), config.sp_size or 1)
     if _causal_lm(model) is None:
         raise ValueError(
             f"sp_size ({config.sp_size}) > 1 needs a model with a language modelling head, which "
@@ -324,14 +332,9 @@ def _causal_lm(model: nn.Module) -> Any:
 
 
 def _hook_sequence(model: nn.Module, causal_lm: Any, state: ModelState) -> None:
-    names = {hf.canonical_name(name): module for name, module in model.named_modules()}
-    attention = [module for name, module in names.items() if matches(state.plan.attention, name)]
-    layers = [module for name, module in names.items() if matches(state.plan.layers, name)]
-    own_config = hf.own_attention_config(attention[0].config, attention_with)
-    for module in attention:
-        state.undo.append((module, "config", module.config))
-        module.config = own_config
-    for index, layer in enumerate(layers):
+    attention, layers = (_find(model, p) for p in (state.plan.attention, state.plan.layers))
+    _swap_attention(list(attention.values()), state, attention_with)
+    for index, layer in enumerate(layers.values()):
         layer.register_forward_pre_hook(TakeSlice(first=index == 0), with_kwargs=True)
     causal_lm.register_forward_pre_hook(SplitSequence(state), with_kwargs=True)
     causal_lm.register_forward_hook(JoinLogits(state), with_kwargs=True)
@@ -342,9 +345,34 @@ def _hook_sequence(model: nn.Module, causal_lm: Any, state: ModelState) -> None:
 
 def _hook_tower(inner: nn.Module, tower: nn.Module, state: ModelState) -> None:
     once, embedding = TowerOnce(state, tower), hf.input_embedding(inner)
-    assert embedding is not None
+    assert embedding is not None and state.plan.vision is not None
     inner.register_forward_pre_hook(once, with_kwargs=True)
     embedding.register_forward_hook(KeepUnseen(once))
+    if state.config.sp_size == 1:
+        return
+    attention = _find(inner, state.plan.vision.attention)
+    _swap_attention(list(attention.values()), state, patch_attention_with, frames=True)
+    tower.register_forward_pre_hook(TakePatches(), with_kwargs=True)
+    tower.register_forward_hook(JoinFeatures(), with_kwargs=True)
+    decoder, _, _ = next(iter(_find(inner, state.plan.layers))).rpartition(".")[0].rpartition(".")
+    inner.get_submodule(decoder).register_forward_pre_hook(TakeDeepstack(), with_kwargs=True)
+
+
+def _find(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if matches(pattern, hf.canonical_name(name))
+    }
+
+
+def _swap_attention(
+    modules: list[Any], state: ModelState, wrap: Callable[..., Any], *, frames: bool = False
+) -> None:
+    own_config = hf.own_attention_config(modules[0].config, wrap, frames=frames)
+    for module in modules:
+        state.undo.append((module, "config", module.config))
+        module.config = own_config
 
 
 def _log(model: nn.Module, state: ModelState, names: list[str], compute: Compute | None) -> None:

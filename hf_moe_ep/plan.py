@@ -15,10 +15,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VisionPlan:
-    """The vision tower, and its blocks; each one FSDP2 unit."""
+    """The vision tower, and its blocks; each one FSDP2 unit.
+
+    Attributes:
+        attention: modules in blocks that call transformers' attention interface.
+    """
 
     tower: str
     blocks: str
+    attention: str
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ attention and loss, so that a recompute in backward finds what its own forward h
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_moe_ep import hf
-from hf_moe_ep.comm import gather_counts, swap_slices
+from hf_moe_ep.comm import all_gather, gather_counts, swap_slices
 from hf_moe_ep.grads import IGNORED_LABEL
 from hf_moe_ep.state import ModelState
 
@@ -42,17 +43,18 @@ SLICE = "hf_moe_ep_slice"
 
 @dataclass(frozen=True)
 class Slice:
-    """How the `length` tokens of each row are split over `group`."""
+    """How the `length` tokens of each row are split over `group`, `unit` of them never apart."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
     length: int
+    unit: int = 1
 
     @property
     def local(self) -> int:
         """Tokens of each row on one rank, padding included."""
-        return -(-self.length // self.size)
+        return -(-self.length // (self.size * self.unit)) * self.unit
 
     def take(self, x: Tensor, dim: int, *, fill: float = 0) -> Tensor:
         """This rank's slice of a whole tensor; `fill` stands for the padding."""
@@ -60,7 +62,7 @@ class Slice:
         part = x.narrow(dim, start, min(self.local, self.length - start))
         missing = self.local - part.shape[dim]
         if not missing:
-            return part
+            return part.clone()  # a view would keep the whole alive
         shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
         return torch.cat([part, part.new_full(shape, fill)], dim)
 
@@ -95,7 +97,7 @@ class SplitSequence:
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         tokens: Tensor = given[name]
         group = meshes.sp.get_group()
-        _check_same_batch(tokens, given.get("labels"), group)
+        _check_same_batch(given, tokens, group)
         rank = meshes.sp.get_local_rank()
         given[SLICE] = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
         given["use_cache"] = False
@@ -115,12 +117,12 @@ class JoinLogits:
         part: Slice | None = kwargs.get(SLICE)
         if part is None:
             return None
+        if isinstance(output, tuple):
+            raise ValueError("return_dict=False does not go with sp_size > 1; leave it out")
         if kwargs.get("labels") is None or self.state.config.gather_logits:
-            output.logits = _Gather.apply(output.logits, part)
-        else:
-            # A wrong accuracy from a slice would be worse than a crash.
-            output.logits = None
-        return output
+            return replace(output, logits=gather_slices(output.logits, part))
+        # A wrong accuracy from a slice would be worse than a crash.
+        return replace(output, logits=None)
 
 
 class TakeSlice:
@@ -154,19 +156,35 @@ def split_attention(
     part: Slice | None = kwargs.pop(SLICE, None)
     if part is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
-    heads, kv_heads = query.shape[1], key.shape[1]
+    kv_heads = key.shape[1]
     if kv_heads < part.size:
         key, value = (x.repeat_interleave(part.size // kv_heads, 1) for x in (key, value))
+    query, key, value = own_heads(query, key, value, part)
+    # A copy, because stock code reads from the module how often to repeat each key.
+    module = copy.copy(module)
+    module.num_key_value_groups = query.shape[1] // key.shape[1]
+    out_BSHD, _ = stock(module, query, key, value, attention_mask, **kwargs)
+    return own_tokens(out_BSHD, part), None
+
+
+def own_heads(query: Tensor, key: Tensor, value: Tensor, part: Slice) -> tuple[Tensor, ...]:
+    """(B, heads, S / sp, D) each, to this rank's heads of all tokens: (B, heads / sp, S, D)."""
     # One message: each rank's heads of all three, one rank after the other.
     packed = torch.cat([x.unflatten(1, (part.size, -1)) for x in (query, key, value)], dim=2)
     whole = _HeadsToSequence.apply(packed, part)[:, :, : part.length]
-    own = heads // part.size, key.shape[1] // part.size
-    query, key, value = whole.split([own[0], own[1], own[1]], dim=1)
-    # A copy, because stock code reads from the module how often to repeat each key.
-    module = copy.copy(module)
-    module.num_key_value_groups = own[0] // own[1]
-    out_BSHD, _ = stock(module, query, key, value, attention_mask, **kwargs)
-    return _SequenceToHeads.apply(out_BSHD, part), None
+    return whole.split([x.shape[1] // part.size for x in (query, key, value)], dim=1)
+
+
+def own_tokens(out_BSHD: Tensor, part: Slice) -> Tensor:
+    """The way back: (B, S, heads / sp, D) to (B, S / sp, heads, D)."""
+    out: Tensor = _SequenceToHeads.apply(out_BSHD, part)
+    return out
+
+
+def gather_slices(x: Tensor, part: Slice) -> Tensor:
+    """(B, S / sp, V) of every rank to (B, S, V) on all; the gradients of all ranks are added."""
+    whole: Tensor = _Gather.apply(x, part)
+    return whole
 
 
 def split_loss(
@@ -209,24 +227,34 @@ def _splits(heads: int, kv_heads: int, size: int) -> bool:
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
-def _check_same_batch(tokens: Tensor, labels: Tensor | None, group: dist.ProcessGroup) -> None:
+def _check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessGroup) -> None:
     """Raise on every rank of the group where they were not given the same batch."""
-    ids = tokens if not tokens.is_floating_point() else tokens.new_zeros(1, dtype=torch.int64)
-    targets = ids.new_zeros(1) if labels is None else labels
-    place = torch.arange(1, ids.numel() + 1, device=ids.device)
-    sums = torch.stack([(ids.flatten() * place).sum(), targets.sum()])
-    shape = torch.tensor(tokens.shape[:2], device=tokens.device)
-    told = gather_counts(torch.cat([shape, sums]), group, where="the sp group's batches")
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    names = zlib.crc32(
+        "".join(f"{name}{tuple(tensors[name].shape)}" for name in sorted(tensors)).encode()
+    )
+    sums = sum(_checksum(tensors[name]) * place for place, name in enumerate(sorted(tensors), 1))
+    assert isinstance(sums, Tensor)
+    mine = torch.tensor([*tokens.shape[:2], names], device=tokens.device)
+    told = gather_counts(torch.cat([mine, sums.view(1)]), group, where="the sp group's batches")
     if any(row != told[0] for row in told):
         ranks = dist.get_process_group_ranks(group)
         sizes = ", ".join(
             f"rank {rank}: {row[0]} x {row[1]}" for rank, row in zip(ranks, told, strict=True)
         )
         raise ValueError(
-            f"ranks of one sp group were given different batches ({sizes}; or other tokens): the "
+            f"ranks of one sp group were given different batches ({sizes}; or other contents): the "
             f"ranks {ranks} split one batch between them. Draw samples by "
             f"hf_moe_ep.data_parallel_rank(model) of hf_moe_ep.data_parallel_size(model)"
         )
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """An int64 that differs where `x` does, as good as always."""
+    if x.is_floating_point():
+        return x.detach().sum(dtype=torch.float64).view(torch.int64)
+    places = torch.arange(1, x.numel() + 1, device=x.device)
+    return (x.flatten() * places).sum()
 
 
 class _HeadsToSequence(torch.autograd.Function):
@@ -265,13 +293,10 @@ class _SequenceToHeads(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """(B, S / sp, V) to (B, S, V) on every rank; the gradients of all ranks are added."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
         ctx.part = part
-        everywhere = x.unsqueeze(0).expand(part.size, *x.shape)
-        return swap_slices(everywhere, part.group).movedim(0, 1).flatten(1, 2)[:, : part.length]
+        return all_gather(x, part.group).movedim(0, 1).flatten(1, 2)[:, : part.length]
 
     @staticmethod
     @once_differentiable
@@ -298,5 +323,4 @@ class _Sum(torch.autograd.Function):
 
 def _sum(x: Tensor, part: Slice) -> Tensor:
     """Of a scalar, with the additions of every rank in one order."""
-    everywhere = x.reshape(1, 1).expand(part.size, 1)
-    return swap_slices(everywhere, part.group).sum()
+    return all_gather(x, part.group).sum()

@@ -1,4 +1,4 @@
-"""The vision tower under FSDP2, where some ranks have images and others have none.
+"""The vision tower under FSDP2 and sequence parallelism, where some ranks have images, others none.
 
 The tower is sharded over all ranks, so all of them have to run it or none: a rank that skips it
 leaves the others waiting in its all-gather. Before the language model begins, ranks tell each other
@@ -11,10 +11,24 @@ whether they have pixels:
 
 Which ranks hold which modality, and how many tiles, changes nothing else: in a sharded model the
 inner forward takes the tower's outputs as `mm_encoder_outputs` and places them itself.
+
+Within an sp group all ranks have the same pictures. Each takes its slice of all their patches, in
+whole merge units (2 x 2 patches become one token), attends over whole pictures for some of the
+heads (`ulysses.py`), and the merged features are gathered once, behind the tower. 2 ranks, pictures
+of 3 and 2 tokens:
+
+    rank 0   AAAA AAAA AAAA      patches, blocks, mergers      features of A and B, whole
+    rank 1   BBBB BBBB (pad)
+
+The language model's embeddings take them for the whole sequence; of the deepstack features, which
+its first layers add, each rank keeps the rows of its slice of the text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +39,24 @@ from hf_moe_ep import hf
 from hf_moe_ep.comm import sum_over_ranks
 from hf_moe_ep.ops.autograd import nothing
 from hf_moe_ep.state import ModelState
+from hf_moe_ep.ulysses import SLICE, Slice, gather_slices, own_heads, own_tokens
 
-# What the inner model's forward calls pixels and their grids.
+# What the inner model's forward calls pixels and their grids; what its config calls their token.
 _MODALITIES = {
-    "image": ("pixel_values", "image_grid_thw"),
-    "video": ("pixel_values_videos", "video_grid_thw"),
+    "image": ("pixel_values", "image_grid_thw", "image_token_id"),
+    "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 }
+
+
+@dataclass(frozen=True)
+class PatchSlice(Slice):
+    """How the patches of all pictures are split; `frames` are the patches of each frame."""
+
+    frames: tuple[int, ...] = ()
+
+    def of_features(self) -> Slice:
+        """The same for what the mergers make of each unit."""
+        return Slice(self.group, self.rank, self.size, self.length // self.unit)
 
 
 class TowerOnce:
@@ -50,14 +76,13 @@ class TowerOnce:
         if meshes is None or meshes.world_size == 1:
             return None
         given = hf.bind_forward(inner, args, kwargs)
+        if not self._someone_sees(inner, given, meshes.device):
+            return None
         here = {
             name: (given[pixels], given[grid])
-            for name, (pixels, grid) in _MODALITIES.items()
+            for name, (pixels, grid, _) in _MODALITIES.items()
             if given.get(pixels) is not None
         }
-        # The host waits here, once per forward: no rank knows alone.
-        if not sum_over_ranks(torch.tensor(len(here), device=meshes.device)).item():
-            return None
         if not here:
             self.unseen = _features(hf.run_tower(inner, *self._nothing_to_see(meshes.device)))
             if given.get("inputs_embeds") is not None:
@@ -65,7 +90,8 @@ class TowerOnce:
             return (), given
         pixels, grids = (torch.cat(parts) for parts in zip(*here.values(), strict=True))
         counts = [len(grid) for _, grid in here.values()]
-        outputs = hf.split_tower_outputs(hf.run_tower(inner, pixels, grids), counts)
+        split = self._split(given.get(SLICE), grids)
+        outputs = hf.split_tower_outputs(hf.run_tower(inner, pixels, grids, **split), counts)
         given[hf.TOWER_OUTPUTS] = dict(zip(here, outputs, strict=True))
         for name in here:
             given[_MODALITIES[name][0]] = None
@@ -77,6 +103,44 @@ class TowerOnce:
         if not any(feature.requires_grad for feature in unseen):
             return embeds_BSH
         return _Tie.apply(embeds_BSH, *unseen)
+
+    def _someone_sees(self, inner: nn.Module, given: dict[str, Any], device: torch.device) -> bool:
+        """Whether any rank has pixels; raises on every rank where one has a broken batch."""
+        claims = list(self._claims(inner, given, device))
+        wrong = sum((left != right for _, left, right in claims), torch.zeros((), device=device))
+        has = sum(given.get(pixels) is not None for pixels, _, _ in _MODALITIES.values())
+        # The host waits here, once per forward: no rank knows alone.
+        told = sum_over_ranks(torch.stack([wrong, torch.full_like(wrong, has)])).tolist()
+        if told[0]:
+            mine = [text.format(int(a), int(b)) for text, a, b in claims if int(a) != int(b)]
+            raise ValueError(
+                "; ".join(mine) or "another rank's images do not fit its text; its error says more"
+            )
+        return bool(told[1])
+
+    def _claims(
+        self, inner: nn.Module, given: dict[str, Any], device: torch.device
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Pairs of numbers that have to be equal, and what to say where they are not."""
+        merge, _ = hf.tower_sizes(self.tower)
+        ids = None if given.get("past_key_values") is not None else given.get("input_ids")
+        for pixels, grid, token in _MODALITIES.values():
+            sizes, rows = given.get(grid), given.get(pixels)
+            zero = torch.zeros((), dtype=torch.int64, device=device)
+            patches = zero if sizes is None else sizes.prod(1).sum()
+            has = zero if rows is None else zero + rows.shape[0]
+            yield f"{grid} has {{}} patches, {pixels} has {{}} rows", patches, has
+            if ids is not None:
+                text = f"input_ids has {{}} tokens of {token}, {grid} makes {{}}"
+                yield text, (ids == getattr(inner.config, token)).sum(), patches // merge**2
+
+    def _split(self, sequence: Slice | None, grids: Tensor) -> dict[str, PatchSlice]:
+        if sequence is None:
+            return {}
+        frames = [h * w for t, h, w in grids.tolist() for _ in range(t)]
+        merge, _ = hf.tower_sizes(self.tower)
+        place = (sequence.group, sequence.rank, sequence.size)
+        return {SLICE: PatchSlice(*place, sum(frames), merge**2, tuple(frames))}
 
     def _nothing_to_see(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Pixels and grid of the smallest picture that goes through every part of the tower."""
@@ -94,6 +158,97 @@ class KeepUnseen:
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], embeds_BSH: Tensor) -> Tensor:
         return self.tower.tie(embeds_BSH) if self.tower.unseen else embeds_BSH
+
+
+class TakePatches:
+    """Pre-forward hook of the tower: pixels and what is made of `grid_thw` become the slice."""
+
+    @torch.compiler.disable
+    def __call__(
+        self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        part: PatchSlice | None = kwargs.get(SLICE)
+        if part is None:
+            return None
+        tables = hf.tower_tables(tower, kwargs["grid_thw"])
+        mine = {name: part.take(table, 0) for name, table in tables.items()}
+        return (part.take(args[0], 0), *args[1:]), {**kwargs, **mine}
+
+
+class JoinFeatures:
+    """Forward hook of the tower: what its mergers made, of all patches, in one exchange."""
+
+    @torch.compiler.disable
+    def __call__(
+        self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    ) -> Any:
+        part: PatchSlice | None = kwargs.get(SLICE)
+        if part is None:
+            return None
+        mine = torch.stack([outputs.pooler_output, *outputs.deepstack_features])
+        pooled, *deepstack = gather_slices(mine, part.of_features()).unbind(0)
+        return type(outputs)(pooler_output=pooled, deepstack_features=deepstack)
+
+
+class TakeDeepstack:
+    """Pre-forward hook of the language model: deepstack features of its slice of the text."""
+
+    @torch.compiler.disable
+    def __call__(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        part: Slice | None = kwargs.get(SLICE)
+        features = kwargs.get("deepstack_visual_embeds")
+        if part is None or features is None:
+            return None
+        seen_BS: Tensor = kwargs["visual_pos_masks"]
+        row_BS = seen_BS.flatten().cumsum(0).view_as(seen_BS) - 1
+        mine_BS = part.take(seen_BS, 1)
+        rows = part.take(row_BS, 1)[mine_BS]
+        deepstack = [feature[rows] for feature in features]
+        return args, {
+            **kwargs,
+            "visual_pos_masks": mine_BS,
+            "deepstack_visual_embeds": deepstack,
+        }
+
+
+def patch_attention(
+    stock: Callable[..., Any],
+    varlen: bool,
+    module: nn.Module,
+    query: Tensor,  # (1, heads, patches / sp, D)
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention within each frame, for this rank's heads; registered with transformers.
+
+    `varlen`: whether the stock function takes frames as `cu_seq_lens_q`, or one at a time.
+    """
+    part: PatchSlice | None = kwargs.pop(SLICE, None)
+    if part is not None:
+        query, key, value = own_heads(query, key, value, part)
+    if varlen:
+        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
+        out, _ = stock(module, query, key, value, attention_mask, **kwargs)
+    else:
+        frames = part.frames if part is not None else cu_seq_lens_q.diff().tolist()
+        each = zip(*(x.split(frames, 2) for x in (query, key, value)), strict=True)
+        out = torch.cat([stock(module, *qkv, attention_mask, **kwargs)[0] for qkv in each], 1)
+    return (out if part is None else own_tokens(out, part)), None
+
+
+def patch_attention_with(stock: Callable[..., Any], *, varlen: bool) -> Callable[..., Any]:
+    """`patch_attention` around a stock attention function."""
+    return partial(patch_attention, stock, varlen)
 
 
 class _Tie(torch.autograd.Function):

@@ -18,5 +18,5 @@ PLAN = ModelPlan(
     num_experts="num_experts",
     num_moe_layers=count_sparse_layers,
     aux_loss_coef="config.text_config.router_aux_loss_coef",
-    vision=VisionPlan(tower="visual", blocks="visual.blocks.*"),
+    vision=VisionPlan(tower="visual", blocks="visual.blocks.*", attention="visual.blocks.*.attn"),
 )

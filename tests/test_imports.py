@@ -28,7 +28,7 @@ ROWS = {
     "lora": "mesh plan hf",
     "model_patches": "",
     "model_patches.*": "vision ulysses plan hf",
-    "vision": "state comm ops hf",
+    "vision": "ulysses state comm ops hf",
     "routing": "ulysses state comm ops hf",
     "ulysses": "grads state comm hf",
     "moe": "recompute deepep dispatch wire header experts state ops",

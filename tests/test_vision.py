@@ -14,7 +14,7 @@ import torch
 from close import assert_close
 from parity import Batch, Case, run_cases
 from run_ranks import run_ranks
-from tiny_models import Row, tiny, vision_batch
+from tiny_models import QWEN3_VL_MOE, Row, tiny, vision_batch
 from torch import nn
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeModel
 
@@ -57,38 +57,99 @@ DATA: dict[str, tuple[list[Row], ...]] = {
     "both on one, nothing on another": ([BOTH], [TEXT]),
     "several images": ([IMAGES, IMAGE], [TEXT], [IMAGES]),
 }
+# With sp 2 and 4: pictures that end, begin, or lie across where a slice does, and a slice of
+# nothing but a picture.
+EDGES: dict[str, tuple[list[Row], ...]] = {
+    "image at the edge of a slice": ([[2, (4, 4), 6]], [[5, (4, 6), 1]]),
+    "one slice all image": ([[1, (8, 8), 2]], [TEXT]),
+}
 
 
-def _cases(world: int, ep: int) -> list[Case]:
-    budgets = {name: 1e-10 if name == "all text" else 1e-6 for name in DATA}
+def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Three documents in one row, two of them with images, told apart by their positions."""
+    rows: list[Row] = [IMAGE, [5 + rank], [2, (2, 4), 3]]
+    parts = [vision_batch(model, [row], seed=10 * step + i) for i, row in enumerate(rows)]
+    positions = []
+    for part in parts:
+        ids, types = part["input_ids"], part["mm_token_type_ids"]
+        grid = part.get("image_grid_thw")
+        index, _ = model.model.get_rope_index(ids, types, grid, None, None)
+        positions.append(torch.cat([torch.arange(ids.shape[1]).view(1, 1, -1), index]))
+        part["labels"][:, 0] = -100
+    joined = {
+        name: torch.cat([part[name] for part in parts], 1)
+        for name in ("input_ids", "labels", "mm_token_type_ids")
+    }
+    for name in ("pixel_values", "image_grid_thw"):
+        joined[name] = torch.cat([part[name] for part in parts if name in part])
+    return [{**joined, "position_ids": torch.cat(positions, 2), "use_cache": False}]
+
+
+def _cases(
+    world: int,
+    ep: int,
+    replicate: int = 1,
+    sp: int = 1,
+    data: dict[str, tuple[list[Row], ...]] = DATA,
+) -> list[Case]:
+    where = f"{world} ranks, ep {ep}, sp {sp}, {replicate} replicas"
     return [
-        Case(name, world, ep, model=MODEL, budget=budgets[name]).with_(
-            micro_batches=partial(rows_of, by_rank)
+        Case(f"{name}: {where}", world, ep, replicate, sp, model=MODEL).with_(
+            micro_batches=partial(rows_of, by_rank), budget=1e-10 if name == "all text" else 1e-6
         )
-        for name, by_rank in DATA.items()
+        for name, by_rank in data.items()
     ]
 
 
 BY_STEP = {"model": MODEL, "micro_batches": modality_by_step, "budget": 1e-6}
+PACKED = {"model": MODEL, "micro_batches": packed, "budget": 1e-6}
+FROZEN = {"freeze": ("model.visual",), **BY_STEP}
 ONE_RANK = [Case("1 rank", 1).with_(**BY_STEP)]
 TWO_RANKS = [
     Case("modality by step, checkpoint", 2, 2, prepare=CHECKPOINT).with_(**BY_STEP),
     *_cases(2, 1)[-2:],
 ]
+TWO_RANKS_SP = [
+    Case("sp 2, modality by step", 2, 1, sp=2).with_(**BY_STEP),
+    Case("sp 2, packed", 2, 1, sp=2).with_(**PACKED),
+    *_cases(2, 2, sp=2)[-2:],
+]
 FOUR_RANKS = [
     Case("modality by step", 4, 2).with_(**BY_STEP),
     Case("modality by step, reentrant", 4, 2, prepare=REENTRANT).with_(**BY_STEP),
-    Case("frozen tower", 4, 2, freeze=("model.visual",)).with_(**BY_STEP),
+    Case("frozen tower", 4, 2).with_(**FROZEN),
     Case("frozen language model", 4, 2, freeze=("model.language_model",)).with_(**BY_STEP),
 ]
+FOUR_RANKS_SP = [
+    Case("sp 2, modality by step, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**BY_STEP),
+    *_cases(4, 2, sp=2, data=EDGES),
+    *_cases(4, 2, sp=4, data=EDGES)[:1],
+]
+TWO_RANKS_MORE = [*_cases(2, 1)[:-2], *_cases(2, 2), *_cases(2, 1, sp=2, data=DATA | EDGES)]
 FOUR_RANKS_MORE = [
     *_cases(4, 2),
     *_cases(4, 4),
     Case("modality by step, HSDP", 4, 2, 2).with_(**BY_STEP),
     Case("3 chunks", 4, 2).with_config(dispatch_chunks=3).with_(**BY_STEP),
 ]
-TWO_RANKS_MORE = _cases(2, 1)[:-2] + _cases(2, 2)
-EIGHT_RANKS = [Case("8 ranks, ep 2, HSDP", 8, 2, 2).with_(**BY_STEP)]
+LAYOUTS_SP = [(4, 2, 2), (4, 4, 2), (4, 2, 4)]
+FOUR_RANKS_SP_MORE = [
+    case
+    for world, ep, sp in LAYOUTS_SP
+    for case in (
+        *_cases(world, ep, sp=sp, data=DATA | EDGES),
+        Case(f"packed, ep {ep}, sp {sp}", world, ep, sp=sp).with_(**PACKED),
+        Case(f"frozen tower, ep {ep}, sp {sp}", world, ep, sp=sp).with_(**FROZEN),
+        Case(f"reentrant, ep {ep}, sp {sp}", world, ep, sp=sp, prepare=REENTRANT).with_(**BY_STEP),
+    )
+]
+EIGHT_RANKS = [
+    Case("8 ranks, ep 2, HSDP", 8, 2, 2).with_(**BY_STEP),
+    *_cases(8, 2, 2, sp=2, data=DATA | EDGES),
+    Case("8 ranks, packed", 8, 2, 2, sp=2).with_(**PACKED),
+    Case("8 ranks, frozen tower", 8, 2, 2, sp=2).with_(**FROZEN),
+    Case("8 ranks, checkpoint", 8, 2, 2, sp=2, prepare=CHECKPOINT).with_(**BY_STEP),
+]
 
 
 @pytest.mark.parametrize(
@@ -96,9 +157,12 @@ EIGHT_RANKS = [Case("8 ranks, ep 2, HSDP", 8, 2, 2).with_(**BY_STEP)]
     [
         pytest.param(ONE_RANK, id="1"),
         pytest.param(TWO_RANKS, id="2"),
+        pytest.param(TWO_RANKS_SP, id="2_sp"),
         pytest.param(FOUR_RANKS, id="4"),
+        pytest.param(FOUR_RANKS_SP, id="4_sp"),
         pytest.param(TWO_RANKS_MORE, id="2_more", marks=pytest.mark.slow),
         pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
+        pytest.param(FOUR_RANKS_SP_MORE, id="4_sp_more", marks=pytest.mark.slow),
         pytest.param(EIGHT_RANKS, id="8", marks=pytest.mark.slow),
     ],
 )
@@ -138,12 +202,56 @@ def test_sixty_steps_of_random_modalities_equal_one_process() -> None:
     run_ranks(_sixty_steps, 4, timeout=240)
 
 
-def test_unpatch_takes_the_hooks_of_the_tower_away() -> None:
-    model = tiny(**MODEL)
-    patch(model)
+def _broken_pictures(rank: int, world: int) -> None:
+    """A batch that is wrong on rank 1 alone stops every rank, before anything is exchanged."""
+    model = tiny(seed=rank, **MODEL)
+    apply_ep_fsdp2(model, ep_size=2)
+    good = vision_batch(model, [IMAGE], seed=rank)
+    for change, says in (
+        ({"image_grid_thw": torch.tensor([[1, 2, 6]])}, "has 12 patches, pixel_values has 24 rows"),
+        ({"pixel_values": None, "image_grid_thw": None}, "6 tokens of image_token_id, .* makes 0"),
+        ({"image_grid_thw": None}, "has 0 patches, pixel_values has 24 rows"),
+        ({"pixel_values": None}, "has 24 patches, pixel_values has 0 rows"),
+    ):
+        broken = {name: x for name, x in (good | change).items() if x is not None}
+        with pytest.raises(ValueError, match=says if rank == 1 else "another rank's images"):
+            model(**(broken if rank == 1 else good))
+    assert model(**good).loss.isfinite()
+
+
+def _other_pixels(rank: int, world: int) -> None:
+    model = tiny(seed=rank, **MODEL)
+    apply_ep_fsdp2(model, sp_size=2)
+    batch = vision_batch(model, [IMAGE])
+    batch["pixel_values"][0, 0] += rank
+    with pytest.raises(ValueError, match="given different batches"):
+        model(**batch)
+
+
+def _errors(rank: int, world: int) -> None:
+    _broken_pictures(rank, world)
+    _other_pixels(rank, world)
+
+
+def test_broken_pictures_are_an_error_on_every_rank() -> None:
+    run_ranks(_errors, 2, timeout=120)
+
+
+def test_heads_of_the_tower_have_to_be_split_too() -> None:
+    tower = {"hidden_size": 24, "num_heads": 3}
+    model = tiny(**MODEL, vision_config=QWEN3_VL_MOE["vision_config"] | tower)
+    with pytest.raises(ValueError, match=r"sp_size \(2\) must divide the attention heads \(3\)"):
+        patch(model, sp_size=2)
+
+
+def test_unpatch_leaves_nothing() -> None:
+    model, stock = tiny(**MODEL), tiny(**MODEL)
+    patch(model, sp_size=2)
     unpatch(model)
-    assert not model.model._forward_pre_hooks
-    assert not model.get_input_embeddings()._forward_hooks
+    for module, other in zip(model.modules(), stock.modules(), strict=True):
+        assert not module._forward_pre_hooks and not module._forward_hooks
+        if hasattr(other, "config"):
+            assert module.config._attn_implementation == other.config._attn_implementation
 
 
 def test_a_model_whose_forward_runs_the_tower_itself_is_refused(monkeypatch) -> None:

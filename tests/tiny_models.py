@@ -32,13 +32,13 @@ _QWEN3_MOE = {
     "initializer_range": 0.18,  # about 1/sqrt(hidden_size): layers keep the scale of their input
     "attn_implementation": "sdpa",
 }
-_QWEN3_VL_MOE = {
+QWEN3_VL_MOE = {
     "text_config": _QWEN3_MOE
     | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
     "vision_config": {
         "depth": 3,
-        "hidden_size": 24,
-        "num_heads": 3,
+        "hidden_size": 16,
+        "num_heads": 4,
         "intermediate_size": 20,
         "patch_size": 4,
         "temporal_patch_size": 2,
@@ -56,7 +56,7 @@ _QWEN3_VL_MOE = {
 }
 _ARCHITECTURES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _QWEN3_MOE),
-    "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, _QWEN3_VL_MOE),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, QWEN3_VL_MOE),
 }
 
 
