@@ -1,6 +1,6 @@
 """The one seam into Accelerate and the Trainer.
 
-`patch` calls `install`, which wraps five functions once per process. The wrappers that are given a
+`patch` calls `install`, which wraps functions once per process. The wrappers that are given a
 model ask first whether it is patched, and otherwise call what was there before:
 
     accelerate.accelerator.fsdp2_prepare_model   shards with EP where Accelerate would shard with
@@ -14,6 +14,8 @@ model ask first whether it is patched, and otherwise call what was there before:
                                                  where stock writes nothing
     PreTrainedModel.save_pretrained              says what to call instead on a sharded model, where
                                                  stock dies in its writer
+    what counts processes                        counts ranks with batches of their own, under
+                                                 sequence parallelism (`shared_batches.py`)
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from hf_moe_ep import hf
+from hf_moe_ep import hf, shared_batches
 from hf_moe_ep.checkpoint import gather_state_dict
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.shard import ShardOptions, shard_model
@@ -50,6 +52,15 @@ def install() -> None:
     _wrap(AcceleratorState, "__init__", _init_state)
     _wrap(transformers.Trainer, "save_model", _save_model)
     _wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
+    _wrap(Accelerator, "_prepare_device_mesh", shared_batches.loader_mesh)
+    _wrap(Accelerator, "prepare_data_loader", shared_batches.prepare_data_loader)
+    _wrap(Accelerator, "prepare_scheduler", shared_batches.prepare_scheduler)
+    _wrap(Accelerator, "gather_for_metrics", shared_batches.gather_for_metrics)
+    trainer = transformers.Trainer
+    _wrap(trainer, "create_accelerator_and_postprocess", shared_batches.create_accelerator)
+    _wrap(trainer, "get_tp_size", shared_batches.get_tp_size)
+    _wrap(trainer, "prediction_step", shared_batches.prediction_step)
+    _wrap(trainer, "_track_num_input_tokens", shared_batches.track_num_input_tokens)
 
 
 def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
@@ -95,6 +106,7 @@ def _prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwar
         fsdp_on_cpu(self.state, None)
         _check_launch(self)
         _check_parallelism(self.parallelism_config, patched[0])
+        shared_batches.share_batches(self, patched[0])
     return original(self, *args, **kwargs)
 
 
@@ -179,12 +191,6 @@ def _check_launch(accelerator: Accelerator) -> None:
 
 
 def _check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
-    if state.config.sp_size != 1:
-        raise ValueError(
-            f"sp_size={state.config.sp_size} does not work under Accelerate and the Trainer yet: "
-            "their data loaders would give the ranks of one sp group different batches. Use "
-            "apply_ep_fsdp2 in a loop of your own, or sp_size=1"
-        )
     if parallelism is None:
         return
     for name in ("tp_size", "cp_size", "sp_size"):

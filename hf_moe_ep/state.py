@@ -31,6 +31,8 @@ class ModelState:
     meshes: Meshes | None = None
     policy: MixedPrecisionPolicy | None = None
     forward_number: int = 0
+    # Besides config.gather_logits: while the Trainer predicts.
+    gather_logits: bool = False
     # DeepEP's buffer (hf_moe_ep.deepep.GroupBuffer), once it was needed.
     deepep: Any = None
     # The checkpointed layer that runs now (hf_moe_ep.recompute.Frame).

@@ -119,7 +119,8 @@ class JoinLogits:
             return None
         if isinstance(output, tuple):
             raise ValueError("return_dict=False does not go with sp_size > 1; leave it out")
-        if kwargs.get("labels") is None or self.state.config.gather_logits:
+        gather = self.state.config.gather_logits or self.state.gather_logits
+        if kwargs.get("labels") is None or gather:
             return replace(output, logits=gather_slices(output.logits, part))
         # A wrong accuracy from a slice would be worse than a crash.
         return replace(output, logits=None)

@@ -5,7 +5,6 @@ from functools import partial
 import parity
 import pytest
 import torch
-from accelerate import Accelerator
 from close import assert_close
 from parity import Batch, Case, run_cases
 from run_ranks import run_ranks
@@ -161,9 +160,3 @@ def test_impossible_sizes_name_those_that_work() -> None:
         patch(tiny(), sp_size=3)
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
         patch(tiny(attn_implementation="eager"), sp_size=2)
-
-
-def test_accelerate_is_refused_while_its_loaders_know_nothing_of_sp() -> None:
-    model = patch(tiny(), sp_size=2)
-    with pytest.raises(ValueError, match="sp_size=2 does not work under Accelerate"):
-        Accelerator(cpu=True).prepare(model)

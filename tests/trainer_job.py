@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from generation import continuations
 from poison import poison_empty
-from tiny_models import batch, tiny
+from tiny_models import Row as VisionRow
+from tiny_models import batch, tiny, vision_batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -52,6 +53,8 @@ class Case:
     Attributes:
         steps: functions of `_STEPS` below, in order, on one Trainer.
         ep: 0 leaves the model stock.
+        sp: ranks that share their batches; the per-device batch grows by it.
+        split: the global batch is split over as many micro-batches more (one process).
         load: directory for `from_pretrained`; otherwise the tiny model of `seed` and `model`.
             Only on rank 0: other ranks get other weights.
         arguments: of TrainingArguments, over those of `_arguments`.
@@ -64,6 +67,8 @@ class Case:
     name: str
     steps: tuple[str, ...] = ("train",)
     ep: int = 0
+    sp: int = 1
+    split: int = 1
     seed: int = 0
     dtype: torch.dtype = torch.float32
     load: Path | None = None
@@ -164,6 +169,18 @@ def training_rows(kind: str) -> list[Row]:
     ]
 
 
+def vision_rows() -> list[Row]:
+    """Text, images and videos in turn, each a batch of one row of 14 tokens; uneven labels."""
+    model = tiny("qwen3_vl_moe")
+    kinds: list[VisionRow] = [[14], [3, (4, 6), 5], [2, (2, 4), 3, (4, 2), 5], [2, (3, 4, 2), 3]]
+    return [vision_batch(model, [kinds[5 * i % 4]], seed=i) for i in range(NUM_ROWS)]
+
+
+def collate_vision(rows: list[Row]) -> Row:
+    names = {name: None for row in rows for name in row}
+    return {name: torch.cat([row[name] for row in rows if name in row]) for name in names}
+
+
 def evaluation_rows() -> list[Row]:
     """Three global batches with equally many labels in every row: a mean of means is the mean."""
     model = tiny()
@@ -196,6 +213,12 @@ def _predict(trainer: Trainer, folder: Path) -> Any:
     return {"loss": prediction.metrics["test_loss"], "logits": torch.from_numpy(logits)}
 
 
+def _predict_21(trainer: Trainer, folder: Path) -> Tensor:
+    """Predicted logits of a set that no number of ranks divides."""
+    logits = trainer.predict(evaluation_rows()[:21]).predictions
+    return torch.from_numpy(logits[0] if isinstance(logits, tuple) else logits)
+
+
 def _save(trainer: Trainer, folder: Path) -> Path:
     trainer.save_model(os.fspath(folder / "saved"))
     return folder / "saved"
@@ -223,6 +246,7 @@ _STEPS = {
     "resume": _resume,
     "evaluate": _evaluate,
     "predict": _predict,
+    "predict 21": _predict_21,
     "save": _save,
     "generate": _generate,
     "inspect": _inspect,
@@ -258,13 +282,13 @@ def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
 
 
 def _arguments(case: Case, folder: Path) -> TrainingArguments:
-    batch_size = GLOBAL_BATCH // int(os.environ.get("WORLD_SIZE", "1"))
+    batch_size = GLOBAL_BATCH * case.sp // int(os.environ.get("WORLD_SIZE", "1")) // case.split
     defaults = {
         "output_dir": os.fspath(folder),
         "use_cpu": True,
         "per_device_train_batch_size": batch_size,
         "per_device_eval_batch_size": batch_size,
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": 2 * case.split,
         "max_steps": STEPS,
         "logging_steps": 1,
         "max_grad_norm": 0.5,
@@ -294,12 +318,14 @@ def _run(case: Case, folder: Path) -> Result:
     arguments = _arguments(case, folder)  # first: from_pretrained looks for a process group
     model = _build(case, arguments.process_index)
     if case.ep:
-        patch(model, ep_size=case.ep)
+        patch(model, ep_size=case.ep, sp_size=case.sp)
+    vision = case.rows == "vision"
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=training_rows(case.rows),
-        eval_dataset=evaluation_rows(),
+        data_collator=collate_vision if vision else None,
+        train_dataset=vision_rows() if vision else training_rows(case.rows),
+        eval_dataset=None if vision else evaluation_rows(),
         callbacks=[_Recorder(case, result)],
     )
     for step in case.steps:

@@ -1,0 +1,81 @@
+"""The stock Trainer under `accelerate launch` on 4 ranks that share batches (sp), against the stock
+Trainer in one process: text and vision, and everything it logs or counts."""
+
+import pytest
+import torch
+from close import assert_close
+from test_trainer import (
+    AUX_LOSS,
+    CPU_4,
+    EVALUATE,
+    Results,
+    assert_same_after_training,
+    assert_same_evaluation,
+    assert_same_training,
+)
+from trainer_job import STEPS, Case, launch
+
+VISION = {"name": "qwen3_vl_moe"}
+TEXT = EVALUATE | {"include_num_input_tokens_seen": "non_padding"}
+ONE_EPOCH = {"train_sampling_strategy": "random", "max_steps": -1, "num_train_epochs": 1}
+ALL = ("train", "evaluate", "predict", "predict 21")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The VL model takes no token count, so the Trainer weighs every rank's micro-batch equally:
+    2 data ranks with 2 micro-batches each are one process with 4 (`split=2`).
+    """
+    folder = tmp_path_factory.mktemp("trainer_sp")
+    stock = [
+        Case("stock", ALL, arguments=TEXT),
+        Case("stock aux", model=AUX_LOSS, rows="padded"),
+        Case("stock epoch", arguments=ONE_EPOCH),
+        Case("stock vision", model=VISION, rows="vision"),
+        Case("stock vision split", model=VISION, rows="vision", split=2),
+    ]
+    ranks = [
+        Case("sp2", ALL, ep=2, sp=2, arguments=TEXT),
+        Case("sp4", ("train", "evaluate"), ep=2, sp=4, arguments=TEXT),
+        Case("aux sp2", ep=2, sp=2, model=AUX_LOSS, rows="padded"),
+        Case("epoch sp4", ep=2, sp=4, arguments=ONE_EPOCH),
+        Case("epoch sp2", ep=2, sp=2, arguments=ONE_EPOCH),
+        Case("vision sp2", ep=2, sp=2, model=VISION, rows="vision"),
+        Case("vision sp4", ep=2, sp=4, model=VISION, rows="vision"),
+    ]
+    return {**launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
+
+
+@pytest.mark.parametrize("name", ["sp2", "sp4"])
+def test_training_equals_stock(runs: Results, name: str) -> None:
+    got, want = runs[name][0], runs["stock"][0]
+    assert_same_training(got, want)
+    assert_same_evaluation(got, want, count=3)
+    for key in ("epoch", "step", "num_input_tokens_seen"):
+        assert torch.equal(got.series(key)[:STEPS], want.series(key)[:STEPS]), key
+
+
+def test_aux_loss_equals_stock(runs: Results) -> None:
+    assert_same_training(runs["aux sp2"][0], runs["stock aux"][0])
+
+
+@pytest.mark.parametrize("name", ["epoch sp2", "epoch sp4"])
+def test_a_shuffled_epoch_has_the_steps_and_samples_of_stock(runs: Results, name: str) -> None:
+    got, want = runs[name][0], runs["stock epoch"][0]
+    assert_same_training(got, want)
+    assert torch.equal(got.series("epoch"), want.series("epoch"))
+
+
+def test_evaluation_and_prediction_count_each_sample_once(runs: Results) -> None:
+    for rank in runs["sp2"]:
+        assert_same_after_training(rank, runs["stock"][0])
+        got, want = (result.values["predict 21"] for result in (rank, runs["stock"][0]))
+        assert got.shape == want.shape and got.shape[0] == 21
+        assert_close("logits of 21 samples", got, want, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"), [("vision sp2", "stock vision split"), ("vision sp4", "stock vision")]
+)
+def test_vision_equals_stock(runs: Results, name: str, reference: str) -> None:
+    assert_same_training(runs[name][0], runs[reference][0])
