@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 TOWER_OUTPUTS = "mm_encoder_outputs"
+_STOCK_CONFIG = "_hf_moe_ep_stock"
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
 
 
@@ -106,7 +107,18 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
     own = copy.copy(config)
     own._attn_implementation_internal = name
+    setattr(own, _STOCK_CONFIG, config)
     return own
+
+
+def stock_attention(module: nn.Module) -> Any:
+    """A copy of an attention module with the config that `own_attention_config` was made of.
+
+    Stock functions read from it which flash attention to import (integrations/flash_attention.py).
+    """
+    module = copy.copy(module)
+    module.config = getattr(module.config, _STOCK_CONFIG)
+    return module
 
 
 def canonical_name(name: str) -> str:

@@ -19,7 +19,6 @@ attention and loss, so that a recompute in backward finds what its own forward h
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -101,6 +100,9 @@ class SplitSequence:
         rank = meshes.sp.get_local_rank()
         given[SLICE] = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
         given["use_cache"] = False
+        given["attention_mask"] = _mask_beside(
+            given.get("position_ids"), given.get("attention_mask")
+        )
         return (), given
 
 
@@ -155,14 +157,14 @@ def split_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over the whole sequence for this rank's heads; registered with transformers."""
     part: Slice | None = kwargs.pop(SLICE, None)
+    module = hf.stock_attention(module)
     if part is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
     kv_heads = key.shape[1]
     if kv_heads < part.size:
         key, value = (x.repeat_interleave(part.size // kv_heads, 1) for x in (key, value))
     query, key, value = own_heads(query, key, value, part)
-    # A copy, because stock code reads from the module how often to repeat each key.
-    module = copy.copy(module)
+    # Stock code reads from the module how often to repeat each key.
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     out_BSHD, _ = stock(module, query, key, value, attention_mask, **kwargs)
     return own_tokens(out_BSHD, part), None
@@ -226,6 +228,29 @@ def attention_with(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _splits(heads: int, kv_heads: int, size: int) -> bool:
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _mask_beside(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """The mask to pass on: none of all ones, with which stock code does not look at positions.
+
+    Documents packed into one row are told apart by positions that start again; beside a mask they
+    would silently see each other (transformers, masking_utils.py, _preprocess_mask_arguments).
+    """
+    if positions is None or mask is None or mask.ndim != 2:
+        return mask
+    if positions.ndim == 3:
+        if positions.shape[0] != 4:  # of pictures only (temporal, height, width): none of the text
+            return mask
+        positions = positions[0]
+    both = (mask[:, 1:] * mask[:, :-1]).bool()
+    restarts, whole = torch.stack([(both & (positions.diff() <= 0)).any(), mask.all()]).tolist()
+    if restarts and not whole:
+        raise ValueError(
+            "position_ids start again within a row, which means packed documents, but the "
+            "attention_mask has zeros, with which stock code takes a row for one document; leave "
+            "the mask out and fill up rows with a document whose labels are -100"
+        )
+    return None if restarts else mask
 
 
 def _check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessGroup) -> None:

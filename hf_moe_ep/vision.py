@@ -171,7 +171,9 @@ class TakePatches:
         if part is None:
             return None
         tables = hf.tower_tables(tower, kwargs["grid_thw"])
-        mine = {name: part.take(table, 0) for name, table in tables.items()}
+        mine: dict[str, Any] = {name: part.take(table, 0) for name, table in tables.items()}
+        # Known here, so that no layer waits for it.
+        mine["max_seqlen"] = max(part.frames)
         return (part.take(args[0], 0), *args[1:]), {**kwargs, **mine}
 
 
@@ -233,6 +235,7 @@ def patch_attention(
     `varlen`: whether the stock function takes frames as `cu_seq_lens_q`, or one at a time.
     """
     part: PatchSlice | None = kwargs.pop(SLICE, None)
+    module = hf.stock_attention(module)
     if part is not None:
         query, key, value = own_heads(query, key, value, part)
     if varlen:

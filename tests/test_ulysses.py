@@ -6,6 +6,7 @@ import parity
 import pytest
 import torch
 from close import assert_close
+from fake_flash import use_fake_flash
 from parity import Batch, Case, run_cases
 from run_ranks import run_ranks
 from tiny_models import batch, tiny
@@ -47,11 +48,25 @@ def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
     return [{**micro, "position_ids": position_ids, "use_cache": False}]
 
 
+def packed_by_lengths(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """The same documents, told apart for flash attention by their lengths as well."""
+    (micro,) = packed(model, rank, world, step)
+    lengths = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
+    return [{**micro, "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 5}]
+
+
+FLASH = {"prepare": use_fake_flash}
 TWO_RANKS = [
     Case("sp 2", 2, 1, sp=2),
     Case("sp 2, ep 2, checkpoint", 2, 2, sp=2, prepare=CHECKPOINT),
     Case("sp 2, padded right", 2, 2, sp=2, micro_batches=partial(padded, "right")),
     Case("sp 2, packed", 2, 2, sp=2, micro_batches=packed),
+    Case("sp 2, packed, flash", 2, 2, sp=2, micro_batches=packed).with_(**FLASH),
+]
+TWO_RANKS_MORE = [
+    Case("flash", 2, 1, sp=2, micro_batches=parity.even_batches).with_(**FLASH),
+    Case("flash, padded", 2, 1, sp=2, micro_batches=partial(padded, "right")).with_(**FLASH),
+    Case("flash, lengths", 2, 1, sp=2, micro_batches=packed_by_lengths).with_(**FLASH),
 ]
 FOUR_RANKS = [
     Case("sp 4, ep 2: one kv head on two ranks", 4, 2, sp=4),
@@ -73,6 +88,7 @@ FOUR_RANKS_MORE = [
     [
         pytest.param(TWO_RANKS, id="2"),
         pytest.param(FOUR_RANKS, id="4"),
+        pytest.param(TWO_RANKS_MORE, id="2_more", marks=pytest.mark.slow),
         pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
     ],
 )
@@ -89,6 +105,12 @@ def _documents_alone(rank: int, world: int) -> None:
     parts = zip(micro["input_ids"].split([5, 3, 4], 1), micro["labels"].split([5, 3, 4], 1))
     want = sum(reference(input_ids=i, labels=t, num_items_in_batch=10).loss for i, t in parts)
     assert_close("loss of three documents", got, want, 1e-6)
+    mask = torch.ones_like(micro["input_ids"])
+    got = model(**micro, attention_mask=mask, num_items_in_batch=10).loss
+    assert_close("loss beside a mask of ones", got, want, 1e-6)
+    mask[:, -1] = 0
+    with pytest.raises(ValueError, match="packed documents, but the attention_mask has zeros"):
+        model(**micro, attention_mask=mask)
 
 
 def _aux_loss(rank: int, world: int) -> None:

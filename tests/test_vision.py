@@ -12,6 +12,7 @@ import parity
 import pytest
 import torch
 from close import assert_close
+from fake_flash import use_fake_flash
 from parity import Batch, Case, run_cases
 from run_ranks import run_ranks
 from tiny_models import QWEN3_VL_MOE, Row, tiny, vision_batch
@@ -112,7 +113,8 @@ TWO_RANKS = [
 TWO_RANKS_SP = [
     Case("sp 2, modality by step", 2, 1, sp=2).with_(**BY_STEP),
     Case("sp 2, packed", 2, 1, sp=2).with_(**PACKED),
-    *_cases(2, 2, sp=2)[-2:],
+    Case("sp 2, flash", 2, 2, sp=2, prepare=use_fake_flash).with_(**BY_STEP),
+    *_cases(2, 2, sp=2)[-1:],
 ]
 FOUR_RANKS = [
     Case("modality by step", 4, 2).with_(**BY_STEP),

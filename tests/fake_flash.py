@@ -1,0 +1,66 @@
+"""A stand-in for flash attention on CPU, in any dtype, behind transformers' two registries.
+
+It tells documents apart as `_flash_attention_forward` does (transformers,
+modeling_flash_attention_utils.py): by `cu_seq_lens_q`, else by positions that start again, else by
+a 2-D mask of padding; there is never a mask of (B, 1, S, S). What it computes is plain SDPA.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "flash_stand_in"
+
+
+def use_fake_flash(model: nn.Module) -> None:
+    """Select the stand-in in every config of `model`, as attn_implementation= would."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, fake_flash)
+    flash = ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, flash)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation_internal = NAME
+
+
+def fake_flash(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    assert module.config._attn_implementation == NAME, "stock code looks up its kernel by this name"
+    length = query.shape[2]
+    assert key.shape[1] * module.num_key_value_groups == query.shape[1]
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    document = torch.zeros(query.shape[0], length, dtype=torch.int64)
+    if cu_seq_lens_q is not None:
+        assert int(cu_seq_lens_q[-1]) == length
+        assert max_length_q == int(cu_seq_lens_q.diff().max())
+        starts = torch.zeros(length, dtype=torch.int64)
+        starts[cu_seq_lens_q[1:-1].long()] = 1
+        document = starts.cumsum(0).expand_as(document)
+    elif position_ids is not None and attention_mask is None:
+        document = position_ids.eq(0).cumsum(-1)
+    keep = document.unsqueeze(2) == document.unsqueeze(1)
+    if attention_mask is not None:
+        assert attention_mask.ndim == 2
+        keep = keep & attention_mask.bool().unsqueeze(1)
+    if module.is_causal if is_causal is None else is_causal:
+        keep = keep.tril()
+    # Padding in front of a row sees nothing; what comes of it is nobody's, but must not be nan.
+    keep = keep | ~keep.any(-1, keepdim=True)
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=keep.unsqueeze(1), scale=scaling
+    )
+    return out.transpose(1, 2), None
