@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,8 @@ class Slice:
     size: int
     length: int
     unit: int = 1
+    # Slices that all layers share: of which tuple, by its identity, and the slices.
+    _shared: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def local(self) -> int:
@@ -64,6 +66,12 @@ class Slice:
             return part.clone()  # a view would keep the whole alive
         shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
         return torch.cat([part, part.new_full(shape, fill)], dim)
+
+    def take_shared(self, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Slices along dim 1, made once; `whole` lives as long as a layer can ask for it again."""
+        if id(whole) not in self._shared:
+            self._shared[id(whole)] = tuple(self.take(x, 1) for x in whole)
+        return self._shared[id(whole)]
 
 
 class SplitSequence:
@@ -142,8 +150,8 @@ class TakeSlice:
             return None
         if self.first:
             args = (part.take(args[0], 1), *args[1:])
-        whole = kwargs["position_embeddings"]
-        return args, {**kwargs, "position_embeddings": tuple(part.take(x, 1) for x in whole)}
+        mine = part.take_shared(kwargs["position_embeddings"])
+        return args, {**kwargs, "position_embeddings": mine}
 
 
 def split_attention(

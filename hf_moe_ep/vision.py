@@ -140,7 +140,7 @@ class TowerOnce:
         frames = [h * w for t, h, w in grids.tolist() for _ in range(t)]
         merge, _ = hf.tower_sizes(self.tower)
         place = (sequence.group, sequence.rank, sequence.size)
-        return {SLICE: PatchSlice(*place, sum(frames), merge**2, tuple(frames))}
+        return {SLICE: PatchSlice(*place, sum(frames), merge**2, frames=tuple(frames))}
 
     def _nothing_to_see(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Pixels and grid of the smallest picture that goes through every part of the tower."""
