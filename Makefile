@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine: .venv, pinned installs, the work.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo test test-full test-oldest lint fmt gpu bench clean
+.PHONY: demo demo-vision test test-full test-oldest lint fmt gpu bench clean
 
 PIP := -m pip install --quiet --disable-pip-version-check
 EXTRAS := .[peft,demo,test,dev]
@@ -26,6 +26,9 @@ export OMP_NUM_THREADS := 1
 
 demo: .venv/.done
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/run_demo.sh
+
+demo-vision: .venv/.done
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/run_vision_demo.sh
 
 test: lint
 	$(BIN)/python -m pytest -m 'not slow and not gpu'

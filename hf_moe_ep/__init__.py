@@ -9,6 +9,7 @@ Importing this package changes nothing; `patch` does.
 """
 
 from hf_moe_ep.checkpoint import save_pretrained
+from hf_moe_ep.collate import PositionCollator
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.describe import describe
 from hf_moe_ep.grads import (
@@ -21,6 +22,7 @@ from hf_moe_ep.patch import apply_ep_fsdp2, patch, unpatch
 
 __all__ = [
     "ParallelConfig",
+    "PositionCollator",
     "apply_ep_fsdp2",
     "clip_grad_norm_",
     "data_parallel_rank",

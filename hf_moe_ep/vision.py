@@ -188,7 +188,9 @@ class JoinFeatures:
         if part is None:
             return None
         mine = torch.stack([outputs.pooler_output, *outputs.deepstack_features])
-        pooled, *deepstack = gather_slices(mine, part.of_features()).unbind(0)
+        whole = gather_slices(mine, part.of_features())
+        # Copies, because FSDP2's hook on a view would be lost to an in-place op.
+        pooled, *deepstack = (features.clone() for features in whole)
         return type(outputs)(pooler_output=pooled, deepstack_features=deepstack)
 
 
@@ -258,7 +260,7 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, embeds_BSH: Tensor, *unseen: Tensor) -> Tensor:
         ctx.like = [(feature.new_empty(0), feature.shape) for feature in unseen]
-        return embeds_BSH.view_as(embeds_BSH)
+        return embeds_BSH.clone()  # FSDP2's hook on a view would be lost to an in-place op
 
     @staticmethod
     @once_differentiable

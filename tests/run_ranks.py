@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -209,6 +210,8 @@ def _join_group(rank: int, job: _Job) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     poison_empty()
+    # A hook of FSDP2 that an in-place op of the user's would silently drop.
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(job.folder / "store"), job.world_size),

@@ -19,7 +19,7 @@ CORE, PLUGINS = "hf_moe_ep", "model_patches"
 
 # Module -> what it may import of our own; "*" is every row below.
 ROWS = {
-    "__init__": "patch shard checkpoint routing grads describe config",
+    "__init__": "patch collate shard checkpoint routing grads describe config",
     "patch": "*",
     "describe": "state mesh hf",
     "accelerate": "shared_batches checkpoint shard state mesh grads config hf",
@@ -29,6 +29,7 @@ ROWS = {
     "lora": "mesh plan hf",
     "model_patches": "",
     "model_patches.*": "vision ulysses plan hf",
+    "collate": "",
     "vision": "ulysses state comm ops hf",
     "routing": "ulysses state comm ops hf",
     "ulysses": "grads state comm hf",
@@ -71,6 +72,7 @@ THIRD_PARTY = {
     "hf": "accelerate peft transformers",
     "model_patches.*": "accelerate peft transformers",
     "ops.*": "triton",
+    "shared_batches": "accelerate transformers",
     "ops.gate": "triton",
     "ops.reduce": "triton",
     "ops.triton_mlp": "triton",

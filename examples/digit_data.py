@@ -1,0 +1,124 @@
+"""Pictures of digits and plain text for the vision example, mixed at random.
+
+The pictures are the 1797 handwritten digits, 8 x 8 pixels, that scikit-learn ships: real scans
+(UCI, "Optical Recognition of Handwritten Digits"), no download. The last 320 of them are held out;
+the text is that of text_data.py. A sample is one of two things:
+
+    pictures   What digits are these? [picture] -> 7 [picture] -> 0       1 to 6 pictures
+    text       one block of plain text                                    no picture
+
+Labels of the first are on the digits alone, of the second on every token. `DigitsAndText` gives
+both with equal odds, but in runs of `run` samples of one kind: with runs as long as a rank's batch,
+a rank has pictures in one step and none in the next, whatever the others have.
+
+Pictures go through the stock image processor of Qwen-VL models, in its PIL form. The stock
+processor around it wants torchvision for videos, which there are none of here, so the one thing
+left of its work is done below: a placeholder token for every 2 x 2 patches.
+"""
+
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from text_data import pack, split_text
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+QUESTION = "What digits are these?"
+ARROW = " -> "
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+NUM_HELD_OUT = 320
+MAX_PICTURES = 6
+BLOCK_SIZE = 64
+
+Sample = dict[str, torch.Tensor]
+
+
+def read_digits(*, held_out: bool) -> tuple[list[Image.Image], list[int]]:
+    """The pictures, 8 x 8 in 256 shades of grey, and what they show."""
+    data = load_digits()
+    part = slice(-NUM_HELD_OUT, None) if held_out else slice(-NUM_HELD_OUT)
+    shades = (data.images[part] * (255 / 16)).astype("uint8")
+    return [Image.fromarray(picture) for picture in shades], data.target[part].tolist()
+
+
+def picture_sample(
+    tokenizer: PreTrainedTokenizerBase,
+    image_processor,
+    pictures: list[Image.Image],
+    digits: list[int],
+) -> Sample:
+    """One conversation: token ids, labels on the digits, token types (1 = picture), pixels."""
+    pixels = image_processor(pictures, return_tensors="pt")
+    arrow = tokenizer.encode(ARROW)
+    start, end, pad = tokenizer.convert_tokens_to_ids([VISION_START, VISION_END, IMAGE_PAD])
+    ids = tokenizer.encode(QUESTION)
+    labels, types = [-100] * len(ids), [0] * len(ids)
+    for grid, digit in zip(pixels["image_grid_thw"], digits, strict=True):
+        num_places = int(grid.prod()) // image_processor.merge_size**2
+        answer = tokenizer.convert_tokens_to_ids(str(digit))
+        ids += [start, *[pad] * num_places, end, *arrow, answer]
+        labels += [-100] * (num_places + 2 + len(arrow)) + [answer]
+        types += [0, *[1] * num_places, 0, *[0] * len(arrow), 0]
+    columns = {"input_ids": ids, "labels": labels, "mm_token_type_ids": types}
+    return {name: torch.tensor(column) for name, column in columns.items()} | dict(pixels)
+
+
+def text_samples(tokenizer: PreTrainedTokenizerBase, text: str, **limits: int) -> list[Sample]:
+    """Blocks of plain text; `limits` as in `text_data.pack`."""
+    blocks = pack(tokenizer, text, BLOCK_SIZE, **limits)
+    return [block | {"mm_token_type_ids": torch.zeros_like(block["input_ids"])} for block in blocks]
+
+
+def held_out_samples(
+    tokenizer: PreTrainedTokenizerBase, image_processor
+) -> tuple[list[Sample], list[Sample]]:
+    """(one sample for every held-out picture, equally many blocks of held-out text)."""
+    pictures, digits = read_digits(held_out=True)
+    _, text = split_text()
+    return [
+        picture_sample(tokenizer, image_processor, [picture], [digit])
+        for picture, digit in zip(pictures, digits, strict=True)
+    ], text_samples(tokenizer, text, max_blocks=NUM_HELD_OUT)
+
+
+class DigitsAndText(Dataset):
+    """Training samples without end: sample i is drawn by a generator that i seeds."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, image_processor, *, num_samples: int, run: int
+    ) -> None:
+        self.tokenizer, self.image_processor = tokenizer, image_processor
+        self.num_samples, self.run = num_samples, run
+        self.pictures, self.digits = read_digits(held_out=False)
+        self.blocks = text_samples(tokenizer, split_text()[0])
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> Sample:
+        run, sample = (torch.Generator().manual_seed(seed) for seed in (i // self.run, i))
+        if torch.randint(2, (), generator=run):
+            return self.blocks[torch.randint(len(self.blocks), (), generator=sample)]
+        count = int(torch.randint(1, MAX_PICTURES + 1, (), generator=sample))
+        chosen = torch.randint(len(self.pictures), (count,), generator=sample).tolist()
+        pictures, digits = ([column[j] for j in chosen] for column in (self.pictures, self.digits))
+        return picture_sample(self.tokenizer, self.image_processor, pictures, digits)
+
+
+def collate(samples: list[Sample], *, pad_token_id: int) -> Sample:
+    """A batch, padded on the right; pixels and grids of all its pictures one after the other."""
+    fill = {"input_ids": pad_token_id, "labels": -100, "mm_token_type_ids": 0}
+    columns = {name: [sample[name] for sample in samples] for name in fill}
+    columns["attention_mask"] = [torch.ones_like(ids) for ids in columns["input_ids"]]
+    batch = {
+        name: torch.nn.utils.rnn.pad_sequence(
+            column, batch_first=True, padding_value=fill.get(name, 0)
+        )
+        for name, column in columns.items()
+    }
+    for name in ("pixel_values", "image_grid_thw"):
+        parts = [sample[name] for sample in samples if name in sample]
+        if parts:
+            batch[name] = torch.cat(parts)
+    return batch
