@@ -169,7 +169,7 @@ EIGHT_RANKS = [
     ],
 )
 def test_ranks_with_different_modalities_equal_one_process(cases: list[Case]) -> None:
-    run_ranks(run_cases, cases[0].world, cases, timeout=400)
+    run_ranks(run_cases, cases[0].world, cases, timeout=900)
 
 
 def _sixty_steps(rank: int, world: int) -> None:

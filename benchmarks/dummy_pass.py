@@ -1,0 +1,132 @@
+"""What text-only steps pay for a vision tower that is sharded over all ranks.
+
+    python benchmarks/dummy_pass.py                            the table, to the terminal
+    python benchmarks/dummy_pass.py --write benchmarks/results
+
+Every rank trains on text alone, on the model of `make demo-vision`. One step, three ways, in turns:
+
+    bare      nobody asks whether there are pictures: what the language model alone costs
+    rests     as it is: ranks ask each other, nobody has any, the tower rests
+    dummy     as if another rank had a picture: every rank runs the tower once on one patch of
+              zeros, its collectives and AdamW's update of it included. In training it runs beside
+              ranks that run the tower on their pictures, which takes longer
+
+It measures no GPU and no network: four processes on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from figures import row, setting
+from ranks import KEEP_FREED_MEMORY, spawn
+from torch import nn
+from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
+from hf_moe_ep.vision import TowerOnce
+
+WORLD, ROWS, LENGTH, VOCAB = 4, 8, 128, 320
+WARMUP_STEPS = 2
+
+
+def build(frozen: bool) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3VLMoeConfig(
+        text_config={
+            "vocab_size": VOCAB,
+            "hidden_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "moe_intermediate_size": 80,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 4, 4]},
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "intermediate_size": 128,
+            "patch_size": 4,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "out_hidden_size": 96,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=VOCAB - 1,
+        video_token_id=VOCAB - 2,
+    )
+    model = Qwen3VLMoeForConditionalGeneration(config)
+    model.model.visual.requires_grad_(not frozen)
+    return apply_ep_fsdp2(model, ep_size=2).train()
+
+
+def timed_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
+    """Seconds of each step, by the way it is done."""
+    model = build(frozen)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    generator = torch.Generator().manual_seed(rank)
+    input_ids = torch.randint(VOCAB - 2, (ROWS, LENGTH), generator=generator)
+    asks = TowerOnce._someone_sees
+    ways = {
+        "bare": lambda *args: False,
+        "rests": asks,
+        "dummy": lambda *args: asks(*args) or True,
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for step in range(WARMUP_STEPS + steps):
+        for way, answer in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            with patch.object(TowerOnce, "_someone_sees", answer):
+                model(input_ids=input_ids, labels=input_ids).loss.backward()
+            clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.barrier()
+            if step >= WARMUP_STEPS:
+                seconds[way].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--write", type=Path, help="also write dummy-pass-cpu.md there")
+    args = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    kept = {"timeout": 600.0, "environment": KEEP_FREED_MEMORY}
+    cells = []
+    for tower in ("trained", "frozen"):
+        seconds = spawn(timed_rank, WORLD, args.steps, tower == "frozen", **kept)[0]
+        for way in ("rests", "dummy"):
+            cells.append(row(f"{tower} | {way}", seconds[way], seconds["bare"]))
+    text = "\n".join(
+        [
+            "# A vision tower, and steps of text alone\n",
+            *setting("benchmarks/dummy_pass.py", load_before, WORLD),
+            f"- the model of `make demo-vision`, ep 2; {ROWS} x {LENGTH} tokens per rank\n",
+            "| tower | way | seconds per step | bare | ratio |\n|---|---|---|---|---|",
+            *(f"| {cell} |" for cell in cells),
+            f"\nMedian (min .. max) of {args.steps} steps; ratios are taken step by step. The ways "
+            "are explained at the top of `benchmarks/dummy_pass.py`.\n",
+        ]
+    )
+    print(text)
+    if args.write:
+        args.write.mkdir(parents=True, exist_ok=True)
+        (args.write / "dummy-pass-cpu.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
