@@ -1,9 +1,10 @@
 """Run one function on N ranks of a gloo group, with a hard end.
 
-`run_ranks(fn, 2, x)` spawns two processes, joins them through a file (no ports, so parallel runs
+`run_ranks(fn, 2, x)` starts two processes, joins them through a file (no ports, so parallel runs
 cannot collide), calls `fn(rank, world_size, x)` in each and returns the values in rank order. `fn`
 is a module-level function of an importable module; arguments travel by pickle, values by
-`torch.save`. Spawning costs seconds: let one function run a whole table of cases.
+`torch.save`. Ranks are forked from a server that has imported torch and transformers and has done
+nothing else: no thread was started in it, and no rank pays for the imports.
 
 A rank that raises is raised here, with its traceback. A rank that hangs is a failure too: after
 `timeout` seconds of wall clock, imports included, every rank is killed and TimeoutError shows where
@@ -32,6 +33,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from poison import poison_empty
 
+_IMPORTED_ONCE = [
+    "accelerate",
+    "hf_moe_ep",
+    "torch.distributed.fsdp",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
+    "transformers.trainer",
+]
 # After one rank failed, the others fail soon (their peer is gone) or hang: how long to wait, in s.
 _GRACE = 3.0
 
@@ -58,6 +67,7 @@ class _Job:
     world_size: int
     group_timeout: float
     folder: Path
+    environment: dict[str, str]
 
     def outcome_file(self, rank: int) -> Path:
         return self.folder / f"outcome{rank}.pt"
@@ -81,7 +91,7 @@ def run_ranks(
     `("error", type name, message)` per rank. A rank that died without raising is a "ProcessDied".
     """
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
-        job = _Job(fn, args, world_size, group_timeout, Path(folder))
+        job = _Job(fn, args, world_size, group_timeout, Path(folder), dict(os.environ))
         ranks = _start(job)
         try:
             _wait(ranks, job, timeout, stop_on_error=not expect_errors)
@@ -102,12 +112,13 @@ def run_ranks(
 
 
 def _start(job: _Job) -> list[BaseProcess]:
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
     ranks: list[BaseProcess] = [
         context.Process(target=_child, args=(rank, job), name=f"rank{rank}")
         for rank in range(job.world_size)
     ]
-    # OpenMP reads its variable when torch is imported, which is before _child runs.
+    # OpenMP reads its variable when the server, which starts with its first rank, imports torch.
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -180,6 +191,8 @@ def _where_they_hang(ranks: list[BaseProcess], job: _Job, timeout: float) -> str
 
 
 def _child(rank: int, job: _Job) -> None:
+    os.environ.clear()  # the server's, from when it started
+    os.environ.update(job.environment)
     with open(job.stack_file(rank), "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
         try:
@@ -202,6 +215,7 @@ def _child(rank: int, job: _Job) -> None:
 
 def _join_group(rank: int, job: _Job) -> None:
     os.environ.update(
+        OMP_NUM_THREADS="1",
         RANK=str(rank),
         WORLD_SIZE=str(job.world_size),
         LOCAL_RANK=str(rank),
