@@ -124,7 +124,6 @@ FOUR_RANKS = [
 ]
 FOUR_RANKS_SP = [
     Case("sp 2, modality by step, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**BY_STEP),
-    *_cases(4, 2, sp=2, data=EDGES),
     *_cases(4, 2, sp=4, data=EDGES)[:1],
 ]
 TWO_RANKS_MORE = [*_cases(2, 1)[:-2], *_cases(2, 2), *_cases(2, 1, sp=2, data=DATA | EDGES)]
