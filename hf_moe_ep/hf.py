@@ -7,6 +7,7 @@ read. Checked with transformers 5.23 and accelerate 1.15.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import math
 import re
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 TOWER_OUTPUTS = "mm_encoder_outputs"
+_AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
 _STOCK_CONFIG = "_hf_moe_ep_stock"
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
 
@@ -149,6 +151,16 @@ def inside_ddp_forward() -> bool:
 def forward_globals(model: nn.Module) -> dict[str, Any]:
     """The module-level names that a model's own forward sees, behind its decorators."""
     return cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
+
+
+def is_fused_head(kwargs: dict[str, Any]) -> bool:
+    """Whether TRL runs the backbone and scores labels itself (trl/trainer/utils.py, since 1.15)."""
+    return bool(kwargs.get("fused_lm_head"))
+
+
+def fused_head_globals() -> dict[str, Any]:
+    """Where TRL's fused head takes the aux loss from, whatever the model (trl/trainer/utils.py)."""
+    return vars(importlib.import_module(_AUX_LOSS_OF_FUSED_HEAD))
 
 
 def model_config_fields(model: Any) -> dict[str, Any]:

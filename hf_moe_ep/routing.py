@@ -48,7 +48,7 @@ class GlobalAuxLoss:
     def __init__(self, state: ModelState, coefficient: str) -> None:
         self.state = state
         self._path, _, self.name = coefficient.rpartition(".")
-        self.stock: tuple[Any, float] | None = None
+        self.stock: tuple[dict[str, Any], Any, float] | None = None
 
     def holder(self, model: nn.Module) -> Any:
         """What has the coefficient: the model itself or a part of its config."""
@@ -59,10 +59,11 @@ class GlobalAuxLoss:
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return
-        names = hf.forward_globals(model)
+        fused = hf.is_fused_head(kwargs)
+        names = hf.fused_head_globals() if fused else hf.forward_globals(model)
         holder = self.holder(model)
         coefficient = getattr(holder, self.name)
-        self.stock = (names[_FUNCTION], coefficient)
+        self.stock = (names, names[_FUNCTION], coefficient)
         sequence: Slice | None = kwargs.get(SLICE)
         world = meshes.world_size
         names[_FUNCTION] = partial(global_aux_loss, world_size=world, sequence=sequence)
@@ -79,8 +80,8 @@ class RestoreAuxLoss:
     @torch.compiler.disable
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.swapped.stock is not None:
-            function, coefficient = self.swapped.stock
-            hf.forward_globals(model)[_FUNCTION] = function
+            names, function, coefficient = self.swapped.stock
+            names[_FUNCTION] = function
             setattr(self.swapped.holder(model), self.swapped.name, coefficient)
             self.swapped.stock = None
 

@@ -106,7 +106,10 @@ class SplitSequence:
         group = meshes.sp.get_group()
         _check_same_batch(given, tokens, group)
         rank = meshes.sp.get_local_rank()
-        given[SLICE] = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
+        part = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
+        given[SLICE] = part
+        if hf.is_fused_head(given):
+            given["shift_labels"] = _next_labels(given.pop("labels"), part)
         given["use_cache"] = False
         given["attention_mask"] = _mask_beside(
             given.get("position_ids"), given.get("attention_mask")
@@ -127,6 +130,8 @@ class JoinLogits:
         part: Slice | None = kwargs.get(SLICE)
         if part is None:
             return None
+        if hf.is_fused_head(kwargs):
+            return _join_fused(output, part)
         if isinstance(output, tuple):
             raise ValueError("return_dict=False does not go with sp_size > 1; leave it out")
         gather = self.state.config.gather_logits or self.state.gather_logits
@@ -209,14 +214,39 @@ def split_loss(
     part: Slice | None = kw.pop(SLICE, None)
     if part is None:
         return stock(logits, labels, *args, **kw)
-    shifted = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
     count = kw.pop("num_items_in_batch", None)
     if count is None:
-        count = (shifted != IGNORED_LABEL).sum()
-    mine = part.take(shifted, 1, fill=IGNORED_LABEL).contiguous()
+        count = (labels[:, 1:] != IGNORED_LABEL).sum()
+    mine = _next_labels(labels, part)
     loss = stock(logits, None, *args, shift_labels=mine, num_items_in_batch=count, **kw)
     total: Tensor = _Sum.apply(loss, part)
     return total
+
+
+def _next_labels(labels: Tensor, part: Slice) -> Tensor:
+    """What each token of this rank's slice is to predict; -100 behind the end."""
+    shifted = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+    return part.take(shifted, 1, fill=IGNORED_LABEL).contiguous()
+
+
+def _join_fused(output: Any, part: Slice) -> Any:
+    """What TRL's head tells of each token, whole on every rank; its own loss, of a slice, is gone.
+
+    One entry per token, the last of which has no label, where TRL without sp has one less.
+    """
+    whole = {
+        name: _gather_numbers(x, part)
+        for name, x in output.items()
+        if isinstance(x, Tensor) and x.ndim == 2
+    }
+    return replace(output, **whole, loss=None)
+
+
+def _gather_numbers(x: Tensor, part: Slice) -> Tensor:
+    """(B, S / sp) of every rank to (B, S) on all."""
+    numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
+    # A copy, because FSDP2 warns of an output that is a view.
+    return gather_slices(numbers.unsqueeze(-1), part).squeeze(-1).to(x.dtype, copy=True)
 
 
 def check_heads(heads: int, kv_heads: int, sp_size: int) -> None:

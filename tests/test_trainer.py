@@ -11,12 +11,12 @@ import pytest
 import torch
 from close import assert_close
 from generation import assert_same, continuations
+from run_script import CPU_4
 from safetensors import safe_open
 from tiny_models import batch, tiny
-from trainer_job import ROOT, STEPS, Case, Result, launch, load_stock
+from trainer_job import STEPS, Case, Result, launch, load_stock
 from transformers import PreTrainedModel
 
-CPU_4 = ROOT / "examples" / "accelerate" / "cpu_4.yaml"
 FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 6 AdamW steps; a wrong factor is off by 2 or 4
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
 NO_ACCUMULATION = {"gradient_accumulation_steps": 1}

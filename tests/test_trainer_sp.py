@@ -4,16 +4,16 @@ Trainer in one process: text and vision, and everything it logs or counts."""
 import pytest
 import torch
 from close import assert_close
+from run_script import CPU_4
 from test_trainer import (
     AUX_LOSS,
-    CPU_4,
     EVALUATE,
     Results,
     assert_same_after_training,
     assert_same_evaluation,
     assert_same_training,
 )
-from trainer_job import STEPS, Case, launch
+from trainer_job import STEPS, Case, Result, launch
 
 VISION = {"name": "qwen3_vl_moe"}
 TEXT = EVALUATE | {"include_num_input_tokens_seen": "non_padding"}
@@ -29,39 +29,58 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("trainer_sp")
     stock = [
         Case("stock", ALL, arguments=TEXT),
-        Case("stock aux", model=AUX_LOSS, rows="padded"),
-        Case("stock epoch", arguments=ONE_EPOCH),
-        Case("stock vision", model=VISION, rows="vision"),
         Case("stock vision split", model=VISION, rows="vision", split=2),
     ]
     ranks = [
         Case("sp2", ALL, ep=2, sp=2, arguments=TEXT),
-        Case("sp4", ("train", "evaluate"), ep=2, sp=4, arguments=TEXT),
-        Case("aux sp2", ep=2, sp=2, model=AUX_LOSS, rows="padded"),
-        Case("epoch sp4", ep=2, sp=4, arguments=ONE_EPOCH),
-        Case("epoch sp2", ep=2, sp=2, arguments=ONE_EPOCH),
         Case("vision sp2", ep=2, sp=2, model=VISION, rows="vision"),
-        Case("vision sp4", ep=2, sp=4, model=VISION, rows="vision"),
     ]
     return {**launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
 
 
-@pytest.mark.parametrize("name", ["sp2", "sp4"])
-def test_training_equals_stock(runs: Results, name: str) -> None:
-    got, want = runs[name][0], runs["stock"][0]
+@pytest.fixture(scope="module")
+def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("trainer_sp_slow")
+    stock = [
+        Case("stock aux", model=AUX_LOSS, rows="padded"),
+        Case("stock epoch", arguments=ONE_EPOCH),
+        Case("stock vision", model=VISION, rows="vision"),
+    ]
+    ranks = [
+        Case("sp4", ("train", "evaluate"), ep=2, sp=4, arguments=TEXT),
+        Case("aux sp2", ep=2, sp=2, model=AUX_LOSS, rows="padded"),
+        Case("epoch sp4", ep=2, sp=4, arguments=ONE_EPOCH),
+        Case("epoch sp2", ep=2, sp=2, arguments=ONE_EPOCH),
+        Case("vision sp4", ep=2, sp=4, model=VISION, rows="vision"),
+    ]
+    return {**runs, **launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
+
+
+def _assert_equals_stock(got: Result, want: Result) -> None:
     assert_same_training(got, want)
     assert_same_evaluation(got, want, count=3)
     for key in ("epoch", "step", "num_input_tokens_seen"):
         assert torch.equal(got.series(key)[:STEPS], want.series(key)[:STEPS]), key
 
 
-def test_aux_loss_equals_stock(runs: Results) -> None:
-    assert_same_training(runs["aux sp2"][0], runs["stock aux"][0])
+def test_training_equals_stock(runs: Results) -> None:
+    _assert_equals_stock(runs["sp2"][0], runs["stock"][0])
 
 
+@pytest.mark.slow
+def test_training_of_one_data_rank_equals_stock(slow_runs: Results) -> None:
+    _assert_equals_stock(slow_runs["sp4"][0], slow_runs["stock"][0])
+
+
+@pytest.mark.slow
+def test_aux_loss_equals_stock(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["aux sp2"][0], slow_runs["stock aux"][0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["epoch sp2", "epoch sp4"])
-def test_a_shuffled_epoch_has_the_steps_and_samples_of_stock(runs: Results, name: str) -> None:
-    got, want = runs[name][0], runs["stock epoch"][0]
+def test_a_shuffled_epoch_has_the_steps_and_samples_of_stock(slow_runs: Results, name: str) -> None:
+    got, want = slow_runs[name][0], slow_runs["stock epoch"][0]
     assert_same_training(got, want)
     assert torch.equal(got.series("epoch"), want.series("epoch"))
 
@@ -74,8 +93,10 @@ def test_evaluation_and_prediction_count_each_sample_once(runs: Results) -> None
         assert_close("logits of 21 samples", got, want, 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "reference"), [("vision sp2", "stock vision split"), ("vision sp4", "stock vision")]
-)
-def test_vision_equals_stock(runs: Results, name: str, reference: str) -> None:
-    assert_same_training(runs[name][0], runs[reference][0])
+def test_vision_equals_stock(runs: Results) -> None:
+    assert_same_training(runs["vision sp2"][0], runs["stock vision split"][0])
+
+
+@pytest.mark.slow
+def test_vision_of_one_data_rank_equals_stock(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["vision sp4"][0], slow_runs["stock vision"][0])

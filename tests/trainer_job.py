@@ -3,14 +3,10 @@
 `launch(cases, folder, config_file)` starts this file under `accelerate launch`, `launch(cases,
 folder)` in one plain process: the reference, with the same rows in the same order. Starting ranks
 costs most of the time, so one launch runs many cases. What a case leaves behind is in its `Result`.
-
-A launch that hangs is a failure: after `timeout` seconds all its processes are killed.
 """
 
 import gc
 import os
-import signal
-import subprocess
 import sys
 import traceback
 from contextlib import contextmanager
@@ -22,6 +18,7 @@ import torch
 import torch.distributed as dist
 from generation import continuations
 from poison import poison_empty
+from run_script import run_script
 from tiny_models import Row as VisionRow
 from tiny_models import batch, tiny, vision_batch
 from torch import Tensor, nn
@@ -37,7 +34,6 @@ from transformers import (
 
 from hf_moe_ep import patch
 
-ROOT = Path(__file__).parents[1]
 GLOBAL_BATCH = 8
 STEPS = 6
 SEQ_LEN = 12
@@ -111,26 +107,10 @@ def launch(
     """Results by case name and rank; raises with the launch's output where it failed or hung."""
     folder.mkdir()
     torch.save(cases, folder / "cases.pt")
-    command = [sys.executable, __file__, os.fspath(folder)]
-    if config_file is not None:
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", os.fspath(config_file)]
-        command[1:1] = [*launcher, "--main_process_port", "0"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.fspath(ROOT)}
-    with open(folder / "output.txt", "wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            code: int | str = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = f"none after {timeout:g} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if code != 0:
-        text = (folder / "output.txt").read_text()
-        raise AssertionError(f"exit code {code} of {' '.join(command)}:\n{text[-6000:]}")
+    output = folder / "output.txt"
+    run_script(
+        Path(__file__), os.fspath(folder), output=output, config_file=config_file, timeout=timeout
+    )
     return {case.name: _load(folder, case) for case in cases}
 
 
