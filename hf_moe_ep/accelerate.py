@@ -58,7 +58,10 @@ def install() -> None:
     _wrap(Accelerator, "gather_for_metrics", shared_batches.gather_for_metrics)
     trainer = transformers.Trainer
     _wrap(trainer, "create_accelerator_and_postprocess", shared_batches.create_accelerator)
+    _wrap(trainer, "call_model_init", shared_batches.call_model_init)
     _wrap(trainer, "get_tp_size", shared_batches.get_tp_size)
+    _wrap(trainer, "_get_num_items_in_batch", shared_batches.get_num_items_in_batch)
+    _wrap(trainer, "floating_point_ops", shared_batches.floating_point_ops)
     _wrap(trainer, "prediction_step", shared_batches.prediction_step)
     _wrap(trainer, "_track_num_input_tokens", shared_batches.track_num_input_tokens)
 

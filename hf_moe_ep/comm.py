@@ -5,8 +5,8 @@ needed. `gather_counts` is the one small exchange that precedes it, and where th
 waits for a device. `swap_slices` and `all_gather` trade equal parts (sequence parallelism).
 `sum_over_ranks` and `max_over_ranks` reduce numbers that carry no gradient.
 
-A collective that fails (a rank died, or never came and the process group's timeout passed) is
-raised again with the place in the model, because the backend's own message names neither.
+Where rows and counts cannot be exchanged (a rank died, or never came and the process group's
+timeout passed), the error is raised again with the place, which the backend's message lacks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> li
         return all_gather(counts, group).tolist()
     except RuntimeError as error:
         raise RuntimeError(
-            f"{where}: the exchange of token counts failed; a rank of this ep group stopped, or "
+            f"{where}: the exchange of counts failed; a rank of this group stopped, or "
             f"never reached this layer within the process group's timeout ({error})"
         ) from error
 

@@ -13,10 +13,11 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -129,10 +130,17 @@ def canonical_name(name: str) -> str:
 
 
 def mark_fsdp_managed(model: nn.Module) -> None:
-    """Keep ranks in step in `generate()` (transformers/distributed/fsdp.py)."""
+    """Keep ranks in step in `generate()` (transformers/distributed/fsdp.py).
+
+    And keep the names of model classes, which FSDP2 changes: by them the Trainer decides whether
+    label smoothing shifts labels (trainer.py, compute_loss).
+    """
     for module in model.modules():
         if hasattr(module, "generate"):
             setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010  mypy: no such field
+            if isinstance(module, FSDPModule):
+                stock = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
+                setattr(module, "_get_name", partial(str, stock.__name__))  # noqa: B010  mypy
 
 
 def is_distributed_by_transformers(model: nn.Module) -> bool:

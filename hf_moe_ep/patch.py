@@ -8,6 +8,8 @@
                             unsharded
     the causal LM           two hooks around forward that make the router's aux loss global
     a vision tower's owner  a pre-forward hook that runs the tower on every rank or on none
+    with sp_size > 1        attention modules get a config that selects ours; the causal LM a loss
+                            of slices; hooks on it, its layers and the tower split and join
 
 It looks at the model only. What depends on the world is checked by `shard.py` when the model is
 sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `accelerate.py`.
@@ -49,7 +51,6 @@ from hf_moe_ep.ulysses import (
 )
 from hf_moe_ep.vision import (
     JoinFeatures,
-    KeepUnseen,
     TakeDeepstack,
     TakePatches,
     TowerOnce,
@@ -62,7 +63,6 @@ _HOOKS = (
     GlobalAuxLoss,
     RestoreAuxLoss,
     TowerOnce,
-    KeepUnseen,
     TakePatches,
     JoinFeatures,
     TakeDeepstack,
@@ -344,10 +344,8 @@ def _hook_sequence(model: nn.Module, causal_lm: Any, state: ModelState) -> None:
 
 
 def _hook_tower(inner: nn.Module, tower: nn.Module, state: ModelState) -> None:
-    once, embedding = TowerOnce(state, tower), hf.input_embedding(inner)
-    assert embedding is not None and state.plan.vision is not None
-    inner.register_forward_pre_hook(once, with_kwargs=True)
-    embedding.register_forward_hook(KeepUnseen(once))
+    assert state.plan.vision is not None
+    inner.register_forward_pre_hook(TowerOnce(state, tower), with_kwargs=True)
     if state.config.sp_size == 1:
         return
     attention = _find(inner, state.plan.vision.attention)

@@ -17,7 +17,8 @@ belongs to it, and the terms add up to the loss of one process:
                         data parallelism averages gradients over the W ranks
     outputs.loss        holds coefficient * aux, or coefficient * aux / D where the caller passed
                         `num_items_in_batch` and so sums losses over the D ranks that have
-                        different batches (the Trainer does)
+                        different batches (the Trainer does, unless it is told
+                        average_tokens_across_devices=False)
 
 The model's own forward computes and adds it: for the time of one forward of a sharded model, the
 function of that name in its module is ours. Subtracting stock's term afterwards would keep its
@@ -36,8 +37,8 @@ from torch import Tensor, nn
 from hf_moe_ep import hf
 from hf_moe_ep.comm import sum_over_ranks
 from hf_moe_ep.ops.permute import count_pairs
+from hf_moe_ep.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.ulysses import SLICE, Slice
 
 _FUNCTION = "load_balancing_loss_func"
 
@@ -67,7 +68,7 @@ class GlobalAuxLoss:
         sequence: Slice | None = kwargs.get(SLICE)
         world = meshes.world_size
         names[_FUNCTION] = partial(global_aux_loss, world_size=world, sequence=sequence)
-        if kwargs.get("num_items_in_batch") is not None:
+        if kwargs.get("num_items_in_batch") is not None and self.state.sums_losses:
             setattr(holder, self.name, coefficient / meshes.data_parallel_size)
 
 

@@ -7,7 +7,7 @@ each place where it divides by the number of processes, or multiplies, learns be
     gather_for_metrics    each sample once: what the first rank of each group has
     schedulers            one step per data rank, not per process, and optimizer step
     Trainer               token count, loss scale and total batch size by data ranks; logits in
-                          `predict()`; `num_input_tokens_seen`
+                          `predict()`; `num_input_tokens_seen`, `total_flos`
 
 The Trainer divides by `get_tp_size()` wherever ranks share a batch, so that is what we answer.
 `accelerate.py` installs these wrappers; each is given what was there before as `original`.
@@ -15,17 +15,21 @@ The Trainer divides by `get_tp_size()` wherever ranks share a batch, so that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from accelerate.data_loader import SeedableRandomSampler
+from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler, get_sampler
 from accelerate.utils import recursively_apply
 from torch import Tensor
+from torch.utils.data import IterableDataset, RandomSampler
 
 from hf_moe_ep.config import launched_world_size
 from hf_moe_ep.mesh import check_world
@@ -98,9 +102,26 @@ def prepare_data_loader(
             "dispatch_batches=True sends each rank a batch of its own, but with sp_size="
             f"{sharing(self)} that many ranks share one; set dispatch_batches=False"
         )
-    self.dataloader_config.dispatch_batches = False
-    self.dataloader_config.use_seedable_sampler = True
-    loader = original(self, data_loader, *args, **kwargs)
+    if getattr(data_loader, "_is_accelerate_prepared", False):
+        return original(self, data_loader, *args, **kwargs)
+    data_loader = copy.copy(data_loader)
+    sampler = get_sampler(data_loader)
+    if isinstance(data_loader.dataset, IterableDataset):
+        _check_stream(data_loader)
+        # Behind the back of its __setattr__, which wants a new loader for a new data set.
+        vars(data_loader)["dataset"] = _Stream(data_loader.dataset)
+    elif type(sampler).__name__ == "BatchRebalanceSampler":
+        raise ValueError(
+            f"train_sampling_strategy='batch_rebalance' deals samples to single processes, but "
+            f"with sp_size={sharing(self)} that many share them; use another strategy"
+        )
+    elif getattr(sampler, "generator", self) is None and self.num_processes == sharing(self):
+        # With one data rank Accelerate sees no need to keep ranks in step.
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(_from_rank0(torch.initial_seed() % 2**63, self.device))
+    data_loader.worker_init_fn = _seeded_alike(data_loader.worker_init_fn, sharing(self))
+    with _options(self, type(sampler) is RandomSampler):
+        loader = original(self, data_loader, *args, **kwargs)
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = _from_rank0(sampler.initial_seed, self.device)
@@ -113,6 +134,7 @@ def gather_for_metrics(
     """`Accelerator.gather_for_metrics`: each sample once."""
     if sharing(self) == 1:
         return original(self, input_data, use_gather_object)
+    _count_stream(self)
     if use_gather_object or not _all_tensors(input_data):
         first = self.process_index % sharing(self) == 0
         return original(self, input_data if first else input_data[:0], True)
@@ -137,9 +159,29 @@ def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> 
 def create_accelerator(original: Original, self: transformers.Trainer) -> None:
     """`Trainer.create_accelerator_and_postprocess`, before which it has its model."""
     original(self)
-    state = find_state(self.model)
-    if state is not None:
-        share_batches(self.accelerator, state)
+    _tell(self, self.model)
+
+
+def call_model_init(original: Original, self: transformers.Trainer, *args: Any, **kw: Any) -> Any:
+    """`Trainer.call_model_init`, from which a model may come later."""
+    model = original(self, *args, **kw)
+    _tell(self, model)
+    return model
+
+
+def get_num_items_in_batch(
+    original: Original, self: transformers.Trainer, *args: Any, **kwargs: Any
+) -> Any:
+    """`Trainer._get_num_items_in_batch`, which divides a count of this rank alone as well."""
+    count = original(self, *args, **kwargs)
+    if count is None or self.args.average_tokens_across_devices:
+        return count
+    return count * sharing(self.accelerator)
+
+
+def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
+    """`Trainer.floating_point_ops`, which it adds up over all processes."""
+    return original(self, inputs) // sharing(self.accelerator)
 
 
 def get_tp_size(original: Original, self: transformers.Trainer) -> int:
@@ -188,7 +230,78 @@ class _EveryNth:
             self._scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_scheduler"], name)
+        if name == "_scheduler":  # not there yet: being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)
+
+
+class _Stream(IterableDataset[Any]):
+    """A stream that every rank reads whole and takes its part of; counts its rows.
+
+    `datasets` would otherwise deal whole files to data ranks, which end on different steps.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        # Shared with a loader's worker.
+        self.rows = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.rows.zero_()
+        for sample in self.dataset:
+            self.rows.add_(1)
+            yield sample
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataset", "rows"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def _check_stream(data_loader: Any) -> None:
+    if data_loader.batch_size is None:
+        raise ValueError(
+            "a stream that makes its own batches (batch_size=None) cannot be dealt to the data "
+            "ranks of sp_size > 1; yield samples and set batch_size"
+        )
+
+
+def _count_stream(accelerator: Accelerator) -> None:
+    """Say how many rows of a stream's last batch are no repetition; Accelerate leaves it open."""
+    loader = accelerator.gradient_state.active_dataloader
+    shard = getattr(loader, "dataset", None)
+    if not (isinstance(shard, IterableDatasetShard) and isinstance(shard.dataset, _Stream)):
+        return
+    if accelerator.gradient_state.end_of_dataloader:
+        loader.remainder = int(shard.dataset.rows) % (shard.batch_size * shard.num_processes)
+
+
+@contextmanager
+def _options(accelerator: Accelerator, seedable: bool) -> Iterator[None]:
+    """For one data loader: each rank reads for itself; a plain shuffle is the same on all ranks."""
+    options = accelerator.dataloader_config
+    before = options.dispatch_batches, options.use_seedable_sampler
+    options.dispatch_batches = False
+    options.use_seedable_sampler = options.use_seedable_sampler or seedable
+    try:
+        yield
+    finally:
+        options.dispatch_batches, options.use_seedable_sampler = before
+
+
+def _seeded_alike(init: Any, sharing: int) -> Any:
+    """The Trainer's seeding of a loader's workers, by data rank instead of process."""
+    if isinstance(init, partial) and "rank" in init.keywords:
+        rank = init.keywords["rank"] // sharing
+        return partial(init.func, *init.args, **init.keywords | {"rank": rank})
+    return init
+
+
+def _tell(trainer: transformers.Trainer, model: Any) -> None:
+    state = None if model is None else find_state(model)
+    if state is not None:
+        share_batches(trainer.accelerator, state)
+        state.sums_losses = trainer.args.average_tokens_across_devices
 
 
 def _from_rank0(number: int, device: torch.device) -> int:

@@ -31,6 +31,8 @@ class ModelState:
     meshes: Meshes | None = None
     policy: MixedPrecisionPolicy | None = None
     forward_number: int = 0
+    # Whether a loss with num_items_in_batch is added up over data ranks, or is a rank's own mean.
+    sums_losses: bool = True
     # Besides config.gather_logits: while the Trainer predicts.
     gather_logits: bool = False
     # DeepEP's buffer (hf_moe_ep.deepep.GroupBuffer), once it was needed.

@@ -21,63 +21,27 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_moe_ep import hf
-from hf_moe_ep.comm import all_gather, gather_counts, swap_slices
+from hf_moe_ep.comm import gather_counts
 from hf_moe_ep.grads import IGNORED_LABEL
+from hf_moe_ep.slices import SLICE, Slice, gather_slices, own_heads, own_tokens, sum_slices
 from hf_moe_ep.state import ModelState
-
-# The keyword argument that carries a Slice.
-SLICE = "hf_moe_ep_slice"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """How the `length` tokens of each row are split over `group`, `unit` of them never apart."""
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-    length: int
-    unit: int = 1
-    # Slices that all layers share: of which tuple, by its identity, and the slices.
-    _shared: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, compare=False)
-
-    @property
-    def local(self) -> int:
-        """Tokens of each row on one rank, padding included."""
-        return -(-self.length // (self.size * self.unit)) * self.unit
-
-    def take(self, x: Tensor, dim: int, *, fill: float = 0) -> Tensor:
-        """This rank's slice of a whole tensor; `fill` stands for the padding."""
-        start = min(self.rank * self.local, self.length)
-        part = x.narrow(dim, start, min(self.local, self.length - start))
-        missing = self.local - part.shape[dim]
-        if not missing:
-            return part.clone()  # a view would keep the whole alive
-        shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
-        return torch.cat([part, part.new_full(shape, fill)], dim)
-
-    def take_shared(self, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Slices along dim 1, made once; `whole` lives as long as a layer can ask for it again."""
-        if id(whole) not in self._shared:
-            self._shared[id(whole)] = tuple(self.take(x, 1) for x in whole)
-        return self._shared[id(whole)]
 
 
 class SplitSequence:
     """Pre-forward hook of the causal LM: decides whether this forward is split.
 
-    It is where no key-value cache is asked for: in training, with labels, or by `use_cache=False`.
+    It is in training and with labels; without both, where `use_cache=False` asks for no cache and
+    `logits_to_keep` for no single positions, as `generate` does.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -91,15 +55,16 @@ class SplitSequence:
         if meshes is None or meshes.sp_size == 1:
             return None
         given = hf.bind_forward(model, args, kwargs)
-        uncached = model.training or given.get("labels") is not None
-        uncached |= given.get("use_cache") is False
-        if given.get("past_key_values") is not None or not uncached:
-            return None
         keep = given.get("logits_to_keep", 0)
-        if isinstance(keep, Tensor) or keep:
+        picks = isinstance(keep, Tensor) or bool(keep)
+        learns = model.training or given.get("labels") is not None
+        split = learns or (given.get("use_cache") is False and not picks)
+        if given.get("past_key_values") is not None or not split:
+            return None
+        if picks:
             raise ValueError(
                 f"logits_to_keep={keep} picks positions of a sequence that sp_size="
-                f"{meshes.sp_size} splits; leave it out, or pass use_cache=True"
+                f"{meshes.sp_size} splits in training and with labels; leave it out"
             )
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         tokens: Tensor = given[name]
@@ -109,7 +74,9 @@ class SplitSequence:
         part = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
         given[SLICE] = part
         if hf.is_fused_head(given):
-            given["shift_labels"] = _next_labels(given.pop("labels"), part)
+            given["shift_labels"] = _next_labels(
+                given.pop("labels", None), given.get("shift_labels"), part
+            )
         given["use_cache"] = False
         given["attention_mask"] = _mask_beside(
             given.get("position_ids"), given.get("attention_mask")
@@ -118,7 +85,7 @@ class SplitSequence:
 
 
 class JoinLogits:
-    """Forward hook of the causal LM: whole logits, or none where a loss was asked for."""
+    """Forward hook of the causal LM: whole outputs, or none where a loss was asked for."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -134,11 +101,27 @@ class JoinLogits:
             return _join_fused(output, part)
         if isinstance(output, tuple):
             raise ValueError("return_dict=False does not go with sp_size > 1; leave it out")
-        gather = self.state.config.gather_logits or self.state.gather_logits
-        if kwargs.get("labels") is None or gather:
-            return replace(output, logits=gather_slices(output.logits, part))
-        # A wrong accuracy from a slice would be worse than a crash.
-        return replace(output, logits=None)
+        whole = kwargs.get("labels") is None
+        whole |= self.state.config.gather_logits or self.state.gather_logits
+        # None, because a wrong accuracy from a slice would be worse than a crash.
+        return replace(
+            output,
+            **{
+                name: _join(output.get(name), part) if whole else None
+                for name in ("logits", "hidden_states", "attentions", "router_logits")
+                if name in output
+            },
+        )
+
+
+def _join(x: Any, part: Slice) -> Any:
+    """Whole (B, S, V) of slices, whole (B * S, V) of flat slices, or tuples of either."""
+    if not isinstance(x, Tensor):
+        return None if x is None else tuple(_join(one, part) for one in x)
+    flat = x.ndim == 2
+    slices = x.unflatten(0, (-1, part.local)) if flat else x
+    whole = gather_slices(slices, part)
+    return whole.flatten(0, 1).clone() if flat else whole
 
 
 class TakeSlice:
@@ -183,26 +166,6 @@ def split_attention(
     return own_tokens(out_BSHD, part), None
 
 
-def own_heads(query: Tensor, key: Tensor, value: Tensor, part: Slice) -> tuple[Tensor, ...]:
-    """(B, heads, S / sp, D) each, to this rank's heads of all tokens: (B, heads / sp, S, D)."""
-    # One message: each rank's heads of all three, one rank after the other.
-    packed = torch.cat([x.unflatten(1, (part.size, -1)) for x in (query, key, value)], dim=2)
-    whole = _HeadsToSequence.apply(packed, part)[:, :, : part.length]
-    return whole.split([x.shape[1] // part.size for x in (query, key, value)], dim=1)
-
-
-def own_tokens(out_BSHD: Tensor, part: Slice) -> Tensor:
-    """The way back: (B, S, heads / sp, D) to (B, S / sp, heads, D)."""
-    out: Tensor = _SequenceToHeads.apply(out_BSHD, part)
-    return out
-
-
-def gather_slices(x: Tensor, part: Slice) -> Tensor:
-    """(B, S / sp, V) of every rank to (B, S, V) on all; the gradients of all ranks are added."""
-    whole: Tensor = _Gather.apply(x, part)
-    return whole
-
-
 def split_loss(
     stock: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kw: Any
 ) -> Tensor:
@@ -214,18 +177,20 @@ def split_loss(
     part: Slice | None = kw.pop(SLICE, None)
     if part is None:
         return stock(logits, labels, *args, **kw)
-    count = kw.pop("num_items_in_batch", None)
+    shifted, count = kw.pop("shift_labels", None), kw.pop("num_items_in_batch", None)
     if count is None:
-        count = (labels[:, 1:] != IGNORED_LABEL).sum()
-    mine = _next_labels(labels, part)
+        counted = labels[:, 1:] if shifted is None else shifted
+        count = (counted != IGNORED_LABEL).sum()
+    mine = _next_labels(labels, shifted, part)
     loss = stock(logits, None, *args, shift_labels=mine, num_items_in_batch=count, **kw)
-    total: Tensor = _Sum.apply(loss, part)
-    return total
+    return sum_slices(loss, part)
 
 
-def _next_labels(labels: Tensor, part: Slice) -> Tensor:
+def _next_labels(labels: Tensor | None, shifted: Tensor | None, part: Slice) -> Tensor:
     """What each token of this rank's slice is to predict; -100 behind the end."""
-    shifted = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+    if shifted is None:
+        assert labels is not None
+        shifted = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
     return part.take(shifted, 1, fill=IGNORED_LABEL).contiguous()
 
 
@@ -308,83 +273,15 @@ def _check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.Process
         )
         raise ValueError(
             f"ranks of one sp group were given different batches ({sizes}; or other contents): the "
-            f"ranks {ranks} split one batch between them. Draw samples by "
-            f"hf_moe_ep.data_parallel_rank(model) of hf_moe_ep.data_parallel_size(model)"
+            f"ranks {ranks} split one batch between them. In your own loop draw samples by "
+            f"hf_moe_ep.data_parallel_rank(model) of hf_moe_ep.data_parallel_size(model); what is "
+            f"random in a data set or collate function needs one seed for all of these ranks"
         )
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """An int64 that differs where `x` does, as good as always."""
+    """An int64 that differs between other batches; floats in another order may pass."""
     if x.is_floating_point():
         return x.detach().sum(dtype=torch.float64).view(torch.int64)
     places = torch.arange(1, x.numel() + 1, device=x.device)
     return (x.flatten() * places).sum()
-
-
-class _HeadsToSequence(torch.autograd.Function):
-    """(B, sp, heads, S / sp, D), by owner of the heads, to (B, heads, S, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, part: Slice) -> Tensor:
-        ctx.part = part
-        arrived = swap_slices(packed.movedim(1, 0), part.group)
-        return arrived.movedim(0, 2).flatten(2, 3)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        by_owner = grad.unflatten(2, (ctx.part.size, -1)).movedim(2, 0)
-        return swap_slices(by_owner, ctx.part.group).movedim(0, 1), None
-
-
-class _SequenceToHeads(torch.autograd.Function):
-    """(B, S without padding, heads / sp, D) to (B, S / sp, heads, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, part: Slice) -> Tensor:
-        ctx.part = part
-        padded = functional.pad(out, (0, 0, 0, 0, 0, part.local * part.size - part.length))
-        arrived = swap_slices(padded.unflatten(1, (part.size, -1)).movedim(1, 0), part.group)
-        return arrived.movedim(0, 2).flatten(2, 3)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        part = ctx.part
-        by_owner = grad.unflatten(2, (part.size, -1)).movedim(2, 0)
-        arrived = swap_slices(by_owner, part.group).movedim(0, 1).flatten(1, 2)
-        return arrived[:, : part.length], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
-        ctx.part = part
-        return all_gather(x, part.group).movedim(0, 1).flatten(1, 2)[:, : part.length]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        part = ctx.part
-        padded = functional.pad(grad, (0, 0, 0, part.local * part.size - part.length))
-        by_owner = padded.unflatten(1, (part.size, -1)).movedim(1, 0)
-        return swap_slices(by_owner, part.group).sum(0), None
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the group, whose backward is a sum as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
-        ctx.part = part
-        return _sum(x, part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grad, ctx.part), None
-
-
-def _sum(x: Tensor, part: Slice) -> Tensor:
-    """Of a scalar, with the additions of every rank in one order."""
-    return all_gather(x, part.group).sum()

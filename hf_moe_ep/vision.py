@@ -14,7 +14,7 @@ inner forward takes the tower's outputs as `mm_encoder_outputs` and places them 
 
 Within an sp group all ranks have the same pictures. Each takes its slice of all their patches, in
 whole merge units (2 x 2 patches become one token), attends over whole pictures for some of the
-heads (`ulysses.py`), and the merged features are gathered once, behind the tower. 2 ranks, pictures
+heads (`slices.py`), and the merged features are gathered once, behind the tower. 2 ranks, pictures
 of 3 and 2 tokens:
 
     rank 0   AAAA AAAA AAAA      patches, blocks, mergers      features of A and B, whole
@@ -27,19 +27,19 @@ its first layers add, each rank keeps the rows of its slice of the text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.hooks import RemovableHandle
 
 from hf_moe_ep import hf
 from hf_moe_ep.comm import sum_over_ranks
 from hf_moe_ep.ops.autograd import nothing
+from hf_moe_ep.slices import SLICE, Slice, gather_slices, own_heads, own_tokens
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.ulysses import SLICE, Slice, gather_slices, own_heads, own_tokens
 
 # What the inner model's forward calls pixels and their grids; what its config calls their token.
 _MODALITIES = {
@@ -48,11 +48,12 @@ _MODALITIES = {
 }
 
 
-@dataclass(frozen=True)
 class PatchSlice(Slice):
     """How the patches of all pictures are split; `frames` are the patches of each frame."""
 
-    frames: tuple[int, ...] = ()
+    def __init__(self, sequence: Slice, frames: list[int], unit: int) -> None:
+        super().__init__(sequence.group, sequence.rank, sequence.size, sum(frames), unit)
+        self.frames = frames
 
     def of_features(self) -> Slice:
         """The same for what the mergers make of each unit."""
@@ -64,14 +65,15 @@ class TowerOnce:
 
     def __init__(self, state: ModelState, tower: nn.Module) -> None:
         self.state, self.tower = state, tower
-        # Outputs that no token stands for; `KeepUnseen` ties them to the embeddings.
-        self.unseen: list[Tensor] = []
+        # Of a run without pixels: ties what it gave to the embeddings, once.
+        self.tie: RemovableHandle | None = None
 
     @torch.compiler.disable
     def __call__(
         self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self.unseen = []
+        if self.tie is not None:  # of a forward that ended early
+            self.tie.remove()
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return None
@@ -84,9 +86,9 @@ class TowerOnce:
             if given.get(pixels) is not None
         }
         if not here:
-            self.unseen = _features(hf.run_tower(inner, *self._nothing_to_see(meshes.device)))
-            if given.get("inputs_embeds") is not None:
-                given["inputs_embeds"] = self.tie(given["inputs_embeds"])
+            unseen = _features(hf.run_tower(inner, *self._nothing_to_see(meshes.device)))
+            if any(feature.requires_grad for feature in unseen):
+                self._tie_once(inner, given, unseen)
             return (), given
         pixels, grids = (torch.cat(parts) for parts in zip(*here.values(), strict=True))
         counts = [len(grid) for _, grid in here.values()]
@@ -97,12 +99,20 @@ class TowerOnce:
             given[_MODALITIES[name][0]] = None
         return (), given
 
-    def tie(self, embeds_BSH: Tensor) -> Tensor:
-        """The same embeddings, through which the unseen outputs get a gradient: zero."""
-        unseen, self.unseen = self.unseen, []
-        if not any(feature.requires_grad for feature in unseen):
-            return embeds_BSH
-        return _Tie.apply(embeds_BSH, *unseen)
+    def _tie_once(self, inner: nn.Module, given: dict[str, Any], unseen: list[Tensor]) -> None:
+        """Through the embeddings of this forward the unseen outputs get a gradient: zero."""
+        if given.get("inputs_embeds") is not None:
+            given["inputs_embeds"] = _Tie.apply(given["inputs_embeds"], *unseen)
+            return
+
+        def tie(module: nn.Module, args: tuple[Any, ...], embeds_BSH: Tensor) -> Tensor:
+            handle.remove()
+            return _Tie.apply(embeds_BSH, *unseen)
+
+        # Found now: PEFT and resize_token_embeddings put others in its place.
+        embedding = hf.input_embedding(inner)
+        assert embedding is not None
+        self.tie = handle = embedding.register_forward_hook(torch.compiler.disable(tie))
 
     def _someone_sees(self, inner: nn.Module, given: dict[str, Any], device: torch.device) -> bool:
         """Whether any rank has pixels; raises on every rank where one has a broken batch."""
@@ -139,25 +149,13 @@ class TowerOnce:
             return {}
         frames = [h * w for t, h, w in grids.tolist() for _ in range(t)]
         merge, _ = hf.tower_sizes(self.tower)
-        place = (sequence.group, sequence.rank, sequence.size)
-        return {SLICE: PatchSlice(*place, sum(frames), merge**2, frames=tuple(frames))}
+        return {SLICE: PatchSlice(sequence, frames, merge**2)}
 
     def _nothing_to_see(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Pixels and grid of the smallest picture that goes through every part of the tower."""
         merge, values = hf.tower_sizes(self.tower)
         pixels = torch.zeros(merge * merge, values, device=device)
         return pixels, torch.tensor([[1, merge, merge]], device=device)
-
-
-class KeepUnseen:
-    """Forward hook of the text embedding: keeps what a run without pixels gave in the graph."""
-
-    def __init__(self, tower: TowerOnce) -> None:
-        self.tower = tower
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], embeds_BSH: Tensor) -> Tensor:
-        return self.tower.tie(embeds_BSH) if self.tower.unseen else embeds_BSH
 
 
 class TakePatches:

@@ -12,7 +12,7 @@ from run_ranks import run_ranks
 from test_accelerate import FP32_BUDGET, launched
 from tiny_models import batch, tiny
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from hf_moe_ep import data_parallel_rank, data_parallel_size, global_token_count, patch
 
@@ -25,7 +25,7 @@ def test_shared_batches() -> None:
 
 
 def _all(rank: int, world: int) -> None:
-    for check in (_loop_equals_one_process, _shuffled, _streamed, _gathered, _refused):
+    for check in (_loop_equals_one_process, _shuffled, _weighted, _streamed, _gathered, _refused):
         with launched():
             check(rank)
 
@@ -92,14 +92,32 @@ def _shuffled(rank: int) -> None:
 
 
 class _Stream(IterableDataset):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
     def __iter__(self) -> Iterator[int]:
-        yield from range(8)
+        yield from range(self.length)
 
 
 def _streamed(rank: int) -> None:
-    _, _, _, loader, _ = _prepared(DataLoader(_Stream(), batch_size=2))
-    mine = torch.cat(list(loader)).tolist()
-    assert mine == ([0, 1, 4, 5] if rank < 2 else [2, 3, 6, 7])
+    """9 rows: the last batch is filled up for training, and metrics leave that out."""
+    accelerator, _, _, loader, _ = _prepared(DataLoader(_Stream(9), batch_size=2))
+    mine, gathered = [], []
+    for batch_of_rank in loader:
+        mine += batch_of_rank.tolist()
+        gathered += accelerator.gather_for_metrics(batch_of_rank).tolist()
+    assert mine == ([0, 1, 4, 5, 8, 0] if rank < 2 else [2, 3, 6, 7, 1, 2])
+    assert gathered == list(range(9))
+
+
+def _weighted(rank: int) -> None:
+    """Without replacement: every row once, though each rank has another seed."""
+    torch.manual_seed(rank)
+    sampler = WeightedRandomSampler(torch.ones(16), 16, replacement=False)
+    accelerator, _, _, loader, _ = _prepared(DataLoader(range(16), batch_size=2, sampler=sampler))
+    by_rank = accelerator.gather(torch.cat(list(loader))).view(WORLD, -1)
+    assert torch.equal(by_rank[::2], by_rank[1::2])
+    assert by_rank[::2].flatten().sort().values.tolist() == list(range(16))
 
 
 def _gathered(rank: int) -> None:
@@ -120,3 +138,5 @@ def _refused(rank: int) -> None:
     options = DataLoaderConfiguration(dispatch_batches=True)
     with pytest.raises(ValueError, match="dispatch_batches=True sends each rank a batch"):
         _prepared(DataLoader(range(8)), Accelerator(cpu=True, dataloader_config=options))
+    with pytest.raises(ValueError, match=r"makes its own batches \(batch_size=None\)"):
+        _prepared(DataLoader(_Stream(8), batch_size=None), Accelerator(cpu=True))

@@ -17,6 +17,8 @@ from trainer_job import STEPS, Case, Result, launch
 
 VISION = {"name": "qwen3_vl_moe"}
 TEXT = EVALUATE | {"include_num_input_tokens_seen": "non_padding"}
+SMOOTHED = {"label_smoothing_factor": 0.1}
+PER_RANK = {"average_tokens_across_devices": False}
 ONE_EPOCH = {"train_sampling_strategy": "random", "max_steps": -1, "num_train_epochs": 1}
 ALL = ("train", "evaluate", "predict", "predict 21")
 
@@ -43,12 +45,17 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
     folder = tmp_path_factory.mktemp("trainer_sp_slow")
     stock = [
         Case("stock aux", model=AUX_LOSS, rows="padded"),
+        Case("stock smoothed", arguments=SMOOTHED),
+        Case("stock per rank", arguments=PER_RANK, model=AUX_LOSS),
         Case("stock epoch", arguments=ONE_EPOCH),
         Case("stock vision", model=VISION, rows="vision"),
     ]
     ranks = [
         Case("sp4", ("train", "evaluate"), ep=2, sp=4, arguments=TEXT),
         Case("aux sp2", ep=2, sp=2, model=AUX_LOSS, rows="padded"),
+        Case("smoothed sp2", ep=2, sp=2, arguments=SMOOTHED),
+        Case("smoothed", ep=2, arguments=SMOOTHED),
+        Case("per rank sp4", ep=2, sp=4, arguments=PER_RANK, model=AUX_LOSS),
         Case("epoch sp4", ep=2, sp=4, arguments=ONE_EPOCH),
         Case("epoch sp2", ep=2, sp=2, arguments=ONE_EPOCH),
         Case("vision sp4", ep=2, sp=4, model=VISION, rows="vision"),
@@ -75,6 +82,18 @@ def test_training_of_one_data_rank_equals_stock(slow_runs: Results) -> None:
 @pytest.mark.slow
 def test_aux_loss_equals_stock(slow_runs: Results) -> None:
     assert_same_training(slow_runs["aux sp2"][0], slow_runs["stock aux"][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smoothed", "smoothed sp2"])
+def test_label_smoothing_equals_stock(slow_runs: Results, name: str) -> None:
+    """The Trainer asks for the name of the model's class before it shifts labels for it."""
+    assert_same_training(slow_runs[name][0], slow_runs["stock smoothed"][0])
+
+
+@pytest.mark.slow
+def test_token_counts_per_rank_equal_stock(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["per rank sp4"][0], slow_runs["stock per rank"][0])
 
 
 @pytest.mark.slow

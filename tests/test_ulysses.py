@@ -144,14 +144,23 @@ def _errors_and_generation(rank: int, world: int) -> None:
         model(**micro, logits_to_keep=1)
     with pytest.raises(ValueError, match="return_dict=False does not go"):
         model(**micro, return_dict=False)
-    outputs = model(**micro)
-    assert outputs.logits is None and "logits" not in outputs
+    outputs = model(**micro, output_hidden_states=True)
+    assert outputs.keys() == {"loss"}, "slices of logits or states are nobody's"
+    shifted = torch.nn.functional.pad(micro["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    want = reference(**micro, shift_labels=shifted, output_hidden_states=True)
+    assert_close("shifted labels", model(**micro, shift_labels=shifted).loss, want.loss, 1e-6)
+    unlabelled = {name: x for name, x in micro.items() if name != "labels"}
+    got = model(**unlabelled, output_hidden_states=True, output_router_logits=True)
+    for state, other in zip(got.hidden_states, want.hidden_states, strict=True):
+        assert_close("hidden states", state, other, 1e-10)
+    assert got.router_logits[0].shape[0] == micro["input_ids"].numel()
     model.eval()
     # With a cache nothing is split: each rank may have a prompt of its own.
     prompt = batch(reference, 1, 4, seed=rank)["input_ids"]
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    got, want = (m.generate(prompt, **settings) for m in (model, reference))
-    assert torch.equal(got, want)
+    for use_cache in (True, False):
+        both = (m.generate(prompt, **settings, use_cache=use_cache) for m in (model, reference))
+        assert torch.equal(*both)
 
 
 def _more_on_two_ranks(rank: int, world: int) -> None:

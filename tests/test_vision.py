@@ -5,6 +5,7 @@ modeling_qwen3_vl_moe.py, apply_rotary_pos_emb_vision), so where a rounding fall
 moves by 6e-8: cases with pixels have a budget of 1e-6.
 """
 
+import copy
 from functools import partial
 from inspect import signature
 
@@ -220,6 +221,16 @@ def _broken_pictures(rank: int, world: int) -> None:
     assert model(**good).loss.isfinite()
 
 
+def _new_embedding(rank: int, world: int) -> None:
+    """One that took the place of the old after patch() keeps a run without pixels in the graph."""
+    model = tiny(seed=rank, **MODEL)
+    patch(model, ep_size=2)
+    model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
+    apply_ep_fsdp2(model)
+    model(**vision_batch(model, [IMAGE if rank == 0 else TEXT], seed=rank)).loss.backward()
+    assert all(p.grad is not None for p in model.model.visual.parameters())
+
+
 def _other_pixels(rank: int, world: int) -> None:
     model = tiny(seed=rank, **MODEL)
     apply_ep_fsdp2(model, sp_size=2)
@@ -231,10 +242,11 @@ def _other_pixels(rank: int, world: int) -> None:
 
 def _errors(rank: int, world: int) -> None:
     _broken_pictures(rank, world)
+    _new_embedding(rank, world)
     _other_pixels(rank, world)
 
 
-def test_broken_pictures_are_an_error_on_every_rank() -> None:
+def test_broken_pictures_stop_every_rank_and_a_new_embedding_none() -> None:
     run_ranks(_errors, 2, timeout=120)
 
 
