@@ -87,6 +87,17 @@ def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
     return [{**joined, "position_ids": torch.cat(positions, 2), "use_cache": False}]
 
 
+def left_padded(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    rows: list[Row] = [IMAGES, TEXT, [2, (2, 4), 4 + rank]]
+    return [vision_batch(model, rows, seed=10 * step + rank, left=True)]
+
+
+BY_STEP = {"model": MODEL, "micro_batches": modality_by_step, "budget": 1e-6}
+PACKED = {"model": MODEL, "micro_batches": packed, "budget": 1e-6}
+LEFT = {"model": MODEL, "micro_batches": left_padded, "budget": 1e-6}
+FROZEN = {"freeze": ("model.visual",), **BY_STEP}
+
+
 def _cases(
     world: int,
     ep: int,
@@ -103,9 +114,20 @@ def _cases(
     ]
 
 
-BY_STEP = {"model": MODEL, "micro_batches": modality_by_step, "budget": 1e-6}
-PACKED = {"model": MODEL, "micro_batches": packed, "budget": 1e-6}
-FROZEN = {"freeze": ("model.visual",), **BY_STEP}
+def _everything(world: int, ep: int, replicate: int = 1, sp: int = 1) -> list[Case]:
+    """All data, all ways to train, at one layout."""
+    layout = (world, ep, replicate, sp)
+    where = f"{world} ranks, ep {ep}, sp {sp}, {replicate} replicas"
+    return [
+        *_cases(*layout, data=DATA | EDGES),
+        Case(f"packed: {where}", *layout).with_(**PACKED),
+        Case(f"padded left: {where}", *layout).with_(**LEFT),
+        Case(f"frozen tower: {where}", *layout).with_(**FROZEN),
+        Case(f"checkpoint: {where}", *layout, prepare=CHECKPOINT).with_(**BY_STEP),
+        Case(f"reentrant: {where}", *layout, prepare=REENTRANT).with_(**BY_STEP),
+    ]
+
+
 ONE_RANK = [Case("1 rank", 1).with_(**BY_STEP)]
 TWO_RANKS = [
     Case("modality by step, checkpoint", 2, 2, prepare=CHECKPOINT).with_(**BY_STEP),
@@ -127,30 +149,19 @@ FOUR_RANKS_SP = [
     Case("sp 2, modality by step, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**BY_STEP),
     *_cases(4, 2, sp=4, data=EDGES)[:1],
 ]
-TWO_RANKS_MORE = [*_cases(2, 1)[:-2], *_cases(2, 2), *_cases(2, 1, sp=2, data=DATA | EDGES)]
+TWO_RANKS_MORE = [*_everything(2, 1), *_everything(2, 1, sp=2), *_cases(2, 2)]
 FOUR_RANKS_MORE = [
-    *_cases(4, 2),
+    *_everything(4, 2),
     *_cases(4, 4),
     Case("modality by step, HSDP", 4, 2, 2).with_(**BY_STEP),
     Case("3 chunks", 4, 2).with_config(dispatch_chunks=3).with_(**BY_STEP),
 ]
-LAYOUTS_SP = [(4, 2, 2), (4, 4, 2), (4, 2, 4)]
 FOUR_RANKS_SP_MORE = [
-    case
-    for world, ep, sp in LAYOUTS_SP
-    for case in (
-        *_cases(world, ep, sp=sp, data=DATA | EDGES),
-        Case(f"packed, ep {ep}, sp {sp}", world, ep, sp=sp).with_(**PACKED),
-        Case(f"frozen tower, ep {ep}, sp {sp}", world, ep, sp=sp).with_(**FROZEN),
-        Case(f"reentrant, ep {ep}, sp {sp}", world, ep, sp=sp, prepare=REENTRANT).with_(**BY_STEP),
-    )
+    case for ep, sp in ((2, 2), (4, 2), (2, 4)) for case in _everything(4, ep, sp=sp)
 ]
 EIGHT_RANKS = [
     Case("8 ranks, ep 2, HSDP", 8, 2, 2).with_(**BY_STEP),
-    *_cases(8, 2, 2, sp=2, data=DATA | EDGES),
-    Case("8 ranks, packed", 8, 2, 2, sp=2).with_(**PACKED),
-    Case("8 ranks, frozen tower", 8, 2, 2, sp=2).with_(**FROZEN),
-    Case("8 ranks, checkpoint", 8, 2, 2, sp=2, prepare=CHECKPOINT).with_(**BY_STEP),
+    *_everything(8, 2, 2, sp=2),
 ]
 
 
@@ -231,6 +242,18 @@ def _new_embedding(rank: int, world: int) -> None:
     assert all(p.grad is not None for p in model.model.visual.parameters())
 
 
+def _frozen_without_autograd(rank: int, world: int) -> None:
+    """Ranks without pixels run a frozen tower as well, and keep nothing of it."""
+    model = tiny(seed=rank, **MODEL)
+    model.model.visual.requires_grad_(False)
+    apply_ep_fsdp2(model, ep_size=2)
+    seen = []
+    model.model.visual.register_forward_hook(lambda module, args, out: seen.append(out))
+    model(**vision_batch(model, [IMAGE if rank == 0 else TEXT], seed=rank)).loss.backward()
+    features = [seen[0].pooler_output, *seen[0].deepstack_features]
+    assert len(seen) == 1 and not any(feature.requires_grad for feature in features)
+
+
 def _other_pixels(rank: int, world: int) -> None:
     model = tiny(seed=rank, **MODEL)
     apply_ep_fsdp2(model, sp_size=2)
@@ -243,6 +266,7 @@ def _other_pixels(rank: int, world: int) -> None:
 def _errors(rank: int, world: int) -> None:
     _broken_pictures(rank, world)
     _new_embedding(rank, world)
+    _frozen_without_autograd(rank, world)
     _other_pixels(rank, world)
 
 
