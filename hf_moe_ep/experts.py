@@ -104,7 +104,8 @@ def run_experts(
             counts_L=counts_L,
             grad_scale=grad_scale,
             recompute=compute.recompute,
-            backend=_backend(compute, rows),
+            # The kernels know no adapters.
+            backend=_backend(compute, rows) if weights.up_a is weights.down_a is None else "torch",
         )
 
     norm = getattr(experts, "post_expert_norm", None)

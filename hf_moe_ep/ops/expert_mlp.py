@@ -27,9 +27,17 @@ from torch.autograd.function import once_differentiable
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.autograd import mark_without_grad, nothing
 from hf_moe_ep.ops.layout import ExpertsLayout
-from hf_moe_ep.ops.weights import ExpertWeights, LateGrads, Routing, WeightGrads
+from hf_moe_ep.ops.weights import (
+    WEIGHT_NAMES,
+    ExpertWeights,
+    LateGrads,
+    Routing,
+    WeightGrads,
+)
 
-_WEIGHTS = ("up", "up_bias", "down", "down_bias")
+# Tensors that may want a gradient, and all inputs of the operator.
+_NUM_TENSORS = 2 + len(WEIGHT_NAMES)
+_NUM_INPUTS = _NUM_TENSORS + 13
 
 
 def expert_mlp(
@@ -57,7 +65,7 @@ def expert_mlp(
         recompute: compute the pre-activations again in backward instead of keeping them.
         backend: "torch", or "triton" for tensors that `triton_mlp.covers`.
     """
-    tensors = (rows_RH, weights_RK, experts.up, experts.up_bias, experts.down, experts.down_bias)
+    tensors = (rows_RH, weights_RK, *experts.tensors())
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     inputs = (
         *tensors,
@@ -69,6 +77,8 @@ def expert_mlp(
         layout.alpha,
         layout.limit,
         layout.up_offset,
+        experts.up_scale,
+        experts.down_scale,
         grad_scale,
         grad and not recompute,
         backend,
@@ -88,8 +98,8 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
     send rows away and take them in, it puts the weights' gradients between their backwards: while
     the rows' gradients travel.
     """
-    tensors = {name: getattr(experts, name) for name in _WEIGHTS}
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    named = zip(WEIGHT_NAMES, experts.tensors(), strict=True)
+    tensors = {name: tensor for name, tensor in named if tensor is not None}
     wanted = any(tensor.requires_grad for tensor in tensors.values())
     if not (wanted and torch.is_grad_enabled()):
         return experts
@@ -133,11 +143,12 @@ class _RowsFirst(torch.autograd.Function):
         num_inputs = len(ctx.needs_input_grad)
         if grad_RH is None:
             return (None,) * num_inputs
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:7]
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : 1 + _NUM_TENSORS]
         grads, ctx.late.finish = _run_backward(grad_RH, saved, ctx.options, needs, later=True)
-        pairs = zip(saved[2:6], needs[2:], strict=True)
+        pairs = zip(saved[2:_NUM_TENSORS], needs[2:], strict=True)
         late = [nothing(tensor, tensor.shape) if need else None for tensor, need in pairs]
-        return (None, grads.rows, grads.weights, *late, *(None,) * (num_inputs - 7))
+        others = (None,) * (num_inputs - 1 - _NUM_TENSORS)
+        return (None, grads.rows, grads.weights, *late, *others)
 
 
 def _implementation(backend: str) -> Any:
@@ -158,11 +169,11 @@ def _run_backward(
 ) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
     """What the implementation's backward returns, from what `_setup_context` keeps."""
     *tensors, pre_AG, pair_A, slots_RK, offsets, tiles = saved
-    *formula, grad_scale, kept_pre, backend = options
+    *formula, up_scale, down_scale, grad_scale, kept_pre, backend = options
     return _implementation(backend).backward(
         grad_RH,
         *tensors[:2],
-        ExpertWeights(*tensors[2:]),
+        replace(ExpertWeights(*tensors[2:]), up_scale=up_scale, down_scale=down_scale),
         Routing(pair_A, slots_RK, offsets, tiles),
         pre_AG if kept_pre else None,
         ExpertsLayout(*formula),
@@ -180,6 +191,10 @@ def _forward_op(
     up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
+    up_a: Tensor | None,
+    up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
     expert_ids: Tensor,
     counts: Sequence[int] | None,
     gated: bool,
@@ -188,13 +203,16 @@ def _forward_op(
     alpha: float,
     limit: float,
     up_offset: float,
+    up_scale: float,
+    down_scale: float,
     grad_scale: float,
     keep_pre: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out_RH, pre_AG (empty unless kept), and the routing: pair_A, slots_RK, offsets, tiles."""
     layout = ExpertsLayout(gated, interleaved, activation, alpha, limit, up_offset)
-    experts = ExpertWeights(up, up_bias, down, down_bias)
+    adapters = (up_a, up_b, down_a, down_b, up_scale, down_scale)
+    experts = ExpertWeights(up, up_bias, down, down_bias, *adapters)
     implementation = _implementation(backend)
     counts_L = None if counts is None else list(counts)
     if backend == "triton":
@@ -218,6 +236,10 @@ def _backward_op(
     up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
+    up_a: Tensor | None,
+    up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
     pre: Tensor,
     pair: Tensor,
     slots: Tensor,
@@ -229,17 +251,19 @@ def _backward_op(
     alpha: float,
     limit: float,
     up_offset: float,
+    up_scale: float,
+    down_scale: float,
     grad_scale: float,
     kept_pre: bool,
     backend: str,
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the first six inputs of the forward; empty where not in `needs`."""
-    saved = (rows, weights, up, up_bias, down, down_bias, pre, pair, slots, offsets, tiles)
-    formula = (gated, interleaved, activation, alpha, limit, up_offset)
+) -> list[Tensor]:
+    """Gradients of the first inputs of the forward, all tensors; empty where not in `needs`."""
+    experts = (up, up_bias, down, down_bias, up_a, up_b, down_a, down_b)
+    saved = (rows, weights, *experts, pre, pair, slots, offsets, tiles)
+    formula = (gated, interleaved, activation, alpha, limit, up_offset, up_scale, down_scale)
     grads, _ = _run_backward(grad, saved, (*formula, grad_scale, kept_pre, backend), needs)
-    empty = [grad.new_empty(0) if g is None else g for g in grads.as_list()]
-    return empty[0], empty[1], empty[2], empty[3], empty[4], empty[5]
+    return [grad.new_empty(0) if g is None else g for g in grads.as_list()]
 
 
 @_forward_op.register_fake
@@ -250,6 +274,10 @@ def _(
     up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
+    up_a: Tensor | None,
+    up_b: Tensor | None,
+    down_a: Tensor | None,
+    down_b: Tensor | None,
     expert_ids: Tensor,
     counts: Sequence[int] | None,
     *rest: Any,
@@ -268,32 +296,31 @@ def _(
 
 
 @_backward_op.register_fake
-def _(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(grad: Tensor, *rest: Any) -> list[Tensor]:
     needs = rest[-1]
-    return tuple(
+    return [
         torch.empty_like(tensor) if need else grad.new_empty(0)
-        for tensor, need in zip(rest[:6], needs, strict=True)
-    )
+        for tensor, need in zip(rest[:_NUM_TENSORS], needs, strict=True)
+    ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, _, _ = inputs[:8]
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.options = inputs[8:]
+    # Behind expert_ids and counts.
+    ctx.options = inputs[_NUM_TENSORS + 2 :]
 
 
 def _backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    inputs = 17
     if grad_RH is None:
-        return (None,) * inputs
-    needs = list(ctx.needs_input_grad[:6])
+        return (None,) * _NUM_INPUTS
+    needs = list(ctx.needs_input_grad[:_NUM_TENSORS])
     grads = torch.ops.hf_moe_ep.expert_mlp_backward(
         grad_RH, *ctx.saved_tensors, *ctx.options, needs
     )
     wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-    return (*wanted, *(None,) * (inputs - len(wanted)))
+    return (*wanted, *(None,) * (_NUM_INPUTS - len(wanted)))
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)

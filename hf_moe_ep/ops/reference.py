@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_moe_ep.ops.layout import ExpertsLayout
-from hf_moe_ep.ops.weights import ExpertWeights
+from hf_moe_ep.ops.weights import ExpertWeights, LowRank
 
 
 def sum_rows(rows_NH: Tensor, token_of_row_N: Tensor, num_tokens: int) -> Tensor:
@@ -27,17 +27,26 @@ def expert_mlp(
     layout: ExpertsLayout,
 ) -> Tensor:
     """See `hf_moe_ep.ops.expert_mlp.expert_mlp`; one row and one expert at a time."""
+    up, down = (experts.up, experts.up_adapter), (experts.down, experts.down_adapter)
     out_RH = []
     for row_H, experts_K, weights_K in zip(rows_RH, expert_ids_RK, weights_RK, strict=True):
         out_H = torch.zeros_like(row_H)
         for expert, weight in zip(experts_K.tolist(), weights_K, strict=True):
             if expert < experts.up.shape[0]:
-                pre_G = _linear(row_H, experts.up[expert], experts.up_bias, expert)
+                pre_G = _linear(row_H, _merged(up, expert), experts.up_bias, expert)
                 act_F = _gate(pre_G, layout)
-                y_H = _linear(act_F, experts.down[expert], experts.down_bias, expert)
+                y_H = _linear(act_F, _merged(down, expert), experts.down_bias, expert)
                 out_H = out_H + weight * y_H
         out_RH.append(out_H)
     return torch.stack(out_RH) if out_RH else torch.zeros_like(rows_RH)
+
+
+def _merged(matrix: tuple[Tensor, LowRank | None], expert: int) -> Tensor:
+    weight_LOI, adapter = matrix
+    if adapter is None:
+        return weight_LOI[expert]
+    delta_OI = adapter.b_LOP[expert] @ adapter.a_LPI[expert]
+    return weight_LOI[expert] + adapter.scale * delta_OI
 
 
 def _linear(x_I: Tensor, weight_OI: Tensor, bias_LO: Tensor | None, expert: int) -> Tensor:

@@ -126,4 +126,4 @@ def _run(
         grad_scale=1.0,
         needs=[x is not None for x in tensors],
     )
-    return [out_RH, *grads.as_list()]
+    return [out_RH, *grads.as_list()[: len(tensors)]]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops.layout import ExpertsLayout, activate, activate_backward
 from hf_moe_ep.ops.permute import count_pairs, invert
-from hf_moe_ep.ops.weights import ExpertWeights, Routing, WeightGrads
+from hf_moe_ep.ops.weights import WEIGHT_NAMES, ExpertWeights, LowRank, Routing, WeightGrads
 
 _BLOCK = 2048
 
@@ -61,6 +61,7 @@ def forward(
         )
         act_BF = _scale(activate(pre_BG, layout), block.weight_B)
         y_BH = _per_expert(act_BF, experts.down.transpose(1, 2), block)
+        _add_low_rank(act_BF, experts.down_adapter, y_BH, block)
         if experts.down_bias is not None:
             for expert, (y, weight) in block.split(y_BH, block.weight_B.to(y_BH)):
                 y.addcmul_(weight.unsqueeze(1), experts.down_bias[expert])
@@ -81,7 +82,7 @@ def backward(
     needs: list[bool],
     later: bool = False,
 ) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
-    """Gradients of rows, weights, up, up_bias, down, down_bias; None where not in `needs`.
+    """Gradients of rows, weights and the experts' tensors; None where not in `needs`.
 
     `pre_AG` None computes the pre-activations again. With `later` the gradients of the experts are
     left to the function that is returned; what they are made of is kept until it is called, for
@@ -92,7 +93,10 @@ def backward(
     grad_weights = weights_RK.new_zeros(weights_RK.numel()) if need_weights else None
     grad_rows_RH = _wide_zeros(rows_RH) if need_rows else None
     grads = WeightGrads() if later else _empty_expert_grads(experts, routing, needs)
-    add = partial(_add_expert_grads, rows_RH=rows_RH, scale=grad_scale)
+    add = partial(_add_expert_grads, rows_RH=rows_RH, experts=experts, scale=grad_scale)
+    up_back, down_back = (
+        adapter and adapter.transposed() for adapter in (experts.up_adapter, experts.down_adapter)
+    )
     kept: list[_Step] = []
     for block in _blocks(routing, weights_RK):
         if pre_AG is None:
@@ -101,6 +105,7 @@ def backward(
             pre_BG = pre_AG[block.pairs]
         grad_BH = grad_RH.index_select(0, block.row_B)
         grad_act_BF = _per_expert(grad_BH, experts.down, block)
+        _add_low_rank(grad_BH, down_back, grad_act_BF, block)
         scaled_BF = _scale(grad_act_BF, block.weight_B)
         act_BF, grad_pre_BG = activate_backward(pre_BG, scaled_BF, layout)
         if grad_weights is not None:
@@ -111,7 +116,9 @@ def backward(
                     grad += upstream.to(wide) @ experts.down_bias[expert].to(wide)
             grad_weights.index_copy_(0, block.pair_B, grad_B)
         if grad_rows_RH is not None:
-            _add_to_rows(_per_expert(grad_pre_BG, experts.up, block), grad_rows_RH, block)
+            grad_x_BH = _per_expert(grad_pre_BG, experts.up, block)
+            _add_low_rank(grad_pre_BG, up_back, grad_x_BH, block)
+            _add_to_rows(grad_x_BH, grad_rows_RH, block)
         step = _Step(block, grad_BH, act_BF, grad_pre_BG)
         if later:
             kept.append(step)
@@ -129,18 +136,27 @@ def backward(
     return grads, finish if later else None
 
 
-def _add_expert_grads(step: _Step, grads: WeightGrads, *, rows_RH: Tensor, scale: float) -> None:
+def _add_expert_grads(
+    step: _Step, grads: WeightGrads, *, rows_RH: Tensor, experts: ExpertWeights, scale: float
+) -> None:
     """The gradients of the experts of one block, in place."""
     block, grad_BH = step.block, step.grad_BH
-    if grads.down is not None:
-        _outer(grad_BH, _scale(step.act_BF, block.weight_B), grads.down, block, scale)
     if grads.down_bias is not None:
         _sum(_scale(grad_BH, block.weight_B), grads.down_bias, block, scale)
-    if grads.up is not None:
-        x_BH = rows_RH.index_select(0, block.row_B)
-        _outer(step.grad_pre_BG, x_BH, grads.up, block, scale)
     if grads.up_bias is not None:
         _sum(step.grad_pre_BG, grads.up_bias, block, scale)
+    if any(grad is not None for grad in (grads.down, grads.down_a, grads.down_b)):
+        act_BF = _scale(step.act_BF, block.weight_B)
+        if grads.down is not None:
+            _outer(grad_BH, act_BF, grads.down, block, scale)
+        into = (grads.down_a, grads.down_b)
+        _add_low_rank_grads(act_BF, grad_BH, experts.down_adapter, into, block, scale)
+    if any(grad is not None for grad in (grads.up, grads.up_a, grads.up_b)):
+        x_BH = rows_RH.index_select(0, block.row_B)
+        if grads.up is not None:
+            _outer(step.grad_pre_BG, x_BH, grads.up, block, scale)
+        into = (grads.up_a, grads.up_b)
+        _add_low_rank_grads(x_BH, step.grad_pre_BG, experts.up_adapter, into, block, scale)
 
 
 @dataclass(frozen=True)
@@ -194,7 +210,9 @@ def _pre_activations(
 ) -> Tensor:
     x_BH = rows_RH.index_select(0, block.row_B)
     matrix_LHG = experts.up.transpose(1, 2)
-    return _per_expert(x_BH, matrix_LHG, block, bias_LO=experts.up_bias, out_BO=out_BG)
+    pre_BG = _per_expert(x_BH, matrix_LHG, block, bias_LO=experts.up_bias, out_BO=out_BG)
+    _add_low_rank(x_BH, experts.up_adapter, pre_BG, block)
+    return pre_BG
 
 
 def _per_expert(
@@ -216,12 +234,43 @@ def _per_expert(
     return out_BO
 
 
+def _add_low_rank(rows_BI: Tensor, adapter: LowRank | None, out_BO: Tensor, block: _Block) -> None:
+    """What each expert's adapter adds to the product with its matrix, in place."""
+    if adapter is None:
+        return
+    for expert, (rows, out) in block.split(rows_BI, out_BO):
+        low_BP = rows @ adapter.a_LPI[expert].t()
+        out.addmm_(low_BP, adapter.b_LOP[expert].t(), alpha=adapter.scale)
+
+
+def _add_low_rank_grads(
+    rows_BI: Tensor,
+    grad_BO: Tensor,
+    adapter: LowRank | None,
+    into: tuple[Tensor | None, Tensor | None],
+    block: _Block,
+    scale: float,
+) -> None:
+    """The gradients of a_LPI and b_LOP, where wanted."""
+    if adapter is None:
+        return
+    a_LPI, b_LOP = into
+    scale *= adapter.scale
+    for expert, (rows, grad) in block.split(rows_BI, grad_BO):
+        if a_LPI is not None:
+            back_BP = grad @ adapter.b_LOP[expert]
+            torch.addmm(a_LPI[expert], back_BP.t(), rows, beta=0, alpha=scale, out=a_LPI[expert])
+        if b_LOP is not None:
+            low_BP = rows @ adapter.a_LPI[expert].t()
+            torch.addmm(b_LOP[expert], grad.t(), low_BP, beta=0, alpha=scale, out=b_LOP[expert])
+
+
 def _empty_expert_grads(experts: ExpertWeights, routing: Routing, needs: list[bool]) -> WeightGrads:
     """Memory for the gradients asked for; zero for experts without pairs."""
-    tensors = (experts.up, experts.up_bias, experts.down, experts.down_bias)
+    wanted = needs[2:] + [False] * (len(WEIGHT_NAMES) - len(needs[2:]))
     grads = [
         torch.empty_like(tensor) if tensor is not None and need else None
-        for tensor, need in zip(tensors, needs[2:], strict=True)
+        for tensor, need in zip(experts.tensors(), wanted, strict=True)
     ]
     for expert, (start, end) in enumerate(itertools.pairwise(routing.offsets.tolist())):
         for grad in grads:

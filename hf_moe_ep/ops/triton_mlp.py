@@ -106,8 +106,10 @@ def backward(
     `pre_AG` None computes the pre-activations again. With `later` the gradients of the experts are
     left to the function that is returned.
     """
+    assert experts.up_a is None and experts.down_a is None, "adapters are the torch path's"
     experts = _with_contiguous_biases(experts)
     inputs = (rows_RH, weights_RK, experts.up, experts.up_bias, experts.down, experts.down_bias)
+    needs = needs[: len(inputs)]
     num_pairs, top_k = routing.pair_A.numel(), weights_RK.shape[1]
     if num_pairs == 0:
         zeros = [None if x is None else torch.zeros_like(x) for x in inputs]

@@ -1,6 +1,6 @@
 """What the implementations of the expert MLP hand each other.
 
-    ExpertWeights   the stacked matrices and biases of the experts on this rank
+    ExpertWeights   the stacked matrices, biases and adapters of the experts on this rank
     Routing         which pair sits where once pairs are sorted by expert
     WeightGrads     the gradients a backward was asked for
 
@@ -19,16 +19,58 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# The tensors of ExpertWeights, in the order in which they are handed on.
+WEIGHT_NAMES = ("up", "up_bias", "down", "down_bias", "up_a", "up_b", "down_a", "down_b")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Of each expert: `scale * b_LOP @ a_LPI` beside its matrix, P the rank, never multiplied."""
+
+    a_LPI: Tensor
+    b_LOP: Tensor
+    scale: float
+
+    def transposed(self) -> LowRank:
+        """The adapter of the transposed matrix, which carries gradients back."""
+        return LowRank(self.b_LOP.transpose(1, 2), self.a_LPI.transpose(1, 2), self.scale)
+
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """up_LGH, down_LHF and biases up_LG, down_LH; any strides. `late`: see `postpone_grads`."""
+    """up_LGH, down_LHF and biases up_LG, down_LH; any strides.
+
+    Adapters, where there are any: up_a_LPH, up_b_LGP and down_a_LPF, down_b_LHP, in the dtype of
+    the matrices. `late`: see `postpone_grads`.
+    """
 
     up: Tensor
     up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    up_a: Tensor | None = None
+    up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
+    up_scale: float = 1.0
+    down_scale: float = 1.0
     late: LateGrads | None = None
+
+    @property
+    def up_adapter(self) -> LowRank | None:
+        if self.up_a is None or self.up_b is None:
+            return None
+        return LowRank(self.up_a, self.up_b, self.up_scale)
+
+    @property
+    def down_adapter(self) -> LowRank | None:
+        if self.down_a is None or self.down_b is None:
+            return None
+        return LowRank(self.down_a, self.down_b, self.down_scale)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, in the order of WEIGHT_NAMES."""
+        return tuple(getattr(self, name) for name in WEIGHT_NAMES)
 
 
 @dataclass
@@ -58,6 +100,10 @@ class WeightGrads:
     up_bias: Tensor | None = None
     down: Tensor | None = None
     down_bias: Tensor | None = None
+    up_a: Tensor | None = None
+    up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
 
     def as_list(self) -> list[Tensor | None]:
-        return [self.rows, self.weights, self.up, self.up_bias, self.down, self.down_bias]
+        return [self.rows, self.weights, *(getattr(self, name) for name in WEIGHT_NAMES)]

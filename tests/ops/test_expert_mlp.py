@@ -11,6 +11,7 @@ import pytest
 import torch
 from close import assert_close, max_error
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
@@ -486,17 +487,22 @@ def test_the_operators_keep_torch_library_rules(backend: str, device: str) -> No
     case = LAYOUTS["gpt-oss"]
     rows, weights, *experts = [x.requires_grad_() for x in case.inputs(torch.float32, device)]
     layout = case.layout
+    adapters: list[Tensor | None] = [None] * 4
+    if backend == "torch":
+        named = _adapted(case, 2, torch.float32)
+        adapters = [named[name].to(device).requires_grad_() for name in ADAPTERS[2:]]
     args = (
-        rows, weights, *experts, case.ids_RK(device), case.counts_L(), layout.gated,
+        rows, weights, *experts, *adapters, case.ids_RK(device), case.counts_L(), layout.gated,
         layout.interleaved, layout.activation, layout.alpha, layout.limit, layout.up_offset,
-        0.5, True, backend,
+        0.5, 2.0, 0.5, True, backend,
     )  # fmt: skip
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp.default, args, test_utils=tests)
     out, *saved = torch.ops.hf_moe_ep.expert_mlp(*args)
-    tensors = [x.detach() for x in (torch.randn_like(out), rows, weights, *experts, *saved)]
-    needs = [True, True, True, False, True, True]
-    back = (*tensors, *args[8:], needs)
+    inputs = (torch.randn_like(out), rows, weights, *experts, *adapters, *saved)
+    tensors = [None if x is None else x.detach() for x in inputs]
+    needs = [True, True, True, False, True, True, *(x is not None for x in adapters)]
+    back = (*tensors, *args[12:], needs)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp_backward.default, back, test_utils=tests)
 
@@ -524,3 +530,86 @@ def test_backward_under_autocast_is_backward() -> None:
             grads.append(torch.autograd.grad(out.float().square().sum(), (rows, weights)))
     for plain, under in zip(*grads, strict=True):
         assert torch.equal(plain, under)
+
+
+ADAPTERS = ("rows", "weights", "up_a", "up_b", "down_a", "down_b")
+
+
+def _adapted(case: Case, rank: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Inputs of a case as keywords, with adapters of this rank."""
+    named = dict(zip(NAMES, case.inputs(dtype), strict=True))
+    for name in ("up", "down"):
+        experts, out_size, in_size = named[name].shape
+        a = torch.randn(experts, rank, in_size, dtype=torch.float64) / in_size**0.5
+        b = torch.randn(experts, out_size, rank, dtype=torch.float64) / rank**0.5
+        named |= {f"{name}_a": a.to(dtype), f"{name}_b": b.to(dtype)}
+    return named
+
+
+def _run_adapted(fn, case: Case, named, grad_RH: Tensor, wanted, late: bool = False, **kw):
+    leaves = {
+        name: None if x is None else x.detach().clone().requires_grad_(name in wanted)
+        for name, x in named.items()
+    }
+    experts = {name: x for name, x in leaves.items() if name not in ("rows", "weights")}
+    weights = ExpertWeights(**experts, up_scale=0.5, down_scale=2.0)
+    weights = postpone_grads(weights) if late else weights
+    out = fn(leaves["rows"], case.ids_RK(), leaves["weights"], weights, case.layout, **kw)
+    out.backward(grad_RH.to(out.dtype))
+    return {"out": out.detach()} | {name: leaves[name].grad for name in wanted}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("name", ["random", "empty experts", "gpt-oss", "no gate, relu2"])
+def test_adapters_equal_merged_weights(name: str, rank: int, recompute: bool, late: bool) -> None:
+    case = (CASES | LAYOUTS)[name]
+    named = _adapted(case, rank)
+    grad_RH = torch.randn(len(case.ids), case.hidden, dtype=torch.float64)
+    kw = {"counts_L": case.counts_L(), "recompute": recompute}
+    got = _run_adapted(expert_mlp, case, named, grad_RH, ADAPTERS, late, **kw)
+    want = _run_adapted(reference.expert_mlp, case, named, grad_RH, ADAPTERS)
+    for key, value in want.items():
+        assert_close(key, got[key], value, 1e-12)
+
+
+def test_adapters_beside_trained_matrices() -> None:
+    case = LAYOUTS["silu, bias"]
+    named = _adapted(case, 3)
+    grad_RH = torch.randn(len(case.ids), case.hidden, dtype=torch.float64)
+    wanted = tuple(named)
+    kw = {"counts_L": case.counts_L(), "grad_scale": 0.25}
+    got = _run_adapted(expert_mlp, case, named, grad_RH, wanted, **kw)
+    want = _run_adapted(reference.expert_mlp, case, named, grad_RH, wanted)
+    for key, value in want.items():
+        factor = 1.0 if key in ("out", "rows", "weights") else 0.25
+        assert_close(key, got[key], factor * value, 1e-12)
+
+
+def test_adapters_make_no_tensor_of_the_size_of_the_experts() -> None:
+    """Base frozen: neither merged weights nor their gradients, forward and backward."""
+    case = Case(_random_ids(40, 2, 6, seed=3), 6, hidden=64, ffn=48)
+    named = _adapted(case, 2)
+    smallest = min(named["up"].numel(), named["down"].numel())
+
+    class Watch(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
+                    self.largest = max(self.largest, x.untyped_storage().nbytes() // 8)
+            return out
+
+    leaves = {name: None if x is None else x.clone() for name, x in named.items()}
+    for name in ADAPTERS:
+        leaves[name].requires_grad_()
+    known = {x.untyped_storage().data_ptr() for x in leaves.values() if x is not None}
+    rows, weights = leaves.pop("rows"), leaves.pop("weights")
+    with Watch() as watch:
+        experts, counts = ExpertWeights(**leaves), case.counts_L()
+        out = expert_mlp(rows, case.ids_RK(), weights, experts, case.layout, counts_L=counts)
+        out.sum().backward()
+    assert 0 < watch.largest < smallest
