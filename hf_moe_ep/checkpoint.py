@@ -38,10 +38,14 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **kwarg
 
 @torch.no_grad()
 def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Full tensors on the host of rank 0, empty elsewhere; every rank calls this."""
+    """Full tensors on the host of rank 0, empty elsewhere; every rank calls this.
+
+    Of a PEFT model those of its adapters: the base stays where it is.
+    """
     keep = not dist.is_initialized() or dist.get_rank() == 0
     full: dict[str, Tensor] = {}
-    for name, tensor in hf.unwrap(model).state_dict().items():
+    model = hf.unwrap(model)
+    for name, tensor in hf.adapter_tensors(model, model.state_dict()).items():
         whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
             full[hf.canonical_name(name)] = whole.detach().cpu()

@@ -31,6 +31,20 @@ from hf_moe_ep.ops.weights import ExpertWeights
 ALIGNMENT = 16
 
 
+# Where an experts module keeps its active adapters during forward: {parameter: [Adapter]}.
+ADAPTERS = "_hf_moe_ep_adapters"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA factors of one stacked parameter as PEFT holds them: a (E * r, in), b (out, r * E)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    num_experts: int
+
+
 @dataclass(frozen=True)
 class Compute:
     """How one experts module is computed.
@@ -120,8 +134,13 @@ def run_experts(
     return out_RH.to(rows_RH.dtype)
 
 
-def local_weights(experts: Any, compute: Compute, like: Tensor) -> ExpertWeights:
-    """This rank's experts as `run_experts` takes them for rows of the dtype of `like`."""
+def local_weights(
+    experts: Any, compute: Compute, like: Tensor, first_expert: int = 0
+) -> ExpertWeights:
+    """This rank's experts as `run_experts` takes them for rows of the dtype of `like`.
+
+    Adapters are those of all experts, of which this rank has those from `first_expert` on.
+    """
     autocast, dtype = torch.is_autocast_enabled(like.device.type), _compute_dtype(like)
 
     def local(name: str) -> Tensor | None:
@@ -136,7 +155,30 @@ def local_weights(experts: Any, compute: Compute, like: Tensor) -> ExpertWeights
     assert up is not None and down is not None
     if compute.transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    return ExpertWeights(up, local(f"{up_name}_bias"), down, local("down_proj_bias"))
+    factors: dict[str, Any] = {}
+    mine = slice(first_expert, first_expert + len(up))
+    for name, parameter in (("up", up_name), ("down", "down_proj")):
+        adapters = vars(experts).get(ADAPTERS, {}).get(parameter)
+        if adapters:
+            a, b, scale = _factors(adapters, mine)
+            factors |= {f"{name}_a": a.to(up.dtype), f"{name}_b": b.to(up.dtype)}
+            factors[f"{name}_scale"] = scale
+    return ExpertWeights(up, local(f"{up_name}_bias"), down, local("down_proj_bias"), **factors)
+
+
+def _factors(adapters: list[Adapter], mine: slice) -> tuple[Tensor, Tensor, float]:
+    """a_LPI, b_LOP and scale of all active adapters as one, whose rank is the sum of theirs."""
+    parts = []
+    for adapter in adapters:
+        num_experts = adapter.num_experts
+        a_EPI = adapter.a.unflatten(0, (num_experts, -1))
+        # Expert slowest in a, fastest in b: peft, ParamWrapper.get_delta_weight.
+        b_EOP = adapter.b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+        parts.append((a_EPI[mine], b_EOP[mine].contiguous(), adapter.scale))
+    if len(parts) == 1:
+        return parts[0]
+    a, b = [a for a, _, _ in parts], [b * scale for _, b, scale in parts]
+    return torch.cat(a, 1), torch.cat(b, 2), 1.0
 
 
 def _compute_dtype(rows_RH: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import inspect
 import math
 import re
@@ -127,6 +128,65 @@ def stock_attention(module: nn.Module) -> Any:
 def canonical_name(name: str) -> str:
     """A module or parameter name without what activation checkpointing and compile put in."""
     return _WRAPPERS.sub("", f"{name}.").rstrip(".")
+
+
+def stock_name(module_name: str) -> str:
+    """A module's name before it was wrapped for checkpointing, compile or adapters."""
+    return re.sub(r"\.base_layer(?=\.|$)", "", canonical_name(module_name))
+
+
+def wraps_for_adapters(module: nn.Module) -> bool:
+    """Whether a module stands for another that PEFT adapts (peft/tuners/tuners_utils.py)."""
+    return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
+
+
+def adapter_tensors(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What PEFT would save of its model, under the same names; everything of any other model."""
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return state_dict
+    from peft import get_peft_model_state_dict
+
+    saved: set[int] = set()
+    for adapter in model.peft_config:
+        found = get_peft_model_state_dict(
+            model, state_dict, adapter_name=adapter, save_embedding_layers=False
+        )
+        saved |= {id(tensor) for tensor in found.values()}
+    return {name: tensor for name, tensor in state_dict.items() if id(tensor) in saved}
+
+
+# a, b, scale and the number of experts.
+Factors = tuple[Tensor, Tensor, float, int]
+
+
+def wrap_parameter_adapters(
+    ours: Callable[[Any], bool], leave: Callable[[Any, str, list[Factors]], Any]
+) -> None:
+    """In place of merging, `leave(module, parameter, factors)` for modules that are `ours`.
+
+    That is ParamWrapper._activate_lora (peft/tuners/lora/layer.py, 0.21), a context manager.
+    """
+    if importlib.util.find_spec("peft") is None:
+        return
+    from peft.tuners.lora.layer import ParamWrapper
+
+    original = ParamWrapper._activate_lora
+    if hasattr(original, "_hf_moe_ep"):
+        return
+
+    def activate(self: Any, active: list[str]) -> Any:
+        module = self.get_base_layer()
+        if not ours(module):
+            return original(self, active)
+        factors = [
+            (self.lora_A[n].weight, self.lora_B[n].weight, self.scaling[n], self.num_experts)
+            for n in active
+            if n in self.lora_A
+        ]
+        return leave(module, self.parameter_name, factors)
+
+    activate._hf_moe_ep = True  # type: ignore[attr-defined]
+    ParamWrapper._activate_lora = activate
 
 
 def mark_fsdp_managed(model: nn.Module) -> None:

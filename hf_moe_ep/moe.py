@@ -86,6 +86,7 @@ def _ep_forward(
     hidden = nullcontext() if state.frame is None else _disable_current_modes()
     with hidden:
         plans = _plans(layer, experts.training, x_TH, expert_ids_TK)
+    first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     sizes = [plan.num_tokens for plan in plans]
     inputs = zip(
         x_TH.split(sizes), weights_TK.split(sizes), expert_ids_TK.split(sizes), strict=True
@@ -97,7 +98,7 @@ def _ep_forward(
         # One chunk travels while the one before it is computed.
         arrived, arriving = arriving, starts.pop(0)() if starts else None
         # Here, so that backward computes their gradients while those of the rows travel.
-        weights = postpone_grads(local_weights(experts, layer.compute, x_TH))
+        weights = postpone_grads(local_weights(experts, layer.compute, x_TH, first_expert))
         rows_RH, weights_RK, ids_RK = arrived.finish()
         try:
             rows_RH = run_experts(

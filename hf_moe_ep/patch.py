@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import model_patches
-from hf_moe_ep import accelerate, hf
+from hf_moe_ep import accelerate, hf, lora
 from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
 from hf_moe_ep.deepep import load_deep_ep
 from hf_moe_ep.experts import Compute, choose_compute
@@ -116,6 +116,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     if tower is not None:
         _hook_tower(*tower, state)
     accelerate.install()
+    lora.install()
     _log(model, state, list(experts), computes[0])
     return model
 
@@ -240,7 +241,7 @@ def _find_tower(model: nn.Module, plan: ModelPlan) -> tuple[nn.Module, nn.Module
     if plan.vision is None:
         return None
     for name, tower in model.named_modules():
-        if matches(plan.vision.tower, hf.canonical_name(name)):
+        if matches(plan.vision.tower, hf.stock_name(name)):
             inner = model.get_submodule(name.rpartition(".")[0])
             if hf.takes_tower_outputs(inner):
                 return inner, tower
@@ -360,7 +361,7 @@ def _find(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if matches(pattern, hf.canonical_name(name))
+        if matches(pattern, hf.stock_name(name)) and not hf.wraps_for_adapters(module)
     }
 
 

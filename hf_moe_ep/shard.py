@@ -155,7 +155,8 @@ def shard_model(
 def _find_units(model: nn.Module, state: ModelState) -> _Units:
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        modules.setdefault(hf.canonical_name(name), module)
+        if not hf.wraps_for_adapters(module):
+            modules.setdefault(hf.stock_name(name), module)
     plan = state.plan
     names = [name for name in modules if matches(plan.layers, name)]
     experts = {

@@ -33,7 +33,8 @@ class Case:
     """One layout, model and data.
 
     `micro_batches(model, rank, world, step)` are the batches of one optimizer step on one rank (of
-    those with different data: with `sp` there are fewer); `freeze` names modules without gradients.
+    those with different data: with `sp` there are fewer); `freeze` names modules without gradients;
+    `wrap` is done to the reference too, each under its own seed.
     `budget` is design's 1e-10, or 1e-6 where the number of ranks is no power of two.
     """
 
@@ -46,6 +47,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     micro_batches: Callable[[nn.Module, int, int, int], list[Batch]] | None = None
     prepare: Callable[[nn.Module], None] | None = None
+    wrap: Callable[[nn.Module], nn.Module] | None = None
     freeze: tuple[str, ...] = ()
     backward: Callable[[nn.Module, list[Batch], Tensor, int], None] | None = None
     budget: float = 1e-10
@@ -60,6 +62,11 @@ class Case:
 def run_case(case: Case, rank: int, world: int) -> None:
     model = tiny(seed=rank, **case.model)
     reference = tiny(seed=0, **case.model)
+    if case.wrap:
+        torch.manual_seed(rank)
+        model = case.wrap(model)
+        torch.manual_seed(0)
+        reference = case.wrap(reference)
     if case.prepare:
         case.prepare(model)
     for part in case.freeze:

@@ -26,7 +26,7 @@ ROWS = {
     "shared_batches": "state mesh config",
     "checkpoint": "shard lora state mesh plan hf",
     "shard": "lora state mesh plan hf",
-    "lora": "mesh plan hf",
+    "lora": "state experts hf",
     "model_patches": "",
     "model_patches.*": "vision ulysses plan hf",
     "collate": "",
