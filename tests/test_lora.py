@@ -3,47 +3,27 @@
 import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import parity
+import peft
 import pytest
 import torch
+from adapters import EXPERTS, with_lora
 from close import assert_close
 from parity import Case, run_cases
 from run_ranks import run_ranks
+from test_vision import modality_by_step
 from tiny_models import batch, tiny
-from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
 
-peft = pytest.importorskip("peft")
-
-EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-ATTENTION = ("q_proj", "v_proj")
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 
 
-def with_lora(
-    model: nn.Module,
-    r: int = 8,
-    parameters: tuple[str, ...] = EXPERTS,
-    modules: tuple[str, ...] = ATTENTION,
-    **options: Any,
-) -> nn.Module:
-    """Random factors: PEFT's own lora_B begins with zeros, and lora_A would have no gradient."""
-    config = peft.LoraConfig(
-        r=r,
-        lora_alpha=2 * r,
-        target_parameters=list(parameters),
-        target_modules=list(modules),
-        init_lora_weights=False,
-        **options,
-    )
-    return peft.get_peft_model(model, config)
-
-
-BOTH = partial(with_lora)
+BOTH = with_lora
+PICTURES = partial(with_lora, modules=("q_proj", "qkv"))
+VISION = {"model": {"name": "qwen3_vl_moe"}, "micro_batches": modality_by_step, "budget": 1e-6}
 TWO_RANKS = [
     Case("ep 2", 2, 2, wrap=BOTH),
     Case("ep 1, rank 1, experts only", 2, 1, wrap=partial(with_lora, r=1, modules=())),
@@ -63,6 +43,8 @@ FOUR_RANKS_MORE = [
         micro_batches=parity.three_micro_batches, backward=parity.two_forwards_backward
     ),
     Case("ep 2, chunks", 4, 2, wrap=BOTH).with_config(dispatch_chunks=2),
+    Case("pictures", 4, 2, wrap=PICTURES).with_(**VISION),
+    Case("pictures, sp 2", 4, 2, sp=2, wrap=PICTURES).with_(**VISION),
 ]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from adapters import with_lora
 from generation import continuations
 from poison import poison_empty
 from run_script import run_script
@@ -50,6 +51,7 @@ class Case:
         steps: functions of `_STEPS` below, in order, on one Trainer.
         ep: 0 leaves the model stock.
         sp: ranks that share their batches; the per-device batch grows by it.
+        lora: rank of adapters on experts and attention, random; 0 for none.
         split: the global batch is split over as many micro-batches more (one process).
         load: directory for `from_pretrained`; otherwise the tiny model of `seed` and `model`.
             Only on rank 0: other ranks get other weights.
@@ -64,6 +66,7 @@ class Case:
     steps: tuple[str, ...] = ("train",)
     ep: int = 0
     sp: int = 1
+    lora: int = 0
     split: int = 1
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -254,6 +257,8 @@ def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
     tensors = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if grads else parameter.detach()
+        if tensor is None:  # frozen
+            continue
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
@@ -297,6 +302,8 @@ def _run(case: Case, folder: Path) -> Result:
     folder = case.folder or folder / case.name
     arguments = _arguments(case, folder)  # first: from_pretrained looks for a process group
     model = _build(case, arguments.process_index)
+    if case.lora:
+        model = with_lora(model, case.lora, seed=case.seed + 100 * arguments.process_index)
     if case.ep:
         patch(model, ep_size=case.ep, sp_size=case.sp)
     vision = case.rows == "vision"

@@ -1,0 +1,32 @@
+"""LoRA on stacked experts and attention, as a user of PEFT writes it."""
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+ATTENTION = ("q_proj", "v_proj")
+
+
+def with_lora(
+    model: nn.Module,
+    r: int = 8,
+    parameters: tuple[str, ...] = EXPERTS,
+    modules: tuple[str, ...] = ATTENTION,
+    seed: int | None = None,
+    **options: Any,
+) -> PeftModel:
+    """Random factors: PEFT's own lora_B begins with zeros, and lora_A would have no gradient."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    config = LoraConfig(
+        r=r,
+        lora_alpha=2 * r,
+        target_parameters=list(parameters),
+        target_modules=list(modules),
+        init_lora_weights=False,
+        **options,
+    )
+    return get_peft_model(model, config)
