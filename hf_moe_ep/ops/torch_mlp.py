@@ -60,8 +60,7 @@ def forward(
             rows_RH, experts, block, pre_AG[block.pairs] if keep_pre else None
         )
         act_BF = _scale(activate(pre_BG, layout), block.weight_B)
-        y_BH = _per_expert(act_BF, experts.down.transpose(1, 2), block)
-        _add_low_rank(act_BF, experts.down_adapter, y_BH, block)
+        y_BH = _adapted(act_BF, experts.down.transpose(1, 2), experts.down_adapter, block)
         if experts.down_bias is not None:
             for expert, (y, weight) in block.split(y_BH, block.weight_B.to(y_BH)):
                 y.addcmul_(weight.unsqueeze(1), experts.down_bias[expert])
@@ -99,13 +98,10 @@ def backward(
     )
     kept: list[_Step] = []
     for block in _blocks(routing, weights_RK):
-        if pre_AG is None:
-            pre_BG = _pre_activations(rows_RH, experts, block)
-        else:
-            pre_BG = pre_AG[block.pairs]
+        kept_pre = None if pre_AG is None else pre_AG[block.pairs]
+        pre_BG = _pre_activations(rows_RH, experts, block) if kept_pre is None else kept_pre
         grad_BH = grad_RH.index_select(0, block.row_B)
-        grad_act_BF = _per_expert(grad_BH, experts.down, block)
-        _add_low_rank(grad_BH, down_back, grad_act_BF, block)
+        grad_act_BF = _adapted(grad_BH, experts.down, down_back, block)
         scaled_BF = _scale(grad_act_BF, block.weight_B)
         act_BF, grad_pre_BG = activate_backward(pre_BG, scaled_BF, layout)
         if grad_weights is not None:
@@ -116,9 +112,7 @@ def backward(
                     grad += upstream.to(wide) @ experts.down_bias[expert].to(wide)
             grad_weights.index_copy_(0, block.pair_B, grad_B)
         if grad_rows_RH is not None:
-            grad_x_BH = _per_expert(grad_pre_BG, experts.up, block)
-            _add_low_rank(grad_pre_BG, up_back, grad_x_BH, block)
-            _add_to_rows(grad_x_BH, grad_rows_RH, block)
+            _add_to_rows(_adapted(grad_pre_BG, experts.up, up_back, block), grad_rows_RH, block)
         step = _Step(block, grad_BH, act_BF, grad_pre_BG)
         if later:
             kept.append(step)
@@ -231,6 +225,13 @@ def _per_expert(
             torch.mm(rows, matrix_LIO[expert], out=out)
         else:
             torch.addmm(bias_LO[expert], rows, matrix_LIO[expert], out=out)
+    return out_BO
+
+
+def _adapted(rows_BI: Tensor, matrix_LIO: Tensor, adapter: LowRank | None, block: _Block) -> Tensor:
+    """Each pair's row times the matrix of its expert and what is beside it."""
+    out_BO = _per_expert(rows_BI, matrix_LIO, block)
+    _add_low_rank(rows_BI, adapter, out_BO, block)
     return out_BO
 
 
