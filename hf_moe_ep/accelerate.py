@@ -10,6 +10,7 @@ model ask first whether it is patched, and otherwise call what was there before:
                                                  be sharded
     AcceleratorState.__init__                    `fsdp_on_cpu`, for every Accelerator made after
                                                  the first patch: no model is known there yet
+    Accelerator.get_state_dict                   packs adapters of experts as PEFT does
     Trainer.save_model                           writes hub layout under SHARDED_STATE_DICT too,
                                                  where stock writes nothing
     PreTrainedModel.save_pretrained              says what to call instead on a sharded model, where
@@ -20,7 +21,6 @@ model ask first whether it is patched, and otherwise call what was there before:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,29 +41,31 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from hf_moe_ep import hf, shared_batches
 from hf_moe_ep.checkpoint import gather_state_dict
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
+from hf_moe_ep.factors import pack_factors
 from hf_moe_ep.shard import ShardOptions, shard_model
 from hf_moe_ep.state import ModelState, find_state
 
 
 def install() -> None:
     """Wrap the functions of the table above, once per process."""
-    _wrap(accelerate.accelerator, "fsdp2_prepare_model", _prepare_model)
-    _wrap(Accelerator, "prepare", _prepare)
-    _wrap(AcceleratorState, "__init__", _init_state)
-    _wrap(transformers.Trainer, "save_model", _save_model)
-    _wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
-    _wrap(Accelerator, "_prepare_device_mesh", shared_batches.loader_mesh)
-    _wrap(Accelerator, "prepare_data_loader", shared_batches.prepare_data_loader)
-    _wrap(Accelerator, "prepare_scheduler", shared_batches.prepare_scheduler)
-    _wrap(Accelerator, "gather_for_metrics", shared_batches.gather_for_metrics)
+    hf.wrap_once(accelerate.accelerator, "fsdp2_prepare_model", _prepare_model)
+    hf.wrap_once(Accelerator, "prepare", _prepare)
+    hf.wrap_once(AcceleratorState, "__init__", _init_state)
+    hf.wrap_once(Accelerator, "get_state_dict", _get_state_dict)
+    hf.wrap_once(transformers.Trainer, "save_model", _save_model)
+    hf.wrap_once(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
+    hf.wrap_once(Accelerator, "_prepare_device_mesh", shared_batches.loader_mesh)
+    hf.wrap_once(Accelerator, "prepare_data_loader", shared_batches.prepare_data_loader)
+    hf.wrap_once(Accelerator, "prepare_scheduler", shared_batches.prepare_scheduler)
+    hf.wrap_once(Accelerator, "gather_for_metrics", shared_batches.gather_for_metrics)
     trainer = transformers.Trainer
-    _wrap(trainer, "create_accelerator_and_postprocess", shared_batches.create_accelerator)
-    _wrap(trainer, "call_model_init", shared_batches.call_model_init)
-    _wrap(trainer, "get_tp_size", shared_batches.get_tp_size)
-    _wrap(trainer, "_get_num_items_in_batch", shared_batches.get_num_items_in_batch)
-    _wrap(trainer, "floating_point_ops", shared_batches.floating_point_ops)
-    _wrap(trainer, "prediction_step", shared_batches.prediction_step)
-    _wrap(trainer, "_track_num_input_tokens", shared_batches.track_num_input_tokens)
+    hf.wrap_once(trainer, "create_accelerator_and_postprocess", shared_batches.create_accelerator)
+    hf.wrap_once(trainer, "call_model_init", shared_batches.call_model_init)
+    hf.wrap_once(trainer, "get_tp_size", shared_batches.get_tp_size)
+    hf.wrap_once(trainer, "_get_num_items_in_batch", shared_batches.get_num_items_in_batch)
+    hf.wrap_once(trainer, "floating_point_ops", shared_batches.floating_point_ops)
+    hf.wrap_once(trainer, "prediction_step", shared_batches.prediction_step)
+    hf.wrap_once(trainer, "_track_num_input_tokens", shared_batches.track_num_input_tokens)
 
 
 def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
@@ -80,19 +82,6 @@ def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin 
     state.fsdp_plugin = plugin
     state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-    if hasattr(original, "_hf_moe_ep_wrapper"):
-        return
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    wrapped._hf_moe_ep_wrapper = wrapper  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
 
 
 def _init_state(
@@ -123,6 +112,13 @@ def _prepare_model(
         inner = hf.unwrap(model)
         shard_model(inner, state, _options(accelerator, inner), accelerator.device)
     return model
+
+
+def _get_state_dict(
+    original: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    state_dict = original(self, model, *args, **kwargs)
+    return state_dict if find_state(model) is None else pack_factors(model, state_dict)
 
 
 def _save_model(

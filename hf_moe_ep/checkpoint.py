@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep import hf
+from hf_moe_ep.factors import pack_factors
 
 
 def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -40,7 +41,7 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **kwarg
 def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Full tensors on the host of rank 0, empty elsewhere; every rank calls this.
 
-    Of a PEFT model those of its adapters: the base stays where it is.
+    Of a PEFT model those of its adapters, as PEFT packs them: the base stays where it is.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
     full: dict[str, Tensor] = {}
@@ -49,7 +50,7 @@ def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
         whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
             full[hf.canonical_name(name)] = whole.detach().cpu()
-    return full
+    return pack_factors(model, full)
 
 
 def _whole(tensor: DTensor) -> Tensor:

@@ -23,26 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import hf
+from hf_moe_ep.factors import ADAPTERS, join
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.layout import ACTIVATIONS, ExpertsLayout, activate
 from hf_moe_ep.ops.weights import ExpertWeights
 
 # Tensor cores and 16-byte loads want sizes that are multiples of this.
 ALIGNMENT = 16
-
-
-# Where an experts module keeps its active adapters during forward: {parameter: [Adapter]}.
-ADAPTERS = "_hf_moe_ep_adapters"
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """LoRA factors of one stacked parameter as PEFT holds them: a (E * r, in), b (out, r * E)."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    num_experts: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +50,11 @@ class Compute:
     reason: str
     required: bool
     recompute: bool
+
+    @property
+    def parameters(self) -> tuple[str, str]:
+        """The stacked matrices of the module: up (gate and up in one) and down."""
+        return "gate_up_proj" if self.layout.gated else "up_proj", "down_proj"
 
 
 def choose_compute(module: nn.Module, requested: str, *, recompute: bool) -> Compute:
@@ -139,7 +131,8 @@ def local_weights(
 ) -> ExpertWeights:
     """This rank's experts as `run_experts` takes them for rows of the dtype of `like`.
 
-    Adapters are those of all experts, of which this rank has those from `first_expert` on.
+    `first_expert` is the first of them among all, of which a model that is not sharded has the
+    adapters.
     """
     autocast, dtype = torch.is_autocast_enabled(like.device.type), _compute_dtype(like)
 
@@ -150,35 +143,20 @@ def local_weights(
         tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return tensor.to(dtype) if autocast else tensor
 
-    up_name = "gate_up_proj" if compute.layout.gated else "up_proj"
-    up, down = local(up_name), local("down_proj")
+    up_name, down_name = compute.parameters
+    up, down = local(up_name), local(down_name)
     assert up is not None and down is not None
     if compute.transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     factors: dict[str, Any] = {}
     mine = slice(first_expert, first_expert + len(up))
-    for name, parameter in (("up", up_name), ("down", "down_proj")):
+    for name, parameter in (("up", up_name), ("down", down_name)):
         adapters = vars(experts).get(ADAPTERS, {}).get(parameter)
         if adapters:
-            a, b, scale = _factors(adapters, mine)
+            a, b, scale = join(adapters, mine)
             factors |= {f"{name}_a": a.to(up.dtype), f"{name}_b": b.to(up.dtype)}
             factors[f"{name}_scale"] = scale
     return ExpertWeights(up, local(f"{up_name}_bias"), down, local("down_proj_bias"), **factors)
-
-
-def _factors(adapters: list[Adapter], mine: slice) -> tuple[Tensor, Tensor, float]:
-    """a_LPI, b_LOP and scale of all active adapters as one, whose rank is the sum of theirs."""
-    parts = []
-    for adapter in adapters:
-        num_experts = adapter.num_experts
-        a_EPI = adapter.a.unflatten(0, (num_experts, -1))
-        # Expert slowest in a, fastest in b: peft, ParamWrapper.get_delta_weight.
-        b_EOP = adapter.b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
-        parts.append((a_EPI[mine], b_EOP[mine].contiguous(), adapter.scale))
-    if len(parts) == 1:
-        return parts[0]
-    a, b = [a for a, _, _ in parts], [b * scale for _, b, scale in parts]
-    return torch.cat(a, 1), torch.cat(b, 2), 1.0
 
 
 def _compute_dtype(rows_RH: Tensor) -> torch.dtype:

@@ -7,14 +7,14 @@ read. Checked with transformers 5.23 and accelerate 1.15.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.util
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -29,6 +29,20 @@ TOWER_OUTPUTS = "mm_encoder_outputs"
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
 _STOCK_CONFIG = "_hf_moe_ep_stock"
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_module\.")
+
+
+def wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let `wrapper(original, *args, **kwargs)` stand for `owner.name`, once per process."""
+    original = getattr(owner, name)
+    if hasattr(original, "_hf_moe_ep_wrapper"):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    wrapped._hf_moe_ep_wrapper = wrapper  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
 
 
 def register_experts_forward(forward: Callable[..., Any]) -> None:
@@ -155,38 +169,45 @@ def adapter_tensors(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tens
     return {name: tensor for name, tensor in state_dict.items() if id(tensor) in saved}
 
 
-# a, b, scale and the number of experts.
-Factors = tuple[Tensor, Tensor, float, int]
-
-
-def wrap_parameter_adapters(
-    ours: Callable[[Any], bool], leave: Callable[[Any, str, list[Factors]], Any]
-) -> None:
-    """In place of merging, `leave(module, parameter, factors)` for modules that are `ours`.
-
-    That is ParamWrapper._activate_lora (peft/tuners/lora/layer.py, 0.21), a context manager.
-    """
+def peft_classes() -> tuple[Any, Any, Any] | None:
+    """PeftModel, BaseTuner and ParamWrapper (peft/tuners), None where PEFT is not installed."""
     if importlib.util.find_spec("peft") is None:
-        return
+        return None
+    from peft import PeftModel
     from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTuner
 
-    original = ParamWrapper._activate_lora
-    if hasattr(original, "_hf_moe_ep"):
-        return
+    return PeftModel, BaseTuner, ParamWrapper
 
-    def activate(self: Any, active: list[str]) -> Any:
-        module = self.get_base_layer()
-        if not ours(module):
-            return original(self, active)
-        factors = [
-            (self.lora_A[n].weight, self.lora_B[n].weight, self.scaling[n], self.num_experts)
-            for n in active
-            if n in self.lora_A
-        ]
-        return leave(module, self.parameter_name, factors)
 
-    activate._hf_moe_ep = True  # type: ignore[attr-defined]
-    ParamWrapper._activate_lora = activate
+@dataclass(frozen=True)
+class ParameterFactor:
+    """lora_A or lora_B of an adapter on a stacked parameter of `module` (peft, ParamWrapper)."""
+
+    module: nn.Module
+    parameter: nn.Parameter
+    is_b: bool
+    num_experts: int
+
+
+def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]:
+    """Both factors, by name, of every adapter on a stacked parameter below `model`."""
+    for prefix, wrapper in model.named_modules():
+        adapted = getattr(wrapper, "parameter_name", None)
+        if not adapted or getattr(wrapper.get_base_layer(), adapted).ndim != 3:
+            continue
+        for part in ("lora_A", "lora_B"):
+            for adapter, linear in getattr(wrapper, part).items():
+                name = f"{prefix}.{part}.{adapter}.weight".lstrip(".")
+                yield (
+                    name,
+                    ParameterFactor(
+                        wrapper.get_base_layer(),
+                        linear.weight,
+                        part == "lora_B",
+                        wrapper.num_experts,
+                    ),
+                )
 
 
 def mark_fsdp_managed(model: nn.Module) -> None:
@@ -200,7 +221,7 @@ def mark_fsdp_managed(model: nn.Module) -> None:
             setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010  mypy: no such field
             if isinstance(module, FSDPModule):
                 stock = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
-                setattr(module, "_get_name", partial(str, stock.__name__))  # noqa: B010  mypy
+                setattr(module, "_get_name", functools.partial(str, stock.__name__))  # noqa: B010  mypy
 
 
 def is_distributed_by_transformers(model: nn.Module) -> bool:

@@ -5,41 +5,132 @@ for the time of a forward replaces the parameter by `W + scale * B A`: a tensor 
 experts, made twice and kept for backward. Here the wrapper only leaves its factors on the experts
 module, and `ops.expert_mlp` adds two thin products to each expert's own.
 
-The factors are parameters of PEFT's wrappers, outside the experts module. Sharding treats them like
-the rest of the layer: every rank holds a share, the layer's gather brings all of them, and a rank
-uses those of its experts. Each expert's gradient comes from the ep ranks that own it and is zero
-elsewhere, so the mean over all ranks, which the layer takes, is that of the global batch. Their
-global shapes stay PEFT's, (E * r, in) and (out, r * E): what is gathered and saved is a stock
-adapter.
+The factors stay parameters of PEFT's wrappers. When the model is sharded they are split over ep
+with their experts, in the same FSDP2 unit (`factors.py` has the layouts); what is saved is packed
+as PEFT packs it, so it is a stock adapter.
+
+    ParamWrapper._activate_lora      leaves the factors, for experts that we compute
+    PeftModel.save_pretrained        gathers a sharded model's adapters; every rank calls it
+    BaseTuner.inject_adapter,
+    merge_and_unload, unload,        refuse a sharded model: what they would add or change is
+    merge_adapter                    neither split nor kept in step between ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor, nn
+
 from hf_moe_ep import hf
-from hf_moe_ep.experts import ADAPTERS, Adapter
-from hf_moe_ep.state import STATE, MoELayer
+from hf_moe_ep.checkpoint import gather_state_dict
+from hf_moe_ep.factors import ADAPTERS, Adapter, pack_factors, stack_a, stack_b
+from hf_moe_ep.state import STATE, MoELayer, find_state
 
 
 def install() -> None:
-    """Let PEFT's wrappers around patched experts leave their factors there, once per process."""
-    hf.wrap_parameter_adapters(_computed_here, _leave_factors)
+    """Wrap the functions of the table above, once per process."""
+    classes = hf.peft_classes()
+    if classes is None:
+        return
+    peft_model, tuner, parameter_wrapper = classes
+    hf.wrap_once(parameter_wrapper, "_activate_lora", _activate)
+    hf.wrap_once(peft_model, "save_pretrained", _save_pretrained)
+    hf.wrap_once(tuner, "inject_adapter", _inject_adapter)
+    for name in ("merge_and_unload", "unload", "merge_adapter"):
+        hf.wrap_once(tuner, name, partial(_merge, name))
+
+
+def stackers(experts: nn.Module) -> dict[int, Callable[[Tensor], Tensor]]:
+    """How to put the experts in front, by the id of each factor below (the wrappers of) `experts`.
+
+    Factors of experts that the model's own code computes stay as they are.
+    """
+    found: dict[int, Callable[[Tensor], Tensor]] = {}
+    for _, factor in hf.parameter_factors(experts):
+        if _computed_here(factor.module):
+            stack = stack_b if factor.is_b else stack_a
+            found[id(factor.parameter)] = partial(stack, num_experts=factor.num_experts)
+    return found
+
+
+def _activate(original: Callable[..., Any], self: Any, active: list[str]) -> Any:
+    experts = self.get_base_layer()
+    if not _computed_here(experts):
+        return original(self, active)
+    adapters = [
+        Adapter(self.lora_A[n].weight, self.lora_B[n].weight, self.scaling[n], self.num_experts)
+        for n in active
+        if n in self.lora_A
+    ]
+    return _leave(experts, self.parameter_name, adapters)
 
 
 @contextmanager
-def _leave_factors(experts: Any, parameter: str, factors: list[hf.Factors]) -> Iterator[None]:
+def _leave(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[None]:
+    known = getattr(experts, STATE).compute.parameters
+    if parameter not in known:
+        raise ValueError(
+            f"an adapter targets {parameter} of {type(experts).__name__}; adapters of experts are "
+            f"computed beside {' and '.join(known)} alone: take it out of target_parameters"
+        )
     kept = vars(experts).setdefault(ADAPTERS, {})
-    kept[parameter] = [Adapter(*one) for one in factors]
+    kept[parameter] = adapters
     try:
         yield
     finally:
         del kept[parameter]
 
 
+def _save_pretrained(
+    original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any
+) -> None:
+    """On every rank of a sharded model, like `hf_moe_ep.save_pretrained`, which comes here."""
+    ranks = _sharded_over(self)
+    if not ranks:
+        original(self, save_directory, *args, **kwargs)
+    elif kwargs.get("state_dict") is not None:
+        kwargs["state_dict"] = pack_factors(self, kwargs["state_dict"])
+        original(self, save_directory, *args, **kwargs)
+    else:
+        kwargs["state_dict"] = gather_state_dict(self)
+        if dist.get_rank() == 0:
+            original(self, save_directory, *args, **kwargs)
+        dist.barrier()
+
+
+def _inject_adapter(
+    original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    if ranks := _sharded_over(model):
+        raise ValueError(
+            f"this model is sharded over {ranks} ranks; attach adapters before apply_ep_fsdp2 or "
+            f"accelerator.prepare, so that every rank trains its share of the same adapter"
+        )
+    original(self, model, *args, **kwargs)
+
+
+def _merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if ranks := _sharded_over(self):
+        raise ValueError(
+            f"{name} on a model that is sharded over {ranks} ranks; save the adapter with "
+            f"hf_moe_ep.save_pretrained(model, directory), then call it in one process on "
+            f"PeftModel.from_pretrained(base, directory)"
+        )
+    return original(self, *args, **kwargs)
+
+
 def _computed_here(experts: Any) -> bool:
     """Whether this module's forward is ours (not another model's, not the eager backend)."""
     layer = getattr(experts, STATE, None)
     return isinstance(layer, MoELayer) and layer.compute is not None
+
+
+def _sharded_over(model: nn.Module) -> int:
+    """Ranks that a model is sharded over by us, 0 if it is not."""
+    state = find_state(model)
+    return 0 if state is None or state.meshes is None else state.meshes.world_size

@@ -1,7 +1,8 @@
 """Turn a patched model into FSDP2 units: experts split over ep, then everything sharded.
 
     unit                 mesh                          gradient
-    experts of a layer   ep_fsdp, after Shard(0) / ep  summed; 1/world applied in our backward
+    experts of a layer,  ep_fsdp, after Shard(0) / ep  summed; 1/world applied in our backward
+    and their adapters
     decoder layer        fsdp                          averaged by FSDP2
     vision block, tower  fsdp
     embedding            fsdp
@@ -20,9 +21,10 @@ all. Nothing larger than one unit is ever whole on a device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep import hf
+from hf_moe_ep.lora import stackers
 from hf_moe_ep.mesh import Meshes, build_meshes
 from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer
@@ -74,8 +77,8 @@ class ShardOptions:
 
 @dataclass(frozen=True)
 class _Units:
-    """The modules that become FSDP2 units; `experts` by the index of their layer, `vision` the
-    blocks of the tower and behind them the tower.
+    """The modules that become FSDP2 units; `experts` by the index of their layer, each with the
+    wrappers of its adapters, `vision` the blocks of the tower and behind them the tower.
     """
 
     layers: list[nn.Module]
@@ -120,9 +123,11 @@ def shard_model(
     units = _find_units(model, state)
     # Before anything is changed: fully_shard cannot be taken back.
     for experts in units.experts.values():
+        factors = stackers(experts)
         for weight in experts.parameters():
-            local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])
-            _expert_placement(local, state.config.expert_shard_dim, meshes.ep_fsdp_size)
+            if id(weight) not in factors:
+                local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])
+                _expert_placement(local, state.config.expert_shard_dim, meshes.ep_fsdp_size)
     owners = _owners(model)
     _broadcast_unsharded(model, options, device)
     kwargs = options.fully_shard_kwargs()
@@ -154,15 +159,17 @@ def shard_model(
 
 def _find_units(model: nn.Module, state: ModelState) -> _Units:
     modules: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
+        outermost.setdefault(hf.stock_name(name), module)
         if not hf.wraps_for_adapters(module):
             modules.setdefault(hf.stock_name(name), module)
     plan = state.plan
     names = [name for name in modules if matches(plan.layers, name)]
     experts = {
-        index: module
+        index: outermost[name]
         for index, layer in enumerate(names)
-        for name, module in modules.items()
+        for name in modules
         if name.startswith(f"{layer}.") and matches(plan.experts, name)
     }
     embedding = hf.input_embedding(model)
@@ -184,7 +191,12 @@ def _shard_experts(
     options: ShardOptions,
     owners: dict[int, list[tuple[nn.Module, str]]],
 ) -> None:
-    _fill([experts], meshes, options, owners, split=state.plan.expert_weights)
+    split = stackers(experts)
+    for name, parameter in experts.named_parameters():
+        if name.rpartition(".")[2] in state.plan.expert_weights:
+            split[id(parameter)] = _as_it_is
+    _fill([experts], meshes, options, owners, split)
+    factors = stackers(experts)
     kwargs = options.fully_shard_kwargs()
     # Routing weights arrive in fp32 and stay so.
     kwargs["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=False)
@@ -192,7 +204,8 @@ def _shard_experts(
 
     def placement(parameter: nn.Parameter) -> Shard:
         shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
-        return _expert_placement(shape, shard_dim, meshes.ep_fsdp_size)
+        wanted = "auto" if id(parameter) in factors else shard_dim
+        return _expert_placement(shape, wanted, meshes.ep_fsdp_size)
 
     fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
     experts.register_forward_pre_hook(_forget_finished_backward, prepend=True)
@@ -203,6 +216,10 @@ def _shard_experts(
     # gloo rejects and NCCL zeroes in bf16 (https://github.com/pytorch/pytorch/issues/190747).
     experts.set_gradient_divide_factor(1.0)
     experts.set_force_sum_reduction_for_comms(True)
+
+
+def _as_it_is(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _forget_finished_backward(experts: nn.Module, args: tuple[Any, ...]) -> None:
@@ -251,9 +268,13 @@ def _fill(
     meshes: Meshes,
     options: ShardOptions,
     owners: dict[int, list[tuple[nn.Module, str]]],
-    split: tuple[str, ...] = (),
+    split: Mapping[int, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> None:
-    """Give one unit's parameters rank 0's values; those named in `split` become Shard(0) on ep."""
+    """Give one unit's parameters rank 0's values.
+
+    Those whose id is in `split` become Shard(0) on ep, once the function there has put their
+    experts in front.
+    """
     parameters = {id(p): p for module in modules for p in module.parameters()}
     for key, old in parameters.items():
         # A subclass carries state of its own (bitsandbytes' Params4bit) that no copy keeps.
@@ -263,7 +284,9 @@ def _fill(
             continue
         places = owners.pop(key)
         value = _from_rank0(old.detach(), meshes.device)
-        split_over_ep = places[0][1] in split and meshes.ep_size > 1
+        split_over_ep = key in split and meshes.ep_size > 1
+        if key in split:
+            value = split[key](value).contiguous()
         if split_over_ep:
             value = value.chunk(meshes.ep_size)[meshes.ep_rank].clone()
         if options.fp32_masters and old.requires_grad and old.is_floating_point():

@@ -23,6 +23,7 @@ from hf_moe_ep import (
     data_parallel_size,
     global_token_count,
 )
+from hf_moe_ep.factors import pack_factors
 
 STEPS = 3
 Batch = dict[str, Tensor]
@@ -172,11 +173,10 @@ def _pairs(
     model: nn.Module, reference: nn.Module, pick: Callable[[Tensor], Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     wanted = dict(reference.named_parameters())
-    pairs = {
-        name: (full_tensor(pick(p)), pick(wanted[name])) for name, p in model.named_parameters()
-    }
-    assert pairs.keys() == wanted.keys()
-    return pairs
+    found = {name: full_tensor(pick(p)) for name, p in model.named_parameters()}
+    assert found.keys() == wanted.keys()
+    found |= pack_factors(model, {name: x for name, x in found.items() if x is not None})
+    return {name: (tensor, pick(wanted[name])) for name, tensor in found.items()}
 
 
 def _compare_outputs(

@@ -7,6 +7,7 @@ costs most of the time, so one launch runs many cases. What a case leaves behind
 
 import gc
 import os
+import re
 import sys
 import traceback
 from contextlib import contextmanager
@@ -34,12 +35,13 @@ from transformers import (
 )
 
 from hf_moe_ep import patch
+from hf_moe_ep.factors import pack_factors
 
 GLOBAL_BATCH = 8
 STEPS = 6
 SEQ_LEN = 12
 NUM_ROWS = 96
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 Row = dict[str, Tensor]
 
 
@@ -260,10 +262,9 @@ def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
         if tensor is None:  # frozen
             continue
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
         tensors[name] = tensor.cpu().clone()
-    return tensors
+    packed = pack_factors(model, tensors)
+    return {_WRAPPERS.sub("", name): tensor for name, tensor in packed.items()}
 
 
 def _arguments(case: Case, folder: Path) -> TrainingArguments:

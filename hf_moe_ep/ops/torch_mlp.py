@@ -144,13 +144,13 @@ def _add_expert_grads(
         if grads.down is not None:
             _outer(grad_BH, act_BF, grads.down, block, scale)
         into = (grads.down_a, grads.down_b)
-        _add_low_rank_grads(act_BF, grad_BH, experts.down_adapter, into, block)
+        _add_low_rank_grads(act_BF, grad_BH, experts.down_adapter, into, block, scale)
     if any(grad is not None for grad in (grads.up, grads.up_a, grads.up_b)):
         x_BH = rows_RH.index_select(0, block.row_B)
         if grads.up is not None:
             _outer(step.grad_pre_BG, x_BH, grads.up, block, scale)
         into = (grads.up_a, grads.up_b)
-        _add_low_rank_grads(x_BH, step.grad_pre_BG, experts.up_adapter, into, block)
+        _add_low_rank_grads(x_BH, step.grad_pre_BG, experts.up_adapter, into, block, scale)
 
 
 @dataclass(frozen=True)
@@ -250,12 +250,13 @@ def _add_low_rank_grads(
     adapter: LowRank | None,
     into: tuple[Tensor | None, Tensor | None],
     block: _Block,
+    scale: float,
 ) -> None:
-    """The gradients of a_LPI and b_LOP, where wanted."""
+    """`scale` times the gradients of a_LPI and b_LOP, where wanted."""
     if adapter is None:
         return
     a_LPI, b_LOP = into
-    scale = adapter.scale
+    scale = scale * adapter.scale
     for expert, (rows, grad) in block.split(rows_BI, grad_BO):
         if a_LPI is not None:
             back_BP = grad @ adapter.b_LOP[expert]
