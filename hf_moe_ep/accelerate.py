@@ -15,6 +15,7 @@ model ask first whether it is patched, and otherwise call what was there before:
                                                  where stock writes nothing
     PreTrainedModel.save_pretrained              says what to call instead on a sharded model, where
                                                  stock dies in its writer
+    PeftModel.save_pretrained                    gathers a sharded model's adapters; on every rank
     what counts processes                        counts ranks with batches of their own, under
                                                  sequence parallelism (`shared_batches.py`)
 """
@@ -39,7 +40,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep import hf, shared_batches
-from hf_moe_ep.checkpoint import gather_state_dict
+from hf_moe_ep.checkpoint import gather_state_dict, save_pretrained
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.factors import pack_factors
 from hf_moe_ep.shard import ShardOptions, shard_model
@@ -54,6 +55,8 @@ def install() -> None:
     hf.wrap_once(Accelerator, "get_state_dict", _get_state_dict)
     hf.wrap_once(transformers.Trainer, "save_model", _save_model)
     hf.wrap_once(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
+    if classes := hf.peft_classes():
+        hf.wrap_once(classes[0], "save_pretrained", _save_adapters)
     hf.wrap_once(Accelerator, "_prepare_device_mesh", shared_batches.loader_mesh)
     hf.wrap_once(Accelerator, "prepare_data_loader", shared_batches.prepare_data_loader)
     hf.wrap_once(Accelerator, "prepare_scheduler", shared_batches.prepare_scheduler)
@@ -151,6 +154,20 @@ def _save_pretrained(
             "state_dict=accelerator.get_state_dict(model)"
         )
     original(self, *args, **kwargs)
+
+
+def _save_adapters(
+    original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any
+) -> None:
+    state = find_state(self)
+    given = kwargs.get("state_dict")
+    if state is None or state.meshes is None:
+        original(self, save_directory, *args, **kwargs)
+    elif given is not None:
+        kwargs["state_dict"] = pack_factors(self, given)
+        original(self, save_directory, *args, **kwargs)
+    else:
+        save_pretrained(self, save_directory, *args, **kwargs)
 
 
 def _options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:

@@ -7,10 +7,9 @@ module, and `ops.expert_mlp` adds two thin products to each expert's own.
 
 The factors stay parameters of PEFT's wrappers. When the model is sharded they are split over ep
 with their experts, in the same FSDP2 unit (`factors.py` has the layouts); what is saved is packed
-as PEFT packs it, so it is a stock adapter.
+as PEFT packs it, so it is a stock adapter. `install` wraps, once per process:
 
     ParamWrapper._activate_lora      leaves the factors, for experts that we compute
-    PeftModel.save_pretrained        gathers a sharded model's adapters; every rank calls it
     BaseTuner.inject_adapter,
     merge_and_unload, unload,        refuse a sharded model: what they would add or change is
     merge_adapter                    neither split nor kept in step between ranks
@@ -23,12 +22,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_moe_ep import hf
-from hf_moe_ep.checkpoint import gather_state_dict
-from hf_moe_ep.factors import ADAPTERS, Adapter, pack_factors, stack_a, stack_b
+from hf_moe_ep.factors import ADAPTERS, Adapter, stack_a, stack_b
 from hf_moe_ep.state import STATE, MoELayer, find_state
 
 
@@ -37,9 +34,8 @@ def install() -> None:
     classes = hf.peft_classes()
     if classes is None:
         return
-    peft_model, tuner, parameter_wrapper = classes
+    _, tuner, parameter_wrapper = classes
     hf.wrap_once(parameter_wrapper, "_activate_lora", _activate)
-    hf.wrap_once(peft_model, "save_pretrained", _save_pretrained)
     hf.wrap_once(tuner, "inject_adapter", _inject_adapter)
     for name in ("merge_and_unload", "unload", "merge_adapter"):
         hf.wrap_once(tuner, name, partial(_merge, name))
@@ -84,23 +80,6 @@ def _leave(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[No
         yield
     finally:
         del kept[parameter]
-
-
-def _save_pretrained(
-    original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any
-) -> None:
-    """On every rank of a sharded model, like `hf_moe_ep.save_pretrained`, which comes here."""
-    ranks = _sharded_over(self)
-    if not ranks:
-        original(self, save_directory, *args, **kwargs)
-    elif kwargs.get("state_dict") is not None:
-        kwargs["state_dict"] = pack_factors(self, kwargs["state_dict"])
-        original(self, save_directory, *args, **kwargs)
-    else:
-        kwargs["state_dict"] = gather_state_dict(self)
-        if dist.get_rank() == 0:
-            original(self, save_directory, *args, **kwargs)
-        dist.barrier()
 
 
 def _inject_adapter(

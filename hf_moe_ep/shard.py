@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -42,8 +41,8 @@ from torch.distributed.tensor import DTensor, Shard
 from hf_moe_ep import hf
 from hf_moe_ep.lora import stackers
 from hf_moe_ep.mesh import Meshes, build_meshes
-from hf_moe_ep.plan import matches
 from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.units import find_units, keep_last_layer, set_prefetch
 
 
 @dataclass(frozen=True)
@@ -73,20 +72,6 @@ class ShardOptions:
         if self.ignored_params:
             kwargs["ignored_params"] = set(self.ignored_params)
         return kwargs
-
-
-@dataclass(frozen=True)
-class _Units:
-    """The modules that become FSDP2 units; `experts` by the index of their layer, each with the
-    wrappers of its adapters, `vision` the blocks of the tower and behind them the tower.
-    """
-
-    layers: list[nn.Module]
-    experts: dict[int, nn.Module]
-    vision: list[nn.Module]
-    embedding: nn.Module | None
-    tail: list[nn.Module]
-    tied: bool
 
 
 def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
@@ -120,7 +105,7 @@ def shard_model(
     """
     _check_ranks_agree(model, state, options)
     meshes = build_meshes(state.config, device)
-    units = _find_units(model, state)
+    units = find_units(model, state.plan)
     # Before anything is changed: fully_shard cannot be taken back.
     for experts in units.experts.values():
         factors = stackers(experts)
@@ -150,38 +135,11 @@ def shard_model(
     root_policy = replace(options.mp_policy, output_dtype=None)
     del kwargs["reshard_after_forward"]
     fully_shard(model, mesh=meshes.dense, **{**kwargs, "mp_policy": root_policy})
-    _keep_last_layer(units)
-    _set_prefetch(units)
+    keep_last_layer(units)
+    set_prefetch(units)
     hf.mark_fsdp_managed(model)
     state.meshes, state.policy = meshes, options.mp_policy
     return model
-
-
-def _find_units(model: nn.Module, state: ModelState) -> _Units:
-    modules: dict[str, nn.Module] = {}
-    outermost: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        outermost.setdefault(hf.stock_name(name), module)
-        if not hf.wraps_for_adapters(module):
-            modules.setdefault(hf.stock_name(name), module)
-    plan = state.plan
-    names = [name for name in modules if matches(plan.layers, name)]
-    experts = {
-        index: outermost[name]
-        for index, layer in enumerate(names)
-        for name in modules
-        if name.startswith(f"{layer}.") and matches(plan.experts, name)
-    }
-    embedding = hf.input_embedding(model)
-    head = hf.output_head(model)
-    tied = head is not None and embedding is not None and head.weight is embedding.weight
-    norms = [module for name, module in modules.items() if matches(plan.final_norm, name)]
-    tail = [m for m in (embedding if tied else None, *norms, head) if m is not None]
-    vision = []
-    if plan.vision is not None:
-        for pattern in (plan.vision.blocks, plan.vision.tower):
-            vision += [module for name, module in modules.items() if matches(pattern, name)]
-    return _Units([modules[name] for name in names], experts, vision, embedding, tail, tied)
 
 
 def _shard_experts(
@@ -317,41 +275,6 @@ def _from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     dist.broadcast(value, src=0)
     return value
-
-
-def _keep_last_layer(units: _Units) -> None:
-    """Backward begins with the last layer: resharding it after forward only gathers it twice."""
-    last = len(units.layers) - 1
-    for unit in (units.layers[last], units.experts.get(last)):
-        if isinstance(unit, FSDPModule):
-            unit.set_reshard_after_forward(False, recurse=False)
-
-
-def _set_prefetch(units: _Units) -> None:
-    """Fetch the next unit, its experts included, while this one computes; both directions.
-
-    FSDP2's implicit prefetch fails here: it starts only once the host has passed the dispatch,
-    where the host waits for token counts.
-    """
-    stages: list[list[FSDPModule]] = []
-    for index, layer in enumerate(units.layers):
-        assert isinstance(layer, FSDPModule)
-        experts = units.experts.get(index)
-        stages.append([layer, *([experts] if isinstance(experts, FSDPModule) else [])])
-    if isinstance(units.embedding, FSDPModule):
-        stages.insert(0, [units.embedding])
-    if units.tail and not units.tied:
-        tail = units.tail[0]
-        assert isinstance(tail, FSDPModule)
-        stages.append([tail])
-    # The tower is a chain of its own: on a step without pixels nobody runs it.
-    tower: list[list[FSDPModule]] = []
-    for part in (*units.vision[-1:], *units.vision[:-1]):
-        assert isinstance(part, FSDPModule)
-        tower.append([part])
-    for here, ahead in (*pairwise(stages), *pairwise(tower)):
-        here[0].set_modules_to_forward_prefetch(ahead)
-        ahead[0].set_modules_to_backward_prefetch(here)
 
 
 def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from adapters import EXPERTS, with_lora
 from close import assert_close
+from gathers import gathered_units
 from parity import Case, run_cases
 from run_ranks import run_ranks
 from test_vision import modality_by_step
@@ -128,6 +129,26 @@ def test_adapters_attached_after_patch() -> None:
     with torch.no_grad():
         want, got = (one(**inputs).logits for one in wrapped)
     assert_close("logits", got, want, 1e-10)
+
+
+def _gathers_in_backward(rank: int, world: int) -> None:
+    """Units gathered in backward: those that gradients pass, once, and none below them."""
+    layers = {name: [f"{name}", f"{name}.mlp.experts"] for name in ("layers.0", "layers.1")}
+    for trained in (("layers.0", "layers.1"), ("layers.1",)):
+        model = with_lora(tiny(dtype=torch.float32), r=2)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name and any(layer in name for layer in trained))
+        apply_ep_fsdp2(model, ep_size=1)
+        loss = model(**batch(model, 2, 9)).loss
+        with gathered_units() as gathered:
+            loss.backward()
+        # The last layer stays gathered between forward and backward.
+        want = layers["layers.0"] if "layers.0" in trained else []
+        assert sorted(gathered) == sorted(want), f"adapters on {trained}"
+
+
+def test_backward_gathers_only_what_gradients_pass() -> None:
+    run_ranks(_gathers_in_backward, 2)
 
 
 def _nothing_merged(rank: int, world: int) -> None:

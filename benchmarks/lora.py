@@ -1,0 +1,213 @@
+"""LoRA on stacked experts and attention: ours against stock PEFT, on one process and on four ranks.
+
+    python benchmarks/lora.py                              the table, to the terminal
+    python benchmarks/lora.py --write benchmarks/results   also as Markdown
+
+The same model, adapters and batches, the base frozen. On one process stock PEFT stands against
+`patch(model)`; on four gloo ranks the stock model with each layer under FSDP2 (no expert
+parallelism) against `apply_ep_fsdp2(model, ep_size=4)`.
+
+    saved          storages that autograd saves in a forward, parameters excluded
+    peak           of the process's resident memory over three training steps, and by how much it
+                   rises above what the process with its model took before; in a process of its own
+    step           forward, backward and AdamW, until the slowest rank is done; the two take turns
+                   in one process, so a busy machine slows both
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from figures import setting, spread
+from peft import LoraConfig, get_peft_model
+from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
+from sequence import saved_storages
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hf_moe_ep import apply_ep_fsdp2, patch
+
+WORLDS = (1, 4)
+WARMUP_STEPS = 1
+KINDS = ("stock", "ours")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model, its adapters, and the tokens of a rank."""
+
+    tokens: int = 512
+    hidden: int = 512
+    layers: int = 6
+    experts: int = 32
+    top_k: int = 4
+    intermediate: int = 512
+    vocab: int = 1024
+    rank: int = 16
+    steps: int = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank under stock PEFT or under ours."""
+
+    saved: int
+    seconds: list[float]
+
+
+def build(sizes: Sizes) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        moe_intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=sizes.hidden // 8,
+        num_experts=sizes.experts,
+        num_experts_per_tok=sizes.top_k,
+    )
+    lora = LoraConfig(
+        r=sizes.rank,
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        target_modules=["q_proj", "v_proj"],
+        init_lora_weights=False,
+    )
+    return get_peft_model(Qwen3MoeForCausalLM(config), lora).train()
+
+
+def distribute(model: nn.Module, kind: str) -> nn.Module:
+    """On one process ours is only patched; stock stays as it is."""
+    if dist.get_world_size() == 1:
+        return patch(model) if kind == "ours" else model
+    if kind == "ours":
+        return apply_ep_fsdp2(model, ep_size=dist.get_world_size())
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def make_batch(sizes: Sizes) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    input_ids = torch.randint(sizes.vocab, (1, sizes.tokens), generator=generator)
+    return {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict) -> None:
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure_rank(rank: int, sizes: Sizes) -> dict[str, Measured]:
+    model = build(sizes)
+    # Copied before the first is patched or sharded: the same weights in both.
+    models = {kind: distribute(copy.deepcopy(model), kind) for kind in KINDS}
+    batch = make_batch(sizes)
+    optimizers = {kind: make_optimizer(one) for kind, one in models.items()}
+    saved = {}
+    for kind, one in models.items():
+        with saved_storages(one) as storages:
+            loss = one(**batch).loss
+        loss.backward()
+        one.zero_grad()
+        saved[kind] = sum(storages.values())
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for step in range(WARMUP_STEPS + sizes.steps):
+        for kind, one in models.items():
+            dist.barrier()
+            start = time.perf_counter()
+            train_step(one, optimizers[kind], batch)
+            dist.barrier()
+            if step >= WARMUP_STEPS:
+                seconds[kind].append(time.perf_counter() - start)
+    return {kind: Measured(saved[kind], seconds[kind]) for kind in KINDS}
+
+
+def memory_rank(rank: int, sizes: Sizes, kind: str) -> tuple[float, float]:
+    """MiB: the peak over three steps, and by how much it lies above the memory before them."""
+    model, batch = distribute(build(sizes), kind), make_batch(sizes)
+    optimizer = make_optimizer(model)
+    gc.collect()
+    reset_peak()
+    before = peak_mib()
+    for _ in range(3):
+        train_step(model, optimizer, batch)
+    return peak_mib(), peak_mib() - before
+
+
+def report(sizes: Sizes, measured: dict, memory: dict, about: list[str]) -> str:
+    lines = [
+        "# LoRA on experts and attention, against stock PEFT\n",
+        *about,
+        f"- model: Qwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
+        f"{sizes.experts} experts of {sizes.intermediate}, fp32, frozen; adapters of rank "
+        f"{sizes.rank} on experts, q_proj and v_proj; {sizes.tokens} tokens per rank, "
+        f"{sizes.steps} steps\n",
+        "| ranks | | saved for backward, MiB | peak, MiB | peak rises by, MiB | step, s "
+        "| step, ours / stock |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for world in WORLDS:
+        for kind in KINDS:
+            ranks = [rank[kind] for rank in measured[world]]
+            peaks, rises = zip(*memory[world, kind], strict=True)
+            seconds = {name: measured[world][0][name].seconds for name in KINDS}
+            ratios = [a / b for a, b in zip(seconds["ours"], seconds["stock"], strict=True)]
+            cells = [spread([one.saved / 2**20 for one in ranks]), spread(peaks), spread(rises)]
+            cells += [spread(seconds[kind]), spread(ratios) if kind == "ours" else ""]
+            name = {"stock": "stock PEFT", "ours": f"hf_moe_ep, ep {world}"}[kind]
+            lines.append(f"| {world} | {name} | {' | '.join(cells)} |")
+        peak, rise = (
+            statistics.median(m[column] for m in memory[world, "ours"])
+            / statistics.median(m[column] for m in memory[world, "stock"])
+            for column in (0, 1)
+        )
+        lines.append(f"| {world} | ours / stock | | {peak:.2f} | {rise:.2f} | | |")
+    lines.append(
+        "\nMedian (min .. max), over ranks for bytes and over steps for seconds. Every figure is "
+        "explained at the top of `benchmarks/lora.py`."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in vars(Sizes()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--write", type=Path, help="also write lora-cpu.md there")
+    args = parser.parse_args()
+    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
+    load_before = os.getloadavg()[0]
+    kept = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
+    measured = {world: spawn(measure_rank, world, sizes, **kept) for world in WORLDS}
+    memory = {
+        (world, kind): spawn(memory_rank, world, sizes, kind, timeout=600.0)
+        for world in WORLDS
+        for kind in KINDS
+    }
+    about = setting("benchmarks/lora.py", load_before, max(WORLDS))
+    text = report(sizes, measured, memory, about)
+    print(text)
+    if args.write:
+        args.write.mkdir(parents=True, exist_ok=True)
+        (args.write / "lora-cpu.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
