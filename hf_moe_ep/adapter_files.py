@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,10 +156,8 @@ def _write(path: Path, adapter: Adapter, tensors: Tensors) -> tuple[int, int, in
     """
     # Cloned, because gate and up share their lora_A, and a file may not hold one memory twice.
     of_experts = {
-        adapter.prefix + name: x.clone()
-        if name.endswith("up_proj.lora_A.weight")
-        else x.contiguous()
-        for name, x in tensors(adapter.read)
+        adapter.prefix + name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors(adapter.read)
     }
     others = {
         adapter.prefix + name: adapter.read(name)

@@ -61,8 +61,10 @@ def choose_compute(module: nn.Module, requested: str, *, recompute: bool) -> Com
     """Settle how `module` is computed; `requested` is "auto", "torch" or "triton".
 
     Raises:
-        ValueError: a gate that no known formula reproduces, or Triton where it cannot run.
+        ValueError: a gate that no known formula reproduces, packed weights, or Triton where it
+            cannot run.
     """
+    _check_weights(module)
     flags = hf.experts_flags(module)
     layout = _find_layout(module, flags)
     required = requested == "triton"
@@ -191,6 +193,18 @@ def _find_layout(module: nn.Module, flags: hf.ExpertsFlags) -> ExpertsLayout:
         f"the gate of {type(module).__name__} is none of {', '.join(ACTIVATIONS)} (plain or "
         f"clamped); experts_backend='eager' runs the model's own code with ep_size=1"
     )
+
+
+def _check_weights(module: nn.Module) -> None:
+    """Quantised weights are packed integers or tensors that hide them: neither can be sharded."""
+    for name, weight in module.named_parameters(recurse=False):
+        kind, width = type(weight), weight.element_size()
+        if kind is not nn.Parameter or not weight.is_floating_point() or width < 2:
+            raise ValueError(
+                f"{name} of {type(module).__name__} is quantised ({kind.__name__}, {weight.dtype}) "
+                f"and no library shards such stacked weights under FSDP2; load the experts in bf16 "
+                f"and leave them frozen under LoRA"
+            )
 
 
 def _why_not_triton(module: nn.Module, flags: hf.ExpertsFlags, required: bool) -> str:

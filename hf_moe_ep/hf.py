@@ -257,6 +257,11 @@ def model_config_fields(model: Any) -> dict[str, Any]:
     return {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
 
 
+def is_quantized(model: Any) -> bool:
+    """Loaded with a quantization_config (modeling_utils.py), also below PEFT's wrapper."""
+    return bool(getattr(model, "is_quantized", False))
+
+
 def is_fsdp1(model: nn.Module) -> bool:
     """Whether FSDP1 wraps the model or a part of it."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())

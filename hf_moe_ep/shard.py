@@ -106,6 +106,7 @@ def shard_model(
     _check_ranks_agree(model, state, options)
     meshes = build_meshes(state.config, device)
     units = find_units(model, state.plan)
+    _check_frozen(model, units.experts.values())
     # Before anything is changed: fully_shard cannot be taken back.
     for experts in units.experts.values():
         factors = stackers(experts)
@@ -140,6 +141,23 @@ def shard_model(
     hf.mark_fsdp_managed(model)
     state.meshes, state.policy = meshes, options.mp_policy
     return model
+
+
+def _check_frozen(model: nn.Module, experts: Iterable[nn.Module]) -> None:
+    """bitsandbytes skips stacked experts without a word, and leaves them to be trained."""
+    trained = [
+        (name, weight.dtype)
+        for module in experts
+        for name, weight in module.named_parameters()
+        if weight.requires_grad and "lora_" not in name
+    ]
+    if hf.is_quantized(model) and trained:
+        name, dtype = trained[0]
+        raise ValueError(
+            f"this model was loaded with a quantization_config, which left {len(trained)} weights "
+            f"of its experts as they were ({name}, {dtype}) and trainable; freeze them by "
+            f"get_peft_model(model, lora_config), or load without the quantization_config"
+        )
 
 
 def _shard_experts(

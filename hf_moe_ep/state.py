@@ -71,9 +71,11 @@ class MoELayer:
 
 
 def find_state(model: nn.Module) -> ModelState | None:
-    """The state of a patched model, also behind torch.compile's or PEFT's wrapper."""
+    """The state of a patched model, also behind torch.compile's or PEFT's wrapper, or within it."""
     for module in model.modules():
         state = getattr(module, STATE, None)
+        if isinstance(state, MoELayer):
+            return state.model
         if isinstance(state, ModelState):
             return state
     return None

@@ -1,0 +1,142 @@
+"""Adapters of a sharded model in files: what we save opens in stock PEFT, and the other way."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from adapters import EXPERTS, with_lora
+from close import assert_close
+from parity import full_tensor
+from run_ranks import run_ranks
+from tiny_models import batch, tiny
+from torch import Tensor, nn
+
+from hf_moe_ep import apply_ep_fsdp2, factors, patch, save_pretrained
+
+BUDGET = 1e-5  # fp32
+
+
+def _train(model: nn.Module, steps: int = 3) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(steps):
+        model(**batch(model, 2, 9, seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(**batch(model, 2, 9, seed=7)).logits
+
+
+def _saved_by(model: nn.Module, save: Any, folder: str) -> None:
+    """Stock PEFT opens what a sharded model saved: its factors, its logits, merged too."""
+    logits = _logits(model)
+    save(model, folder)
+    assert max(path.stat().st_size for path in Path(folder).iterdir()) < 500_000, "adapters alone"
+    opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
+    state = peft.get_peft_model_state_dict(opened)
+    assert any("experts.base_layer.lora_B" in key for key in state)
+    assert_close("logits in stock PEFT", _logits(opened), logits, BUDGET)
+    assert_close("logits when merged", _logits(opened.merge_and_unload()), logits, BUDGET)
+
+
+def _trained_at_ep_4(rank: int, world: int, folder: str) -> None:
+    model = with_lora(tiny(dtype=torch.float32), seed=0)
+    apply_ep_fsdp2(model, ep_size=world)
+    before = _logits(model)
+    _train(model)
+    assert (_logits(model) - before).abs().max() > 0.01, "it learns something"
+    _saved_by(model, save_pretrained, folder)
+    # PEFT's own call, on every rank.
+    _saved_by(model, lambda model, to: model.save_pretrained(to), f"{folder}_of_peft")
+
+
+def test_an_adapter_trained_at_ep_4_opens_in_stock_peft(tmp_path: Path) -> None:
+    run_ranks(_trained_at_ep_4, 4, str(tmp_path / "adapter"))
+
+
+def _opened_at_ep_2(rank: int, world: int, folder: str, want: Tensor) -> None:
+    model = peft.PeftModel.from_pretrained(
+        tiny(dtype=torch.float32), f"{folder}/stock", is_trainable=True
+    )
+    apply_ep_fsdp2(model, ep_size=2)
+    assert_close("logits at ep 2", _logits(model), want, BUDGET)
+    save_pretrained(model, f"{folder}/again")
+    _train(model, steps=1)
+    assert (_logits(model) - want).abs().max() > 1e-3, "it trains on"
+
+
+def test_an_adapter_trained_by_stock_peft_opens_at_ep_2(tmp_path: Path) -> None:
+    stock = with_lora(tiny(dtype=torch.float32), seed=0)
+    _train(stock)
+    stock.save_pretrained(tmp_path / "stock")
+    run_ranks(_opened_at_ep_2, 4, str(tmp_path), _logits(stock))
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        there_and_back = (tmp_path / "again" / name).read_bytes()
+        assert there_and_back == (tmp_path / "stock" / name).read_bytes(), name
+
+
+def test_lora_b_read_expert_slowest_is_noticed() -> None:
+    """What Unsloth-zoo did until its pull request 1269, and what no shape shows."""
+    stock = with_lora(tiny(), seed=0)
+    model = with_lora(patch(tiny()), seed=0)
+    want = _logits(stock)
+    assert_close("logits", _logits(model), want, 1e-10)
+
+    def slowest(packed: Tensor, num_experts: int) -> Tensor:
+        return packed.unflatten(1, (num_experts, -1)).permute(1, 0, 2)
+
+    with mock.patch.object(factors, "stack_b", slowest), pytest.raises(AssertionError):
+        assert_close("logits", _logits(model), want, 1e-3)
+
+
+def _initial_factors(rank: int, world: int) -> None:
+    """PEFT's own initial values of rank 0's seed, whatever the other ranks drew."""
+
+    def attach(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, target_parameters=list(EXPERTS), target_modules=["q_proj"])
+        return peft.get_peft_model(tiny(dtype=torch.float32), config)
+
+    model, stock = attach(seed=rank), attach(seed=0)
+    apply_ep_fsdp2(model, ep_size=2)
+    found = {name: full_tensor(p) for name, p in model.named_parameters() if "lora_" in name}
+    for name, tensor in factors.pack_factors(model, found).items():
+        assert torch.equal(tensor, stock.get_parameter(name)), name
+    local = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
+    assert local < 0.3 * sum(tensor.numel() for tensor in found.values()), "each of 4 has a quarter"
+
+
+def test_initial_factors_are_those_of_rank_0() -> None:
+    run_ranks(_initial_factors, 4)
+
+
+def _low_precision(rank: int, world: int, folder: str) -> None:
+    """PEFT lifts adapters of a bf16 base to fp32: fp32 shards, bf16 products, fp32 files."""
+    model = with_lora(tiny(dtype=torch.bfloat16), seed=rank)
+    dtypes = {p.dtype for n, p in model.named_parameters() if "lora_" in n and "proj" in n}
+    assert torch.float32 in dtypes
+    apply_ep_fsdp2(model, ep_size=2)
+    adapters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in adapters.values()} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    before = _logits(model)
+    _train(model)
+    after = _logits(model)
+    assert (after - before).abs().max() > 0.01
+    save_pretrained(model, folder)
+    opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.bfloat16), folder)
+    found = {name: full_tensor(p) for name, p in adapters.items()}
+    for name, tensor in factors.pack_factors(model, found).items():
+        assert torch.equal(opened.get_parameter(name), tensor), name
+    # Not the largest: rounding may send a token to another expert.
+    error = (_logits(opened) - after).abs().mean() / after.abs().mean()
+    assert error < 0.05, f"logits in stock PEFT: mean error {error}"
+
+
+def test_fp32_adapters_on_a_bf16_base(tmp_path: Path) -> None:
+    run_ranks(_low_precision, 2, str(tmp_path / "adapter"))
