@@ -9,6 +9,13 @@ from torch import nn
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 ATTENTION = ("q_proj", "v_proj")
 
+# What to adapt, as arguments of `with_lora`.
+TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
+    "both": {},
+    "experts": {"modules": ()},
+    "attention": {"parameters": ()},
+}
+
 
 def with_lora(
     model: nn.Module,

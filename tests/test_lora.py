@@ -7,7 +7,7 @@ import parity
 import peft
 import pytest
 import torch
-from adapters import EXPERTS, with_lora
+from adapters import EXPERTS, TARGETS, with_lora
 from close import assert_close
 from parity import Case, run_cases
 from run_ranks import run_ranks
@@ -35,11 +35,6 @@ def added_by_transformers(model: nn.Module) -> nn.Module:
 
 
 BOTH = with_lora
-WHAT = {
-    "both": {},
-    "experts": {"modules": ()},
-    "attention": {"parameters": ()},
-}
 ROUTER_AND_HEAD = partial(
     with_lora, parameters=(*EXPERTS, "mlp.gate.weight"), modules_to_save=["lm_head"]
 )
@@ -74,12 +69,12 @@ FOUR_RANKS_MORE = [
 ]
 # Every rank and target at every ep; each with accumulation over uneven micro-batches.
 MATRIX = [
-    Case(f"ep {ep}, rank {r}, {what}", 4, ep, wrap=partial(with_lora, r=r, **WHAT[what])).with_(
+    Case(f"ep {ep}, rank {r}, {what}", 4, ep, wrap=partial(with_lora, r=r, **TARGETS[what])).with_(
         micro_batches=parity.three_micro_batches, prepare=CHECKPOINT if r == 8 else None
     )
     for ep in (1, 2, 4)
     for r in (1, 8, 16)
-    for what in WHAT
+    for what in TARGETS
 ]
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import TARGETS
 from close import assert_close
 from peft import PeftModel
 from run_script import CPU_4
@@ -11,36 +12,46 @@ from test_trainer import FP32_BUDGET, SAVE, Results, assert_same_log, assert_sam
 from tiny_models import batch, tiny
 from trainer_job import Case, launch
 
+# Every rank with every target and every ep once; accumulation over 2 micro-batches in all.
+SQUARE = [
+    (r, what, (1, 2, 4)[(row + column) % 3])
+    for row, r in enumerate((1, 8, 16))
+    for column, what in enumerate(TARGETS)
+]
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("trainer_lora")
-    ranks = [
-        Case("ep2", ("train", "save"), ep=2, lora=8),
-        Case("ep4", ep=4, lora=8),
-        Case("half", ep=4, lora=8, arguments=SAVE, folder=folder / "half", stop_after=3),
-    ]
+    stock = [Case(f"stock {r} {what}", lora=r, lora_on=what) for r, what, _ in SQUARE]
+    ranks = [Case(f"{r} {what}", ep=ep, lora=r, lora_on=what) for r, what, ep in SQUARE]
+    ranks.append(Case("saved", ("train", "save"), ep=2, lora=8))
+    killed = Case("killed", ep=4, lora=8, arguments=SAVE, folder=folder / "half", kill_after=3)
     # The checkpoint holds adapters alone; untrained ones would log the losses of steps 1 to 3.
     again = [Case("resumed", ("resume",), ep=2, lora=8, arguments=SAVE, folder=folder / "half")]
+    with pytest.raises(AssertionError, match="SIGKILL|Signal 9"):
+        launch([killed], folder / "killed", CPU_4)
+    assert [path.name for path in (folder / "half").iterdir()] == ["checkpoint-3"]
     return {
-        **launch([Case("stock", lora=8)], folder / "stock"),
-        **launch(ranks, folder / "ranks", CPU_4),
+        **launch(stock, folder / "stock"),
+        **launch(ranks, folder / "ranks", CPU_4, timeout=500),
         **launch(again, folder / "again", CPU_4),
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ep2", "ep4"])
-def test_training_equals_stock(runs: Results, name: str) -> None:
-    got, want = runs[name][0], runs["stock"][0]
+@pytest.mark.parametrize(("r", "what", "ep"), SQUARE)
+def test_training_equals_stock(runs: Results, r: int, what: str, ep: int) -> None:
+    got, want = runs[f"{r} {what}"][0], runs[f"stock {r} {what}"][0]
     trained = {key for key in want.grads if "lora_" in key}
-    assert len(trained) == 2 * 2 * (2 + 2)
+    assert len(trained) == 2 * 2 * (4 if what == "both" else 2)
+    assert trained == set(want.grads)
     assert_same_training(got, want)
 
 
 @pytest.mark.slow
 def test_saved_adapter_opens_in_stock_peft(runs: Results) -> None:
-    result = runs["ep2"][0]
+    result = runs["saved"][0]
     folder: Path = result.values["save"]
     assert (folder / "adapter_model.safetensors").exists()
     opened = PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
@@ -54,9 +65,9 @@ def test_saved_adapter_opens_in_stock_peft(runs: Results) -> None:
 
 
 @pytest.mark.slow
-def test_resume_at_another_ep_size(runs: Results) -> None:
-    assert_same_log(runs["resumed"][0], runs["stock"][0])
-    for name, parameter in runs["ep2"][0].params.items():
+def test_killed_and_resumed_at_another_ep_size(runs: Results) -> None:
+    assert_same_log(runs["resumed"][0], runs["stock 8 both"][0])
+    for name, parameter in runs["saved"][0].params.items():
         if "lora_" in name:
             # AdamW turns rounding into steps where a gradient is close to zero.
             assert_close(name, runs["resumed"][0].params[name], parameter, 100 * FP32_BUDGET)

@@ -8,6 +8,7 @@ costs most of the time, so one launch runs many cases. What a case leaves behind
 import gc
 import os
 import re
+import signal
 import sys
 import traceback
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from adapters import with_lora
+from adapters import TARGETS, with_lora
 from generation import continuations
 from poison import poison_empty
 from run_script import run_script
@@ -53,7 +54,8 @@ class Case:
         steps: functions of `_STEPS` below, in order, on one Trainer.
         ep: 0 leaves the model stock.
         sp: ranks that share their batches; the per-device batch grows by it.
-        lora: rank of adapters on experts and attention, random; 0 for none.
+        lora: rank of adapters, random; 0 for none.
+        lora_on: "both", "experts" or "attention".
         split: the global batch is split over as many micro-batches more (one process).
         load: directory for `from_pretrained`; otherwise the tiny model of `seed` and `model`.
             Only on rank 0: other ranks get other weights.
@@ -61,6 +63,7 @@ class Case:
         environment: variables that a launch config would set.
         folder: output_dir; another case's, to resume what it left there.
         stop_after: train until this step, as if interrupted.
+        kill_after: every rank kills itself once the checkpoint of this step is written.
         fails: the case must raise; its message is in the result.
     """
 
@@ -69,6 +72,7 @@ class Case:
     ep: int = 0
     sp: int = 1
     lora: int = 0
+    lora_on: str = "both"
     split: int = 1
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -79,6 +83,7 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)
     folder: Path | None = None
     stop_after: int | None = None
+    kill_after: int | None = None
     fails: bool = False
 
 
@@ -249,6 +254,10 @@ class _Recorder(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop |= state.global_step == self.case.stop_after
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.case.kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.load_best_model_at_end:
             self.result.params_at.setdefault(state.global_step, whole(kwargs["model"]))
@@ -304,7 +313,8 @@ def _run(case: Case, folder: Path) -> Result:
     arguments = _arguments(case, folder)  # first: from_pretrained looks for a process group
     model = _build(case, arguments.process_index)
     if case.lora:
-        model = with_lora(model, case.lora, seed=case.seed + 100 * arguments.process_index)
+        seed = case.seed + 100 * arguments.process_index
+        model = with_lora(model, case.lora, seed=seed, **TARGETS[case.lora_on])
     if case.ep:
         patch(model, ep_size=case.ep, sp_size=case.sp)
     vision = case.rows == "vision"
