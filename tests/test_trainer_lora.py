@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     killed = Case("killed", ep=4, lora=8, arguments=SAVE, folder=folder / "half", kill_after=3)
     # The checkpoint holds adapters alone; untrained ones would log the losses of steps 1 to 3.
     again = [Case("resumed", ("resume",), ep=2, lora=8, arguments=SAVE, folder=folder / "half")]
-    with pytest.raises(AssertionError, match="SIGKILL|Signal 9"):
+    with pytest.raises(AssertionError, match=r"SIGKILL|Signal 9"):
         launch([killed], folder / "killed", CPU_4)
     assert [path.name for path in (folder / "half").iterdir()] == ["checkpoint-3"]
     return {

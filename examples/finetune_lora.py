@@ -1,0 +1,78 @@
+"""Fine-tune adapters on the experts and the attention of a Mixture-of-Experts language model.
+
+    accelerate launch --config_file examples/accelerate/gpu_8.yaml examples/finetune_lora.py \
+        --model Qwen/Qwen3-30B-A3B --ep_size 8 --output_dir out/adapter --bf16
+
+Everything here is a stock PEFT script except the lines that use hf_moe_ep; `--ep_size 0` leaves
+the model stock. Any flag of TrainingArguments works; without a GPU launch with cpu_4.yaml and add
+`--use_cpu`.
+
+Writes a stock PEFT adapter to --output_dir, and trainer_state.json (every logged loss). Servers
+that read single experts want it converted: `hf-moe-ep export-adapter out/adapter out/served`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, get_peft_model
+from text_data import pack, split_text
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_moe_ep import describe, patch
+
+
+@dataclass
+class ScriptArguments:
+    model: str
+    ep_size: int = 1
+    lora_rank: int = 16
+    text_file: str | None = None
+    block_size: int = 256
+    # Of a batch that is not full the Trainer repeats blocks: a multiple of all ranks' batches.
+    eval_blocks: int = 64
+
+
+def main() -> None:
+    parser = HfArgumentParser((ScriptArguments, TrainingArguments))
+    args, training_args = parser.parse_args_into_dataclasses()
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    dtype = torch.bfloat16 if training_args.bf16 else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    lora = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=2 * args.lora_rank,
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(model, lora)
+    if args.ep_size > 0:
+        patch(model, ep_size=args.ep_size)
+
+    train_text, held_out_text = split_text(args.text_file)
+    trainer = Trainer(
+        model=model,
+        args=training_args,
+        train_dataset=pack(tokenizer, train_text, args.block_size),
+        eval_dataset=pack(tokenizer, held_out_text, args.block_size, args.eval_blocks),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        model.print_trainable_parameters()
+        if args.ep_size > 0:
+            print(describe(model))
+
+
+if __name__ == "__main__":
+    main()
