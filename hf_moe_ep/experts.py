@@ -112,8 +112,7 @@ def run_experts(
             counts_L=counts_L,
             grad_scale=grad_scale,
             recompute=compute.recompute,
-            # The kernels know no adapters.
-            backend=_backend(compute, rows) if weights.up_a is weights.down_a is None else "torch",
+            backend=_backend(compute, rows),
         )
 
     norm = getattr(experts, "post_expert_norm", None)

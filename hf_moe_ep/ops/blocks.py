@@ -7,6 +7,9 @@ for its generation: no spills, within shared memory.
 
     m                     rows of a tile, shared by all kernels of one call
     Block(n, k, ...)      columns, step along the sum, warps, pipeline stages
+    thin, thin_outer      products with a side of the rank of an adapter: n is at most that
+    rank                  step along the rank in the other kernels, at most
+    up_adapted            `up` with an adapter, where it needs another block to spill nothing
 """
 
 from __future__ import annotations
@@ -43,8 +46,14 @@ class Blocks:
     matmul: Block
     dgated: Block
     outer: OuterBlock
+    thin: Block
+    thin_outer: OuterBlock
+    rank: int = 32
+    up_adapted: Block | None = None
 
 
+# The shortest sum that tensor cores take.
+_LEAST_RANK = 16
 # Mean rows per expert below which tiles of 128 rows would be mostly padding.
 FEW_ROWS = 128
 
@@ -56,6 +65,8 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
         matmul=Block(n=256, k=64, warps=8, stages=3),
         dgated=Block(n=128, k=64, warps=8, stages=4),
         outer=OuterBlock(m=128, n=256, k=64, warps=8, stages=3),
+        thin=Block(n=64, k=64, warps=4, stages=4),
+        thin_outer=OuterBlock(m=128, n=64, k=64, warps=4, stages=4),
     ),
     ("sm_90", 2, "few"): Blocks(
         m=64,
@@ -63,6 +74,8 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
         matmul=Block(n=128, k=64, warps=4, stages=4),
         dgated=Block(n=128, k=64, warps=8, stages=4),
         outer=OuterBlock(m=128, n=128, k=64, warps=8, stages=3),
+        thin=Block(n=64, k=64, warps=4, stages=4),
+        thin_outer=OuterBlock(m=128, n=64, k=64, warps=4, stages=4),
     ),
     # A100, A6000, 4090: mma.sync, less shared memory (99 KiB on sm_86 and sm_89).
     ("sm_80", 2, "many"): Blocks(
@@ -71,6 +84,8 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
         matmul=Block(n=128, k=32, warps=8, stages=4),
         dgated=Block(n=64, k=32, warps=8, stages=4),
         outer=OuterBlock(m=128, n=128, k=32, warps=8, stages=4),
+        thin=Block(n=64, k=32, warps=4, stages=4),
+        thin_outer=OuterBlock(m=64, n=64, k=64, warps=4, stages=3),
     ),
     ("sm_80", 2, "few"): Blocks(
         m=64,
@@ -78,6 +93,8 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
         matmul=Block(n=128, k=32, warps=4, stages=4),
         dgated=Block(n=64, k=32, warps=4, stages=4),
         outer=OuterBlock(m=64, n=128, k=32, warps=4, stages=4),
+        thin=Block(n=64, k=32, warps=4, stages=4),
+        thin_outer=OuterBlock(m=64, n=64, k=64, warps=4, stages=3),
     ),
     # Triton's interpreter: small enough that the tests' small sizes fill several blocks.
     ("interpreter", 2, "many"): Blocks(
@@ -86,14 +103,22 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
         matmul=Block(n=32, k=16, warps=1, stages=1),
         dgated=Block(n=32, k=16, warps=1, stages=1),
         outer=OuterBlock(m=32, n=16, k=16, warps=1, stages=1),
+        thin=Block(n=32, k=16, warps=1, stages=1),
+        thin_outer=OuterBlock(m=32, n=32, k=16, warps=1, stages=1),
+        rank=16,
     ),
 }
+# Exact products are unrolled: short steps.
 _FP32 = Blocks(
     m=64,
     up=Block(n=32, k=32, warps=4, stages=2),
     matmul=Block(n=64, k=32, warps=4, stages=2),
     dgated=Block(n=64, k=32, warps=4, stages=2),
     outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=2),
+    thin=Block(n=64, k=32, warps=4, stages=2),
+    thin_outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=2),
+    rank=16,
+    up_adapted=Block(n=32, k=32, warps=8, stages=2),
 )
 for _generation in ("sm_80", "sm_90"):
     for _bucket in ("many", "few"):
@@ -113,6 +138,11 @@ def choose_blocks(up_LGH: Tensor, num_pairs: int) -> Blocks:
     """The row for `num_pairs` pairs over the experts of `up_LGH`, in its dtype."""
     bucket = "few" if num_pairs < FEW_ROWS * up_LGH.shape[0] else "many"
     return TABLE[(generation(up_LGH.device), up_LGH.element_size(), bucket)]
+
+
+def rank_block(rank: int, most: int) -> int:
+    """Block size along the rank of an adapter: a power of two, what is over is masked."""
+    return max(_LEAST_RANK, min(most, 1 << (rank - 1).bit_length()))
 
 
 def dot_precision(rows: Tensor) -> str:

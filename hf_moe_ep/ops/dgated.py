@@ -2,7 +2,7 @@
 
 With g the gradient of a row's output, s its routing weight and down the matrix of its expert:
 
-    grad_act_AF = g @ down                    never stored
+    grad_act_AF = g @ down (+ its adapter)    never stored
     grad_s_A    = <grad_act, act> (+ <g, down_bias>)      one partial sum per block of columns
     grad_pre_AG = gate formula backwards, for s * grad_act
     act_AF      = s * act, the right side of down's gradient
@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_moe_ep.ops.blocks import Blocks, dot_precision
-from hf_moe_ep.ops.gate import activate_backward, halves
+from hf_moe_ep.ops.blocks import Blocks, dot_precision, rank_block
+from hf_moe_ep.ops.gate import activate_backward, add_low_rank, halves
 from hf_moe_ep.ops.layout import ExpertsLayout
-from hf_moe_ep.ops.weights import Routing
+from hf_moe_ep.ops.weights import NO_ADAPTER, LowRows, Routing
 
 
 @triton.jit
@@ -29,9 +29,11 @@ def dgated_kernel(
     grad_pre, act, partial,
     top_k, hidden, ffn, num_pairs,
     grad_stride, down_stride_l, down_stride_h, down_stride_f, bias_stride_l,
+    low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_f,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PARTIAL: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -68,6 +70,12 @@ def dgated_kernel(
             bias_sum += tl.sum(g.to(tl.float32) * b.to(tl.float32)[None, :], axis=1)
         g_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * down_stride_h
+    if RANK:
+        low_b += expert.to(tl.int64) * low_b_stride_l
+        grad_act = add_low_rank(
+            grad_act, low, start + tl.minimum(m, left - 1), low_b, n, ffn,
+            low_b_stride_p, low_b_stride_f, RANK, BLOCK_P, PRECISION,
+        )  # fmt: skip
     s = tl.load(weights + pair).to(tl.float32)
     # Row addresses start at the tile, so that what each element adds fits in 32 bits.
     pre_size = 2 * ffn if GATED else ffn
@@ -125,6 +133,7 @@ def dgated(
     routing: Routing,
     layout: ExpertsLayout,
     blocks: Blocks,
+    low: LowRows = NO_ADAPTER,
     *,
     need_act: bool,
     need_weights: bool,
@@ -146,10 +155,11 @@ def dgated(
         down_bias_LH, pre_AG, grad_pre_AG, act_AF, partial_CA,
         weights_RK.shape[1], hidden, ffn, num_pairs,
         grad_RH.stride(0), *down_LHF.stride(),
-        0 if down_bias_LH is None else down_bias_LH.stride(0),
+        0 if down_bias_LH is None else down_bias_LH.stride(0), *low.kernel_arguments(),
         GATED=layout.gated, INTERLEAVED=layout.interleaved, **layout.kernel_constants(),
         HAS_BIAS=down_bias_LH is not None and need_weights, NEED_ACT=need_act,
         NEED_PARTIAL=need_weights,
+        RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
         PRECISION=dot_precision(grad_RH), num_warps=block.warps, num_stages=block.stages,

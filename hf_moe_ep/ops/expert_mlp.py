@@ -61,7 +61,7 @@ def expert_mlp(
         weights_RK: fp32 or the dtype of the rows.
         counts_L: pairs per expert, if the host knows them. None where every id names an expert:
             R * K pairs.
-        grad_scale: multiplies the gradients of the experts' matrices and biases, and nothing else.
+        grad_scale: multiplies the gradients of the experts' own tensors, and nothing else.
         recompute: compute the pre-activations again in backward instead of keeping them.
         backend: "torch", or "triton" for tensors that `triton_mlp.covers`.
     """

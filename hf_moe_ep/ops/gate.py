@@ -1,7 +1,7 @@
-"""What the epilogues of the Triton kernels share: the formula of `layout.py`, halves of a block.
+"""What the epilogues of the Triton kernels share: adapters, the formula of `layout.py`, halves.
 
 fp32 in, fp32 out. Constants arrive as compile-time values: an unclamped layout compiles without a
-clamp.
+clamp, experts without an adapter without its product.
 """
 
 from __future__ import annotations
@@ -13,6 +13,25 @@ INV_SQRT_2 = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 GELU_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def add_low_rank(
+    sums, low, position, b, n, limit_n, stride_p, stride_n,
+    RANK: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sums + low[position] @ b: the sum along the rank goes on in the same registers. A rank below
+    BLOCK_P is filled up with zeros, tensor cores take no less than 16."""
+    p = tl.arange(0, BLOCK_P)
+    low_ptrs = low + position.to(tl.int64)[:, None] * RANK + p[None, :]
+    b_ptrs = b + p[:, None] * stride_p + n[None, :] * stride_n
+    for first in range(0, RANK, BLOCK_P):
+        inside = first + p < RANK
+        x = tl.load(low_ptrs + first, mask=inside[None, :], other=0.0)
+        w_mask = inside[:, None] & (n < limit_n)[None, :]
+        w = tl.load(b_ptrs + first * stride_p, mask=w_mask, other=0.0)
+        sums = tl.dot(x, w, sums, input_precision=PRECISION)
+    return sums
 
 
 @triton.jit

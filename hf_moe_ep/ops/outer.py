@@ -2,15 +2,19 @@
 
 Either side is a buffer in pair order, or rows that are gathered on the way in. An expert without
 pairs gets exact zeros. Programs of the busiest experts start first: theirs are the longest loops.
+Of an adapter's factors the side of the rank is the right one, `thin`; a gradient that has it the
+other way round is filled as a transposed view.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_moe_ep.ops.blocks import Blocks, OuterBlock, dot_precision
+from hf_moe_ep.ops.blocks import Blocks, OuterBlock, dot_precision, rank_block
 from hf_moe_ep.ops.weights import Routing
 
 
@@ -64,10 +68,13 @@ def outer(
     scale: float,
     gather_left: bool = False,
     gather_right: bool = False,
+    thin: bool = False,
 ) -> Tensor:
     """Fills and returns `out_LMN`, of any strides; `left` and `right` have contiguous rows."""
     num_experts, height, width = out_LMN.shape
     block: OuterBlock = blocks.outer
+    if thin:
+        block = replace(blocks.thin_outer, n=rank_block(width, blocks.thin_outer.n))
     grid = (num_experts * triton.cdiv(height, block.m) * triton.cdiv(width, block.n),)
     outer_kernel[grid](
         left, right, routing.pair_A, routing.offsets, order_L, out_LMN,

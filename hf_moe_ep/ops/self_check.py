@@ -2,14 +2,15 @@
 
 A compiler that miscompiles one kernel on one GPU has happened (Triton 3.7.1 on B300: a wrong
 gradient and no error; Liger-Kernel pull request 1294), and nothing but numbers shows it. So the
-first call of a kind runs a small problem of the same dtype, layout, block sizes and alignment
-forward and backward on both paths, and raises if they differ. Most of its time is compilation that
-the call needs anyway.
+first call of a kind runs a small problem of the same dtype, layout, block sizes, alignment and
+ranks of adapters forward and backward on both paths, and raises if they differ. Most of its time
+is compilation that the call needs anyway.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
@@ -18,9 +19,9 @@ from torch import Tensor
 from hf_moe_ep.ops import torch_mlp, triton_mlp
 from hf_moe_ep.ops.blocks import FEW_ROWS
 from hf_moe_ep.ops.layout import ExpertsLayout
-from hf_moe_ep.ops.weights import ExpertWeights
+from hf_moe_ep.ops.weights import WEIGHT_NAMES, ExpertWeights
 
-_NAMES = ("out", "rows", "weights", "up", "up_bias", "down", "down_bias")
+_NAMES = ("out", "rows", "weights", *WEIGHT_NAMES)
 _NUM_EXPERTS = 3
 # Largest error, relative to the largest element, in roundings of the dtype.
 _ROUNDINGS = 8
@@ -42,6 +43,7 @@ def self_check(top_k: int, num_pairs: int, experts: ExpertWeights, layout: Exper
         256 + hidden % 256,
         256 + layout.ffn_size(pre_size) % 256,
         FEW_ROWS // 2 if num_pairs < FEW_ROWS * num_experts else FEW_ROWS * 2,
+        tuple(0 if a is None else a.shape[1] for a in (experts.up_a, experts.down_a)),
     )
 
 
@@ -56,8 +58,10 @@ def check_once(
     hidden: int,
     ffn: int,
     rows_per_expert: int,
+    ranks: tuple[int, ...] = (0, 0),
 ) -> None:
-    """Compare forward and backward on a small problem of these properties."""
+    """Compare forward and backward on a small problem of these properties; `ranks` of the adapters
+    of up and down, 0 where there is none."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -67,11 +71,19 @@ def check_once(
         values = draw(_NUM_EXPERTS, out_size, in_size) / in_size**0.5
         return values.mT.contiguous().mT if transposed else values
 
+    def adapter(weight_LOI: Tensor, rank: int) -> list[Tensor | None]:
+        if not rank:
+            return [None, None]
+        out_size, in_size = weight_LOI.shape[1:]
+        a_LPI = draw(_NUM_EXPERTS, rank, in_size) / in_size**0.5
+        return [a_LPI, draw(_NUM_EXPERTS, out_size, rank) / rank**0.5]
+
     pre_size = 2 * ffn if layout.gated else ffn
     rows = rows_per_expert * _NUM_EXPERTS // top_k + 1
     up, down = matrix(pre_size, hidden), matrix(hidden, ffn)
     biases = (draw(_NUM_EXPERTS, pre_size), draw(_NUM_EXPERTS, hidden)) if bias else (None, None)
     tensors = [draw(rows, hidden), draw(rows, top_k).abs(), up, biases[0], down, biases[1]]
+    tensors += [*adapter(up, ranks[0]), *adapter(down, ranks[1])]
     tensors = [x if x is None else x.to(dtype) for x in tensors]
     ids_RK = draw(rows, _NUM_EXPERTS).argsort(1)[:, :top_k]
     grad_RH = draw(rows, hidden).to(dtype)
@@ -111,6 +123,7 @@ def _run(
     rows_RH, weights_RK, *rest = tensors
     assert rows_RH is not None and weights_RK is not None
     experts = ExpertWeights(*rest)  # type: ignore[arg-type]
+    experts = replace(experts, up_scale=0.5, down_scale=2.0)
     routing = implementation.route(ids_RK, None, experts)  # type: ignore[attr-defined]
     out_RH, pre_AG = implementation.forward(  # type: ignore[attr-defined]
         rows_RH, weights_RK, experts, routing, layout, True
@@ -126,4 +139,4 @@ def _run(
         grad_scale=1.0,
         needs=[x is not None for x in tensors],
     )
-    return [out_RH, *grads.as_list()[: len(tensors)]]
+    return [out_RH, *grads.as_list()]

@@ -1,7 +1,15 @@
-"""The expert MLP as Triton kernels: three of matrix products forward, four backward, no host sync.
+"""The expert MLP as Triton kernels: two of matrix products forward, four backward, no host sync.
 
     forward    sort_pairs -> up (gather, two products, gate) -> grouped_mm (down) -> combine
     backward   dgated (back through down and gate) -> grouped_mm, combine (rows) -> outer x 2
+
+An adapter, `scale * b @ a` beside a matrix, makes neither that product nor a tensor of the output's
+size: with P its rank, `low_AP = scale * rows @ a^T` comes from one thin product, and the kernel of
+the matrix goes on summing, over `low_AP` and b. Backward likewise, with a and b exchanged; the
+gradients of a and b are thin `outer` products with one low_AP each:
+
+    forward    thin_mm -> up + low b        thin_mm -> grouped_mm + low b
+    backward   thin_mm -> dgated + low a    thin_mm -> grouped_mm + low a     thin_mm, outer x 4
 
 The rows' gradient is computed before the weights': behind a dispatch, others wait for it. Parts
 that nobody needs are not launched. Everything is summed in fp32 in a fixed order, so equal inputs
@@ -11,7 +19,7 @@ give equal bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,13 +28,21 @@ from torch import Tensor
 
 from hf_moe_ep.ops.blocks import Blocks, choose_blocks
 from hf_moe_ep.ops.dgated import dgated
-from hf_moe_ep.ops.grouped_mm import grouped_mm
+from hf_moe_ep.ops.grouped_mm import grouped_mm, thin_mm
 from hf_moe_ep.ops.layout import ExpertsLayout
 from hf_moe_ep.ops.outer import outer
 from hf_moe_ep.ops.reduce import combine, segment_sum, weight_grads
 from hf_moe_ep.ops.sort_pairs import max_tiles, sort_pairs
 from hf_moe_ep.ops.up import up
-from hf_moe_ep.ops.weights import ExpertWeights, Routing, WeightGrads
+from hf_moe_ep.ops.weights import (
+    NO_ADAPTER,
+    WEIGHT_NAMES,
+    ExpertWeights,
+    LowRank,
+    LowRows,
+    Routing,
+    WeightGrads,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -73,18 +89,12 @@ def forward(
     if num_pairs == 0:
         pre_shape = (0, experts.up.shape[1])
         return torch.zeros_like(rows_RH), rows_RH.new_empty(pre_shape)
-    blocks = choose_blocks(experts.up, num_pairs)
-    act_AF, pre_AG = up(
-        _with_contiguous_rows(rows_RH),
-        weights_RK.shape[1],
-        experts.up,
-        experts.up_bias,
-        routing,
-        layout,
-        blocks,
-        keep_pre=keep_pre,
-    )
-    y_AH = grouped_mm(act_AF, experts.down.transpose(1, 2), experts.down_bias, routing, blocks)
+    blocks, top_k = choose_blocks(experts.up, num_pairs), weights_RK.shape[1]
+    rows_RH = _with_contiguous_rows(rows_RH)
+    act_AF, pre_AG = _up(rows_RH, top_k, experts, routing, layout, blocks, keep_pre)
+    low = _low_rows(act_AF, experts.down_adapter, routing, blocks)
+    down_LFH, bias_LH = experts.down.transpose(1, 2), experts.down_bias
+    y_AH = grouped_mm(act_AF, down_LFH, bias_LH, routing, blocks, low)
     return combine(y_AH, routing.slots_RK, weights_RK.contiguous()), pre_AG
 
 
@@ -101,27 +111,27 @@ def backward(
     needs: list[bool],
     later: bool = False,
 ) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
-    """Gradients of rows, weights, up, up_bias, down, down_bias; None where not in `needs`.
+    """Gradients of rows, weights and the experts' tensors; None where not in `needs`.
 
     `pre_AG` None computes the pre-activations again. With `later` the gradients of the experts are
     left to the function that is returned.
     """
-    assert experts.up_a is None and experts.down_a is None, "adapters are the torch path's"
-    experts = _with_contiguous_biases(experts)
-    inputs = (rows_RH, weights_RK, experts.up, experts.up_bias, experts.down, experts.down_bias)
-    needs = needs[: len(inputs)]
+    names = ("rows", "weights", *WEIGHT_NAMES)
+    need = {name for name, wanted in zip(names, needs, strict=False) if wanted}
     num_pairs, top_k = routing.pair_A.numel(), weights_RK.shape[1]
     if num_pairs == 0:
-        zeros = [None if x is None else torch.zeros_like(x) for x in inputs]
-        grads = WeightGrads(*(x if need else None for x, need in zip(zeros, needs, strict=True)))
+        inputs = zip(names, (rows_RH, weights_RK, *experts.tensors()), strict=True)
+        wanted = ((name, x) for name, x in inputs if name in need and x is not None)
+        grads = WeightGrads(**{name: torch.zeros_like(x) for name, x in wanted})
         return grads, (lambda: grads) if later else None
-    need_rows, need_weights, *_, need_down, _ = needs
+    experts = _with_contiguous_biases(experts)
     blocks = choose_blocks(experts.up, num_pairs)
     rows_RH, grad_RH = _with_contiguous_rows(rows_RH), _with_contiguous_rows(grad_RH)
     weights_RK = weights_RK.contiguous()
     if pre_AG is None:
-        w, b = experts.up, experts.up_bias
-        _, pre_AG = up(rows_RH, top_k, w, b, routing, layout, blocks, keep_pre=True)
+        _, pre_AG = _up(rows_RH, top_k, experts, routing, layout, blocks, keep_pre=True)
+    down_back = experts.down_adapter and experts.down_adapter.transposed()
+    down_low = _low_rows(grad_RH, down_back, routing, blocks, gather_top_k=top_k)
     grad_pre_AG, act_AF, partial_CA = dgated(
         grad_RH,
         weights_RK,
@@ -131,57 +141,145 @@ def backward(
         routing,
         layout,
         blocks,
-        need_act=need_down,
-        need_weights=need_weights,
+        down_low,
+        need_act=bool(need & {"down", "down_a", "down_b"}),
+        need_weights="weights" in need,
     )
     grads = WeightGrads()
-    if need_weights:
+    if "weights" in need:
         grads.weights = weight_grads(partial_CA, routing, weights_RK)
-    if need_rows:
-        grad_x_AH = grouped_mm(grad_pre_AG, experts.up, None, routing, blocks)
+    up_low = NO_ADAPTER
+    if need & {"rows", "up_a"}:
+        up_back = experts.up_adapter and experts.up_adapter.transposed()
+        up_low = _low_rows(grad_pre_AG, up_back, routing, blocks)
+    if "rows" in need:
+        grad_x_AH = grouped_mm(grad_pre_AG, experts.up, None, routing, blocks, up_low)
         grads.rows = combine(grad_x_AH, routing.slots_RK, None)
-    sources = (rows_RH, weights_RK, grad_RH, act_AF, grad_pre_AG)
-    finish = partial(_expert_grads, sources, experts, routing, blocks, grad_scale, needs)
+    sources = _Sources(rows_RH, weights_RK, grad_RH, act_AF, grad_pre_AG, up_low, down_low)
+    finish = partial(_expert_grads, sources, experts, routing, blocks, grad_scale, need)
     return (grads, finish) if later else (finish(grads), None)
 
 
+def _up(
+    rows_RH: Tensor,
+    top_k: int,
+    experts: ExpertWeights,
+    routing: Routing,
+    layout: ExpertsLayout,
+    blocks: Blocks,
+    keep_pre: bool,
+) -> tuple[Tensor, Tensor]:
+    """act_AF and pre_AG; the latter is empty unless kept."""
+    low = _low_rows(rows_RH, experts.up_adapter, routing, blocks, gather_top_k=top_k)
+    weight, bias = experts.up, experts.up_bias
+    return up(rows_RH, top_k, weight, bias, routing, layout, blocks, low, keep_pre=keep_pre)
+
+
+def _low_rows(
+    rows: Tensor,
+    adapter: LowRank | None,
+    routing: Routing,
+    blocks: Blocks,
+    *,
+    gather_top_k: int | None = None,
+) -> LowRows:
+    """The first product of an adapter, and what a kernel needs for the second."""
+    if adapter is None:
+        return NO_ADAPTER
+    a_LIP, b_LPO = adapter.a_LPI.transpose(1, 2), adapter.b_LOP.transpose(1, 2)
+    scale = adapter.scale
+    low_AP = thin_mm(rows, a_LIP, routing, blocks, scale=scale, gather_top_k=gather_top_k)
+    return LowRows(low_AP, b_LPO)
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """What the gradients of the experts are made of; act_AF carries the routing weights."""
+
+    rows_RH: Tensor
+    weights_RK: Tensor
+    grad_RH: Tensor
+    act_AF: Tensor
+    grad_pre_AG: Tensor
+    up_low: LowRows
+    down_low: LowRows
+
+
 def _expert_grads(
-    sources: tuple[Tensor, ...],
+    sources: _Sources,
     experts: ExpertWeights,
     routing: Routing,
     blocks: Blocks,
     scale: float,
-    needs: list[bool],
+    need: set[str],
     grads: WeightGrads | None = None,
 ) -> WeightGrads:
-    """The weights' and biases' gradients, added to `grads`: nothing waits for them, so they come
+    """The gradients of the experts' tensors, added to `grads`: nothing waits for them, so they come
     last.
     """
     grads = grads or WeightGrads()
-    rows_RH, weights_RK, grad_RH, act_AF, grad_pre_AG = sources
-    _, _, need_up, need_up_bias, need_down, need_down_bias = needs
+    weights_RK, grad_RH = sources.weights_RK, sources.grad_RH
     top_k = weights_RK.shape[1]
-    if need_down or need_up:
+    if need & {"down", "up", "down_a", "down_b", "up_a", "up_b"}:
         order_L = routing.offsets.diff().argsort(descending=True)
-    if need_down:
-        out = torch.empty_like(experts.down)
-        args = (grad_RH, act_AF, out, routing, order_L, top_k, blocks)
-        grads.down = outer(*args, scale=scale, gather_left=True)
-    if need_up:
-        out = torch.empty_like(experts.up)
-        args = (grad_pre_AG, rows_RH, out, routing, order_L, top_k, blocks)
-        grads.up = outer(*args, scale=scale, gather_right=True)
-    if need_down_bias:
+        product = partial(
+            outer, routing=routing, order_L=order_L, top_k=top_k, blocks=blocks, scale=scale
+        )
+        _add_matrix_grads(sources, experts, product, need, grads)
+        low_rows = partial(_low_rows, routing=routing, blocks=blocks)
+        _add_adapter_grads(sources, experts, product, low_rows, need, grads)
+    if "down_bias" in need:
         assert experts.down_bias is not None
         grads.down_bias = segment_sum(
             grad_RH, experts.down_bias, routing, top_k, weights_RK, scale=scale, gather=True
         )
-    if need_up_bias:
+    if "up_bias" in need:
         assert experts.up_bias is not None
         grads.up_bias = segment_sum(
-            grad_pre_AG, experts.up_bias, routing, top_k, None, scale=scale, gather=False
+            sources.grad_pre_AG, experts.up_bias, routing, top_k, None, scale=scale, gather=False
         )
     return grads
+
+
+def _add_matrix_grads(
+    sources: _Sources,
+    experts: ExpertWeights,
+    product: Callable[..., Tensor],
+    need: set[str],
+    grads: WeightGrads,
+) -> None:
+    if "down" in need:
+        out = torch.empty_like(experts.down)
+        grads.down = product(sources.grad_RH, sources.act_AF, out, gather_left=True)
+    if "up" in need:
+        out = torch.empty_like(experts.up)
+        grads.up = product(sources.grad_pre_AG, sources.rows_RH, out, gather_right=True)
+
+
+def _add_adapter_grads(
+    sources: _Sources,
+    experts: ExpertWeights,
+    product: Callable[..., Tensor],
+    low_rows: Callable[..., LowRows],
+    need: set[str],
+    grads: WeightGrads,
+) -> None:
+    """Both factors of both adapters: `low^T x` and `grad^T low`, the former transposed."""
+    down, up, top_k = experts.down_adapter, experts.up_adapter, sources.weights_RK.shape[1]
+    if down is not None and "down_a" in need:
+        grads.down_a = torch.empty_like(down.a_LPI)
+        into_LFP = grads.down_a.transpose(1, 2)
+        product(sources.act_AF, sources.down_low.low_AP, into_LFP, thin=True)
+    if down is not None and "down_b" in need:
+        low_AP, out = low_rows(sources.act_AF, down).low_AP, torch.empty_like(down.b_LOP)
+        grads.down_b = product(sources.grad_RH, low_AP, out, gather_left=True, thin=True)
+    if up is not None and "up_a" in need:
+        grads.up_a = torch.empty_like(up.a_LPI)
+        into_LHP = grads.up_a.transpose(1, 2)
+        product(sources.rows_RH, sources.up_low.low_AP, into_LHP, gather_left=True, thin=True)
+    if up is not None and "up_b" in need:
+        low_AP = low_rows(sources.rows_RH, up, gather_top_k=top_k).low_AP
+        grads.up_b = product(sources.grad_pre_AG, low_AP, torch.empty_like(up.b_LOP), thin=True)
 
 
 def _with_contiguous_rows(x_RH: Tensor) -> Tensor:

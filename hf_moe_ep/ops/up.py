@@ -3,6 +3,7 @@
     pre_AG[a] = up_weight[expert of a] @ rows[row of a] (+ bias)         kept on demand
     act_AF[a] = gate formula of pre_AG[a], from the fp32 sums
 
+An adapter is a few more steps of the same sum: its first product comes with the call (`LowRows`).
 Concatenated weights are read as two halves of the one tensor into two accumulators; interleaved
 ones in one block whose even and odd columns are taken apart after the sum.
 """
@@ -13,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_moe_ep.ops.blocks import Block, Blocks, dot_precision
-from hf_moe_ep.ops.gate import activate, halves
+from hf_moe_ep.ops.blocks import Block, Blocks, dot_precision, rank_block
+from hf_moe_ep.ops.gate import activate, add_low_rank, halves
 from hf_moe_ep.ops.layout import ExpertsLayout
-from hf_moe_ep.ops.weights import Routing
+from hf_moe_ep.ops.weights import NO_ADAPTER, LowRows, Routing
 
 
 @triton.jit
@@ -24,9 +25,11 @@ def up_kernel(
     rows, pair_of_position, offsets, tiles, weight, bias, pre, act,
     top_k, hidden, ffn,
     row_stride, weight_stride_l, weight_stride_g, weight_stride_h, bias_stride_l,
+    low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_g,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr, KEEP_PRE: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -67,6 +70,19 @@ def up_kernel(
             up = tl.dot(x, w, up, input_precision=PRECISION)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * weight_stride_h
+    if RANK:
+        position = start + tl.minimum(m, left - 1)
+        low_b += expert.to(tl.int64) * low_b_stride_l
+        gate = add_low_rank(
+            gate, low, position, low_b, n, limit_n, low_b_stride_p, low_b_stride_g,
+            RANK, BLOCK_P, PRECISION,
+        )  # fmt: skip
+        if GATED and not INTERLEAVED:
+            low_b += ffn * low_b_stride_g
+            up = add_low_rank(
+                up, low, position, low_b, n, limit_n, low_b_stride_p, low_b_stride_g,
+                RANK, BLOCK_P, PRECISION,
+            )  # fmt: skip
     if HAS_BIAS:
         b_ptrs = bias + expert.to(tl.int64) * bias_stride_l + n
         gate += tl.load(b_ptrs, mask=n < limit_n, other=0.0).to(tl.float32)[None, :]
@@ -105,6 +121,7 @@ def up(
     routing: Routing,
     layout: ExpertsLayout,
     blocks: Blocks,
+    low: LowRows = NO_ADAPTER,
     *,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -113,14 +130,16 @@ def up(
     ffn = layout.ffn_size(pre_size)
     act_AF = rows_RH.new_empty(num_pairs, ffn)
     pre_AG = rows_RH.new_empty((num_pairs, pre_size) if keep_pre else (0,))
-    block: Block = blocks.up
+    block: Block = (low.rank and blocks.up_adapted) or blocks.up
     grid = (routing.tiles.shape[0] * triton.cdiv(ffn, block.n),)
     up_kernel[grid](
         rows_RH, routing.pair_A, routing.offsets, routing.tiles, weight_LGH, bias_LG, pre_AG,
         act_AF, top_k, hidden, ffn,
         rows_RH.stride(0), *weight_LGH.stride(), 0 if bias_LG is None else bias_LG.stride(0),
+        *low.kernel_arguments(),
         GATED=layout.gated, INTERLEAVED=layout.interleaved, **layout.kernel_constants(),
         HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre,
+        RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
         PRECISION=dot_precision(rows_RH), num_warps=block.warps, num_stages=block.stages,

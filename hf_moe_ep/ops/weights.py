@@ -1,6 +1,7 @@
 """What the implementations of the expert MLP hand each other.
 
     ExpertWeights   the stacked matrices, biases and adapters of the experts on this rank
+    LowRows         what an adapter adds to a product, as the Triton kernels take it
     Routing         which pair sits where once pairs are sorted by expert
     WeightGrads     the gradients a backward was asked for
 
@@ -34,6 +35,27 @@ class LowRank:
     def transposed(self) -> LowRank:
         """The adapter of the transposed matrix, which carries gradients back."""
         return LowRank(self.b_LOP.transpose(1, 2), self.a_LPI.transpose(1, 2), self.scale)
+
+
+@dataclass(frozen=True)
+class LowRows:
+    """`low_AP @ b_LPO[expert]`, which a kernel adds to its product of the same rows; no tensors
+    where there is no adapter."""
+
+    low_AP: Tensor | None = None
+    b_LPO: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.low_AP is None else self.low_AP.shape[1]
+
+    def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
+        """Both tensors, and the strides of the second."""
+        stride_l, stride_p, stride_o = (0, 0, 0) if self.b_LPO is None else self.b_LPO.stride()
+        return self.low_AP, self.b_LPO, stride_l, stride_p, stride_o
+
+
+NO_ADAPTER = LowRows()
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
     transposed: bool = False
+    rank: int = 0
 
     def launches(self) -> list[Launch]:
         pre_size = 2 * self.ffn if self.layout.gated else self.ffn
@@ -76,6 +77,7 @@ class Case:
             self.meta(self.experts, pre_size) if self.bias else None,
             weight(self.hidden, self.ffn),
             self.meta(self.experts, self.hidden) if self.bias else None,
+            *self.adapters(pre_size),
         )
         rows = self.meta(self.tokens, self.hidden)
         scores = self.meta(self.tokens, self.top_k).float()
@@ -83,11 +85,24 @@ class Case:
         with Recorder() as recorder:
             routing = triton_mlp.route(ids, None, weights)
             out, pre = triton_mlp.forward(rows, scores, weights, routing, self.layout, True)
-            needs = [True, True, True, self.bias, True, self.bias]
+            base = not self.rank
+            biases = base and self.bias
+            needs = [True, True, base, biases, base, biases, *[not base] * 4]
             triton_mlp.backward(
                 out, rows, scores, weights, routing, pre, self.layout, grad_scale=0.5, needs=needs
             )
         return recorder.launches
+
+    def adapters(self, pre_size: int) -> list[Tensor | None]:
+        """Factors a and b of up and of down, beside a frozen base."""
+        if not self.rank:
+            return [None] * 4
+        return [
+            self.meta(self.experts, self.rank, self.hidden),
+            self.meta(self.experts, pre_size, self.rank),
+            self.meta(self.experts, self.rank, self.ffn),
+            self.meta(self.experts, self.hidden, self.rank),
+        ]
 
     def meta(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -183,6 +198,12 @@ def cases() -> list[Case]:
         Case("ungated", ungated),
         Case("gelu, bias", ExpertsLayout(activation="gelu"), bias=True),
         Case("odd sizes", hidden=2064, ffn=784),
+        Case("qwen3-30b r=16", rank=16),
+        Case("qwen3-30b r=64", rank=64),
+        Case("qwen3-30b r=16 fp32", dtype=torch.float32, rank=16),
+        Case("gpt-oss-20b r=16", gpt_oss, 2880, 2880, 32, 4, bias=True, transposed=True, rank=16),
+        Case("ungated r=128", ungated, rank=128),
+        Case("odd sizes r=4 few rows", hidden=2064, ffn=784, tokens=512, rank=4),
     ]
 
 

@@ -1,0 +1,123 @@
+"""Calls of the expert MLP that several test modules run: shapes, layouts, edges, adapters."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_moe_ep.ops.layout import ExpertsLayout
+
+TORCH = [("torch", "cpu"), pytest.param("torch", "cuda", marks=pytest.mark.gpu)]
+TRITON = [
+    pytest.param(
+        "triton",
+        "cpu",
+        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the real kernels run instead"),
+    ),
+    pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+]
+BOTH = TORCH + TRITON
+NAMES = ("rows", "weights", "up", "up_bias", "down", "down_bias")
+ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
+
+GPT_OSS = ExpertsLayout(interleaved=True, alpha=1.702, limit=1.5, up_offset=1.0)
+
+
+@dataclass
+class Case:
+    """ids_RK as a list; L experts; the rest is random. L is the id of "no expert here"."""
+
+    ids: list[list[int]]
+    num_experts: int
+    hidden: int = 5
+    ffn: int = 3
+    layout: ExpertsLayout = field(default_factory=ExpertsLayout)
+    bias: bool = False
+    transposed: bool = False
+
+    def ids_RK(self, device: str = "cpu") -> Tensor:
+        shape = (len(self.ids), len(self.ids[0]) if self.ids else 2)
+        return torch.tensor(self.ids, dtype=torch.int64, device=device).reshape(shape)
+
+    def counts_L(self) -> list[int]:
+        flat = list(itertools.chain.from_iterable(self.ids))
+        return [flat.count(expert) for expert in range(self.num_experts)]
+
+    def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor | None]:
+        """In the order of NAMES; scaled so that outputs are of the size of the rows."""
+        (rows, top_k), experts = self.ids_RK().shape, self.num_experts
+        pre_size = 2 * self.ffn if self.layout.gated else self.ffn
+
+        def matrix(out_size: int, in_size: int) -> Tensor:
+            values = torch.randn(experts, out_size, in_size, dtype=torch.float64) / in_size**0.5
+            return values.mT.contiguous().mT if self.transposed else values
+
+        def vector(size: int) -> Tensor | None:
+            return torch.randn(experts, size, dtype=torch.float64) if self.bias else None
+
+        values = [
+            torch.randn(rows, self.hidden, dtype=torch.float64),
+            torch.rand(rows, top_k, dtype=torch.float64) + 0.1,
+            matrix(pre_size, self.hidden),
+            vector(pre_size),
+            matrix(self.hidden, self.ffn),
+            vector(self.hidden),
+        ]
+        return [None if x is None else x.to(device, dtype) for x in values]
+
+
+def random_ids(rows: int, top_k: int, num_experts: int, seed: int) -> list[list[int]]:
+    """Distinct ids per row, a good part of them "not here"."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(rows, 2 * num_experts, generator=generator).argsort(1)[:, :top_k]
+    return order.clamp(max=num_experts).tolist()
+
+
+CASES = {
+    "docstring": Case([[1, 0], [0, 2]], 2),
+    "random": Case(random_ids(23, 3, 5, seed=1), 5, hidden=11, ffn=7),
+    "empty experts": Case([[3, 1], [1, 3], [3, 5]], 5),
+    "all rows on one expert": Case([[2, 4], [2, 4], [4, 2], [2, 4]], 4),
+    "nothing here": Case([[3, 3], [3, 3]], 3),
+    "one pair": Case([[1]], 2, hidden=1, ffn=1),
+    "one expert": Case([[0, 1], [1, 0], [1, 1]], 1),
+    "top-1": Case([[1], [0], [1], [2]], 2),
+    "every expert, every row": Case([[2, 0, 1], [0, 1, 2]], 3),
+    "no rows": Case([], 3),
+}
+# More pairs than one tile of an expert holds, sizes that are no multiples of a block.
+_IDS = random_ids(45, 2, 3, seed=2)
+LAYOUTS = {
+    "silu": Case(_IDS, 3, 40, 24),
+    "silu, bias": Case(_IDS, 3, 40, 24, bias=True),
+    "transposed": Case(_IDS, 3, 40, 24, transposed=True),
+    "interleaved": Case(_IDS, 3, 40, 24, ExpertsLayout(interleaved=True)),
+    "clamped": Case(_IDS, 3, 40, 24, ExpertsLayout(limit=0.7)),
+    "gpt-oss": Case(_IDS, 3, 40, 24, GPT_OSS, bias=True, transposed=True),
+    "gelu": Case(_IDS, 3, 40, 24, ExpertsLayout(activation="gelu")),
+    "gelu_tanh": Case(_IDS, 3, 40, 24, ExpertsLayout(activation="gelu_tanh")),
+    "no gate, relu2": Case(_IDS, 3, 40, 24, ExpertsLayout(gated=False, activation="relu2")),
+    "no gate, bias": Case(_IDS, 3, 40, 24, ExpertsLayout(gated=False), bias=True),
+}
+
+
+def adapted(
+    case: Case, rank: int, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> dict[str, Tensor | None]:
+    """Inputs of a case as keywords, with adapters of this rank."""
+    named = dict(zip(NAMES, case.inputs(dtype, device), strict=True))
+    for name in ("up", "down"):
+        experts, out_size, in_size = named[name].shape
+        a = torch.randn(experts, rank, in_size, dtype=torch.float64) / in_size**0.5
+        b = torch.randn(experts, out_size, rank, dtype=torch.float64) / rank**0.5
+        named |= {f"{name}_a": a.to(device, dtype), f"{name}_b": b.to(device, dtype)}
+    return named
+
+
+def strided(x: Tensor) -> list[Tensor]:
+    """The same values in layouts a caller may hand over: transposed storage, and every other."""
+    other = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    gaps = torch.stack([x, torch.full_like(x, float("nan"))], dim=-1)[..., 0]
+    return [other, gaps]

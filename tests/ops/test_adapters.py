@@ -1,0 +1,300 @@
+"""Low-rank adapters beside the matrices of the experts, both backends, against merged weights.
+
+On a CPU the Triton kernels run in Triton's interpreter, whose blocks are small: a rank of 40 is
+two blocks of the thin products and three steps inside the other kernels.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from close import assert_close, max_error
+from expert_cases import (
+    ADAPTERS,
+    BOTH,
+    CASES,
+    GPT_OSS,
+    LAYOUTS,
+    TRITON,
+    Case,
+    adapted,
+    random_ids,
+    strided,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_moe_ep.ops import reference, torch_mlp, triton_mlp
+from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
+from hf_moe_ep.ops.weights import WEIGHT_NAMES, ExpertWeights
+
+Named = dict[str, Tensor | None]
+FROZEN_BASE = ("rows", "weights", *ADAPTERS)
+SMALL = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
+RANKS = (1, 8, 16, 40, 64, 200)
+
+
+def _run(
+    fn: Callable[..., Tensor],
+    case: Case,
+    named: Named,
+    grad_RH: Tensor,
+    wanted: tuple[str, ...],
+    *,
+    late: bool = False,
+    **kw: Any,
+) -> dict[str, Tensor]:
+    """Output and the wanted gradients; nothing else gets one."""
+    leaves = {
+        name: None if x is None else x.detach().requires_grad_(name in wanted)
+        for name, x in named.items()
+    }
+    experts = {name: x for name, x in leaves.items() if name not in ("rows", "weights")}
+    weights = ExpertWeights(**experts, up_scale=0.5, down_scale=2.0)
+    weights = postpone_grads(weights) if late else weights
+    rows_RH = leaves["rows"]
+    out_RH = fn(rows_RH, case.ids_RK(rows_RH.device), leaves["weights"], weights, case.layout, **kw)
+    out_RH.backward(grad_RH.to(out_RH.dtype))
+    grads = {name: x.grad for name, x in leaves.items() if x is not None}
+    assert {name for name, grad in grads.items() if grad is not None} == set(wanted)
+    return {"out": out_RH.detach()} | {name: grads[name] for name in wanted}
+
+
+def _ours(
+    case: Case, named: Named, grad_RH: Tensor, wanted: tuple[str, ...], backend: str, **kw: Any
+) -> dict[str, Tensor]:
+    kw = {"counts_L": case.counts_L(), "backend": backend, **kw}
+    return _run(expert_mlp, case, named, grad_RH, wanted, **kw)
+
+
+def _truth(case: Case, named: Named, grad_RH: Tensor, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    """Merged weights in fp64, differentiated by autograd."""
+    wide = {name: None if x is None else x.double() for name, x in named.items()}
+    if case.ids_RK().numel() and sum(case.counts_L()):
+        return _run(reference.expert_mlp, case, wide, grad_RH.double(), wanted)
+    zeros = {name: torch.zeros_like(wide[name]) for name in wanted}
+    return {"out": torch.zeros_like(wide["rows"])} | zeros
+
+
+def _all_of(named: Named) -> tuple[str, ...]:
+    return tuple(name for name, x in named.items() if x is not None)
+
+
+def _without(named: Named, matrix: str) -> Named:
+    """The same inputs, `matrix` without its adapter."""
+    return named | {f"{matrix}_a": None, f"{matrix}_b": None}
+
+
+def _assert_close(got: dict[str, Tensor], want: dict[str, Tensor], budget: float) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert_close(name, got[name], value, budget)
+
+
+def _assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("name", ["random", "empty experts", "gpt-oss", "no gate, relu2"])
+def test_fp64_equals_merged_weights(name: str, rank: int, recompute: bool, late: bool) -> None:
+    case = (CASES | LAYOUTS)[name]
+    named = adapted(case, rank)
+    grad_RH = torch.randn_like(named["rows"])
+    kw = {"late": late, "recompute": recompute}
+    got = _ours(case, named, grad_RH, FROZEN_BASE, "torch", **kw)
+    _assert_close(got, _truth(case, named, grad_RH, FROZEN_BASE), 1e-12)
+
+
+def _low_precision() -> Iterator[Any]:
+    """The interpreter needs seconds a case: a usual run takes one rank of every layout and every
+    rank of one; a full run, or one on a GPU, takes all of both."""
+    on_cpu = TRITON[0].marks
+
+    def case(name: str, rank: int, device: str, dtype: torch.dtype, marks: Any) -> Any:
+        label = f"{name}-{rank}-{device}-{str(dtype).removeprefix('torch.')}"
+        return pytest.param(name, rank, device, dtype, marks=marks, id=label)
+
+    for (index, name), rank in itertools.product(enumerate(LAYOUTS), RANKS):
+        usual = name == "gpt-oss" or rank == RANKS[index % len(RANKS)]
+        marks = on_cpu if usual else [*on_cpu, pytest.mark.slow]
+        yield case(name, rank, "cpu", torch.float32, marks)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield case(name, rank, "cuda", dtype, pytest.mark.gpu)
+    for name, rank in (("silu", 16), ("gpt-oss", 40)):
+        yield case(name, rank, "cpu", torch.float16, on_cpu)
+
+
+@pytest.mark.parametrize(("name", "rank", "device", "dtype"), list(_low_precision()))
+def test_triton_is_no_worse_than_the_torch_path(
+    name: str, rank: int, device: str, dtype: torch.dtype
+) -> None:
+    """Trained base, every gradient: error against fp64 at most twice that of torch."""
+    case = LAYOUTS[name]
+    draws = []
+    for _ in range(6):
+        named = adapted(case, rank, dtype, device)
+        grad_RH = torch.randn_like(named["rows"])
+        draws.append((named, grad_RH, _truth(case, named, grad_RH, _all_of(named))))
+    errors = [
+        _errors(_ours(case, named, grad_RH, _all_of(named), "torch"), truth)
+        for named, grad_RH, truth in draws
+    ]
+    # The largest error of a few draws: that of one is luck.
+    budget = {tensor: 2 * max(error[tensor] for error in errors) for tensor in errors[0]}
+    named, grad_RH, truth = draws[0]
+    got = _ours(case, named, grad_RH, _all_of(named), "triton")
+    assert all(x.dtype == dtype for x in got.values())
+    for tensor, error in _errors(got, truth).items():
+        assert error <= budget[tensor], f"{tensor}: {error:.2e} > {budget[tensor]:.2e}"
+
+
+def _errors(got: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    return {name: max_error(got[name], true) for name, true in truth.items()}
+
+
+@pytest.mark.parametrize(("backend", "device"), TRITON)
+@pytest.mark.parametrize("name", CASES)
+def test_triton_on_the_edges(name: str, backend: str, device: str) -> None:
+    case = CASES[name]
+    named = adapted(case, 3, torch.float32, device)
+    grad_RH = torch.randn_like(named["rows"])
+    got = _ours(case, named, grad_RH, _all_of(named), backend)
+    _assert_close(got, _truth(case, named, grad_RH, _all_of(named)), 2e-6)  # short fp32 sums
+
+
+@pytest.mark.parametrize("left_out", ["up", "down"])
+@pytest.mark.parametrize(("backend", "device"), BOTH)
+def test_one_matrix_without_an_adapter(backend: str, device: str, left_out: str) -> None:
+    for base in (False, True):
+        named = _without(adapted(SMALL, 3, torch.float32, device), left_out)
+        grad_RH = torch.randn_like(named["rows"])
+        wanted = tuple(name for name in _all_of(named) if base or name in FROZEN_BASE)
+        got = _ours(SMALL, named, grad_RH, wanted, backend)
+        _assert_close(got, _truth(SMALL, named, grad_RH, wanted), 2e-6)  # short fp32 sums
+
+
+@pytest.mark.parametrize(("backend", "device"), BOTH)
+def test_frozen_tensors_get_no_gradient_and_change_no_other(backend: str, device: str) -> None:
+    named = adapted(SMALL, 3, torch.float32, device)
+    grad_RH = torch.randn_like(named["rows"])
+    want = _ours(SMALL, named, grad_RH, _all_of(named), backend)
+    some = [FROZEN_BASE, ADAPTERS, ("rows",), ("weights", "up_b", "down_a"), ("up_a", "down_b")]
+    for wanted in some:
+        got = _ours(SMALL, named, grad_RH, wanted, backend)
+        _assert_equal(got, {name: want[name] for name in ("out", *wanted)})
+
+
+@pytest.mark.parametrize("wanted", [FROZEN_BASE, ADAPTERS, None], ids=["frozen", "no rows", "all"])
+@pytest.mark.parametrize(("backend", "device"), BOTH)
+def test_the_same_bits_postponed_recomputed_and_again(
+    backend: str, device: str, wanted: tuple[str, ...] | None
+) -> None:
+    nothing_here = Case([[3, 3]] * 4, 3, 11, 7, GPT_OSS, bias=True)
+    for case in (SMALL, nothing_here):
+        named = adapted(case, 5, torch.float32, device)
+        grad_RH = torch.randn_like(named["rows"])
+        names = wanted or _all_of(named)
+        want = _ours(case, named, grad_RH, names, backend)
+        for kw in ({"late": True}, {"recompute": True}, {}):
+            _assert_equal(_ours(case, named, grad_RH, names, backend, **kw), want)
+
+
+@pytest.mark.parametrize(("backend", "device"), BOTH)
+def test_grad_scale_reaches_adapters_and_base_alike(backend: str, device: str) -> None:
+    named = adapted(SMALL, 3, torch.float32, device)
+    grad_RH = torch.randn_like(named["rows"])
+    plain = _ours(SMALL, named, grad_RH, _all_of(named), backend)
+    scaled = _ours(SMALL, named, grad_RH, _all_of(named), backend, grad_scale=0.25)
+    untouched = ("out", "rows", "weights")
+    want = {name: x if name in untouched else x * 0.25 for name, x in plain.items()}
+    _assert_equal(scaled, want)  # a power of two: exact
+
+
+@pytest.mark.parametrize(("backend", "device"), BOTH)
+def test_strided_factors(backend: str, device: str) -> None:
+    named = adapted(SMALL, 3, torch.float32, device)
+    grad_RH = torch.randn_like(named["rows"])
+    want = _ours(SMALL, named, grad_RH, FROZEN_BASE, backend)
+    for kind in range(2):
+        other = named | {name: strided(named[name])[kind] for name in ADAPTERS}
+        assert not any(other[name].is_contiguous() for name in ADAPTERS)
+        got = _ours(SMALL, other, grad_RH, FROZEN_BASE, backend)
+        _assert_close(got, want, 2e-6)  # short fp32 sums
+
+
+# What is asked for, and the thin products and `outer` launches of forward and backward.
+LAUNCHES = {
+    "no adapters": ((), ("rows", "weights", "up", "down"), 0, 2),
+    "rows": (("up", "down"), ("rows",), 4, 0),
+    "routing weights": (("up", "down"), ("weights",), 3, 0),
+    "up alone": (("up",), ("rows", "up_a", "up_b"), 3, 2),
+    "down alone": (("down",), ("rows", "down_a", "down_b"), 3, 2),
+    "frozen base": (("up", "down"), FROZEN_BASE, 6, 4),
+    "everything": (("up", "down"), (*FROZEN_BASE, "up", "down"), 6, 6),
+}
+
+
+@pytest.mark.parametrize(("backend", "device"), TRITON)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_nothing_is_launched_that_nobody_asked_for(
+    name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrices, wanted, num_thin, num_outer = LAUNCHES[name]
+    case = CASES["docstring"]
+    named = adapted(case, 2, torch.float32, device)
+    for matrix in {"up", "down"}.difference(matrices):
+        named = _without(named, matrix)
+    calls: list[str] = []
+    for kernel in ("thin_mm", "outer"):
+        right = getattr(triton_mlp, kernel)
+
+        def counted(*args: Any, right: Any = right, kernel: str = kernel, **kw: Any) -> Any:
+            calls.append(kernel)
+            return right(*args, **kw)
+
+        monkeypatch.setattr(triton_mlp, kernel, counted)
+    _ours(case, named, torch.randn_like(named["rows"]), wanted, backend)
+    assert (calls.count("thin_mm"), calls.count("outer")) == (num_thin, num_outer)
+
+
+@pytest.mark.parametrize("implementation", [torch_mlp, triton_mlp], ids=["torch", "triton"])
+def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> None:
+    """Base frozen: neither merged weights nor their gradients, forward and backward."""
+    if implementation is triton_mlp and not triton_mlp.interpreted():
+        pytest.skip("here the kernels run on the CPU, in the interpreter")
+    case = Case(random_ids(40, 2, 6, seed=3), 6, hidden=64, ffn=48)
+    named = adapted(case, 2, torch.float32)
+    smallest = min(named["up"].numel(), named["down"].numel())
+
+    class Watch(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
+                    size = x.untyped_storage().nbytes() // named["up"].itemsize
+                    self.largest = max(self.largest, size)
+            return out
+
+    known = {x.untyped_storage().data_ptr() for x in named.values() if x is not None}
+    rows, weights = named.pop("rows"), named.pop("weights")
+    experts, grad_RH = ExpertWeights(**named), torch.randn_like(rows)
+    needs = [True, True, *(name in ADAPTERS for name in WEIGHT_NAMES)]
+    # Below the operator, which hides from the watch what it does.
+    with Watch() as watch:
+        routing = implementation.route(case.ids_RK(), case.counts_L(), experts)
+        out, pre = implementation.forward(rows, weights, experts, routing, case.layout, True)
+        grads, _ = implementation.backward(
+            grad_RH, rows, weights, experts, routing, pre, case.layout, grad_scale=1.0, needs=needs
+        )
+    assert grads.up is None and grads.up_a is not None
+    assert out.numel() <= watch.largest < smallest
