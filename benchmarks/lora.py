@@ -8,8 +8,9 @@ The same model, adapters and batches, the base frozen. On one process stock PEFT
 parallelism) against `apply_ep_fsdp2(model, ep_size=4)`.
 
     saved          storages that autograd saves in a forward, parameters excluded
-    peak           of the process's resident memory over three training steps, and by how much it
-                   rises above what the process with its model took before; in a process of its own
+    peak           of resident memory over three training steps, above what the process took before
+                   it had a model, as a GPU's allocator would count; in a process of its own
+    training       what of it the model itself, sharded or not, does not take
     step           forward, backward and AdamW, until the slowest rank is done; the two take turns
                    in one process, so a busy machine slows both
 """
@@ -17,7 +18,6 @@ parallelism) against `apply_ep_fsdp2(model, ep_size=4)`.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import os
 import statistics
@@ -49,7 +49,7 @@ class Sizes:
     tokens: int = 512
     hidden: int = 512
     layers: int = 6
-    experts: int = 32
+    experts: int = 64
     top_k: int = 4
     intermediate: int = 512
     vocab: int = 1024
@@ -115,9 +115,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict) 
 
 
 def measure_rank(rank: int, sizes: Sizes) -> dict[str, Measured]:
-    model = build(sizes)
-    # Copied before the first is patched or sharded: the same weights in both.
-    models = {kind: distribute(copy.deepcopy(model), kind) for kind in KINDS}
+    models = {kind: distribute(build(sizes), kind) for kind in KINDS}
     batch = make_batch(sizes)
     optimizers = {kind: make_optimizer(one) for kind, one in models.items()}
     saved = {}
@@ -140,15 +138,17 @@ def measure_rank(rank: int, sizes: Sizes) -> dict[str, Measured]:
 
 
 def memory_rank(rank: int, sizes: Sizes, kind: str) -> tuple[float, float]:
-    """MiB: the peak over three steps, and by how much it lies above the memory before them."""
+    """MiB: the peak over three steps above an empty process, and above one with the model."""
+    reset_peak()
+    empty = peak_mib()
     model, batch = distribute(build(sizes), kind), make_batch(sizes)
     optimizer = make_optimizer(model)
     gc.collect()
     reset_peak()
-    before = peak_mib()
+    with_model = peak_mib()
     for _ in range(3):
         train_step(model, optimizer, batch)
-    return peak_mib(), peak_mib() - before
+    return peak_mib() - empty, peak_mib() - with_model
 
 
 def report(sizes: Sizes, measured: dict, memory: dict, about: list[str]) -> str:
@@ -159,7 +159,7 @@ def report(sizes: Sizes, measured: dict, memory: dict, about: list[str]) -> str:
         f"{sizes.experts} experts of {sizes.intermediate}, fp32, frozen; adapters of rank "
         f"{sizes.rank} on experts, q_proj and v_proj; {sizes.tokens} tokens per rank, "
         f"{sizes.steps} steps\n",
-        "| ranks | | saved for backward, MiB | peak, MiB | peak rises by, MiB | step, s "
+        "| ranks | | saved for backward, MiB | peak, MiB | training, MiB | step, s "
         "| step, ours / stock |",
         "|---|---|---|---|---|---|---|",
     ]
