@@ -11,6 +11,7 @@ model ask first whether it is patched, and otherwise call what was there before:
     AcceleratorState.__init__                    `fsdp_on_cpu`, for every Accelerator made after
                                                  the first patch: no model is known there yet
     Accelerator.get_state_dict                   packs adapters of experts as PEFT does
+    fsdp_utils._set_model_state_dict             loads into sharded parameters, whatever ran last
     Trainer.save_model                           writes hub layout under SHARDED_STATE_DICT too,
                                                  where stock writes nothing
     PreTrainedModel.save_pretrained              says what to call instead on a sharded model, where
@@ -26,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import accelerate.accelerator
+import accelerate.utils.fsdp_utils
 import torch
 import transformers
 from accelerate import Accelerator
@@ -37,7 +39,12 @@ from accelerate.utils import (
 )
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 from hf_moe_ep import hf, shared_batches
 from hf_moe_ep.checkpoint import gather_state_dict, save_pretrained
@@ -53,6 +60,7 @@ def install() -> None:
     hf.wrap_once(Accelerator, "prepare", _prepare)
     hf.wrap_once(AcceleratorState, "__init__", _init_state)
     hf.wrap_once(Accelerator, "get_state_dict", _get_state_dict)
+    hf.wrap_once(accelerate.utils.fsdp_utils, "_set_model_state_dict", _set_model_state_dict)
     hf.wrap_once(transformers.Trainer, "save_model", _save_model)
     hf.wrap_once(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
     if classes := hf.peft_classes():
@@ -122,6 +130,18 @@ def _get_state_dict(
 ) -> Any:
     state_dict = original(self, model, *args, **kwargs)
     return state_dict if find_state(model) is None else pack_factors(model, state_dict)
+
+
+def _set_model_state_dict(
+    original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    if find_state(model) is not None:
+        # A forward without backward leaves units gathered, and a full state dict is then cut to
+        # fit whole parameters (torch/distributed/checkpoint/state_dict.py).
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    return original(model, *args, **kwargs)
 
 
 def _save_model(

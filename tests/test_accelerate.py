@@ -225,23 +225,30 @@ def _duty_unpatched() -> None:
 
 
 def _save_and_load(rank: int, world: int, folder: str) -> None:
-    with launched():
-        accelerator, model, optimizer = prepared(tiny(dtype=torch.float32), ep_size=2)
-        micro = batch(model, 2, 7, seed=rank)
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            _save_and_load_as(kind, rank, f"{folder}/{kind}")
 
-        def step() -> None:
-            accelerator.backward(model(**micro).loss)
-            optimizer.step()
-            optimizer.zero_grad()
 
-        step()
-        accelerator.save_state(folder)
-        step()
-        want = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
-        accelerator.load_state(folder)
-        step()
-        for name, parameter in model.named_parameters():
-            assert torch.equal(full_tensor(parameter), want[name]), name
+def _save_and_load_as(kind: str, rank: int, folder: str) -> None:
+    accelerator, model, optimizer = prepared(tiny(dtype=torch.float32), ep_size=2)
+    micro = batch(model, 2, 7, seed=rank)
+
+    def step() -> None:
+        accelerator.backward(model(**micro).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    accelerator.save_state(folder)
+    step()
+    want = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        model(**micro)  # leaves the last layer gathered
+    accelerator.load_state(folder)
+    step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full_tensor(parameter), want[name]), f"{kind}: {name}"
 
 
 def _refused_launches(rank: int, world: int) -> None:

@@ -11,6 +11,7 @@ from adapters import EXPERTS, with_lora
 from close import assert_close
 from parity import full_tensor
 from run_ranks import run_ranks
+from test_accelerate import launched, prepared
 from tiny_models import batch, tiny
 from torch import Tensor, nn
 
@@ -142,3 +143,50 @@ def _low_precision(rank: int, world: int, folder: str) -> None:
 
 def test_fp32_adapters_on_a_bf16_base(tmp_path: Path) -> None:
     run_ranks(_low_precision, 2, str(tmp_path / "adapter"))
+
+
+def _under_accelerate(rank: int, world: int, folder: str) -> None:
+    """save_state and load_state, and the way PEFT's own scripts save; both kinds of state dict."""
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        state, adapter = f"{folder}/{kind}", f"{folder}/{kind}-adapter"
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            model = with_lora(tiny(dtype=torch.float32), seed=rank)
+            accelerator, model, _ = prepared(model, ep_size=2)
+            _train(model)
+            accelerator.save_state(state)
+            want = _logits(model)
+            _train(model, steps=1)
+            assert (_logits(model) - want).abs().max() > 0.01, kind
+            accelerator.load_state(state)
+            assert torch.equal(_logits(model), want), kind
+            # Called on every rank, as in PEFT's examples for FSDP.
+            accelerator.unwrap_model(model).save_pretrained(
+                adapter,
+                is_main_process=accelerator.is_main_process,
+                state_dict=accelerator.get_state_dict(model),
+            )
+            accelerator.wait_for_everyone()
+            opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), adapter)
+            assert_close(f"{kind}: logits in stock PEFT", _logits(opened), want, BUDGET)
+
+
+def test_states_and_adapters_saved_by_accelerate(tmp_path: Path) -> None:
+    run_ranks(_under_accelerate, 2, str(tmp_path))
+
+
+def _added_by_transformers(rank: int, world: int, folder: str) -> None:
+    """`model.add_adapter` of transformers, without a PeftModel."""
+    model = tiny(dtype=torch.float32)
+    torch.manual_seed(rank)
+    model.add_adapter(
+        peft.LoraConfig(r=4, target_parameters=list(EXPERTS), init_lora_weights=False)
+    )
+    apply_ep_fsdp2(model, ep_size=2)
+    want = _logits(model)
+    save_pretrained(model, folder)
+    opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
+    assert_close("logits in stock PEFT", _logits(opened), want, BUDGET)
+
+
+def test_an_adapter_added_by_transformers(tmp_path: Path) -> None:
+    run_ranks(_added_by_transformers, 2, str(tmp_path / "adapter"))
