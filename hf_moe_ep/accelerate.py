@@ -17,6 +17,7 @@ model ask first whether it is patched, and otherwise call what was there before:
     PreTrainedModel.save_pretrained              says what to call instead on a sharded model, where
                                                  stock dies in its writer
     PeftModel.save_pretrained                    gathers a sharded model's adapters; on every rank
+    PeftModel._get_base_model_class              the class that adapter_config.json names
     what counts processes                        counts ranks with batches of their own, under
                                                  sequence parallelism (`shared_batches.py`)
 """
@@ -65,6 +66,7 @@ def install() -> None:
     hf.wrap_once(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
     if classes := hf.peft_classes():
         hf.wrap_once(classes[0], "save_pretrained", _save_adapters)
+        hf.wrap_once(classes[0], "_get_base_model_class", _base_model_class)
     hf.wrap_once(Accelerator, "_prepare_device_mesh", shared_batches.loader_mesh)
     hf.wrap_once(Accelerator, "prepare_data_loader", shared_batches.prepare_data_loader)
     hf.wrap_once(Accelerator, "prepare_scheduler", shared_batches.prepare_scheduler)
@@ -188,6 +190,10 @@ def _save_adapters(
         original(self, save_directory, *args, **kwargs)
     else:
         save_pretrained(self, save_directory, *args, **kwargs)
+
+
+def _base_model_class(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> type:
+    return hf.stock_class(original(self, *args, **kwargs))
 
 
 def _options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:

@@ -29,7 +29,7 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **kwarg
         directory: created if missing; shared by all ranks (only rank 0 writes).
         kwargs: passed to the model's own `save_pretrained`.
     """
-    state_dict = gather_state_dict(model)
+    state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
     distributed = dist.is_available() and dist.is_initialized()
     if not distributed or dist.get_rank() == 0:
         hf.unwrap(model).save_pretrained(os.fspath(directory), state_dict=state_dict, **kwargs)
@@ -38,15 +38,26 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **kwarg
 
 
 @torch.no_grad()
-def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def gather_state_dict(
+    model: nn.Module, save_embedding_layers: str | bool = "auto"
+) -> dict[str, Tensor]:
     """Full tensors on the host of rank 0, empty elsewhere; every rank calls this.
 
-    Of a PEFT model those of its adapters, as PEFT packs them: the base stays where it is.
+    Of a model with adapters what PEFT saves, packed as PEFT packs it: the base stays where it is.
+    `save_embedding_layers` as in PEFT's save_pretrained.
     """
     keep = not dist.is_initialized() or dist.get_rank() == 0
     full: dict[str, Tensor] = {}
     model = hf.unwrap(model)
-    for name, tensor in hf.adapter_tensors(model, model.state_dict()).items():
+    state_dict = model.state_dict()
+    names = hf.adapter_names(model, state_dict, save_embedding_layers) if keep else None
+    if dist.is_initialized():
+        # Rank 0 decides: PEFT looks into files that others may not have.
+        decision = [names]
+        dist.broadcast_object_list(decision, src=0)
+        names = decision[0]
+    for name in state_dict if names is None else names:
+        tensor = state_dict[name]
         whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
             full[hf.canonical_name(name)] = whole.detach().cpu()

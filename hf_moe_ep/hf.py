@@ -154,19 +154,33 @@ def wraps_for_adapters(module: nn.Module) -> bool:
     return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
 
 
-def adapter_tensors(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What PEFT would save of its model, under the same names; everything of any other model."""
-    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
-        return state_dict
+def without_adapters(model: Any) -> Any:
+    """The model inside a PeftModel, which is what others call too (peft/peft_model.py)."""
+    is_peft_model = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return model.get_base_model() if is_peft_model else model
+
+
+def adapter_names(
+    model: Any, state_dict: dict[str, Tensor], save_embedding_layers: str | bool = "auto"
+) -> list[str] | None:
+    """Which tensors PEFT would save of a model with adapters; None of any other model.
+
+    Whether embeddings are among them "auto" tells from files, of which ranks may see different.
+    """
+    if not getattr(model, "peft_config", None):
+        return None
     from peft import get_peft_model_state_dict
 
     saved: set[int] = set()
     for adapter in model.peft_config:
         found = get_peft_model_state_dict(
-            model, state_dict, adapter_name=adapter, save_embedding_layers=False
+            model,
+            state_dict,
+            adapter_name=adapter,
+            save_embedding_layers=save_embedding_layers,
         )
         saved |= {id(tensor) for tensor in found.values()}
-    return {name: tensor for name, tensor in state_dict.items() if id(tensor) in saved}
+    return [name for name, tensor in state_dict.items() if id(tensor) in saved]
 
 
 def peft_classes() -> tuple[Any, Any, Any] | None:
@@ -210,6 +224,11 @@ def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]
                 )
 
 
+def stock_class(kind: type) -> type:
+    """A module's class before FSDP2 put its own in front."""
+    return next(c for c in kind.__mro__ if not issubclass(c, FSDPModule))
+
+
 def mark_fsdp_managed(model: nn.Module) -> None:
     """Keep ranks in step in `generate()` (transformers/distributed/fsdp.py).
 
@@ -220,8 +239,8 @@ def mark_fsdp_managed(model: nn.Module) -> None:
         if hasattr(module, "generate"):
             setattr(module, "_is_fsdp_managed_module", True)  # noqa: B010  mypy: no such field
             if isinstance(module, FSDPModule):
-                stock = next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
-                setattr(module, "_get_name", functools.partial(str, stock.__name__))  # noqa: B010  mypy
+                name = stock_class(type(module)).__name__
+                setattr(module, "_get_name", functools.partial(str, name))  # noqa: B010  mypy
 
 
 def is_distributed_by_transformers(model: nn.Module) -> bool:

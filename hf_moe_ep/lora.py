@@ -80,6 +80,8 @@ def _leave(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[No
         yield
     finally:
         del kept[parameter]
+        if not kept:
+            del vars(experts)[ADAPTERS]
 
 
 def _inject_adapter(

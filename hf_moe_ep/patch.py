@@ -112,7 +112,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
         state.undo.append((module, "config", module.config))
         module.config = own_config
         setattr(module, STATE, MoELayer(index, state, compute))
-    _hook_root(model, state)
+    _hook_root(hf.without_adapters(model), state)
     if tower is not None:
         _hook_tower(*tower, state)
     accelerate.install()

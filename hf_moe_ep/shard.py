@@ -135,12 +135,20 @@ def shard_model(
     # A low-precision output_dtype at the root would round the loss itself.
     root_policy = replace(options.mp_policy, output_dtype=None)
     del kwargs["reshard_after_forward"]
-    fully_shard(model, mesh=meshes.dense, **{**kwargs, "mp_policy": root_policy})
-    keep_last_layer(units)
+    root = _root(model)
+    fully_shard(root, mesh=meshes.dense, **{**kwargs, "mp_policy": root_policy})
+    keep_last_layer(units, root)
     set_prefetch(units)
     hf.mark_fsdp_managed(model)
     state.meshes, state.policy = meshes, options.mp_policy
     return model
+
+
+def _root(model: nn.Module) -> nn.Module:
+    """The model inside a PeftModel, where all parameters are in it: `generate` calls that alone."""
+    inner: nn.Module = hf.without_adapters(model)
+    inside = {id(parameter) for parameter in inner.parameters()}
+    return inner if all(id(parameter) in inside for parameter in model.parameters()) else model
 
 
 def _check_frozen(model: nn.Module, experts: Iterable[nn.Module]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -44,7 +45,8 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
     }
     embedding = hf.input_embedding(model)
     head = hf.output_head(model)
-    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    # Any of their parameters: a copy that PEFT trains stands in front of what is tied.
+    tied = head is not None and embedding is not None and _share_parameters(head, embedding)
     norms = [module for name, module in modules.items() if matches(plan.final_norm, name)]
     tail = [m for m in (embedding if tied else None, *norms, head) if m is not None]
     vision = []
@@ -54,12 +56,27 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
     return Units([modules[name] for name in names], experts, vision, embedding, tail, tied)
 
 
-def keep_last_layer(units: Units) -> None:
-    """Backward begins with the last layer: resharding it after forward only gathers it twice."""
+def keep_last_layer(units: Units, root: nn.Module) -> None:
+    """Backward begins with the last layer: resharding it after forward only gathers it twice.
+
+    A forward without backward reshards it all the same, with the head and the root. Whoever looked
+    at the model then would find whole parameters, of which FSDP2 never sees a change: adapters
+    that PEFT freezes for a reference pass would stay frozen.
+    """
     last = len(units.layers) - 1
-    for unit in (units.layers[last], units.experts.get(last)):
+    kept = [units.layers[last], units.experts.get(last)]
+    for unit in kept:
         if isinstance(unit, FSDPModule):
             unit.set_reshard_after_forward(False, recurse=False)
+    kept += [*units.tail[:1], root]
+
+    def reshard(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for unit in kept:
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+
+    root.register_forward_hook(reshard)
 
 
 def set_prefetch(units: Units) -> None:
@@ -100,3 +117,7 @@ def set_prefetch(units: Units) -> None:
 
 def _has_grads(unit: Any) -> bool:
     return any(parameter.requires_grad for parameter in unit.parameters())
+
+
+def _share_parameters(one: nn.Module, other: nn.Module) -> bool:
+    return not {id(p) for p in one.parameters()}.isdisjoint(id(p) for p in other.parameters())

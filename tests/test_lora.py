@@ -15,7 +15,8 @@ from test_vision import modality_by_step
 from tiny_models import batch, tiny
 from torch import nn
 
-from hf_moe_ep import patch
+from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep.factors import pack_factors
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 
@@ -131,3 +132,62 @@ def test_adapters_attached_after_patch() -> None:
     with torch.no_grad():
         want, got = (one(**inputs).logits for one in wrapped)
     assert_close("logits", got, want, 1e-10)
+
+
+def _reference_pass_first(rank: int, world: int) -> None:
+    """What preference training does: a forward of the base, or of another adapter, then a step."""
+    stock, model = with_lora(tiny(), seed=0), with_lora(tiny(), seed=0)
+    for one in (stock, model):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=3, target_parameters=list(EXPERTS), init_lora_weights=False, target_modules=["q_proj"]
+        )
+        one.add_adapter("second", config)
+        one.set_adapter("default")
+    apply_ep_fsdp2(model, ep_size=world)
+    both = [(one, torch.optim.AdamW(one.parameters(), lr=1e-3)) for one in (model, stock)]
+    for step, adapter in enumerate(("default", "second", "second", "default")):
+        logits, trained = [], []
+        for one, optimizer in both:
+            with torch.no_grad(), one.disable_adapter():
+                logits.append(one(**batch(one, 2, 7, seed=step)).logits)
+            one.set_adapter(adapter)
+            one(**batch(one, 2, 9, seed=step)).loss.backward()
+            trained.append({name for name, p in one.named_parameters() if p.grad is not None})
+            assert trained[-1] == {n for n, p in one.named_parameters() if p.requires_grad}
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(f"reference logits of step {step}", *logits, 1e-10)
+        assert trained[0] == trained[1] and any(adapter in name for name in trained[0])
+    found = {name: parity.full_tensor(p.detach()) for name, p in model.named_parameters()}
+    for name, tensor in pack_factors(model, found).items():
+        assert_close(name, tensor, stock.get_parameter(name), 1e-10)
+
+
+def test_a_reference_pass_before_the_step() -> None:
+    run_ranks(_reference_pass_first, 2)
+
+
+def _generates_first(rank: int, world: int) -> None:
+    for patch_first in (False, True):
+        stock = with_lora(tiny(), seed=0)
+        model = with_lora(patch(tiny(), ep_size=world) if patch_first else tiny(), seed=0)
+        apply_ep_fsdp2(model, ep_size=world)
+        prompt = batch(stock, 1, 5)["input_ids"]
+        options = {"max_new_tokens": 4, "do_sample": False}
+        got, want = (one.eval().generate(input_ids=prompt, **options) for one in (model, stock))
+        assert torch.equal(got, want), patch_first
+
+
+def test_generate_before_anything_else() -> None:
+    run_ranks(_generates_first, 2)
+
+
+def test_a_merged_model_is_patched_itself() -> None:
+    merged = patch(with_lora(tiny(), seed=0)).merge_and_unload()
+    inputs = batch(merged, 2, 9)
+    with torch.no_grad():
+        want = merged(**inputs).logits
+        assert torch.equal(patch(merged)(**inputs).logits, want)
+        assert_close("logits of stock's code", unpatch(merged)(**inputs).logits, want, 1e-10)
+    assert not [key for module in merged.modules() for key in vars(module) if "hf_moe_ep" in key]

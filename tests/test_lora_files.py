@@ -7,15 +7,19 @@ from unittest import mock
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from adapters import EXPERTS, with_lora
 from close import assert_close
 from parity import full_tensor
 from run_ranks import run_ranks
+from safetensors import safe_open
 from test_accelerate import launched, prepared
 from tiny_models import batch, tiny
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, factors, patch, save_pretrained
+from hf_moe_ep.checkpoint import gather_state_dict
 
 BUDGET = 1e-5  # fp32
 
@@ -184,9 +188,39 @@ def _added_by_transformers(rank: int, world: int, folder: str) -> None:
     )
     apply_ep_fsdp2(model, ep_size=2)
     want = _logits(model)
+    gathered = gather_state_dict(model)
+    assert all("lora_" in name for name in gathered) and len(gathered) == (0 if rank else 2 * 4)
     save_pretrained(model, folder)
     opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
     assert_close("logits in stock PEFT", _logits(opened), want, BUDGET)
+
+
+def _keys(folder: str) -> set[str]:
+    with safe_open(f"{folder}/adapter_model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def _with_embeddings(rank: int, world: int, folder: str) -> None:
+    """New tokens: PEFT saves embedding and head of a model that is larger than its base on disk."""
+    if rank == 0:
+        tiny(dtype=torch.float32).save_pretrained(f"{folder}/base")
+    dist.barrier()
+    for name, options in (("resized", {}), ("asked for", {"save_embedding_layers": True})):
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+        if name == "resized":
+            model.resize_token_embeddings(101)
+        model = with_lora(model)
+        if rank == 0:
+            model.save_pretrained(f"{folder}/stock {name}", **options)
+        apply_ep_fsdp2(model, ep_size=2)
+        save_pretrained(model, f"{folder}/{name}", **options)
+        want = _keys(f"{folder}/stock {name}")
+        assert any("embed_tokens" in key for key in want)
+        assert _keys(f"{folder}/{name}") == want, name
+
+
+def test_embeddings_are_saved_where_peft_saves_them(tmp_path: Path) -> None:
+    run_ranks(_with_embeddings, 2, str(tmp_path))
 
 
 def test_an_adapter_added_by_transformers(tmp_path: Path) -> None:
