@@ -1,11 +1,16 @@
 """LoRA on stacked experts: what a step may not allocate, gather or keep, and what is refused."""
 
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from adapters import EXPERTS, with_lora
 from gathers import gathered_units
 from run_ranks import run_ranks
@@ -14,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep import apply_ep_fsdp2, checkpoint, patch, save_pretrained
 
 
 class Largest(TorchDispatchMode):
@@ -166,3 +171,20 @@ def _trainable_beside_quantised(rank: int, world: int) -> None:
 
 def test_experts_that_a_quantization_left_trainable_are_refused() -> None:
     run_ranks(_trainable_beside_quantised, 2)
+
+
+def _saved_by_one_rank(rank: int, world: int, folder: str) -> None:
+    """A plain collective would wait for the process group's timeout."""
+    model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32), r=2), ep_size=world)
+    with mock.patch.object(checkpoint, "_PATIENCE", timedelta(seconds=2)):
+        if rank == 0:
+            for save in (model.save_pretrained, partial(save_pretrained, model)):
+                with pytest.raises(RuntimeError, match=r"called on 1 of 2 ranks only.*every rank"):
+                    save(folder)
+    dist.barrier()
+    for _ in range(2):  # the failed ones are forgotten
+        save_pretrained(model, folder)
+
+
+def test_saving_on_one_rank_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    run_ranks(_saved_by_one_rank, 2, str(tmp_path / "adapter"))
