@@ -187,7 +187,8 @@ def _save_adapters(
         original(self, save_directory, *args, **kwargs)
     elif given is not None:
         kwargs["state_dict"] = pack_factors(self, given)
-        original(self, save_directory, *args, **kwargs)
+        with hf.canonical_modules(self):
+            original(self, save_directory, *args, **kwargs)
     else:
         save_pretrained(self, save_directory, *args, **kwargs)
 

@@ -14,6 +14,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -172,15 +173,30 @@ def adapter_names(
     from peft import get_peft_model_state_dict
 
     saved: set[int] = set()
-    for adapter in model.peft_config:
-        found = get_peft_model_state_dict(
-            model,
-            state_dict,
-            adapter_name=adapter,
-            save_embedding_layers=save_embedding_layers,
-        )
-        saved |= {id(tensor) for tensor in found.values()}
+    with canonical_modules(model):
+        for adapter in model.peft_config:
+            found = get_peft_model_state_dict(
+                model,
+                state_dict,
+                adapter_name=adapter,
+                save_embedding_layers=save_embedding_layers,
+            )
+            saved |= {id(tensor) for tensor in found.values()}
     return [name for name, tensor in state_dict.items() if id(tensor) in saved]
+
+
+@contextmanager
+def canonical_modules(model: nn.Module) -> Iterator[None]:
+    """Let `model` name its modules as its state dict does, without activation checkpointing.
+
+    PEFT looks up what it saves beside adapters by the names of modules (utils/save_and_load.py).
+    """
+    names = [(canonical_name(name), module) for name, module in model.named_modules()]
+    setattr(model, "named_modules", lambda: iter(names))  # noqa: B010  mypy: a method
+    try:
+        yield
+    finally:
+        delattr(model, "named_modules")
 
 
 def peft_classes() -> tuple[Any, Any, Any] | None:

@@ -12,7 +12,8 @@ as PEFT packs it, so it is a stock adapter. `install` wraps, once per process:
     ParamWrapper._activate_lora      leaves the factors, for experts that we compute
     BaseTuner.inject_adapter,
     merge_and_unload, unload,        refuse a sharded model: what they would add or change is
-    merge_adapter                    neither split nor kept in step between ranks
+    merge_adapter,                   neither split nor kept in step between ranks
+    PeftModel.load_adapter
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ def install() -> None:
     classes = hf.peft_classes()
     if classes is None:
         return
-    _, tuner, parameter_wrapper = classes
+    peft_model, tuner, parameter_wrapper = classes
     hf.wrap_once(parameter_wrapper, "_activate_lora", _activate)
     hf.wrap_once(tuner, "inject_adapter", _inject_adapter)
+    hf.wrap_once(peft_model, "load_adapter", _load_adapter)
     for name in ("merge_and_unload", "unload", "merge_adapter"):
         hf.wrap_once(tuner, name, partial(_merge, name))
 
@@ -93,6 +95,18 @@ def _inject_adapter(
             f"accelerator.prepare, so that every rank trains its share of the same adapter"
         )
     original(self, model, *args, **kwargs)
+
+
+def _load_adapter(
+    original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if ranks := _sharded_over(self):
+        raise ValueError(
+            f"load_adapter on a model that is sharded over {ranks} ranks; load {model_id} before "
+            f"apply_ep_fsdp2 or accelerator.prepare: PeftModel.from_pretrained(base, {model_id!r}, "
+            f"is_trainable=True)"
+        )
+    return original(self, model_id, *args, **kwargs)
 
 
 def _merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

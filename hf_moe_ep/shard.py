@@ -15,7 +15,8 @@ can be loaded at any other layout.
 
 Every parameter and buffer starts with rank 0's value, unit by unit: each rank builds a random
 head or adapter from its own seed, and with memory-efficient loading only rank 0 has weights at
-all. Nothing larger than one unit is ever whole on a device.
+all. Nothing larger than one unit is ever whole on a device. Parameters that are on the meta device
+on every rank stay there, to be read from a checkpoint (`hub_read.py`).
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class ShardOptions:
         fp32_masters: hold trainable parameters in fp32.
         reshard_after_forward: as in `fully_shard`.
         ignored_params: parameters FSDP2 leaves alone.
+        empty_params: parameters on the meta device, which stay there, the same on every rank.
     """
 
     mp_policy: MixedPrecisionPolicy
@@ -62,6 +64,7 @@ class ShardOptions:
     fp32_masters: bool
     reshard_after_forward: bool
     ignored_params: frozenset[nn.Parameter] = frozenset()
+    empty_params: frozenset[nn.Parameter] = frozenset()
 
     def fully_shard_kwargs(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = {
@@ -104,7 +107,13 @@ def shard_model(
             are missing.
     """
     _check_ranks_agree(model, state, options)
-    meshes = build_meshes(state.config, device)
+    return shard_units(model, state, options, build_meshes(state.config, device))
+
+
+def shard_units(
+    model: nn.Module, state: ModelState, options: ShardOptions, meshes: Meshes
+) -> nn.Module:
+    """What `shard_model` does once ranks are known to agree."""
     units = find_units(model, state.plan)
     _check_frozen(model, units.experts.values())
     # Before anything is changed: fully_shard cannot be taken back.
@@ -115,7 +124,7 @@ def shard_model(
                 local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])
                 _expert_placement(local, state.config.expert_shard_dim, meshes.ep_fsdp_size)
     owners = _owners(model)
-    _broadcast_unsharded(model, options, device)
+    _broadcast_unsharded(model, options, meshes.device)
     kwargs = options.fully_shard_kwargs()
     for index, layer in enumerate(units.layers):
         if index in units.experts:
@@ -260,6 +269,7 @@ def _fill(
     experts in front.
     """
     parameters = {id(p): p for module in modules for p in module.parameters()}
+    _check_dtypes(parameters.values(), options)
     for key, old in parameters.items():
         # A subclass carries state of its own (bitsandbytes' Params4bit) that no copy keeps.
         if isinstance(old, DTensor) or old in options.ignored_params or key not in owners:
@@ -267,7 +277,8 @@ def _fill(
         if type(old) is not nn.Parameter:
             continue
         places = owners.pop(key)
-        value = _from_rank0(old.detach(), meshes.device)
+        empty = old in options.empty_params
+        value = old.detach() if empty else _from_rank0(old.detach(), meshes.device)
         split_over_ep = key in split and meshes.ep_size > 1
         if key in split:
             value = split[key](value).contiguous()
@@ -280,6 +291,21 @@ def _fill(
         new = nn.Parameter(value, requires_grad=old.requires_grad)
         for module, name in places:
             setattr(module, name, new)
+
+
+def _check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> None:
+    """What FSDP2 would only say in the first forward."""
+    dtypes = {
+        str(p.dtype)
+        for p in parameters
+        if p.requires_grad and not isinstance(p, DTensor) and p not in options.ignored_params
+    }
+    if len(dtypes) > 1 and not options.fp32_masters:
+        raise ValueError(
+            f"parameters to be trained in one layer have dtypes {' and '.join(sorted(dtypes))}, "
+            f"and FSDP2 wants one; launch with mixed_precision: bf16 (all get fp32 masters), or "
+            f"make adapters in the model's dtype: get_peft_model(..., autocast_adapter_dtype=False)"
+        )
 
 
 def _broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.device) -> None:
@@ -311,7 +337,13 @@ def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOption
         if isinstance(getattr(module, STATE, None), MoELayer)
     )
     shapes = [
-        (hf.canonical_name(name), tuple(p.shape), str(p.dtype), p.requires_grad)
+        (
+            hf.canonical_name(name),
+            tuple(p.shape),
+            str(p.dtype),
+            p.requires_grad,
+            p in options.empty_params,
+        )
         for name, p in model.named_parameters()
     ]
     mine = {
@@ -323,7 +355,8 @@ def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOption
     # Last, because a field like the number of layers shows better in what stands above.
     for name, value in sorted(hf.model_config_fields(model).items()):
         mine[f"{name} of the model's config"] = repr(value)
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [p for p in model.parameters() if p not in options.empty_params]
+    tensors += model.buffers()
     on_meta = [tensor for tensor in tensors if tensor.is_meta]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, len(on_meta)))
@@ -341,5 +374,5 @@ def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOption
         raise ValueError(
             f"{missing} of {len(tensors)} parameters and buffers of rank 0 are on the meta device "
             f"and have no values; load the model with from_pretrained before sharding, on rank 0 "
-            f"at least"
+            f"at least, or name the checkpoint: apply_ep_fsdp2(model, weights=directory)"
         )

@@ -219,6 +219,31 @@ def _with_embeddings(rank: int, world: int, folder: str) -> None:
         assert _keys(f"{folder}/{name}") == want, name
 
 
+def _beside_checkpoint_wrappers(rank: int, world: int, folder: str) -> None:
+    """Accelerate's activation checkpointing renames modules, by which PEFT looks for copies."""
+    with launched(FSDP_ACTIVATION_CHECKPOINTING="true"):
+        model = with_lora(tiny(dtype=torch.float32), modules_to_save=["post_attention_layernorm"])
+        if rank == 0:
+            model.save_pretrained(f"{folder}/stock")
+        accelerator, model, _ = prepared(model, ep_size=2)
+        assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
+        _train(model)
+        want = _logits(model)
+        save_pretrained(model, f"{folder}/ours")
+        given = accelerator.get_state_dict(model)
+        if rank == 0:
+            accelerator.unwrap_model(model).save_pretrained(f"{folder}/given", state_dict=given)
+        accelerator.wait_for_everyone()
+    for name in ("ours", "given"):
+        assert _keys(f"{folder}/{name}") == _keys(f"{folder}/stock"), name
+        opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), f"{folder}/{name}")
+        assert_close(f"{name}: logits in stock PEFT", _logits(opened), want, BUDGET)
+
+
+def test_modules_to_save_under_accelerates_activation_checkpointing(tmp_path: Path) -> None:
+    run_ranks(_beside_checkpoint_wrappers, 2, str(tmp_path))
+
+
 def test_embeddings_are_saved_where_peft_saves_them(tmp_path: Path) -> None:
     run_ranks(_with_embeddings, 2, str(tmp_path))
 

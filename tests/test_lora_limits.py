@@ -14,6 +14,7 @@ import torch.distributed as dist
 from adapters import EXPERTS, with_lora
 from gathers import gathered_units
 from run_ranks import run_ranks
+from test_accelerate import launched, prepared
 from tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -122,6 +123,10 @@ class Refused:
     def unload(model: Any) -> None:
         model.unload()
 
+    @staticmethod
+    def load(model: Any) -> None:
+        model.load_adapter("out/adapter", "default")
+
 
 def _refused_when_sharded(rank: int, world: int) -> None:
     model = with_lora(tiny(dtype=torch.float32), r=2)
@@ -131,6 +136,8 @@ def _refused_when_sharded(rank: int, world: int) -> None:
     for call in (Refused.merge, Refused.merge_adapter, Refused.unload):
         with pytest.raises(ValueError, match="sharded over 2 ranks; save the adapter"):
             call(model)
+    with pytest.raises(ValueError, match="sharded over 2 ranks; load out/adapter before"):
+        Refused.load(model)
     model(**batch(model, 2, 9)).loss.backward()  # nothing is left half done
     plain = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=world)
     with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
@@ -139,6 +146,22 @@ def _refused_when_sharded(rank: int, world: int) -> None:
 
 def test_what_is_refused_when_sharded() -> None:
     run_ranks(_refused_when_sharded, 2)
+
+
+def _mixed_dtypes(rank: int, world: int) -> None:
+    """PEFT makes fp32 factors, and copies modules_to_save in the model's dtype."""
+    for saved in (["post_attention_layernorm"], None):
+        model = with_lora(tiny(dtype=torch.bfloat16), modules_to_save=saved)
+        with launched():
+            if saved is None:
+                prepared(model, ep_size=world)
+                continue
+            with pytest.raises(ValueError, match=r"torch.bfloat16 and torch.float32.*wants one"):
+                prepared(model, ep_size=world)
+
+
+def test_trained_parameters_of_two_dtypes_are_an_error_that_says_so() -> None:
+    run_ranks(_mixed_dtypes, 2)
 
 
 @pytest.mark.parametrize(
