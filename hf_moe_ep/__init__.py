@@ -8,6 +8,7 @@
 Importing this package changes nothing; `patch` does.
 """
 
+from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
 from hf_moe_ep.checkpoint import save_pretrained
 from hf_moe_ep.collate import PositionCollator
 from hf_moe_ep.config import ParallelConfig
@@ -18,7 +19,7 @@ from hf_moe_ep.grads import (
     data_parallel_size,
     global_token_count,
 )
-from hf_moe_ep.patch import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep.patch import patch, unpatch
 
 __all__ = [
     "ParallelConfig",
@@ -28,6 +29,7 @@ __all__ = [
     "data_parallel_rank",
     "data_parallel_size",
     "describe",
+    "from_pretrained",
     "global_token_count",
     "patch",
     "save_pretrained",

@@ -1,16 +1,19 @@
 """Sharded parameters -> Hugging Face checkpoint in hub layout.
 
-Tensors are gathered one after the other, every rank taking part, and kept by rank 0 alone, in
-host memory; transformers' own writer then turns the stacked experts back into the layout of the
-hub (one key per expert for Qwen3-MoE) and writes shards, index and config.
+Tensors are gathered one after the other, every rank taking part, and written by rank 0
+(`hub_write.py`). A stacked weight comes in slabs, the experts of one ep rank each: first gathered
+over ep_fsdp by everyone, then broadcast in rank 0's ep group. So no rank holds more than one dense
+tensor or the experts of two ep ranks beyond its shards.
 
-Rank 0 needs host memory for the whole model.
+A model with adapters is saved as PEFT saves it: small, and whole on rank 0.
 """
 
 from __future__ import annotations
 
 import os
-from datetime import timedelta
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,31 +21,61 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_moe_ep import hf
+from hf_moe_ep import hf, hf_hub
 from hf_moe_ep.factors import pack_factors
+from hf_moe_ep.hub_layout import hub_pieces
+from hf_moe_ep.hub_write import HubWriter, Source, parse_size, split_files, whole, write_slab
+from hf_moe_ep.meet import check_everyone_calls, is_distributed, rank, together
+from hf_moe_ep.safetensors_file import Box
+from hf_moe_ep.state import ModelState, find_state
 
-# How far ranks may be apart when they begin to save.
-_PATIENCE = timedelta(minutes=5)
 
-
-def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **kwargs: Any) -> None:
+def save_pretrained(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    processor: Any = (),
+    **kwargs: Any,
+) -> None:
     """Write `model` so that stock `from_pretrained(directory)` loads it; every rank calls this.
+
+    Beside its shards a rank needs memory for the experts of two ep ranks in one layer. A process
+    killed on the way leaves the checkpoint that was there.
 
     Args:
         model: patched, sharded or not.
-        directory: created if missing; shared by all ranks (only rank 0 writes).
-        kwargs: passed to the model's own `save_pretrained`.
+        directory: created if missing; only rank 0 writes.
+        max_shard_size: bytes of a file, or "5GB".
+        dtype: None is the one that the model was loaded in; fp32 keeps the fp32 masters of a bf16
+            model.
+        processor: tokenizer or processor to save beside the model, or several.
+        kwargs: of a model with adapters alone: passed to PEFT's `save_pretrained`.
 
     Raises:
         RuntimeError: some rank has not called this within five minutes.
+        OSError: on every rank, where rank 0 cannot write; what was there stays.
     """
-    _check_everyone_calls("save_pretrained")
-    state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
-    distributed = dist.is_available() and dist.is_initialized()
-    if not distributed or dist.get_rank() == 0:
-        hf.unwrap(model).save_pretrained(os.fspath(directory), state_dict=state_dict, **kwargs)
-    if distributed:
-        dist.barrier()
+    check_everyone_calls("save_pretrained")
+    folder, model = Path(directory), hf.unwrap(model)
+    others = processor if isinstance(processor, (list, tuple)) else [processor]
+    if getattr(model, "peft_config", None):
+        _save_adapters(model, folder, others, kwargs)
+        return
+    if kwargs:
+        raise TypeError(f"save_pretrained() got unexpected arguments: {', '.join(kwargs)}")
+    state = find_state(model)
+    if state is None:
+        raise ValueError(f"this {type(model).__name__} is not patched; call its save_pretrained")
+    sources = _sources(model, state, dtype)
+    files = split_files(sources, parse_size(max_shard_size))
+    with together(f"saving to {directory}"):
+        if rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            dtypes = [s.dtype for s in sources if s.dtype.is_floating_point]
+            hf_hub.save_configs(model, folder, dtypes[0], others)
+    _write(folder, files)
 
 
 @torch.no_grad()
@@ -54,48 +87,116 @@ def gather_state_dict(
     Of a model with adapters what PEFT saves, packed as PEFT packs it: the base stays where it is.
     `save_embedding_layers` as in PEFT's save_pretrained.
     """
-    keep = not dist.is_initialized() or dist.get_rank() == 0
+    keep = rank() == 0
     full: dict[str, Tensor] = {}
     model = hf.unwrap(model)
     state_dict = model.state_dict()
     names = hf.adapter_names(model, state_dict, save_embedding_layers) if keep else None
-    if dist.is_initialized():
+    if is_distributed():
         # Rank 0 decides: PEFT looks into files that others may not have.
         decision = [names]
         dist.broadcast_object_list(decision, src=0)
         names = decision[0]
     for name in state_dict if names is None else names:
         tensor = state_dict[name]
-        whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
+        gathered = _whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
-            full[hf.canonical_name(name)] = whole.detach().cpu()
+            full[hf.canonical_name(name)] = gathered.detach().cpu()
     return pack_factors(model, full)
 
 
-def _check_everyone_calls(what: str) -> None:
-    """Ranks meet at the store: inside `if is_main_process:` the first collective would hang."""
-    if not dist.is_initialized():
-        return
-    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    called = f"hf_moe_ep/{what}"
-    number = store.add(called, 1)
-    met = f"{called}/{(number - 1) // world}"
-    if number % world == 0:
-        store.set(met, "")
+def _save_adapters(model: Any, folder: Path, others: Iterable[Any], kwargs: dict[str, Any]) -> None:
+    state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
+    with together(f"saving to {folder}"):
+        if rank() == 0:
+            model.save_pretrained(os.fspath(folder), state_dict=state_dict, **kwargs)
+            for other in others:
+                other.save_pretrained(folder)
+
+
+def _sources(model: Any, state: ModelState, dtype: torch.dtype | None) -> list[Source]:
+    """All that a checkpoint holds, tied weights once."""
+    sources, seen = [], set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        pieces = hub_pieces(hf_hub.file_name(name), tuple(tensor.shape), state.plan)
+        wanted = dtype or state.dtypes.get(hf.canonical_name(name), tensor.dtype)
+        kept = tensor.dtype if not tensor.is_floating_point() else wanted
+        sources.append(Source(pieces, kept, partial(_slabs, tensor)))
+    return sources
+
+
+def _write(folder: Path, files: list[list[Source]]) -> None:
+    """Every rank gathers; rank 0 writes. Its errors reach the others at the end of a file."""
+    writer = HubWriter(folder, files) if rank() == 0 else None
+    total = sum(source.bytes for sources in files for source in sources)
     try:
-        store.wait([met], _PATIENCE)
-    except RuntimeError as error:  # DistStoreError
-        present = store.add(called, 0) % world
-        store.add(called, -1)
-        raise RuntimeError(
-            f"{what} was called on {present} of {world} ranks only, {_PATIENCE} ago; call it on "
-            f"every rank (rank 0 alone writes), not inside `if is_main_process:`"
-        ) from error
+        with hf_hub.progress_bar(total, f"saving {folder}", rank() == 0) as progress:
+            for number, sources in enumerate(files):
+                with together(f"saving to {folder}"):
+                    _write_file(writer, number, sources, progress)
+        with together(f"saving to {folder}"):
+            if writer is not None:
+                writer.commit()
+    except (OSError, ValueError):
+        if writer is not None:
+            writer.abandon()
+        raise
 
 
-def _whole(tensor: DTensor) -> Tensor:
+@torch.no_grad()
+def _write_file(
+    writer: HubWriter | None, number: int, sources: list[Source], progress: Any
+) -> None:
+    slabs = ((source, *slab) for source in sources for slab in source.slabs())
+    if writer is None:
+        for _ in slabs:
+            pass
+        return
+    try:
+        with writer.open(number, sources) as file:
+            for source, box, slab in slabs:
+                assert slab is not None
+                write_slab(file, source, box, slab)
+                progress.update(slab.numel() * source.dtype.itemsize)
+        writer.done(number, file)
+    finally:
+        for _ in slabs:  # where writing failed, the others are still gathering
+            pass
+
+
+def _slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
+    """The values of a parameter for rank 0, on its host; every rank runs this to the end."""
+    if not isinstance(tensor, DTensor):
+        yield from whole(tensor.detach().cpu())
+        return
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if "ep" not in names:
+        gathered = _whole(tensor)
+        yield from whole(gathered.detach().cpu()) if rank() == 0 else ()
+        return
+    axis = names.index("ep")
+    group = tensor.device_mesh.get_group(axis)
+    mine = _whole(tensor, but=axis)
+    ranks = dist.get_process_group_ranks(group)
+    if 0 not in ranks:
+        return
+    for number, source in enumerate(ranks):
+        slab = mine.contiguous() if source == dist.get_rank() else torch.empty_like(mine)
+        dist.broadcast(slab, src=source, group=group)
+        experts = (number * mine.shape[0], (number + 1) * mine.shape[0])
+        box = (experts, *((0, size) for size in mine.shape[1:]))
+        yield box, slab.cpu() if rank() == 0 else None
+
+
+def _whole(tensor: DTensor, but: int | None = None) -> Tensor:
+    """Gathered over every mesh axis, `but` one."""
     # One mesh axis at a time: DTensor warns on every rank when it has to order several itself.
     for axis in range(tensor.device_mesh.ndim):
+        if axis == but:
+            continue
         placements = list(tensor.placements)
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)

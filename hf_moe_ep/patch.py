@@ -24,9 +24,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,7 +38,6 @@ from hf_moe_ep.moe import ForwardGuard, moe_forward
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.recompute import unwatch_checkpoints
 from hf_moe_ep.routing import GlobalAuxLoss, RestoreAuxLoss
-from hf_moe_ep.shard import ShardOptions, default_device, default_policy, shard_model
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.ulysses import (
     JoinLogits,
@@ -94,7 +92,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     before: ModelState | None = getattr(model, STATE, None)
     if before is not None and before.meshes is None and before.config == config:
         return model
-    _check_unsharded(model)
+    check_unsharded(model)
     plan, model_config = _find_plan(model)
     state = ModelState(config, plan, getattr(model_config, plan.num_experts))
     experts, tower = _find_experts(model, plan, model_config), _find_tower(model, plan)
@@ -119,52 +117,6 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     lora.install()
     _log(model, state, list(experts), computes[0])
     return model
-
-
-def apply_ep_fsdp2(
-    model: nn.Module,
-    config: ParallelConfig | None = None,
-    *,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    **overrides: Any,
-) -> nn.Module:
-    """Shard a model over all ranks of the default process group, in place; returns it.
-
-    For a training loop of your own. Create the optimizer afterwards: parameters are replaced.
-
-    Args:
-        model: patched, or a stock model, which is patched first with `config` and `overrides`.
-        mp_policy: FSDP2's policy; None computes in the dtype the model was loaded in, with fp32
-            masters and fp32 gradient reduction where that is bf16 or fp16.
-        offload_policy: FSDP2's policy; None keeps parameters on the device.
-
-    Raises:
-        ValueError: no process group; sizes that do not fit the world; ranks that disagree;
-            missing weights; and all that `patch` raises.
-    """
-    state: ModelState | None = getattr(model, STATE, None)
-    if state is None or config is not None or overrides:
-        patch(model, config, **overrides)
-        state = getattr(model, STATE)
-    else:
-        _check_unsharded(model)
-    assert state is not None
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            "apply_ep_fsdp2 shards over a process group and there is none; start the script with "
-            "torchrun or accelerate launch and call torch.distributed.init_process_group()"
-        )
-    policy, fp32_masters = default_policy(model)
-    if mp_policy is not None:
-        policy, fp32_masters = mp_policy, mp_policy.param_dtype is not None
-    options = ShardOptions(
-        mp_policy=policy,
-        offload_policy=offload_policy or OffloadPolicy(),
-        fp32_masters=fp32_masters,
-        reshard_after_forward=state.config.reshard_after_forward,
-    )
-    return shard_model(model, state, options, default_device())
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -290,7 +242,8 @@ def _choose_compute(module: nn.Module, config: ParallelConfig) -> Compute | None
     return choose_compute(module, config.experts_backend, recompute=config.recompute_activations)
 
 
-def _check_unsharded(model: nn.Module) -> None:
+def check_unsharded(model: nn.Module) -> None:
+    """Raise where the model, or a part of it, was sharded or wrapped by anyone."""
     sharded = "pass the model as from_pretrained returns it, patch it, then shard it once"
     if isinstance(model, DistributedDataParallel):
         raise ValueError(f"the model is wrapped in DistributedDataParallel; {sharded}")

@@ -8,8 +8,9 @@ component: "layers.*.mlp.experts" finds `model.layers.3.mlp.experts` and, under 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 
@@ -27,6 +28,20 @@ class VisionPlan:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """How checkpoints of the hub hold a stacked weight, which is [E, out, in] in memory.
+
+    Attributes:
+        parts: the tensors of one expert, [out / len(parts), in] each, one behind the other along
+            out; "{}" is the expert. Empty: one tensor of all experts, by the weight's own name.
+        transposed: that one tensor is [E, in, out].
+    """
+
+    parts: tuple[str, ...] = ()
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """One architecture.
 
@@ -39,6 +54,7 @@ class ModelPlan:
         num_experts: field of the text config that holds the experts per layer.
         num_moe_layers: text config -> how many modules `experts` has to match.
         expert_weights: parameters of an experts module that are stacked over experts (dim 0).
+        stored: how the hub holds them, by name; as in memory where nothing is said.
         aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss,
             dotted where its config holds it; None without such a loss.
         vision: None for a model of text alone.
@@ -52,8 +68,18 @@ class ModelPlan:
     num_experts: str
     num_moe_layers: Callable[[Any], int]
     expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")
+    stored: Mapping[str, Stored] = field(default_factory=dict)
     aux_loss_coef: str | None = None
     vision: VisionPlan | None = None
+
+
+# One key per expert and projection, as most published checkpoints have it.
+PER_EXPERT: Mapping[str, Stored] = MappingProxyType(
+    {
+        "gate_up_proj": Stored(("{}.gate_proj.weight", "{}.up_proj.weight")),
+        "down_proj": Stored(("{}.down_proj.weight",)),
+    }
+)
 
 
 def count_sparse_layers(config: Any) -> int:

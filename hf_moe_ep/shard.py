@@ -124,6 +124,7 @@ def shard_units(
                 local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])
                 _expert_placement(local, state.config.expert_shard_dim, meshes.ep_fsdp_size)
     owners = _owners(model)
+    state.dtypes = {hf.canonical_name(name): p.dtype for name, p in model.named_parameters()}
     _broadcast_unsharded(model, options, meshes.device)
     kwargs = options.fully_shard_kwargs()
     for index, layer in enumerate(units.layers):
@@ -355,8 +356,8 @@ def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOption
     # Last, because a field like the number of layers shows better in what stands above.
     for name, value in sorted(hf.model_config_fields(model).items()):
         mine[f"{name} of the model's config"] = repr(value)
-    tensors = [p for p in model.parameters() if p not in options.empty_params]
-    tensors += model.buffers()
+    loaded = [p for p in model.parameters() if p not in options.empty_params]
+    tensors = [*loaded, *model.buffers()]
     on_meta = [tensor for tensor in tensors if tensor.is_meta]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, len(on_meta)))

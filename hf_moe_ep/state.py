@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -30,6 +31,8 @@ class ModelState:
     num_experts: int
     meshes: Meshes | None = None
     policy: MixedPrecisionPolicy | None = None
+    # Of parameters before fp32 masters were made, by name: what they are saved in.
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     forward_number: int = 0
     # Whether a loss with num_items_in_batch is added up over data ranks, or is a rank's own mean.
     sums_losses: bool = True

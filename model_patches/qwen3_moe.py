@@ -6,7 +6,7 @@ every n-th (transformers, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecode
 
 from __future__ import annotations
 
-from hf_moe_ep.plan import ModelPlan, count_sparse_layers
+from hf_moe_ep.plan import PER_EXPERT, ModelPlan, count_sparse_layers
 
 PLAN = ModelPlan(
     model_type="qwen3_moe",
@@ -16,5 +16,6 @@ PLAN = ModelPlan(
     final_norm="norm",
     num_experts="num_experts",
     num_moe_layers=count_sparse_layers,
+    stored=PER_EXPERT,
     aux_loss_coef="router_aux_loss_coef",
 )

@@ -7,7 +7,7 @@ Qwen3VLMoeTextDecoderLayer).
 
 from __future__ import annotations
 
-from hf_moe_ep.plan import ModelPlan, VisionPlan, count_sparse_layers
+from hf_moe_ep.plan import ModelPlan, Stored, VisionPlan, count_sparse_layers
 
 PLAN = ModelPlan(
     model_type="qwen3_vl_moe",
@@ -17,6 +17,7 @@ PLAN = ModelPlan(
     final_norm="language_model.norm",
     num_experts="num_experts",
     num_moe_layers=count_sparse_layers,
+    stored={"gate_up_proj": Stored(transposed=True), "down_proj": Stored(transposed=True)},
     aux_loss_coef="config.text_config.router_aux_loss_coef",
     vision=VisionPlan(tower="visual", blocks="visual.blocks.*", attention="visual.blocks.*.attn"),
 )

@@ -19,15 +19,19 @@ CORE, PLUGINS = "hf_moe_ep", "model_patches"
 
 # Module -> what it may import of our own; "*" is every row below.
 ROWS = {
-    "__init__": "patch collate shard checkpoint routing grads describe config",
+    "__init__": "apply patch collate shard checkpoint routing grads describe config",
     "cli": "adapter_files",
     "adapter_files": "adapter_experts",
     "adapter_experts": "patch plan",
+    "apply": "patch hub_read hf_hub shard state meet safetensors_file config",
     "patch": "*",
     "describe": "state mesh hf",
     "accelerate": "shared_batches checkpoint factors shard state mesh grads config hf",
     "shared_batches": "state mesh config",
-    "checkpoint": "factors shard lora state mesh plan hf",
+    "checkpoint": "hub_write hub_layout factors hf_hub state meet safetensors_file hf",
+    "hub_write": "hub_layout safetensors_file",
+    "hub_read": "hub_layout hf_hub meet safetensors_file plan hf",
+    "hub_layout": "safetensors_file plan",
     "shard": "units lora state mesh plan hf",
     "units": "plan hf",
     "lora": "factors state experts hf",
@@ -49,6 +53,9 @@ ROWS = {
     "experts": "factors ops hf",
     "factors": "hf",
     "mesh": "config",
+    "meet": "",
+    "safetensors_file": "",
+    "hf_hub": "hf",
     "comm": "",
     "ops": "ops.expert_mlp ops.permute ops.reference ops.autograd",
     "ops.expert_mlp": (
@@ -74,9 +81,9 @@ ROWS = {
 THIRD_PARTY = {
     "accelerate": "accelerate transformers",
     "adapter_files": "safetensors",
-    "checkpoint": "safetensors",
     "deepep": "deep_ep",
     "hf": "accelerate peft transformers",
+    "hf_hub": "accelerate huggingface_hub transformers",
     "model_patches.*": "accelerate peft transformers",
     "ops.*": "triton",
     "shared_batches": "accelerate transformers",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_moe_ep import apply_ep_fsdp2, checkpoint, patch, save_pretrained
+from hf_moe_ep import apply_ep_fsdp2, meet, patch, save_pretrained
 
 
 class Largest(TorchDispatchMode):
@@ -199,7 +199,7 @@ def test_experts_that_a_quantization_left_trainable_are_refused() -> None:
 def _saved_by_one_rank(rank: int, world: int, folder: str) -> None:
     """A plain collective would wait for the process group's timeout."""
     model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32), r=2), ep_size=world)
-    with mock.patch.object(checkpoint, "_PATIENCE", timedelta(seconds=2)):
+    with mock.patch.object(meet, "_PATIENCE", timedelta(seconds=2)):
         if rank == 0:
             for save in (model.save_pretrained, partial(save_pretrained, model)):
                 with pytest.raises(RuntimeError, match=r"called on 1 of 2 ranks only.*every rank"):

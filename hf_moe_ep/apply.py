@@ -1,0 +1,144 @@
+"""A sharded model in one call, for a training loop of your own.
+
+    apply_ep_fsdp2(model)                  a model that from_pretrained has loaded
+    apply_ep_fsdp2(model, weights=folder)  one on the meta device: each rank reads its shards
+    from_pretrained(name, ep_size=8)       builds that model from the folder's config first
+
+With Accelerate or the Trainer none of them is needed: `accelerate.py` shards in `prepare`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from hf_moe_ep import hf_hub
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.hub_read import find_weights, load_weights
+from hf_moe_ep.meet import together
+from hf_moe_ep.patch import check_unsharded, patch
+from hf_moe_ep.safetensors_file import read_index
+from hf_moe_ep.shard import ShardOptions, default_device, default_policy, shard_model
+from hf_moe_ep.state import STATE, ModelState
+
+
+def apply_ep_fsdp2(
+    model: nn.Module,
+    config: ParallelConfig | None = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    **overrides: Any,
+) -> nn.Module:
+    """Shard a model over all ranks of the default process group, in place; returns it.
+
+    For a training loop of your own. Create the optimizer afterwards: parameters are replaced.
+
+    Args:
+        model: patched, or a stock model, which is patched first with `config` and `overrides`.
+        weights: a folder with a safetensors checkpoint, for a model with parameters on the meta
+            device: each rank reads its part of those alone. Others, such as adapters attached to
+            such a model, start with rank 0's values.
+        mp_policy: FSDP2's policy; None computes in the dtype the model was loaded in, with fp32
+            masters and fp32 gradient reduction where that is bf16 or fp16.
+        offload_policy: FSDP2's policy; None keeps parameters on the device.
+
+    Raises:
+        ValueError: no process group; sizes that do not fit the world; ranks that disagree;
+            missing weights; a checkpoint that is not whole or does not fit; and all that `patch`
+            raises.
+    """
+    state: ModelState | None = getattr(model, STATE, None)
+    if state is None or config is not None or overrides:
+        patch(model, config, **overrides)
+        state = getattr(model, STATE)
+    else:
+        check_unsharded(model)
+    assert state is not None
+    _check_group("apply_ep_fsdp2")
+    policy, fp32_masters = default_policy(model)
+    if mp_policy is not None:
+        policy, fp32_masters = mp_policy, mp_policy.param_dtype is not None
+    empty = {n: p for n, p in model.named_parameters() if p.is_meta and weights is not None}
+    options = ShardOptions(
+        mp_policy=policy,
+        offload_policy=offload_policy or OffloadPolicy(),
+        fp32_masters=fp32_masters,
+        reshard_after_forward=state.config.reshard_after_forward,
+        empty_params=frozenset(empty.values()),
+    )
+    device = default_device()
+    if weights is None:
+        return shard_model(model, state, options, device)
+    if not empty:
+        raise ValueError(
+            f"weights={os.fspath(weights)!r} is for a model on the meta device, and every "
+            f"parameter of this one has values; leave it out to train on with those"
+        )
+    found = find_weights(model, weights, state.plan, empty)
+    shard_model(model, state, options, device)
+    offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
+    load_weights(model, found, torch.device("cpu") if offloaded else device)
+    return model
+
+
+def from_pretrained(
+    name_or_dir: str | os.PathLike[str],
+    *,
+    model_class: Any = None,
+    config: ParallelConfig | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Load a model sharded: each rank reads, from a folder that all of them see, its shards alone.
+
+    Beside its shards a rank needs memory for one part of one tensor. Under Accelerate and the
+    Trainer, load with transformers' `from_pretrained` and call `patch`.
+
+    Args:
+        name_or_dir: a folder, or a model of the hub, which is downloaded into the cache.
+        model_class: of transformers; None is the one that the folder's config names.
+        config: as in `patch`; its fields may also be given by name, such as `ep_size=8`.
+        mp_policy, offload_policy: as in `apply_ep_fsdp2`.
+        options: as in transformers' `from_pretrained`: `dtype` (by default that of the checkpoint),
+            `attn_implementation`, `revision`, `token`, `cache_dir`, .., and fields of its config.
+
+    Raises:
+        ValueError: as `apply_ep_fsdp2`.
+    """
+    _check_group("from_pretrained")
+    sizes = {f.name for f in fields(ParallelConfig)}
+    overrides = {name: options.pop(name) for name in sizes & options.keys()}
+    with together(f"from_pretrained({os.fspath(name_or_dir)!r})"):
+        folder = hf_hub.local_folder(name_or_dir, options)
+        model = hf_hub.empty_model(folder, model_class, partial(_first_dtype, folder), options)
+    return apply_ep_fsdp2(
+        model,
+        config,
+        weights=folder,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        **overrides,
+    )
+
+
+def _first_dtype(folder: os.PathLike[str]) -> torch.dtype:
+    dtypes = (entry.dtype for entry in read_index(folder).values())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
+
+
+def _check_group(caller: str) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"{caller} shards over a process group and there is none; start the script with "
+            "torchrun or accelerate launch and call torch.distributed.init_process_group()"
+        )

@@ -1,0 +1,128 @@
+"""What transformers, accelerate and huggingface_hub know about folders of the hub and their models.
+
+Like hf.py the place of names that are no public API; each function says which upstream file it
+leans on. Checked with transformers 5.23 and accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from hf_moe_ep import hf
+
+_PEFT_PREFIX = "base_model.model."
+_DOWNLOAD = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "token",
+)
+_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
+
+
+def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -> Path:
+    """A folder as it is, or that of a model of the hub, downloaded where it is not in the cache.
+
+    Takes its own options out of `options`. Ranks of one node wait for each other's downloads at
+    the locks of the cache.
+    """
+    own = {name: options.pop(name) for name in _DOWNLOAD if name in options}
+    if os.path.isdir(name_or_dir):
+        return Path(name_or_dir)
+    found = snapshot_download(os.fspath(name_or_dir), allow_patterns=list(_PATTERNS), **own)
+    return Path(found)
+
+
+def empty_model(
+    folder: Path, model_class: Any, find_dtype: Callable[[], torch.dtype], options: dict[str, Any]
+) -> nn.Module:
+    """The model that a folder's config describes, parameters on meta, buffers as they should be.
+
+    `find_dtype` counts where neither `options` nor the config names one. `options` are of the
+    config and of `PreTrainedModel._from_config` (modeling_utils.py).
+
+    Raises:
+        ValueError: the config names a class that transformers has not.
+    """
+    wanted = options.pop("dtype", options.pop("torch_dtype", "auto"))
+    of_class = {
+        name: options.pop(name)
+        for name in ("attn_implementation", "experts_implementation")
+        if name in options
+    }
+    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    if model_class is None:
+        names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+        model_class = getattr(transformers, names[0], None)
+        if model_class is None:
+            raise ValueError(
+                f"{folder} names the class {names[0]}, which transformers "
+                f"{transformers.__version__} has not; pass model_class="
+            )
+    if wanted in ("auto", None):
+        wanted = getattr(config, "dtype", None) or find_dtype()
+    build = model_class._from_config if hasattr(model_class, "_from_config") else None
+    if build is None:  # an Auto class
+        build = model_class.from_config
+    with init_empty_weights(include_buffers=False):
+        model: Any = build(config, dtype=wanted, **of_class)
+    model.tie_weights()
+    model.config._name_or_path = os.fspath(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.eval()
+    return model
+
+
+def file_name(name: str) -> str:
+    """The name that a parameter has in checkpoints, without wrappers and PEFT's prefix."""
+    return hf.stock_name(name).removeprefix(_PEFT_PREFIX)
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that state dicts, and so checkpoints, hold."""
+    saved = model.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:
+    """Those that the model's class does not ignore by itself (modeling_utils.py)."""
+    patterns = getattr(hf.without_adapters(model), "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]
+
+
+def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[Any]:
+    """In bytes; transformers' own, which its `disable_progress_bar` turns off."""
+    bar: AbstractContextManager[Any] = logging.tqdm(
+        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not shown
+    )
+    return bar
+
+
+def save_configs(model: Any, folder: Path, dtype: torch.dtype, others: Iterable[Any]) -> None:
+    """config.json, generation_config.json, and tokenizers or processors (modeling_utils.py)."""
+    model = hf.unwrap(model)
+    kept = model.config.dtype, model.config.architectures
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [hf.stock_class(type(model)).__name__]
+    try:
+        model.config.save_pretrained(folder)
+    finally:
+        model.config.dtype, model.config.architectures = kept
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    for other in others:
+        other.save_pretrained(folder)

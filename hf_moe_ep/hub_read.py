@@ -1,0 +1,115 @@
+"""A checkpoint of the hub into a sharded model: every rank reads what it keeps, and no more.
+
+The model is built on the meta device and sharded there; then each rank allocates its shards, and
+reads the byte ranges of them. Beyond its shards a rank holds one part of one tensor at a time. With
+dp_replicate_size > 1 every replica reads for itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hf_moe_ep import hf, hf_hub
+from hf_moe_ep.hub_layout import (
+    Piece,
+    describe,
+    find_pieces,
+    local_box,
+    local_tensor,
+    overlap,
+    slices,
+)
+from hf_moe_ep.meet import rank, together
+from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.safetensors_file import Entry, Reader, read_index
+
+
+def find_weights(
+    model: nn.Module, directory: str | os.PathLike[str], plan: ModelPlan, empty: Iterable[str]
+) -> dict[str, list[tuple[Piece, Entry]]]:
+    """Where the parameters `empty` and all persistent buffers of `model` lie in a checkpoint.
+
+    Args:
+        model: not sharded yet; shapes are all that is asked of it.
+        empty: names of `named_parameters`; of tied ones the first, any of whose names will do.
+
+    Raises:
+        ValueError: on every rank; a folder or a file that is no whole checkpoint; tensors that are
+            missing, misshapen, or that the model has no use for. All are named.
+    """
+    with together(f"reading {directory}"):
+        entries = read_index(directory)
+        try:
+            return _match(model, entries, plan, set(empty))
+        except ValueError as error:
+            kind = type(hf.without_adapters(model)).__name__
+            raise ValueError(f"{directory} does not fit this {kind}: {error}") from error
+    raise AssertionError
+
+
+def _match(
+    model: nn.Module, entries: Mapping[str, Entry], plan: ModelPlan, empty: set[str]
+) -> dict[str, list[tuple[Piece, Entry]]]:
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    wanted: dict[str, tuple[int, ...]] = {}
+    owner: dict[str, str] = {}
+    tensors = [(n, p) for n, p in model.named_parameters() if n in empty]
+    for name, tensor in (*tensors, *hf_hub.persistent_buffers(model)):
+        keys = [hf_hub.file_name(alias) for alias in aliases.get(id(tensor), [name])]
+        key = next((key for key in keys if key in entries), keys[0])
+        wanted[key], owner[key] = tuple(tensor.shape), name
+    found = find_pieces(entries, wanted, plan)
+    used = {piece.key for pieces in found.values() for piece in pieces}
+    used |= {hf_hub.file_name(alias) for names in aliases.values() for alias in names}
+    if unexpected := sorted(hf_hub.unexpected_keys(model, entries.keys() - used)):
+        raise ValueError(describe("unexpected", unexpected))
+    return {
+        owner[key]: [(piece, entries[piece.key]) for piece in pieces]
+        for key, pieces in found.items()
+    }
+
+
+def load_weights(
+    model: nn.Module, weights: Mapping[str, list[tuple[Piece, Entry]]], device: torch.device
+) -> None:
+    """Allocate what is on the meta device and fill it; every rank calls this.
+
+    Args:
+        model: sharded.
+        weights: of `find_weights`.
+        device: of the parameters.
+    """
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    total = sum(_bytes(held[name]) for name in weights)
+    with (
+        together("reading weights"),
+        Reader() as reader,
+        hf_hub.progress_bar(total, "loading weights", rank() == 0) as progress,
+    ):
+        for name, pieces in weights.items():
+            _fill(held[name], pieces, reader)
+            progress.update(_bytes(held[name]))
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, pieces: list[tuple[Piece, Entry]], reader: Reader) -> None:
+    mine = local_box(tensor)
+    local = local_tensor(tensor)
+    for piece, entry in pieces:
+        part = overlap(mine, piece.box)
+        if part is not None:
+            values = piece.turned(reader.read(entry, piece.in_file(part)))
+            target = local[slices(part, mine)]
+            target.copy_(values.view(target.shape) if not piece.transposed else values)
+
+
+def _bytes(tensor: Tensor) -> int:
+    local = local_tensor(tensor)
+    return local.numel() * local.element_size()

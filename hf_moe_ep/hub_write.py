@@ -1,0 +1,150 @@
+"""A checkpoint in the hub's layout, written one slab of experts at a time, by rank 0.
+
+    config.json, generation_config.json, tokenizer     first
+    model-3f9c21ab-00001-of-00013.safetensors, ..      names that no earlier checkpoint has
+    model.safetensors.index.json                       last, by one rename: the commit
+    shards that the index does not name                are removed
+
+A process killed at any moment leaves the index of the previous checkpoint, and all its shards. The
+index also keeps the sha256 of every shard, for `hf-moe-ep verify`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_moe_ep.hub_layout import Piece, overlap, slices
+from hf_moe_ep.safetensors_file import INDEX, SINGLE, Box, Writer
+
+HASHES = "hf_moe_ep_sha256"
+_SHARD = re.compile(r"model-.*\.safetensors")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One parameter to be saved.
+
+    Attributes:
+        pieces: what it is in the checkpoint, in order.
+        dtype: in the checkpoint.
+        slabs: yields its values, (box, tensor), cut along dim 0 and in order; every rank runs it
+            to the end, tensors are given to rank 0 and None to the others.
+    """
+
+    pieces: list[Piece]
+    dtype: torch.dtype
+    slabs: Callable[[], Iterable[tuple[Box, Tensor | None]]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(piece.shape) for piece in self.pieces) * self.dtype.itemsize
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of "5GB", "500MiB" or a number, as transformers takes max_shard_size."""
+    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]I?B)\s*", str(size).upper())
+    if isinstance(size, str) and found:
+        size = int(float(found[1]) * _UNITS[found[2]])
+    if not isinstance(size, int) or size <= 0:
+        raise ValueError(f"max_shard_size {size!r} is no size; try '5GB' or a number of bytes")
+    return size
+
+
+def split_files(sources: list[Source], max_bytes: int) -> list[list[Source]]:
+    """The sources of each file, in order; one that is larger than `max_bytes` is alone in its."""
+    files: list[list[Source]] = []
+    size = 0
+    for source in sources:
+        if not files or size + source.bytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(source)
+        size += source.bytes
+    return files
+
+
+class HubWriter:
+    """Rank 0's part of a save: `write` every file in order, then `commit`."""
+
+    def __init__(self, folder: Path, files: list[list[Source]]) -> None:
+        self._folder = folder
+        tag = uuid.uuid4().hex[:8]
+        self._names = [
+            f"model-{tag}-{number:05d}-of-{len(files):05d}.safetensors"
+            for number in range(1, len(files) + 1)
+        ]
+        self._places = {
+            piece.key: name
+            for name, sources in zip(self._names, files, strict=True)
+            for source in sources
+            for piece in source.pieces
+        }
+        self._total = sum(source.bytes for sources in files for source in sources)
+        self._hashes: dict[str, str] = {}
+
+    def open(self, number: int, sources: list[Source]) -> Writer:
+        """The next file, whose header says all that `sources` will write."""
+        header = [(p.key, p.shape, source.dtype) for source in sources for p in source.pieces]
+        return Writer(self._folder / self._names[number], header)
+
+    def done(self, number: int, writer: Writer) -> None:
+        """A file is complete."""
+        self._hashes[self._names[number]] = writer.sha256
+
+    def commit(self) -> None:
+        """Make the new shards the checkpoint, and remove those of earlier ones."""
+        metadata = {"total_size": self._total, HASHES: self._hashes}
+        index = {"metadata": metadata, "weight_map": dict(sorted(self._places.items()))}
+        write_atomically(self._folder / INDEX, json.dumps(index, indent=2) + "\n")
+        self._remove(lambda name: name not in self._names)
+
+    def abandon(self) -> None:
+        """Remove what was written; the previous checkpoint stays."""
+        self._remove(lambda name: name in self._names)
+
+    def _remove(self, unwanted: Callable[[str], bool]) -> None:
+        for path in self._folder.iterdir():
+            is_shard = _SHARD.fullmatch(path.name) or path.name == SINGLE
+            if is_shard and unwanted(path.name):
+                path.unlink()
+
+
+def write_slab(writer: Writer, source: Source, box: Box, slab: Tensor) -> None:
+    """Append the part of each piece that a slab holds."""
+    for piece in source.pieces:
+        part = overlap(box, piece.box)
+        if part is not None:
+            writer.write(piece.turned(slab[slices(part, box)].to(source.dtype)))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A file that is either the old one or all of the new one, also after a power cut."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def whole(tensor: Tensor) -> Iterator[tuple[Box, Any]]:
+    """The slabs of a tensor that rank 0 has: itself."""
+    yield tuple((0, size) for size in tensor.shape), tensor

@@ -1,0 +1,215 @@
+"""Safetensors files by byte ranges: read a part of a tensor, write tensors one after the other.
+
+    8 bytes     length of the header, little endian
+    header      JSON: {key: {"dtype": "BF16", "shape": [..], "data_offsets": [start, stop]}, ..}
+    data        the tensors, row-major, offsets counted from here
+
+https://huggingface.co/docs/safetensors/en/index#format. The library itself maps whole files into
+memory to read and wants all tensors of a file in memory to write; a rank here reads only what it
+keeps, and the writer holds one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# [start, stop) of every dim.
+Box = tuple[tuple[int, int], ...]
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER = 100_000_000  # as the library has it
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: its file, and its first byte there."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+def read_index(directory: str | os.PathLike[str]) -> dict[str, Entry]:
+    """Every tensor of a checkpoint folder, by key.
+
+    Raises:
+        ValueError: no safetensors checkpoint; a file that is missing, truncated or no safetensors
+            file; a tensor that the index promises and its file has not. The file is named.
+    """
+    directory = Path(directory)
+    if (directory / SINGLE).is_file():  # stock looks for it first, too
+        return read_header(directory / SINGLE)
+    if not (directory / INDEX).is_file():
+        raise ValueError(
+            f"{directory} holds no safetensors checkpoint: neither {SINGLE} nor {INDEX} is there"
+        )
+    places: dict[str, str] = json.loads((directory / INDEX).read_text("utf-8"))["weight_map"]
+    entries: dict[str, Entry] = {}
+    for name in sorted(set(places.values())):
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory / name} is missing, and {INDEX} names it")
+        held = read_header(directory / name)
+        wanted = {key for key, file in places.items() if file == name}
+        if absent := sorted(wanted - held.keys()):
+            raise ValueError(f"{directory / name} has no tensor {absent[0]}, and {INDEX} says so")
+        entries.update((key, entry) for key, entry in held.items() if key in wanted)
+    return entries
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Every tensor of one file, by key; ValueError where the file is not whole."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise ValueError(f"{path} is no safetensors file or was cut off: it has {size} bytes")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path} has a damaged header: {error}") from error
+    header.pop("__metadata__", None)
+    entries, end = {}, 8 + length
+    for key, value in header.items():
+        start, stop = value["data_offsets"]
+        dtype, shape = _DTYPES.get(value["dtype"]), tuple(value["shape"])
+        if dtype is None:
+            raise ValueError(f"{path}: {key} has dtype {value['dtype']}, which is not supported")
+        if stop - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path} has a damaged header: {key} {shape} in {stop - start} bytes")
+        entries[key] = Entry(path, dtype, shape, 8 + length + start)
+        end = max(end, 8 + length + stop)
+    if size != end:
+        raise ValueError(f"{path} is truncated or damaged: it has {size} bytes instead of {end}")
+    return entries
+
+
+class Reader:
+    """Reads parts of tensors; keeps files open until it is closed."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def read(self, entry: Entry, box: Box) -> Tensor:
+        """The part `box` of a tensor, and no other byte of it."""
+        sizes = [stop - start for start, stop in box]
+        flat = torch.empty(math.prod(sizes) * entry.dtype.itemsize, dtype=torch.uint8)
+        if flat.numel():
+            target, done = flat.numpy().data, 0
+            if entry.file not in self._open:
+                self._open[entry.file] = os.open(entry.file, os.O_RDONLY)
+            for start, length in _runs(entry, box):
+                self._fill(entry.file, target[done : done + length], start)
+                done += length
+        return flat.view(entry.dtype).view(sizes)
+
+    def _fill(self, file: Path, target: memoryview, start: int) -> None:
+        while target:
+            got = os.preadv(self._open[file], [target], start)  # 2 GiB at most
+            if got == 0:
+                raise ValueError(f"{file} ends at byte {start}; it was cut off while it was read")
+            target, start = target[got:], start + got
+
+
+def _runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of the stretches that make up `box`, in order."""
+    whole = len(box)
+    while whole and box[whole - 1] == (0, entry.shape[whole - 1]):
+        whole -= 1
+    # Dims from `whole` on are complete: one stretch per index of the dims before `whole - 1`.
+    strides = [math.prod(entry.shape[dim + 1 :]) * entry.dtype.itemsize for dim in range(len(box))]
+    split = max(whole - 1, 0)
+    first = box[split][0] * strides[split] if box else 0
+    length = (box[split][1] - box[split][0]) * strides[split] if box else entry.dtype.itemsize
+    for index in product(*(range(*box[dim]) for dim in range(split))):
+        offset = sum(i * stride for i, stride in zip(index, strides, strict=False))
+        yield entry.start + first + offset, length
+
+
+class Writer:
+    """Writes one file; `header` is all of its tensors, (key, shape, dtype), in order."""
+
+    def __init__(
+        self, path: Path, header: Iterable[tuple[str, tuple[int, ...], torch.dtype]]
+    ) -> None:
+        table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for key, shape, dtype in header:
+            size = math.prod(shape) * dtype.itemsize
+            offsets = [end, end + size]
+            table[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+            end += size
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._left = end
+        self._hash = hashlib.sha256()
+        self._file = path.open("wb", buffering=0)
+        self._put(len(text).to_bytes(8, "little") + text)
+
+    def write(self, tensor: Tensor) -> None:
+        """Append the next tensor of the header, or the next part of it."""
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._left -= data.nbytes
+        self._put(data.data)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+        self._hash.update(data)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                assert self._left == 0, f"{self._left} bytes of the header were not written"
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    @property
+    def sha256(self) -> str:
+        """Of what was written so far."""
+        return self._hash.hexdigest()
