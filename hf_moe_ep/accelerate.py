@@ -14,8 +14,9 @@ model ask first whether it is patched, and otherwise call what was there before:
     fsdp_utils._set_model_state_dict             loads into sharded parameters, whatever ran last
     Trainer.save_model                           writes hub layout under SHARDED_STATE_DICT too,
                                                  where stock writes nothing
-    PreTrainedModel.save_pretrained              says what to call instead on a sharded model, where
-                                                 stock dies in its writer
+    PreTrainedModel.save_pretrained              writes a sharded model's gathered state dict in hub
+                                                 layout; without one, where stock dies in its
+                                                 writer, says what to call instead
     PeftModel.save_pretrained                    gathers a sharded model's adapters; on every rank
     PeftModel._get_base_model_class              the class that adapter_config.json names
     what counts processes                        counts ranks with batches of their own, under
@@ -39,7 +40,7 @@ from accelerate.utils import (
     ParallelismConfig,
 )
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -48,7 +49,7 @@ from torch.distributed.fsdp import (
 )
 
 from hf_moe_ep import hf, shared_batches
-from hf_moe_ep.checkpoint import gather_state_dict, save_pretrained
+from hf_moe_ep.checkpoint import gather_state_dict, save_pretrained, save_state_dict
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.factors import pack_factors
 from hf_moe_ep.shard import ShardOptions, shard_model
@@ -157,25 +158,41 @@ def _save_model(
     if not sharded or _internal_call or not self.is_fsdp_enabled:
         original(self, output_dir, _internal_call)
         return
-    state_dict = gather_state_dict(self.model)
+    folder = output_dir or self.args.output_dir
+    if hf.has_adapters(hf.unwrap(self.model)):
+        state_dict = gather_state_dict(self.model)
+    else:
+        state_dict = _SavedAlready()
+        save_pretrained(self.model, folder)
     if self.args.should_save:
-        self._save(output_dir or self.args.output_dir, state_dict=state_dict)
+        self._save(folder, state_dict=state_dict)
     self.accelerator.wait_for_everyone()
     if self.args.push_to_hub:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
+class _SavedAlready(dict[str, Tensor]):
+    """Given to `Trainer._save` as the model's state dict, for what it saves beside the model."""
+
+
 def _save_pretrained(
-    original: Callable[..., Any], self: transformers.PreTrainedModel, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: transformers.PreTrainedModel,
+    save_directory: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    state = find_state(self)
-    if state is not None and state.meshes is not None and kwargs.get("state_dict") is None:
+    state, given = find_state(self), kwargs.get("state_dict")
+    if state is None or state.meshes is None or hf.has_adapters(self):
+        original(self, save_directory, *args, **kwargs)
+    elif given is None:
         raise ValueError(
             f"this model is sharded over {state.meshes.world_size} ranks; call "
             "hf_moe_ep.save_pretrained(model, directory) on every rank, or pass "
             "state_dict=accelerator.get_state_dict(model)"
         )
-    original(self, *args, **kwargs)
+    elif kwargs.get("is_main_process", True) and not isinstance(given, _SavedAlready):
+        save_state_dict(self, save_directory, given, kwargs.get("max_shard_size", "5GB"))
 
 
 def _save_adapters(

@@ -11,7 +11,7 @@ A model with adapters is saved as PEFT saves it: small, and whole on rank 0.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from hf_moe_ep import hf, hf_hub
 from hf_moe_ep.factors import pack_factors
 from hf_moe_ep.hub_layout import hub_pieces
-from hf_moe_ep.hub_write import HubWriter, Source, parse_size, split_files, whole, write_slab
+from hf_moe_ep.hub_write import (
+    Source,
+    first_dtype,
+    parse_size,
+    split_files,
+    whole,
+    write_checkpoint,
+)
 from hf_moe_ep.meet import check_everyone_calls, is_distributed, rank, together
 from hf_moe_ep.safetensors_file import Box
 from hf_moe_ep.state import ModelState, find_state
@@ -60,7 +67,7 @@ def save_pretrained(
     check_everyone_calls("save_pretrained")
     folder, model = Path(directory), hf.unwrap(model)
     others = processor if isinstance(processor, (list, tuple)) else [processor]
-    if getattr(model, "peft_config", None):
+    if hf.has_adapters(model):
         _save_adapters(model, folder, others, kwargs)
         return
     if kwargs:
@@ -68,14 +75,38 @@ def save_pretrained(
     state = find_state(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call its save_pretrained")
-    sources = _sources(model, state, dtype)
-    files = split_files(sources, parse_size(max_shard_size))
-    with together(f"saving to {directory}"):
+    sources = [
+        _source(name, tensor, state, dtype or state.dtypes.get(name), partial(_slabs, tensor))
+        for name, tensor in _distinct(model).items()
+    ]
+    meet = partial(together, f"saving to {directory}")
+    with meet():
         if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            dtypes = [s.dtype for s in sources if s.dtype.is_floating_point]
-            hf_hub.save_configs(model, folder, dtypes[0], others)
-    _write(folder, files)
+            hf_hub.save_configs(model, folder, first_dtype(sources), others)
+    files = split_files(sources, parse_size(max_shard_size))
+    write_checkpoint(folder, files, writes=rank() == 0, meet=meet)
+
+
+def save_state_dict(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    state_dict: Mapping[str, Tensor],
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write tensors gathered before, as `save_pretrained` does; one process calls this."""
+    state = find_state(model)
+    assert state is not None
+    folder, names = Path(directory), _distinct(model).keys()
+    given = {hf.canonical_name(name): tensor for name, tensor in state_dict.items()}
+    sources = [
+        _source(name, tensor, state, None, partial(whole, tensor))
+        for name, tensor in given.items()
+        if name in names
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    hf_hub.save_configs(model, folder, first_dtype(sources), ())
+    write_checkpoint(folder, split_files(sources, parse_size(max_shard_size)))
 
 
 @torch.no_grad()
@@ -114,59 +145,27 @@ def _save_adapters(model: Any, folder: Path, others: Iterable[Any], kwargs: dict
                 other.save_pretrained(folder)
 
 
-def _sources(model: Any, state: ModelState, dtype: torch.dtype | None) -> list[Source]:
-    """All that a checkpoint holds, tied weights once."""
-    sources, seen = [], set()
+def _distinct(model: Any) -> dict[str, Tensor]:
+    """All that a checkpoint holds, by canonical name; tied weights once."""
+    found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        pieces = hub_pieces(hf_hub.file_name(name), tuple(tensor.shape), state.plan)
-        wanted = dtype or state.dtypes.get(hf.canonical_name(name), tensor.dtype)
-        kept = tensor.dtype if not tensor.is_floating_point() else wanted
-        sources.append(Source(pieces, kept, partial(_slabs, tensor)))
-    return sources
+        found.setdefault(id(tensor), (hf.canonical_name(name), tensor))
+    return dict(found.values())
 
 
-def _write(folder: Path, files: list[list[Source]]) -> None:
-    """Every rank gathers; rank 0 writes. Its errors reach the others at the end of a file."""
-    writer = HubWriter(folder, files) if rank() == 0 else None
-    total = sum(source.bytes for sources in files for source in sources)
-    try:
-        with hf_hub.progress_bar(total, f"saving {folder}", rank() == 0) as progress:
-            for number, sources in enumerate(files):
-                with together(f"saving to {folder}"):
-                    _write_file(writer, number, sources, progress)
-        with together(f"saving to {folder}"):
-            if writer is not None:
-                writer.commit()
-    except (OSError, ValueError):
-        if writer is not None:
-            writer.abandon()
-        raise
+def _source(
+    name: str,
+    tensor: Tensor,
+    state: ModelState,
+    dtype: torch.dtype | None,
+    slabs: Callable[[], Iterable[tuple[Box, Tensor | None]]],
+) -> Source:
+    pieces = hub_pieces(hf_hub.file_name(name), tuple(tensor.shape), state.plan)
+    kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return Source(pieces, kept, slabs)
 
 
 @torch.no_grad()
-def _write_file(
-    writer: HubWriter | None, number: int, sources: list[Source], progress: Any
-) -> None:
-    slabs = ((source, *slab) for source in sources for slab in source.slabs())
-    if writer is None:
-        for _ in slabs:
-            pass
-        return
-    try:
-        with writer.open(number, sources) as file:
-            for source, box, slab in slabs:
-                assert slab is not None
-                write_slab(file, source, box, slab)
-                progress.update(slab.numel() * source.dtype.itemsize)
-        writer.done(number, file)
-    finally:
-        for _ in slabs:  # where writing failed, the others are still gathering
-            pass
-
-
 def _slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
     """The values of a parameter for rank 0, on its host; every rank runs this to the end."""
     if not isinstance(tensor, DTensor):

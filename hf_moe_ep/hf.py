@@ -161,6 +161,11 @@ def without_adapters(model: Any) -> Any:
     return model.get_base_model() if is_peft_model else model
 
 
+def has_adapters(model: Any) -> bool:
+    """Whether PEFT, or transformers' add_adapter, attached any."""
+    return bool(getattr(model, "peft_config", None))
+
+
 def adapter_names(
     model: Any, state_dict: dict[str, Tensor], save_embedding_layers: str | bool = "auto"
 ) -> list[str] | None:
@@ -168,7 +173,7 @@ def adapter_names(
 
     Whether embeddings are among them "auto" tells from files, of which ranks may see different.
     """
-    if not getattr(model, "peft_config", None):
+    if not has_adapters(model):
         return None
     from peft import get_peft_model_state_dict
 
@@ -191,8 +196,12 @@ def canonical_modules(model: nn.Module) -> Iterator[None]:
 
     PEFT looks up what it saves beside adapters by the names of modules (utils/save_and_load.py).
     """
-    names = [(canonical_name(name), module) for name, module in model.named_modules()]
-    setattr(model, "named_modules", lambda: iter(names))  # noqa: B010  mypy: a method
+    original = model.named_modules
+
+    def renamed(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return ((canonical_name(name), module) for name, module in original(*args, **kwargs))
+
+    setattr(model, "named_modules", renamed)  # noqa: B010  mypy: a method
     try:
         yield
     finally:

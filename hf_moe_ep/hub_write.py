@@ -17,6 +17,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_moe_ep.hf_hub import progress_bar
 from hf_moe_ep.hub_layout import Piece, overlap, slices
 from hf_moe_ep.safetensors_file import INDEX, SINGLE, Box, Writer
 
@@ -76,7 +78,69 @@ def split_files(sources: list[Source], max_bytes: int) -> list[list[Source]]:
     return files
 
 
-class HubWriter:
+def first_dtype(sources: Iterable[Source]) -> torch.dtype:
+    """What config.json calls the dtype of the model."""
+    return next(source.dtype for source in sources if source.dtype.is_floating_point)
+
+
+def write_checkpoint(
+    folder: Path,
+    files: list[list[Source]],
+    *,
+    writes: bool = True,
+    meet: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Write all files, then the index; what fails on the way leaves the previous checkpoint.
+
+    Args:
+        writes: whether this process does; the others only run the slabs.
+        meet: entered for each file and for the commit, where one process tells others of an error.
+    """
+    writer = _HubWriter(folder, files) if writes else None
+    total = sum(source.bytes for sources in files for source in sources)
+    try:
+        with progress_bar(total, f"saving {folder}", writes) as progress:
+            for number, sources in enumerate(files):
+                with meet():
+                    _write_file(writer, number, sources, progress)
+        with meet():
+            if writer is not None:
+                writer.commit()
+    except (OSError, ValueError):
+        if writer is not None:
+            writer.abandon()
+        raise
+
+
+def _write_file(
+    writer: _HubWriter | None, number: int, sources: list[Source], progress: Any
+) -> None:
+    slabs = ((source, *slab) for source in sources for slab in source.slabs())
+    if writer is None:
+        for _ in slabs:
+            pass
+        return
+    try:
+        with writer.open(number, sources) as file:
+            for source, box, slab in slabs:
+                assert slab is not None
+                _write_slab(file, source, box, slab)
+                progress.update(slab.numel() * source.dtype.itemsize)
+        writer.done(number, file)
+    finally:
+        for _ in slabs:  # where writing failed, the others are still gathering
+            pass
+
+
+def _write_slab(file: Writer, source: Source, box: Box, slab: Tensor) -> None:
+    """Append the part of each piece that a slab holds."""
+    for piece in source.pieces:
+        part = overlap(box, piece.box)
+        if part is not None:
+            file.write(piece.turned(slab[slices(part, box)].to(source.dtype)))
+
+
+class _HubWriter:
     """Rank 0's part of a save: `write` every file in order, then `commit`."""
 
     def __init__(self, folder: Path, files: list[list[Source]]) -> None:
@@ -120,14 +184,6 @@ class HubWriter:
             is_shard = _SHARD.fullmatch(path.name) or path.name == SINGLE
             if is_shard and unwanted(path.name):
                 path.unlink()
-
-
-def write_slab(writer: Writer, source: Source, box: Box, slab: Tensor) -> None:
-    """Append the part of each piece that a slab holds."""
-    for piece in source.pieces:
-        part = overlap(box, piece.box)
-        if part is not None:
-            writer.write(piece.turned(slab[slices(part, box)].to(source.dtype)))
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 
@@ -74,12 +73,10 @@ class ModelPlan:
 
 
 # One key per expert and projection, as most published checkpoints have it.
-PER_EXPERT: Mapping[str, Stored] = MappingProxyType(
-    {
-        "gate_up_proj": Stored(("{}.gate_proj.weight", "{}.up_proj.weight")),
-        "down_proj": Stored(("{}.down_proj.weight",)),
-    }
-)
+PER_EXPERT: Mapping[str, Stored] = {
+    "gate_up_proj": Stored(("{}.gate_proj.weight", "{}.up_proj.weight")),
+    "down_proj": Stored(("{}.down_proj.weight",)),
+}
 
 
 def count_sparse_layers(config: Any) -> int:

@@ -29,7 +29,7 @@ ROWS = {
     "accelerate": "shared_batches checkpoint factors shard state mesh grads config hf",
     "shared_batches": "state mesh config",
     "checkpoint": "hub_write hub_layout factors hf_hub state meet safetensors_file hf",
-    "hub_write": "hub_layout safetensors_file",
+    "hub_write": "hub_layout hf_hub safetensors_file",
     "hub_read": "hub_layout hf_hub meet safetensors_file plan hf",
     "hub_layout": "safetensors_file plan",
     "shard": "units lora state mesh plan hf",
