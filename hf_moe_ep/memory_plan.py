@@ -14,7 +14,8 @@ what is left on the rank is summed. That is exact, and includes what FSDP2 pads:
     each AdamW moment           2        2        1        0    follows the part without padding
 
 So ranks differ in their optimizer state alone. Ranks whose shards all have the same sizes are one
-kind, and each kind is sharded once. Within a replica (HSDP) kinds repeat, as do ep ranks.
+kind; replicas (HSDP) and ep ranks have the same ones. Rank 0, which has most, and the last rank of
+a replica, which has least, are both sharded; kinds between differ by the rows of their chunks.
 
 Beside what it holds, a rank gathers FSDP2 units as it reaches them, in the compute dtype. A
 decoder layer with its experts is one stage; the next one is fetched meanwhile, so two neighbours
@@ -155,10 +156,11 @@ def plan_memory(
     )
     with torch.random.fork_rng(devices=[]):
         first = _Sharded(request, 0)
-        kinds = [
-            (_Sharded(request, ranks[0]) if ranks[0] else first).held(ranks)
-            for ranks in _kinds(first)
-        ]
+        kinds = [first.held(ranks) for ranks in _kinds(first)]
+        if len(kinds) > 1:
+            last = first.replica - 1
+            kind = next(kind for kind in kinds if last in kind.ranks)
+            assert _Sharded(request, last).held(kind.ranks, own=True) == kind
     return MemoryPlan(
         world_size=world_size,
         parallel=first.state.config,
@@ -213,15 +215,36 @@ class _Sharded:
             self.parameters: list[DTensor] = _dtensors([model])
             self.axes = {id(p): _axis(p, meshes.ep_size) for p in self.parameters}
 
-    def held(self, ranks: tuple[int, ...]) -> RankMemory:
+    @property
+    def replica(self) -> int:
+        """Ranks of one replica."""
+        return self.request.world_size // (self.state.config.dp_replicate_size or 1)
+
+    def held(self, ranks: tuple[int, ...], *, own: bool = False) -> RankMemory:
+        """What `ranks`, of one kind, hold; with `own` read off this rank's own shards."""
         trained = [p for p in self.parameters if p.requires_grad]
         moments, scalars = OPTIMIZERS[self.request.optimizer]
+        at = self.coordinates(ranks[0])
+        optimizer = 0
+        for p in trained:
+            axis = self.axes[id(p)]
+            share = _allocated(p) // axis.share(0) * axis.share(at[axis.name])
+            optimizer += moments * (p.to_local().nbytes if own else share) + 4 * scalars
         return RankMemory(
             ranks=ranks,
             parameters=sum(_allocated(p) for p in self.parameters),
             gradients=sum(_allocated(p) for p in trained),
-            optimizer=sum(moments * p.to_local().nbytes + 4 * scalars for p in trained),
+            optimizer=optimizer,
         )
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on the axes that FSDP2 shards over; as `mesh.py` lays them out."""
+        config, inside = self.state.config, rank % self.replica
+        outside = inside % self.ep_fsdp_size
+        return {
+            "fsdp": inside,
+            "ep_fsdp": outside if config.ep_outside else inside // (config.ep_size or 1),
+        }
 
     def whole(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
         """Bytes of gathered parameters, padding included, in `dtype` (None: their own)."""
@@ -295,14 +318,10 @@ def _axis(parameter: DTensor, ep_size: int) -> _Axis:
 
 def _kinds(sharded: _Sharded) -> list[tuple[int, ...]]:
     """The ranks of every kind, the kind of rank 0 first."""
-    config, world = sharded.state.config, sharded.request.world_size
-    replica, ep = world // (config.dp_replicate_size or 1), config.ep_size or 1
     axes = sorted(set(sharded.axes.values()), key=str)
     kinds: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(world):
-        inside = rank % replica
-        ep_fsdp = inside % sharded.ep_fsdp_size if config.ep_outside else inside // ep
-        at = {"fsdp": inside, "ep_fsdp": ep_fsdp}
+    for rank in range(sharded.request.world_size):
+        at = sharded.coordinates(rank)
         kinds.setdefault(tuple(axis.share(at[axis.name]) for axis in axes), []).append(rank)
     return [tuple(ranks) for ranks in kinds.values()]
 
