@@ -1,6 +1,7 @@
 """The command `hf-moe-ep`, also `python -m hf_moe_ep.cli`.
 
     hf-moe-ep export-adapter out/adapter out/adapter-for-vllm
+    hf-moe-ep inspect --plan out/config.json --world 64 --ep 8
 
 A wrong argument or folder ends with exit code 2 and one line on stderr.
 """
@@ -11,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from hf_moe_ep import inspect_command
 from hf_moe_ep.adapter_files import Converted, export_adapter, fuse_adapter
 
 _FORMS = {"per-expert": export_adapter, "fused": fuse_adapter}
@@ -40,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("target", help="folder to write; must be missing or empty")
     export.add_argument("--to", choices=_FORMS, default="per-expert", help="default: %(default)s")
     export.set_defaults(run=_export_adapter)
+    inspect_command.add_parser(commands)
     return parser
 
 

@@ -20,7 +20,10 @@ CORE, PLUGINS = "hf_moe_ep", "model_patches"
 # Module -> what it may import of our own; "*" is every row below.
 ROWS = {
     "__init__": "apply patch collate shard checkpoint routing grads describe config",
-    "cli": "adapter_files",
+    "cli": "inspect_command adapter_files",
+    "inspect_command": "memory_plan shapes config",
+    "memory_plan": "shapes patch shard units state mesh config hf",
+    "shapes": "plan",
     "adapter_files": "adapter_experts",
     "adapter_experts": "patch plan",
     "apply": "patch hub_read hf_hub shard state meet safetensors_file config",
@@ -86,6 +89,7 @@ THIRD_PARTY = {
     "hf_hub": "accelerate huggingface_hub transformers",
     "model_patches.*": "accelerate peft transformers",
     "ops.*": "triton",
+    "shapes": "peft transformers",
     "shared_batches": "accelerate transformers",
     "ops.gate": "triton",
     "ops.reduce": "triton",
