@@ -95,6 +95,7 @@ def from_pretrained(
     *,
     model_class: Any = None,
     config: ParallelConfig | None = None,
+    peft_config: Any = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     **options: Any,
@@ -108,6 +109,7 @@ def from_pretrained(
         name_or_dir: a folder, or a model of the hub, which is downloaded into the cache.
         model_class: of transformers; None is the one that the folder's config names.
         config: as in `patch`; its fields may also be given by name, such as `ep_size=8`.
+        peft_config: a LoraConfig; the adapters it describes are attached before sharding.
         mp_policy, offload_policy: as in `apply_ep_fsdp2`.
         options: as in transformers' `from_pretrained`: `dtype` (by default that of the checkpoint),
             `attn_implementation`, `revision`, `token`, `cache_dir`, .., and fields of its config.
@@ -121,6 +123,8 @@ def from_pretrained(
     with together(f"from_pretrained({os.fspath(name_or_dir)!r})"):
         folder = hf_hub.local_folder(name_or_dir, options)
         model = hf_hub.empty_model(folder, model_class, partial(_first_dtype, folder), options)
+        if peft_config is not None:
+            model = hf_hub.attach_adapters(model, peft_config)
     return apply_ep_fsdp2(
         model,
         config,

@@ -297,8 +297,9 @@ def fused_head_globals() -> dict[str, Any]:
 
 
 def model_config_fields(model: Any) -> dict[str, Any]:
-    """Everything in the model's config but the place it was loaded from."""
-    return {k: v for k, v in model.config.to_dict().items() if k != "_name_or_path"}
+    """The model's config without the place it is from, and without what saving writes into it."""
+    aside = ("_name_or_path", "architectures", "dtype", "transformers_version")
+    return {k: v for k, v in model.config.to_dict().items() if k not in aside}
 
 
 def is_quantized(model: Any) -> bool:

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from hf_moe_ep import hf
 
 _PEFT_PREFIX = "base_model.model."
+_COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
 _DOWNLOAD = (
     "cache_dir",
     "force_download",
@@ -88,8 +89,25 @@ def empty_model(
 
 
 def file_name(name: str) -> str:
-    """The name that a parameter has in checkpoints, without wrappers and PEFT's prefix."""
-    return hf.stock_name(name).removeprefix(_PEFT_PREFIX)
+    """The name that a parameter has in checkpoints, without wrappers and what PEFT puts in."""
+    return _COPIES.sub("", hf.stock_name(name)).removeprefix(_PEFT_PREFIX)
+
+
+def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
+    """`get_peft_model` on a model on meta, where PEFT leaves factors without values."""
+    from peft import get_peft_model
+
+    model = get_peft_model(model, peft_config)
+    for module in model.modules():
+        reset = getattr(module, "reset_lora_parameters", None)
+        if reset is None:
+            continue
+        for adapter in module.lora_A:
+            for factor in (module.lora_A[adapter], module.lora_B[adapter]):
+                factor.to_empty(device="cpu")
+                factor.reset_parameters()
+            reset(adapter, peft_config.init_lora_weights)
+    return model
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -58,20 +58,22 @@ def _match(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     wanted: dict[str, tuple[int, ...]] = {}
-    owner: dict[str, str] = {}
+    owners: dict[str, list[str]] = {}
     tensors = [(n, p) for n, p in model.named_parameters() if n in empty]
     for name, tensor in (*tensors, *hf_hub.persistent_buffers(model)):
         keys = [hf_hub.file_name(alias) for alias in aliases.get(id(tensor), [name])]
         key = next((key for key in keys if key in entries), keys[0])
-        wanted[key], owner[key] = tuple(tensor.shape), name
+        wanted[key] = tuple(tensor.shape)
+        owners.setdefault(key, []).append(name)
     found = find_pieces(entries, wanted, plan)
     used = {piece.key for pieces in found.values() for piece in pieces}
     used |= {hf_hub.file_name(alias) for names in aliases.values() for alias in names}
     if unexpected := sorted(hf_hub.unexpected_keys(model, entries.keys() - used)):
         raise ValueError(describe("unexpected", unexpected))
     return {
-        owner[key]: [(piece, entries[piece.key]) for piece in pieces]
+        name: [(piece, entries[piece.key]) for piece in pieces]
         for key, pieces in found.items()
+        for name in owners[key]
     }
 
 
