@@ -1,0 +1,228 @@
+"""Checkpoints that are not whole, disks that are full, ranks that are killed while they save."""
+
+import errno
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from run_ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from test_hub_files import assert_equal, hub_state, read_all, write_hub
+from tiny_models import batch, tiny
+from transformers import AutoModelForCausalLM
+
+from hf_moe_ep import apply_ep_fsdp2, from_pretrained, safetensors_file, save_pretrained
+
+INDEX = "model.safetensors.index.json"
+FIRST = "model-00001-of-00003.safetensors"
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+
+def _edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    edit(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _edit_tensors(folder: Path, key: str, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite the file that holds `key`."""
+    name = json.loads((folder / INDEX).read_text())["weight_map"][key]
+    tensors = load_file(folder / name)
+    edit(tensors)
+    save_file(tensors, folder / name)
+
+
+def _cut(folder: Path) -> None:
+    path = folder / FIRST
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 100)
+
+
+def _no_weights(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+
+
+def _replace(tensors: dict[str, Any]) -> None:
+    tensors[EXPERT] = torch.zeros(24, 31)
+
+
+def _odd_dtype(folder: Path) -> None:
+    path = folder / FIRST
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F4X"', 1))
+
+
+# What happened to the checkpoint, and the words of the error on every rank.
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (_cut, r"model-00001-of-00003.safetensors is truncated.* bytes instead of \d+"),
+    "file missing": (lambda f: (f / FIRST).unlink(), rf"{FIRST} is missing, and {INDEX} names it"),
+    "empty file": (lambda f: (f / FIRST).write_bytes(b""), rf"{FIRST} is no safetensors file"),
+    "header damaged": (
+        lambda f: (f / FIRST).write_bytes(b"\x10" + bytes(7) + b"{" * 200),
+        rf"{FIRST} has a damaged header",
+    ),
+    "dtype unknown": (_odd_dtype, rf"{FIRST}: .* has dtype F4X, which is not supported"),
+    "tensor missing": (
+        lambda f: _edit_index(f, lambda places: places.pop(EXPERT)),
+        rf"does not fit this Qwen3MoeForCausalLM: missing 1 tensors: {EXPERT}",
+    ),
+    "index lies": (
+        lambda f: _edit_index(f, lambda places: places.update(extra=FIRST)),
+        rf"{FIRST} has no tensor extra, and {INDEX} says so",
+    ),
+    "misshapen": (
+        lambda f: _edit_tensors(f, EXPERT, _replace),
+        rf"misshapen 1 tensors: {EXPERT} \(24, 31\) instead of \(24, 32\)",
+    ),
+    "no checkpoint": (_no_weights, "holds no safetensors checkpoint"),
+}
+
+
+def _unexpected(folder: Path) -> None:
+    name = json.loads((folder / INDEX).read_text())["weight_map"][EXPERT]
+    _edit_tensors(folder, EXPERT, lambda tensors: tensors.update(surplus=torch.zeros(2)))
+    _edit_index(folder, lambda places: places.update(surplus=name))
+
+
+BROKEN["unexpected"] = (_unexpected, "unexpected 1 tensors: surplus")
+
+
+def _refused(rank: int, world: int, folder: str) -> None:
+    for case, (_, words) in BROKEN.items():
+        with pytest.raises(ValueError, match=words):
+            from_pretrained(f"{folder}/{case}", ep_size=2)
+    with pytest.raises(ValueError, match=r"weights=.* is for a model on the meta device"):
+        apply_ep_fsdp2(tiny(dtype=torch.float32), weights=f"{folder}/{case}")
+    # Seen by one rank alone.
+    seen = f"{folder}/whole" if rank == 0 else f"{folder}/truncated"
+    with pytest.raises(ValueError, match=FIRST):
+        from_pretrained(seen, ep_size=2)
+    from_pretrained(f"{folder}/whole", ep_size=2)
+
+
+def test_a_checkpoint_that_is_not_whole_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    model = tiny(dtype=torch.float32)
+    write_hub(tmp_path / "whole", model)
+    for case, (damage, _) in BROKEN.items():
+        write_hub(tmp_path / case, model)
+        damage(tmp_path / case)
+    run_ranks(_refused, 2, str(tmp_path))
+
+
+class Full:
+    """A disk that is full after some bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def opener(self) -> Callable[..., Any]:
+        """In place of Path.open."""
+        stock = Path.open
+
+        def open_path(path: Path, *args: Any, **kwargs: Any) -> Any:
+            file = stock(path, *args, **kwargs)
+            if path.suffix != ".safetensors" or args[:1] != ("wb",):
+                return file
+            full = mock.MagicMock(wraps=file)
+            full.write = lambda data: self._write(file, data)
+            return full
+
+        return open_path
+
+    def _write(self, file: Any, data: Any) -> int:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return int(file.write(data))
+
+
+def _disk_full(rank: int, world: int, folder: str, total: int) -> None:
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    save_pretrained(model, folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    before = sorted(os.listdir(folder))
+    for room in (10, total // 3, total - 10):
+        with (
+            mock.patch.object(safetensors_file.Path, "open", Full(room).opener()),
+            pytest.raises(OSError, match="No space left on device"),
+        ):
+            save_pretrained(model, folder, max_shard_size=40_000)
+        dist.barrier()
+        assert sorted(os.listdir(folder)) == before, "the previous checkpoint, and nothing else"
+    model(**batch(model, 2, 9, seed=rank)).loss.backward()  # training goes on
+
+
+def test_a_full_disk_is_an_error_on_every_rank_and_loses_nothing(tmp_path: Path) -> None:
+    want = hub_state(tiny(dtype=torch.float32))
+    run_ranks(_disk_full, 2, str(tmp_path), sum(tensor.nbytes for tensor in want.values()))
+    assert_equal(read_all(tmp_path), want)
+
+
+def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
+    """The same without a stand-in, where this process may mount one."""
+    if os.system(f"mount -t tmpfs -o size=1m none {tmp_path} 2> /dev/null") != 0:
+        pytest.skip("needs the right to mount a tmpfs of 1 MiB")
+    try:
+        want = hub_state(tiny(dtype=torch.float32))
+        (tmp_path / "filler").write_bytes(bytes(2**20 - 330_000))
+        run_ranks(_saved_over, 2, str(tmp_path))
+        assert_equal(read_all(tmp_path), want)
+    finally:
+        os.system(f"umount {tmp_path}")
+
+
+def _saved_over(rank: int, world: int, folder: str) -> None:
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    save_pretrained(model, folder)
+    with pytest.raises(OSError, match="No space left on device"):
+        save_pretrained(model, folder)
+
+
+def _killed_while_saving(rank: int, world: int, folder: str, victim: int, after: float) -> None:
+    """Saves one version after the other, until somebody is killed."""
+    if rank == victim:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, after)
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    weight = model.lm_head.weight
+    for version in range(1000):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(version)
+        save_pretrained(model, folder, max_shard_size=40_000)
+    raise AssertionError(f"nobody was killed, {weight.shape}")
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_whoever_is_killed_leaves_one_whole_version(rounds: int, tmp_path: Path) -> None:
+    draw = random.Random(rounds)
+    versions = set()
+    for number in range(rounds):
+        folder, victim = tmp_path / str(number), draw.randrange(2)
+        begun = time.monotonic()
+        outcomes = run_ranks(
+            _killed_while_saving, 2, str(folder), victim, draw.uniform(1.0, 3.0),
+            expect_errors=True, group_timeout=20.0,
+        )  # fmt: skip
+        assert outcomes[victim][1] == "ProcessDied" and time.monotonic() - begun < 100
+        if not (folder / INDEX).is_file():
+            versions.add(-1)  # killed in front of the first commit
+            continue
+        state = read_all(folder)
+        found = {tensor.unique().item() for tensor in state.values()}
+        assert len(found) == 1, f"round {number}: a mixture of versions {found}"
+        assert state.keys() == hub_state(tiny(dtype=torch.float32)).keys()
+        AutoModelForCausalLM.from_pretrained(folder)
+        versions |= found
+    assert len(versions) > 1, "kills come at different moments"
