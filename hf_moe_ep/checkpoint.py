@@ -77,7 +77,7 @@ def save_pretrained(
         raise ValueError(f"this {type(model).__name__} is not patched; call its save_pretrained")
     sources = [
         _source(name, tensor, state, dtype or state.dtypes.get(name), partial(_slabs, tensor))
-        for name, tensor in _distinct(model).items()
+        for name, tensor in distinct_tensors(model).items()
     ]
     meet = partial(together, f"saving to {directory}")
     with meet():
@@ -97,7 +97,7 @@ def save_state_dict(
     """Write tensors gathered before, as `save_pretrained` does; one process calls this."""
     state = find_state(model)
     assert state is not None
-    folder, names = Path(directory), _distinct(model).keys()
+    folder, names = Path(directory), distinct_tensors(model).keys()
     given = {hf.canonical_name(name): tensor for name, tensor in state_dict.items()}
     sources = [
         _source(name, tensor, state, None, partial(whole, tensor))
@@ -145,7 +145,7 @@ def _save_adapters(model: Any, folder: Path, others: Iterable[Any], kwargs: dict
                 other.save_pretrained(folder)
 
 
-def _distinct(model: Any) -> dict[str, Tensor]:
+def distinct_tensors(model: Any) -> dict[str, Tensor]:
     """All that a checkpoint holds, by canonical name; tied weights once."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

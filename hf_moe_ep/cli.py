@@ -1,6 +1,8 @@
 """The command `hf-moe-ep`, also `python -m hf_moe_ep.cli`.
 
     hf-moe-ep export-adapter out/adapter out/adapter-for-vllm
+    hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
+    hf-moe-ep verify out/model
     hf-moe-ep inspect --plan out/config.json --world 64 --ep 8
 
 A wrong argument or folder ends with exit code 2 and one line on stderr.
@@ -12,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_moe_ep import inspect_command
+from hf_moe_ep import files_command, inspect_command
 from hf_moe_ep.adapter_files import Converted, export_adapter, fuse_adapter
 
 _FORMS = {"per-expert": export_adapter, "fused": fuse_adapter}
@@ -42,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("target", help="folder to write; must be missing or empty")
     export.add_argument("--to", choices=_FORMS, default="per-expert", help="default: %(default)s")
     export.set_defaults(run=_export_adapter)
+    files_command.add_parsers(commands)
     inspect_command.add_parser(commands)
     return parser
 

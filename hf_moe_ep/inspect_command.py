@@ -1,8 +1,10 @@
 """`hf-moe-ep inspect`: look before anything runs.
 
+    hf-moe-ep inspect out/checkpoint-300
     hf-moe-ep inspect --plan out/config.json --world 64 --ep 8 --memory 80
 
-With `--plan` it prints how much memory each rank would need (`memory_plan.py`).
+Of a folder it prints what wrote it and at which layout; with `--plan` how much memory each rank
+would need (`memory_plan.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 
 from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.files_command import print_found
+from hf_moe_ep.hub_convert import look
 from hf_moe_ep.memory_plan import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
 from hf_moe_ep.shapes import LORA_TARGETS, known_shapes
 
@@ -26,12 +30,12 @@ def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of `cli.py`."""
     parser = commands.add_parser(
         "inspect",
-        help="how much memory each rank would need to train a model",
-        description="With --plan: the memory that each rank needs to hold a model for training, "
-        "from its config alone.",
+        help="what a checkpoint is; or how much memory each rank would need to train a model",
+        description="Of a folder: what wrote this checkpoint, and at which layout. With --plan: "
+        "the memory that each rank needs to hold a model for training, from its config alone.",
     )
     add = parser.add_argument
-    add("folder", nargs="?", help=argparse.SUPPRESS)
+    add("folder", nargs="?", help="a checkpoint, of a model or of training")
     shapes = ", ".join(known_shapes())
     add("--plan", metavar="SHAPE", help=f"a folder, a config.json, or one of {shapes}")
     add("--world", type=int, metavar="N", help="number of processes, one per GPU")
@@ -49,13 +53,16 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what `--plan` asks for.
+    """Print what is asked for.
 
     Raises:
         ValueError: wrong or missing arguments, and all of `plan_memory`.
     """
-    if options.plan is None or options.folder is not None:
-        raise ValueError("inspect wants --plan SHAPE, and no folder beside it; see --help")
+    if (options.plan is None) == (options.folder is None):
+        raise ValueError("inspect wants either a folder or --plan SHAPE; see --help")
+    if options.folder is not None:
+        print_found(options.folder, look(options.folder))
+        return
     if options.world is None:
         raise ValueError("inspect --plan wants --world, the number of processes; try --world 8")
     if options.memory is not None and not options.memory > 0:

@@ -93,7 +93,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     if before is not None and before.meshes is None and before.config == config:
         return model
     check_unsharded(model)
-    plan, model_config = _find_plan(model)
+    plan, model_config = find_plan(model)
     state = ModelState(config, plan, getattr(model_config, plan.num_experts))
     experts, tower = _find_experts(model, plan, model_config), _find_tower(model, plan)
     _check_ep_size(config, plan, model_config)
@@ -160,7 +160,8 @@ def _is_ours(hook: object) -> bool:
     return isinstance(hook, _HOOKS)
 
 
-def _find_plan(model: nn.Module) -> tuple[ModelPlan, Any]:
+def find_plan(model: nn.Module) -> tuple[ModelPlan, Any]:
+    """What is declared about a model's architecture, and its text config."""
     model_config = getattr(model, "config", None)
     model_type = getattr(model_config, "model_type", None)
     if model_type not in known_architectures():
