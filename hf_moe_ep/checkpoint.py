@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep import hf
 from hf_moe_ep.factors import pack_factors
+from hf_moe_ep.meet import check_everyone_calls
 
 # How far ranks may be apart when they begin to save.
 _PATIENCE = timedelta(minutes=5)
@@ -36,7 +37,7 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **kwarg
     Raises:
         RuntimeError: some rank has not called this within five minutes.
     """
-    _check_everyone_calls("save_pretrained")
+    check_everyone_calls("save_pretrained", _PATIENCE)
     state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
     distributed = dist.is_available() and dist.is_initialized()
     if not distributed or dist.get_rank() == 0:
@@ -70,27 +71,6 @@ def gather_state_dict(
         if keep:
             full[hf.canonical_name(name)] = whole.detach().cpu()
     return pack_factors(model, full)
-
-
-def _check_everyone_calls(what: str) -> None:
-    """Ranks meet at the store: inside `if is_main_process:` the first collective would hang."""
-    if not dist.is_initialized():
-        return
-    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    called = f"hf_moe_ep/{what}"
-    number = store.add(called, 1)
-    met = f"{called}/{(number - 1) // world}"
-    if number % world == 0:
-        store.set(met, "")
-    try:
-        store.wait([met], _PATIENCE)
-    except RuntimeError as error:  # DistStoreError
-        present = store.add(called, 0) % world
-        store.add(called, -1)
-        raise RuntimeError(
-            f"{what} was called on {present} of {world} ranks only, {_PATIENCE} ago; call it on "
-            f"every rank (rank 0 alone writes), not inside `if is_main_process:`"
-        ) from error
 
 
 def _whole(tensor: DTensor) -> Tensor:

@@ -1,0 +1,113 @@
+"""Where ranks meet so that none waits for another that failed, or never came.
+
+check_everyone_calls   at the store, before the first collective: a rank that stays away is
+                       named after five minutes, where a collective would hang
+together               each rank does its part; the error of one becomes the error of all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+# How far ranks may be apart when they begin to save.
+_PATIENCE = timedelta(minutes=5)
+
+Value = TypeVar("Value")
+
+
+def check_everyone_calls(what: str, patience: timedelta | None = None) -> None:
+    """Ranks meet at the store: inside `if is_main_process:` the first collective would hang."""
+    if not _distributed():
+        return
+    patience = patience or _PATIENCE
+    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    called = f"hf_moe_ep/{what}"
+    number = store.add(called, 1)
+    met = f"{called}/{(number - 1) // world}"
+    if number % world == 0:
+        store.set(met, "")
+    try:
+        store.wait([met], patience)
+    except RuntimeError as error:  # DistStoreError
+        present = store.add(called, 0) % world
+        store.add(called, -1)
+        raise RuntimeError(
+            f"{what} was called on {present} of {world} ranks only, {patience} ago; call it on "
+            f"every rank (rank 0 alone writes), not inside `if is_main_process:`"
+        ) from error
+
+
+def together(
+    what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
+) -> list[Value]:
+    """The value of `part` on every rank, in rank order; every rank of `group` calls this.
+
+    Raises:
+        ValueError: on every rank, where all errors were ValueErrors (the user's mistake).
+        RuntimeError: on every rank, naming each rank that failed and why.
+    """
+    mine: Any = None
+    failure: tuple[str, bool] | None = None
+    cause: BaseException | None = None
+    try:
+        mine = part()
+    # Any error: kept to itself it would leave the other ranks waiting. DCP's is no Exception.
+    except (Exception, CheckpointException) as error:  # noqa: BLE001
+        cause, failure = error, (_describe(error), isinstance(error, ValueError))
+    everyone = gather((failure, mine), group)
+    failures = {rank: failed for rank, (failed, _) in enumerate(everyone) if failed is not None}
+    if failures:
+        texts = {rank: text for rank, (text, _) in failures.items()}
+        if all(is_value_error for _, is_value_error in failures.values()):
+            raise ValueError(next(iter(texts.values()))) from cause
+        if len(set(texts.values())) == 1 and cause is not None:  # DCP tells every rank the same
+            texts = {min(texts): next(iter(texts.values()))}
+        lines = "; ".join(
+            text if text.startswith("rank ") else f"rank {rank}: {text}"
+            for rank, text in texts.items()
+        )
+        raise RuntimeError(f"{what} failed on {lines}") from cause
+    return [value for _, value in everyone]
+
+
+def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """`value` of every rank, in rank order; of this process alone without a process group."""
+    if not _distributed():
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0, or alone."""
+    return this_rank() == 0
+
+
+def this_rank() -> int:
+    """This process's rank, 0 without a process group."""
+    return dist.get_rank() if _distributed() else 0
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Ranks of `group`, 1 without a process group."""
+    return dist.get_world_size(group) if _distributed() else 1
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        parts = [
+            f"rank {rank}: {type(cause).__name__}: {cause}"
+            for rank, (cause, _) in sorted(error.failures.items())
+        ]
+        return "; ".join(parts)
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
