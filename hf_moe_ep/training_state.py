@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from hf_moe_ep import manifest, random_state
-from hf_moe_ep.background import Saver, SaveHandle, host_copy
+from hf_moe_ep.background import SaveHandle, Saver, host_copy
 from hf_moe_ep.matching import check_model, check_optimizer
 from hf_moe_ep.meet import check_everyone_calls, is_first, this_rank, together, world_size
 from hf_moe_ep.named_state import (

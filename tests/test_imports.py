@@ -25,12 +25,12 @@ ROWS = {
     "adapter_experts": "patch plan",
     "patch": "*",
     "describe": "state mesh hf",
-    "accelerate": "trainer_checkpoints shared_batches checkpoint factors shard state mesh grads config hf",
+    "accelerate": (
+        "trainer_checkpoints shared_batches checkpoint factors shard state mesh grads config hf"
+    ),
     "trainer_checkpoints": "training_state manifest meet state hf",
     "shared_batches": "state mesh config",
-    "training_state": (
-        "matching named_state random_state background manifest plain meet state"
-    ),
+    "training_state": ("matching named_state random_state background manifest plain meet state"),
     "matching": "named_state",
     "named_state": "factors lora plain hf",
     "random_state": "",
