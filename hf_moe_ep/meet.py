@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 # How far ranks may be apart when they begin to save.
 _PATIENCE = timedelta(minutes=5)

@@ -17,10 +17,10 @@ import torch
 
 def capture(device: torch.device) -> dict[str, Any]:
     """This rank's generators, for `plain.encode`."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state(legacy=True)
     found = {
         "python": random.getstate(),
-        "numpy": (name, keys.tobytes(), *rest),
+        "numpy": (name, np.asarray(keys).tobytes(), *rest),
         "torch": _bytes(torch.get_rng_state()),
         "device": device.type,
     }

@@ -29,9 +29,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from hf_moe_ep import manifest, random_state
 from hf_moe_ep.background import SaveHandle, Saver, host_copy
@@ -164,9 +169,9 @@ def load_checkpoint(
     if state.saver is not None:
         state.saver.wait()
     reshard(model)
-    path: Path = together(
+    path = together(
         f"looking for a checkpoint in {directory}",
-        lambda: manifest.newest_complete(directory) if is_first() else None,
+        lambda: manifest.newest_complete(directory) if is_first() else Path(directory),
     )[0]
     if verify:
         manifest.check(path)
@@ -282,9 +287,9 @@ def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> 
         if not snapshot.named.tensors:
             return
         with _in_one_process_too():
-            dcp.save(
+            save(
                 snapshot.named.tensors,
-                storage_writer=dcp.HuggingFaceStorageWriter(
+                storage_writer=HuggingFaceStorageWriter(
                     str(path / _TENSORS), snapshot.files, save_distributed=True
                 ),
                 planner=DefaultSavePlanner(),
@@ -303,9 +308,9 @@ def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> 
 
 def _read_tensors(path: Path, targets: dict[str, Tensor]) -> None:
     with _in_one_process_too():
-        dcp.load(
+        load(
             targets,
-            storage_reader=dcp.HuggingFaceStorageReader(str(path / _TENSORS)),
+            storage_reader=HuggingFaceStorageReader(str(path / _TENSORS)),
             planner=DefaultLoadPlanner(),
         )
 
