@@ -47,9 +47,10 @@ class Run:
 
 
 def build(kind: str, seed: int, **options: Any) -> nn.Module:
-    """A stock model; "lora" and "vision" beside "full"."""
-    model = tiny("qwen3_vl_moe" if kind == "vision" else "qwen3_moe", seed=seed, **options)
-    return with_lora(model, r=3, seed=seed) if kind == "lora" else model
+    """A stock model; "lora", whose frozen base is never saved, and "vision" beside "full"."""
+    if kind == "lora":
+        return with_lora(tiny(seed=0, **options), r=3, seed=seed)
+    return tiny("qwen3_vl_moe" if kind == "vision" else "qwen3_moe", seed=seed, **options)
 
 
 def start(
