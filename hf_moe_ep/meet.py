@@ -58,7 +58,7 @@ def together(
         mine = part()
     # Any error: kept to itself it would leave the other ranks waiting. DCP's is no Exception.
     except (Exception, CheckpointException) as error:  # noqa: BLE001
-        cause, failure = error, (_describe(error), isinstance(error, ValueError))
+        cause, failure = error, (describe(error), isinstance(error, ValueError))
     everyone = gather((failure, mine), group)
     failures = {rank: failed for rank, (failed, _) in enumerate(everyone) if failed is not None}
     if failures:
@@ -103,7 +103,8 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """One line; of DCP's error each rank's own."""
     if isinstance(error, CheckpointException):
         parts = [
             f"rank {rank}: {type(cause).__name__}: {cause}"

@@ -30,11 +30,12 @@ import torch
 import transformers
 import transformers.trainer
 from accelerate import Accelerator
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from hf_moe_ep import hf, manifest
-from hf_moe_ep.meet import is_first, together
+from hf_moe_ep.meet import describe, is_first, together
 from hf_moe_ep.state import find_state
 from hf_moe_ep.training_state import layout_of
 
@@ -219,5 +220,7 @@ def _metadata_alone() -> Iterator[None]:
     setattr(FileSystemReader, name, read_metadata)
     try:
         yield
+    except CheckpointException as error:  # no Exception, so that few would catch it
+        raise RuntimeError(f"loading a checkpoint failed on {describe(error)}") from error
     finally:
         setattr(FileSystemReader, name, stock)
