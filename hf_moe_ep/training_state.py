@@ -23,7 +23,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,12 @@ class _Snapshot:
     document: dict[str, Any]
     random: dict[str, Any]
     layout: dict[str, Any]
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, int]
+
+    def digest(self) -> str:
+        """Of what must be alike on every rank."""
+        mine = json.dumps([self.document["tensors"], self.document["rest"]])
+        return hashlib.sha256(mine.encode()).hexdigest()
 
 
 def save_checkpoint(
@@ -119,16 +124,9 @@ def save_checkpoint(
         if asynchronous:
             named = snapshots[0].named
             named.tensors = {name: host_copy(t) for name, t in named.tensors.items()}
-        mine = json.dumps([snapshots[0].document["tensors"], snapshots[0].document["rest"]])
-        return hashlib.sha256(mine.encode()).hexdigest()
+        return snapshots[0].digest()
 
-    digests = together("save_checkpoint", prepare)
-    if len(set(digests)) > 1:
-        odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        raise ValueError(
-            f"ranks {odd} have other tensors or another state of the optimizer than rank 0: every "
-            f"rank must take the same steps with the same options"
-        )
+    _check_alike(together("save_checkpoint", prepare))
     together(f"clearing {path}", lambda: _clear(path) if is_first() else None)
     if asynchronous:
         return saver.start(path, lambda group: _write(path, snapshots.pop(), group), _device(state))
@@ -169,18 +167,14 @@ def load_checkpoint(
     if state.saver is not None:
         state.saver.wait()
     reshard(model)
-    path = together(
-        f"looking for a checkpoint in {directory}",
-        lambda: manifest.newest_complete(directory) if is_first() else Path(directory),
-    )[0]
+    path = _find(directory)
     if verify:
         manifest.check(path)
     document: dict[str, Any] = {}
     targets: dict[str, Tensor] = {}
 
     def prepare() -> None:
-        document.update(json.loads((path / _STATE).read_text(encoding="utf-8")))
-        _check_files(path)
+        document.update(_read_document(path))
         check_model(model, document, str(path))
         check_optimizer(model, optimizer, document["rest"], str(path))
         if scheduler is not None and document["scheduler"] is None:
@@ -199,6 +193,22 @@ def load_checkpoint(
 
     together(f"reading {path}", finish)
     return dict(decode(document["progress"]))
+
+
+def _find(directory: str | os.PathLike[str]) -> Path:
+    return together(
+        f"looking for a checkpoint in {directory}",
+        lambda: manifest.newest_complete(directory) if is_first() else Path(directory),
+    )[0]
+
+
+def _check_alike(digests: list[str]) -> None:
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise ValueError(
+            f"ranks {odd} have other tensors or another state of the optimizer than rank 0: every "
+            f"rank must take the same steps with the same options"
+        )
 
 
 def _patched(model: nn.Module) -> ModelState:
@@ -326,12 +336,13 @@ def _in_one_process_too() -> Iterator[None]:
         yield
 
 
-def _check_files(path: Path) -> None:
-    """The reader takes every file of the folder, so one that nobody named would be taken too."""
+def _read_document(path: Path) -> dict[str, Any]:
+    """`state.json`. DCP reads every file beside it, so one that nobody named would be read too."""
     known = manifest.read(path)["files"]
     for file in sorted((path / _TENSORS).iterdir()):
         if f"{_TENSORS}/{file.name}" not in known:
             raise ValueError(f"{file} is not in {manifest.MANIFEST}; remove it")
+    return dict(json.loads((path / _STATE).read_text(encoding="utf-8")))
 
 
 def _targets(model: nn.Module, optimizer: Any, document: dict[str, Any]) -> dict[str, Tensor]:
