@@ -77,6 +77,7 @@ def runs(folder: Path) -> Results:
     )
 
 
+@pytest.mark.slow
 def test_each_checkpoint_is_complete(runs: Results, folder: Path) -> None:
     for number in (1, 2, 3):
         manifest.check(folder / "half" / f"checkpoint-{number}")
@@ -87,6 +88,7 @@ def test_each_checkpoint_is_complete(runs: Results, folder: Path) -> None:
     assert "scheduler.pt" in named and "rng_state_3.pth" in named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["torn", "stock"])
 def test_resumed_at_another_ep_size(runs: Results, case: str) -> None:
     """True takes checkpoint-2 for the torn one; stock's without a manifest is loaded as before."""
@@ -97,6 +99,7 @@ def test_resumed_at_another_ep_size(runs: Results, case: str) -> None:
             assert_close(f"{key} of step {number}", *pair, FP32_BUDGET)
 
 
+@pytest.mark.slow
 def test_what_was_said(runs: Results, folder: Path) -> None:
     said = (folder / "second" / "output.txt").read_text()
     assert said.count("torn/checkpoint-2, because") == 1
@@ -104,12 +107,14 @@ def test_what_was_said(runs: Results, folder: Path) -> None:
     assert said.count("stock/checkpoint-3 has no manifest.json, as checkpoints of the stock") == 1
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_named_on_every_rank(runs: Results) -> None:
     assert len(runs["flipped"]) == 4
     for result in runs["flipped"]:
         assert "ValueError: " in result.error and ".distcp has changed since" in result.error
 
 
+@pytest.mark.slow
 def test_metadata_runs_no_code(runs: Results, folder: Path) -> None:
     for result in runs["code"]:
         assert "posix.mkdir has no place in the metadata" in result.error, result.error

@@ -117,7 +117,7 @@ def _back(rank: int, world: int, folder: str, kind: str, names: list[str]) -> No
         _load(rank, world, folder, kind, [ORIGIN], name, "")
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", ["full", "lora", pytest.param("vision", marks=pytest.mark.slow)])
 def test_any_layout_to_any_other_and_back(tmp_path: Path, kind: str) -> None:
     folder = str(tmp_path)
     drawn = run_ranks(_save, 4, folder, kind)
