@@ -5,6 +5,7 @@ background or not; at a random moment the parent kills one of them, mostly while
 round's first loss must be that of the uninterrupted run at that step.
 """
 
+import os
 import random
 import shutil
 import signal
@@ -16,11 +17,14 @@ import pytest
 from resume_job import Layout, start, step
 from run_ranks import RankError, run_ranks
 
-from hf_moe_ep import manifest, meet
+from hf_moe_ep import manifest, meet, training_state
 from hf_moe_ep.training_state import load_checkpoint, save_checkpoint
 
 LAYOUTS = (Layout("ep2", 2, {"ep_size": 2}), Layout("ep1", 2, {"ep_size": 1}))
 SMALL = {"num_hidden_layers": 1}
+MODULES = {"training_state": training_state, "manifest": manifest}
+# Which rank dies, when (seconds into a save, or the call of a function), in which save of a round.
+Kill = tuple[int, float | str, int]
 BUDGET = 1e-9  # fp32 logits in transformers' loss, summed by other ranks
 
 
@@ -33,9 +37,9 @@ def _reference(rank: int, world: int, steps: int) -> list[float]:
     return [step(run, number) for number in range(steps)]
 
 
-def _go_on(rank: int, world: int, root: str, round_: int, kill: tuple[int, float, int]) -> None:
+def _go_on(rank: int, world: int, root: str, round_: int, kill: Kill) -> None:
     """Resume, note every loss, save every step; rank `kill[0]` dies `kill[1]` s into a save."""
-    victim, delay, after = kill
+    victim, moment, after = kill
     run = start("full", LAYOUTS[round_ % 2], seed=50 + round_, **SMALL)
     asynchronous, first = round_ % 3 != 0, 0
     if any((path / "manifest.json").exists() for path in _folders(Path(root))):
@@ -49,7 +53,7 @@ def _go_on(rank: int, world: int, root: str, round_: int, kill: tuple[int, float
             with open(f"{root}/losses", "a") as log:
                 log.write(f"{number} {loss!r} {round_}\n")
         if rank == victim and number == first + after:
-            _die_in(delay)
+            _die(moment)
         handle = save_checkpoint(
             f"{root}/step-{number + 1}",
             run.model,
@@ -59,22 +63,24 @@ def _go_on(rank: int, world: int, root: str, round_: int, kill: tuple[int, float
             asynchronous=asynchronous,
         )
     handle.wait()
-    time.sleep(delay)
+    time.sleep(0.2)
 
 
-def _die_in(seconds: float) -> None:
-    """By the kernel's timer and as by SIGKILL: nothing of ours runs at the end."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def _die(moment: float | str) -> None:
+    """In so many seconds, by the kernel's timer; or when a function is called."""
+    if isinstance(moment, str):
+        module, _, name = moment.rpartition(".")
+        setattr(MODULES[module], name, lambda *args, **kw: os.kill(os.getpid(), signal.SIGKILL))
+        return
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # as by SIGKILL, nothing of ours runs at the end
+    signal.setitimer(signal.ITIMER_REAL, moment)
 
 
-def _rounds(root: Path, rounds: int, seed: int) -> dict[str, int]:
-    rng = random.Random(seed)
+def _rounds(root: Path, kills: list[Kill]) -> dict[str, int]:
     seen = {"died": 0, "torn": 0, "resumed": 0}
     root.mkdir()
-    for round_ in range(rounds):
+    for round_, kill in enumerate(kills):
         before = {path.name for path in _folders(root) if (path / "manifest.json").exists()}
-        kill = (rng.randrange(2), 10 ** rng.uniform(-3.0, -0.8), rng.randrange(4))
         try:
             run_ranks(_go_on, 2, str(root), round_, kill, timeout=90)
         except RankError as error:
@@ -97,8 +103,8 @@ def _rounds(root: Path, rounds: int, seed: int) -> dict[str, int]:
     return seen
 
 
-def _check(root: Path, rounds: int, seed: int) -> tuple[dict[str, int], int]:
-    seen = _rounds(root, rounds, seed)
+def _check(root: Path, kills: list[Kill]) -> tuple[dict[str, int], int]:
+    seen = _rounds(root, kills)
     lines = [line.split() for line in (root / "losses").read_text().splitlines()]
     last = max(int(number) for number, *_ in lines)
     want = run_ranks(_reference, 2, last + 1)[0]
@@ -109,12 +115,19 @@ def _check(root: Path, rounds: int, seed: int) -> tuple[dict[str, int], int]:
 
 
 def test_four_kills(tmp_path: Path) -> None:
-    seen, last = _check(tmp_path / "run", 4, seed=1)
-    assert seen["died"] >= 3 and seen["resumed"] >= 2 and last >= 4, (seen, last)
+    """At the moments between the parts of a save, so that each leaves a torn folder."""
+    points = ("training_state.save", "training_state._write_json", "manifest.write")
+    kills: list[Kill] = [(index % 2, point, 1) for index, point in enumerate(points)]
+    seen, last = _check(tmp_path / "run", [*kills, (0, "manifest._commit", 1)])
+    assert seen == {"died": 4, "torn": 4, "resumed": 3} and last >= 4, (seen, last)
 
 
 @pytest.mark.slow
 def test_forty_kills(tmp_path: Path) -> None:
-    seen, last = _check(tmp_path / "run", 40, seed=0)
+    rng = random.Random(0)
+    kills: list[Kill] = [
+        (rng.randrange(2), 10 ** rng.uniform(-3.0, -0.8), rng.randrange(4)) for _ in range(40)
+    ]
+    seen, last = _check(tmp_path / "run", kills)
     print(seen, last)
     assert seen["died"] >= 30 and seen["torn"] >= 10 and seen["resumed"] >= 35, (seen, last)
