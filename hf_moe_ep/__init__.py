@@ -20,6 +20,7 @@ from hf_moe_ep.grads import (
     global_token_count,
 )
 from hf_moe_ep.patch import patch, unpatch
+from hf_moe_ep.training_state import load_checkpoint, save_checkpoint
 
 __all__ = [
     "ParallelConfig",
@@ -31,7 +32,9 @@ __all__ = [
     "describe",
     "from_pretrained",
     "global_token_count",
+    "load_checkpoint",
     "patch",
+    "save_checkpoint",
     "save_pretrained",
     "unpatch",
 ]

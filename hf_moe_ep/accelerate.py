@@ -19,6 +19,8 @@ model ask first whether it is patched, and otherwise call what was there before:
                                                  writer, says what to call instead
     PeftModel.save_pretrained                    gathers a sharded model's adapters; on every rank
     PeftModel._get_base_model_class              the class that adapter_config.json names
+    the Trainer's checkpoints                    are complete or not there
+                                                 (`trainer_checkpoints.py`)
     what counts processes                        counts ranks with batches of their own, under
                                                  sequence parallelism (`shared_batches.py`)
 """
@@ -48,7 +50,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
-from hf_moe_ep import hf, shared_batches
+from hf_moe_ep import hf, shared_batches, trainer_checkpoints
 from hf_moe_ep.checkpoint import gather_state_dict, save_pretrained, save_state_dict
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.factors import pack_factors
@@ -73,6 +75,7 @@ def install() -> None:
     hf.wrap_once(Accelerator, "prepare_scheduler", shared_batches.prepare_scheduler)
     hf.wrap_once(Accelerator, "gather_for_metrics", shared_batches.gather_for_metrics)
     trainer = transformers.Trainer
+    trainer_checkpoints.install()
     hf.wrap_once(trainer, "create_accelerator_and_postprocess", shared_batches.create_accelerator)
     hf.wrap_once(trainer, "call_model_init", shared_batches.call_model_init)
     hf.wrap_once(trainer, "get_tp_size", shared_batches.get_tp_size)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,11 +121,17 @@ def from_pretrained(
     _check_group("from_pretrained")
     sizes = {f.name for f in fields(ParallelConfig)}
     overrides = {name: options.pop(name) for name in sizes & options.keys()}
-    with together(f"from_pretrained({os.fspath(name_or_dir)!r})"):
+    built: list[tuple[Path, nn.Module]] = []
+
+    def build() -> None:
         folder = hf_hub.local_folder(name_or_dir, options)
         model = hf_hub.empty_model(folder, model_class, partial(_first_dtype, folder), options)
         if peft_config is not None:
             model = hf_hub.attach_adapters(model, peft_config)
+        built.append((folder, model))
+
+    together(f"from_pretrained({os.fspath(name_or_dir)!r})", build)
+    folder, model = built[0]
     return apply_ep_fsdp2(
         model,
         config,

@@ -32,7 +32,7 @@ from hf_moe_ep.hub_write import (
     whole,
     write_checkpoint,
 )
-from hf_moe_ep.meet import check_everyone_calls, is_distributed, rank, together
+from hf_moe_ep.meet import check_everyone_calls, is_distributed, is_first, together
 from hf_moe_ep.safetensors_file import Box
 from hf_moe_ep.state import ModelState, find_state
 
@@ -61,8 +61,8 @@ def save_pretrained(
         kwargs: of a model with adapters alone: passed to PEFT's `save_pretrained`.
 
     Raises:
-        RuntimeError: some rank has not called this within five minutes.
-        OSError: on every rank, where rank 0 cannot write; what was there stays.
+        RuntimeError: some rank has not called this within five minutes; on every rank, where rank
+            0 cannot write: what was there stays.
     """
     check_everyone_calls("save_pretrained")
     folder, model = Path(directory), hf.unwrap(model)
@@ -79,13 +79,15 @@ def save_pretrained(
         _source(name, tensor, state, dtype or state.dtypes.get(name), partial(_slabs, tensor))
         for name, tensor in distinct_tensors(model).items()
     ]
-    meet = partial(together, f"saving to {directory}")
-    with meet():
-        if rank() == 0:
+    files = split_files(sources, parse_size(max_shard_size))
+
+    def begin() -> None:
+        if is_first():
             folder.mkdir(parents=True, exist_ok=True)
             hf_hub.save_configs(model, folder, first_dtype(sources), others)
-    files = split_files(sources, parse_size(max_shard_size))
-    write_checkpoint(folder, files, writes=rank() == 0, meet=meet)
+
+    together(f"saving to {folder}", begin)
+    write_checkpoint(folder, files, writes=is_first(), together=together)
 
 
 def save_state_dict(
@@ -118,7 +120,7 @@ def gather_state_dict(
     Of a model with adapters what PEFT saves, packed as PEFT packs it: the base stays where it is.
     `save_embedding_layers` as in PEFT's save_pretrained.
     """
-    keep = rank() == 0
+    keep = is_first()
     full: dict[str, Tensor] = {}
     model = hf.unwrap(model)
     state_dict = model.state_dict()
@@ -138,11 +140,14 @@ def gather_state_dict(
 
 def _save_adapters(model: Any, folder: Path, others: Iterable[Any], kwargs: dict[str, Any]) -> None:
     state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
-    with together(f"saving to {folder}"):
-        if rank() == 0:
+
+    def write() -> None:
+        if is_first():
             model.save_pretrained(os.fspath(folder), state_dict=state_dict, **kwargs)
             for other in others:
                 other.save_pretrained(folder)
+
+    together(f"saving to {folder}", write)
 
 
 def distinct_tensors(model: Any) -> dict[str, Tensor]:
@@ -174,7 +179,7 @@ def _slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
     names = tensor.device_mesh.mesh_dim_names or ()
     if "ep" not in names:
         gathered = _whole(tensor)
-        yield from whole(gathered.detach().cpu()) if rank() == 0 else ()
+        yield from whole(gathered.detach().cpu()) if is_first() else ()
         return
     axis = names.index("ep")
     group = tensor.device_mesh.get_group(axis)
@@ -187,7 +192,7 @@ def _slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
         dist.broadcast(slab, src=source, group=group)
         experts = (number * mine.shape[0], (number + 1) * mine.shape[0])
         box = (experts, *((0, size) for size in mine.shape[1:]))
-        yield box, slab.cpu() if rank() == 0 else None
+        yield box, slab.cpu() if is_first() else None
 
 
 def _whole(tensor: DTensor, but: int | None = None) -> Tensor:

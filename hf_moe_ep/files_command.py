@@ -1,7 +1,7 @@
 """`hf-moe-ep convert` and `hf-moe-ep verify`: checkpoints without a training job.
 
-    hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
-    hf-moe-ep verify out/model
+hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
+hf-moe-ep verify out/model
 """
 
 from __future__ import annotations

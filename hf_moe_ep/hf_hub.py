@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from hf_moe_ep import hf
 
+CONFIGS = ("config.json", "generation_config.json")
 _PEFT_PREFIX = "base_model.model."
 _COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
 _DOWNLOAD = (
@@ -98,6 +99,7 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
     from peft import get_peft_model
 
     model = get_peft_model(model, peft_config)
+    module: Any
     for module in model.modules():
         reset = getattr(module, "reset_lora_parameters", None)
         if reset is None:
@@ -130,11 +132,17 @@ def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[A
     return bar
 
 
-def save_configs(model: Any, folder: Path, dtype: torch.dtype, others: Iterable[Any]) -> None:
-    """config.json, generation_config.json, and tokenizers or processors (modeling_utils.py)."""
-    model = hf.unwrap(model)
+def save_configs(
+    model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
+) -> None:
+    """config.json, generation_config.json, and tokenizers or processors (modeling_utils.py).
+
+    `dtype` is what the config will say, None leaves it.
+    """
+    model = hf.without_adapters(hf.unwrap(model))
     kept = model.config.dtype, model.config.architectures
-    model.config.dtype = str(dtype).removeprefix("torch.")
+    if dtype is not None:
+        model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [hf.stock_class(type(model)).__name__]
     try:
         model.config.save_pretrained(folder)

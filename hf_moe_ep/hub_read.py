@@ -23,7 +23,7 @@ from hf_moe_ep.hub_layout import (
     overlap,
     slices,
 )
-from hf_moe_ep.meet import rank, together
+from hf_moe_ep.meet import is_first, together
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.safetensors_file import Entry, Reader, read_index
 
@@ -41,14 +41,18 @@ def find_weights(
         ValueError: on every rank; a folder or a file that is no whole checkpoint; tensors that are
             missing, misshapen, or that the model has no use for. All are named.
     """
-    with together(f"reading {directory}"):
+    found: dict[str, list[tuple[Piece, Entry]]] = {}
+
+    def find() -> None:
         entries = read_index(directory)
         try:
-            return _match(model, entries, plan, set(empty))
+            found.update(_match(model, entries, plan, set(empty)))
         except ValueError as error:
             kind = type(hf.without_adapters(model)).__name__
             raise ValueError(f"{directory} does not fit this {kind}: {error}") from error
-    raise AssertionError
+
+    together(f"reading {directory}", find)
+    return found
 
 
 def _match(
@@ -90,14 +94,17 @@ def load_weights(
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     total = sum(_bytes(held[name]) for name in weights)
-    with (
-        together("reading weights"),
-        Reader() as reader,
-        hf_hub.progress_bar(total, "loading weights", rank() == 0) as progress,
-    ):
-        for name, pieces in weights.items():
-            _fill(held[name], pieces, reader)
-            progress.update(_bytes(held[name]))
+
+    def read() -> None:
+        with (
+            Reader() as reader,
+            hf_hub.progress_bar(total, "loading weights", is_first()) as progress,
+        ):
+            for name, pieces in weights.items():
+                _fill(held[name], pieces, reader)
+                progress.update(_bytes(held[name]))
+
+    together("reading weights", read)
 
 
 @torch.no_grad()

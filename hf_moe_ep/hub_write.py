@@ -17,8 +17,8 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,30 +83,33 @@ def first_dtype(sources: Iterable[Source]) -> torch.dtype:
     return next(source.dtype for source in sources if source.dtype.is_floating_point)
 
 
+def _alone(what: str, part: Callable[[], None]) -> None:
+    part()
+
+
 def write_checkpoint(
     folder: Path,
     files: list[list[Source]],
     *,
     writes: bool = True,
-    meet: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    together: Callable[[str, Callable[[], None]], Any] = _alone,
 ) -> None:
     """Write all files, then the index; what fails on the way leaves the previous checkpoint.
 
     Args:
         writes: whether this process does; the others only run the slabs.
-        meet: entered for each file and for the commit, where one process tells others of an error.
+        together: runs what is to be done for a file, and the commit; where an error of the writing
+            process becomes one of the others.
     """
     writer = _HubWriter(folder, files) if writes else None
     total = sum(source.bytes for sources in files for source in sources)
+    what = f"saving to {folder}"
     try:
-        with progress_bar(total, f"saving {folder}", writes) as progress:
+        with progress_bar(total, what, writes) as progress:
             for number, sources in enumerate(files):
-                with meet():
-                    _write_file(writer, number, sources, progress)
-        with meet():
-            if writer is not None:
-                writer.commit()
-    except (OSError, ValueError):
+                together(what, partial(_write_file, writer, number, sources, progress))
+        together(what, writer.commit if writer is not None else lambda: None)
+    except (OSError, RuntimeError, ValueError):
         if writer is not None:
             writer.abandon()
         raise

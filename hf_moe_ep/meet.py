@@ -1,61 +1,30 @@
-"""Where ranks meet outside of forward and backward: all of them go on, or none does.
+"""Where ranks meet so that none waits for another that failed, or never came.
 
-A rank that fails alone (a full disk, a file that only it cannot see) would leave the others waiting
-in their next collective until the process group's timeout.
+check_everyone_calls   at the store, before the first collective: a rank that stays away is
+                       named after five minutes, where a collective would hang
+together               each rank does its part; the error of one becomes the error of all
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 # How far ranks may be apart when they begin to save.
 _PATIENCE = timedelta(minutes=5)
 
-
-def is_distributed() -> bool:
-    """Whether there is a default process group."""
-    return dist.is_available() and dist.is_initialized()
+Value = TypeVar("Value")
 
 
-def rank() -> int:
-    """This process among all, 0 without a process group."""
-    return dist.get_rank() if is_distributed() else 0
-
-
-@contextmanager
-def together(what: str) -> Iterator[None]:
-    """Make a ValueError or OSError of one rank one of every rank; every rank enters and leaves."""
-    failed: BaseException | None = None
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        failed = error
-    if not is_distributed():
-        if failed is not None:
-            raise failed
-        return
-    mine = None if failed is None else (type(failed) is ValueError, str(failed))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if failed is not None:
-        raise failed
-    for other, found in enumerate(everyone):
-        if found is not None:
-            is_value_error, message = found
-            raise (ValueError if is_value_error else OSError)(
-                f"{what} failed on rank {other}: {message}"
-            )
-
-
-def check_everyone_calls(what: str) -> None:
+def check_everyone_calls(what: str, patience: timedelta | None = None) -> None:
     """Ranks meet at the store: inside `if is_main_process:` the first collective would hang."""
     if not is_distributed():
         return
+    patience = patience or _PATIENCE
     store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
     called = f"hf_moe_ep/{what}"
     number = store.add(called, 1)
@@ -63,11 +32,84 @@ def check_everyone_calls(what: str) -> None:
     if number % world == 0:
         store.set(met, "")
     try:
-        store.wait([met], _PATIENCE)
+        store.wait([met], patience)
     except RuntimeError as error:  # DistStoreError
         present = store.add(called, 0) % world
         store.add(called, -1)
         raise RuntimeError(
-            f"{what} was called on {present} of {world} ranks only, {_PATIENCE} ago; call it on "
+            f"{what} was called on {present} of {world} ranks only, {patience} ago; call it on "
             f"every rank (rank 0 alone writes), not inside `if is_main_process:`"
         ) from error
+
+
+def together(
+    what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
+) -> list[Value]:
+    """The value of `part` on every rank, in rank order; every rank of `group` calls this.
+
+    Raises:
+        ValueError: on every rank, where all errors were ValueErrors (the user's mistake).
+        RuntimeError: on every rank, naming each rank that failed and why.
+    """
+    mine: Any = None
+    failure: tuple[str, bool] | None = None
+    cause: BaseException | None = None
+    try:
+        mine = part()
+    # Any error: kept to itself it would leave the other ranks waiting. DCP's is no Exception.
+    except (Exception, CheckpointException) as error:  # noqa: BLE001
+        cause, failure = error, (describe(error), isinstance(error, ValueError))
+    everyone = gather((failure, mine), group)
+    failures = {rank: failed for rank, (failed, _) in enumerate(everyone) if failed is not None}
+    if failures:
+        texts = {rank: text for rank, (text, _) in failures.items()}
+        if all(is_value_error for _, is_value_error in failures.values()):
+            raise ValueError(next(iter(texts.values()))) from cause
+        if len(set(texts.values())) == 1 and cause is not None:  # DCP tells every rank the same
+            texts = {min(texts): next(iter(texts.values()))}
+        lines = "; ".join(
+            text if text.startswith("rank ") else f"rank {rank}: {text}"
+            for rank, text in texts.items()
+        )
+        raise RuntimeError(f"{what} failed on {lines}") from cause
+    return [value for _, value in everyone]
+
+
+def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """`value` of every rank, in rank order; of this process alone without a process group."""
+    if not is_distributed():
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0, or alone."""
+    return this_rank() == 0
+
+
+def this_rank() -> int:
+    """This process's rank, 0 without a process group."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Ranks of `group`, 1 without a process group."""
+    return dist.get_world_size(group) if is_distributed() else 1
+
+
+def is_distributed() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def describe(error: BaseException) -> str:
+    """One line; of DCP's error each rank's own."""
+    if isinstance(error, CheckpointException):
+        parts = [
+            f"rank {rank}: {type(cause).__name__}: {cause}"
+            for rank, (cause, _) in sorted(error.failures.items())
+        ]
+        return "; ".join(parts)
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

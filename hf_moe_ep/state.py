@@ -42,6 +42,8 @@ class ModelState:
     deepep: Any = None
     # The checkpointed layer that runs now (hf_moe_ep.recompute.Frame).
     frame: Any = None
+    # The save that runs in the background (hf_moe_ep.training_state.Saver), once there was one.
+    saver: Any = None
     # (module, attribute, what was there before; None for nothing)
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
 

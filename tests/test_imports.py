@@ -19,9 +19,14 @@ CORE, PLUGINS = "hf_moe_ep", "model_patches"
 
 # Module -> what it may import of our own; "*" is every row below.
 ROWS = {
-    "__init__": "apply patch collate shard checkpoint routing grads describe config",
-    "cli": "inspect_command adapter_files",
-    "inspect_command": "memory_plan shapes config",
+    "__init__": "apply patch training_state collate shard checkpoint routing grads describe config",
+    "cli": "inspect_command files_command adapter_files",
+    "inspect_command": "files_command hub_convert memory_plan shapes config",
+    "files_command": "hub_convert",
+    "hub_convert": (
+        "patch checkpoint hub_read hub_write hub_layout manifest restricted hf_hub "
+        "safetensors_file plan"
+    ),
     "memory_plan": "shapes patch shard units state mesh config hf",
     "shapes": "plan",
     "adapter_files": "adapter_experts",
@@ -29,12 +34,24 @@ ROWS = {
     "apply": "patch hub_read hf_hub shard state meet safetensors_file config",
     "patch": "*",
     "describe": "state mesh hf",
-    "accelerate": "shared_batches checkpoint factors shard state mesh grads config hf",
+    "accelerate": (
+        "trainer_checkpoints shared_batches checkpoint factors shard state mesh grads config hf"
+    ),
+    "trainer_checkpoints": "training_state manifest restricted hf_hub meet state hf",
     "shared_batches": "state mesh config",
     "checkpoint": "hub_write hub_layout factors hf_hub state meet safetensors_file hf",
     "hub_write": "hub_layout hf_hub safetensors_file",
     "hub_read": "hub_layout hf_hub meet safetensors_file plan hf",
     "hub_layout": "safetensors_file plan",
+    "training_state": (
+        "matching named_state random_state background manifest hf_hub plain meet state"
+    ),
+    "matching": "named_state",
+    "named_state": "factors lora plain hf",
+    "random_state": "",
+    "background": "meet",
+    "manifest": "meet",
+    "restricted": "meet",
     "shard": "units lora state mesh plan hf",
     "units": "plan hf",
     "lora": "factors state experts hf",
@@ -56,7 +73,6 @@ ROWS = {
     "experts": "factors ops hf",
     "factors": "hf",
     "mesh": "config",
-    "meet": "",
     "safetensors_file": "",
     "hf_hub": "hf",
     "comm": "",
@@ -76,6 +92,8 @@ ROWS = {
     "ops.layout": "",
     "ops.weights": "",
     "ops.autograd": "",
+    "meet": "",
+    "plain": "",
     "plan": "",
     "hf": "",
     "config": "",
@@ -86,11 +104,13 @@ THIRD_PARTY = {
     "adapter_files": "safetensors",
     "deepep": "deep_ep",
     "hf": "accelerate peft transformers",
-    "hf_hub": "accelerate huggingface_hub transformers",
+    "hf_hub": "accelerate huggingface_hub peft transformers",
     "model_patches.*": "accelerate peft transformers",
     "ops.*": "triton",
+    "random_state": "numpy",
     "shapes": "peft transformers",
     "shared_batches": "accelerate transformers",
+    "trainer_checkpoints": "accelerate transformers",
     "ops.gate": "triton",
     "ops.reduce": "triton",
     "ops.triton_mlp": "triton",

@@ -192,6 +192,10 @@ def _resume(trainer: Trainer, folder: Path) -> None:
     trainer.train(resume_from_checkpoint=True)
 
 
+def _resume_3(trainer: Trainer, folder: Path) -> None:
+    trainer.train(resume_from_checkpoint=os.fspath(folder / "checkpoint-3"))
+
+
 def _evaluate(trainer: Trainer, folder: Path) -> float:
     return trainer.evaluate()["eval_loss"]
 
@@ -234,6 +238,7 @@ def _inspect(trainer: Trainer, folder: Path) -> dict[str, Any]:
 _STEPS = {
     "train": _train,
     "resume": _resume,
+    "resume 3": _resume_3,
     "evaluate": _evaluate,
     "predict": _predict,
     "predict 21": _predict_21,

@@ -1,0 +1,82 @@
+"""Python values as JSON and back, exactly and without pickle.
+
+JSON has no tuples, no keys but strings, no bytes and no tensors; each becomes an object with one
+key of its own:
+
+    (0.9, 0.999)                  {"__tuple__": [0.9, 0.999]}
+    {3: "a"}                      {"__items__": [[3, "a"]]}
+    Counter({3: 1})               {"__counter__": [[3, 1]]}
+    torch.tensor(3.0)             {"__tensor__": 3.0, "dtype": "float32"}
+
+For the small things of a training state: learning rates, schedulers, positions. Functions and
+objects are refused, by where they are.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LARGEST = 4096  # elements of a tensor
+
+
+def encode(value: Any, where: str) -> Any:
+    """`value` as JSON takes it; `where` it is, for the error.
+
+    Raises:
+        ValueError: something in it has no form in JSON.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"__tuple__": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, bytes):
+        return {"__bytes__": base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        return _encode_dict(value, where)
+    if isinstance(value, Tensor) and value.numel() <= _LARGEST:
+        return {"__tensor__": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return encode(value.item(), where)
+    raise ValueError(
+        f"{where} is a {type(value).__name__}, which a checkpoint without pickle cannot hold; make "
+        f"it of numbers, strings, lists, tuples and dicts"
+    )
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given; tensors on the host."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"__tuple__": items}:
+            return tuple(decode(item) for item in items)
+        case {"__bytes__": text}:
+            return base64.b64decode(text)
+        case {"__items__": items}:
+            return {decode(key): decode(item) for key, item in items}
+        case {"__counter__": items}:
+            return Counter({decode(key): item for key, item in items})
+        case {"__tensor__": numbers, "dtype": dtype}:
+            return torch.tensor(numbers, dtype=getattr(torch, dtype))
+    return {key: decode(item) for key, item in value.items()}
+
+
+def _encode_dict(value: dict[Any, Any], where: str) -> dict[str, Any]:
+    items = [
+        (encode(key, f"{where}: a key"), encode(item, f"{where}[{key!r}]"))
+        for key, item in value.items()
+    ]
+    if isinstance(value, Counter):
+        return {"__counter__": items}
+    if all(isinstance(key, str) and not key.startswith("__") for key in value):
+        return dict(items)
+    return {"__items__": items}

@@ -1,0 +1,56 @@
+"""Random generators of one rank: kept in a checkpoint, put back, or seeded anew.
+
+Where as many ranks as before have data of their own, each goes on exactly where it was. At another
+number there is no such place: every generator is seeded from (the saved state of rank 0, rank),
+so that a run resumed twice draws the same numbers, and not those of its first steps again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """This rank's generators, for `plain.encode`."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    found = {
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tobytes(), *rest),
+        "torch": _bytes(torch.get_rng_state()),
+        "device": device.type,
+    }
+    if device.type != "cpu":
+        found["of_device"] = _bytes(torch.get_device_module(device).get_rng_state(device))
+    return found
+
+
+def restore(saved: dict[str, Any], device: torch.device) -> None:
+    """Put back what `capture` returned, on a device of the same type."""
+    name, keys, *rest = saved["numpy"]
+    random.setstate(saved["python"])
+    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_tensor(saved["torch"]))
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(_tensor(saved["of_device"]), device)
+
+
+def reseed(saved_of_rank_0: dict[str, Any], rank: int) -> None:
+    """Seed every generator of this rank from a saved state and its rank."""
+    digest = hashlib.sha256(saved_of_rank_0["torch"] + rank.to_bytes(8, "big")).digest()
+    seed = int.from_bytes(digest[:7], "big")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # of all devices too
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return bytes(state.cpu().numpy().tobytes())
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
