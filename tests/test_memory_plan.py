@@ -302,7 +302,7 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 ERRORS = {
     "no world": (["--plan", "{}"], "wants --world"),
-    "no plan": ([], "wants --plan SHAPE"),
+    "no plan": ([], "either a folder or --plan"),
     "both": (["{}", "--plan", "{}", "--world", "2"], "either a folder or --plan"),
     "no such shape": (["--plan", "Qwen9", "--world", "2"], "'Qwen9' is no shape.*Qwen3-30B-shape"),
     "no ranks": (["--plan", "{}", "--world", "0"], r"world_size \(0\)"),

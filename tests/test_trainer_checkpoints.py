@@ -20,7 +20,7 @@ from trainer_job import Case, launch, training_rows
 from transformers import Trainer, TrainingArguments
 
 from hf_moe_ep import manifest, patch
-from hf_moe_ep.trainer_checkpoints import _metadata_alone
+from hf_moe_ep.restricted import metadata_alone
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
 
@@ -119,7 +119,7 @@ def test_metadata_runs_no_code(runs: Results, folder: Path) -> None:
     for result in runs["code"]:
         assert "posix.mkdir has no place in the metadata" in result.error, result.error
     assert not (folder / "code ran").exists()
-    with _metadata_alone():
+    with metadata_alone():
         FileSystemReader(folder / "half" / "checkpoint-3" / "optimizer_0").read_metadata()
 
 
