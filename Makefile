@@ -7,8 +7,10 @@ PIP := -m pip install --quiet --disable-pip-version-check
 EXTRAS := .[peft,demo,test,dev]
 BIN := .venv/bin
 
-# Ranks share the machine's cores: one thread each.
+# Ranks share the machine's cores: one thread each. Two test files at a time, because ranks wait for
+# each other about half of the time; a file stays in one process, for what its tests share.
 export OMP_NUM_THREADS := 1
+TWO_AT_A_TIME := -n 2 --dist loadfile
 
 # torch goes first and by its exact version: where an index offers a CPU build of that version it
 # is taken, while a range would resolve to the newest CUDA build.
@@ -31,13 +33,13 @@ demo-vision: .venv/.done
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/run_vision_demo.sh
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu'
 
 test-full: lint
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not gpu'
 
 test-oldest: .venv-oldest/.done
-	.venv-oldest/bin/python -m pytest -m 'not slow and not gpu'
+	.venv-oldest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu'
 
 lint: .venv/.done
 	$(BIN)/ruff check .

@@ -12,7 +12,8 @@ import torch
 from close import assert_close
 from generation import assert_same, continuations
 from run_script import CPU_4
-from safetensors import safe_open
+from safetensors.torch import load_file
+from test_hub_files import assert_equal, read_all
 from tiny_models import batch, tiny
 from trainer_job import STEPS, Case, Result, launch, load_stock
 from transformers import PreTrainedModel
@@ -187,14 +188,10 @@ def assert_loads_in_stock(result: Result, tmp_path: Path) -> PreTrainedModel:
         json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "stock")
     )
     assert got == want and "hf_moe_ep" not in str(got)
-    keys = [_keys(place / "model.safetensors") for place in (folder, tmp_path / "stock")]
-    assert keys[0] == keys[1] and "model.layers.1.mlp.experts.7.gate_proj.weight" in keys[0]
+    got = read_all(folder)
+    assert_equal(got, load_file(tmp_path / "stock" / "model.safetensors"))
+    assert "model.layers.1.mlp.experts.7.gate_proj.weight" in got
     return loaded
-
-
-def _keys(file: Path) -> set[str]:
-    with safe_open(file, "pt") as tensors:
-        return set(tensors.keys())
 
 
 def assert_resumed(got: Result, want: Result) -> None:
