@@ -68,8 +68,8 @@ class Sizes:
     intermediate: int = 320
     vocab: int = 8192
     file_mb: int = 200
-    repeats: int = 2
-    ep: tuple[int, ...] = (2, 4)
+    repeats: int = 1
+    ep: tuple[int, ...] = (1, 2, 4)
 
     @property
     def largest(self) -> int:
@@ -291,7 +291,7 @@ def report(sizes: Sizes, results: Results, about: list[str]) -> str:
         for what, promised in PROMISED.items()
     ]
     lines.append(
-        f"\nMedian (min .. max) over ranks and {sizes.repeats} runs. Every figure is explained at "
+        f"\nMedian (min .. max) over ranks; runs: {sizes.repeats}. Every figure is explained at "
         "the top of `benchmarks/checkpoint.py`."
     )
     return "\n".join(lines) + "\n"
