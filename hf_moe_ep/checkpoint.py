@@ -1,9 +1,18 @@
 """Sharded parameters -> Hugging Face checkpoint in hub layout.
 
-Tensors are gathered one after the other, every rank taking part, and written by rank 0
-(`hub_write.py`). A stacked weight comes in slabs, the experts of one ep rank each: first gathered
-over ep_fsdp by everyone, then broadcast in rank 0's ep group. So no rank holds more than one dense
-tensor or the experts of two ep ranks beyond its shards.
+Rank 0 writes (`hub_write.py`) what it is sent: one tensor after the other, and of a tensor one
+rank's part after the other. A part travels along one mesh axis at a time, by broadcast within that
+axis. So no rank holds more than another rank's part of one tensor beyond its shards, and rank 0,
+where parts are cut along dim 1, the experts of one ep rank. For a stacked weight on (ep_fsdp 2,
+ep 2), ranks [[0, 1], [2, 3]]:
+
+    experts   held by    along ep_fsdp   along ep
+    first     rank 0     -               -
+    second    rank 2     2 to 0          -
+    third     rank 1     -               1 to 0
+    fourth    rank 3     3 to 1          1 to 0
+
+An all-gather would need memory for the whole tensor on every rank, and gloo's for two of them.
 
 A model with adapters is saved as PEFT saves it: small, and whole on rank 0.
 """
@@ -13,6 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep import hf, hf_hub
 from hf_moe_ep.factors import pack_factors
-from hf_moe_ep.hub_layout import hub_pieces
+from hf_moe_ep.hub_layout import box_at, hub_pieces, slices
 from hf_moe_ep.hub_write import (
     Source,
     first_dtype,
@@ -35,6 +45,9 @@ from hf_moe_ep.hub_write import (
 from hf_moe_ep.meet import check_everyone_calls, is_distributed, is_first, together
 from hf_moe_ep.safetensors_file import Box
 from hf_moe_ep.state import ModelState, find_state
+
+# Bytes of a tensor that is gathered in one collective, for speed: norms, routers.
+_SMALL = 2**20
 
 
 def save_pretrained(
@@ -48,8 +61,9 @@ def save_pretrained(
 ) -> None:
     """Write `model` so that stock `from_pretrained(directory)` loads it; every rank calls this.
 
-    Beside its shards a rank needs memory for the experts of two ep ranks in one layer. A process
-    killed on the way leaves the checkpoint that was there.
+    Beside its shards a rank needs memory for another rank's part of one tensor; rank 0, with
+    expert_shard_dim=1, for one ep rank's experts of a layer. A process killed on the way leaves
+    the checkpoint that was there.
 
     Args:
         model: patched, sharded or not.
@@ -176,31 +190,56 @@ def _slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
     if not isinstance(tensor, DTensor):
         yield from whole(tensor.detach().cpu())
         return
-    names = tensor.device_mesh.mesh_dim_names or ()
-    if "ep" not in names:
+    if tensor.numel() * tensor.element_size() <= _SMALL:
         gathered = _whole(tensor)
         yield from whole(gathered.detach().cpu()) if is_first() else ()
         return
-    axis = names.index("ep")
-    group = tensor.device_mesh.get_group(axis)
-    mine = _whole(tensor, but=axis)
-    ranks = dist.get_process_group_ranks(group)
-    if 0 not in ranks:
-        return
-    for number, source in enumerate(ranks):
-        slab = mine.contiguous() if source == dist.get_rank() else torch.empty_like(mine)
-        dist.broadcast(slab, src=source, group=group)
-        experts = (number * mine.shape[0], (number + 1) * mine.shape[0])
-        box = (experts, *((0, size) for size in mine.shape[1:]))
-        yield box, slab.cpu() if is_first() else None
+    slab: Tensor | None = None
+    for box, part in _parts(tensor):
+        rows = (box[0], *((0, size) for size in tensor.shape[1:]))
+        if part is not None and box == rows:
+            slab = part.cpu()
+        elif part is not None:
+            if slab is None:
+                slab = torch.empty([stop - start for start, stop in rows], dtype=part.dtype)
+            slab[slices(box, rows)].copy_(part)
+        del part
+        if all(stop == end for (_, stop), (_, end) in zip(box, rows, strict=True)):
+            yield rows, slab
+            slab = None
 
 
-def _whole(tensor: DTensor, but: int | None = None) -> Tensor:
-    """Gathered over every mesh axis, `but` one."""
+def _parts(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
+    """What each rank holds of a parameter, in order, with its values on rank 0."""
+    mesh = tensor.device_mesh
+    here = tuple(mesh.get_coordinate() or ())
+    # Parameters that FSDP2 offloads are on the host, their groups are not.
+    mine = tensor.to_local().detach().contiguous().to(mesh.device_type)
+    sharded = [i for i, one in enumerate(tensor.placements) if not isinstance(one, Replicate)]
+    sizes = [mesh.size(axis) if axis in sharded else 1 for axis in range(mesh.ndim)]
+    boxes = {at: box_at(tensor, at) for at in product(*map(range, sizes))}
+    for owner, box in sorted(boxes.items(), key=lambda item: item[1]):
+        shape = [stop - start for start, stop in box]
+        if 0 in shape:
+            continue
+        part = mine if owner == here else None
+        # Towards rank 0, which is at the origin.
+        at = list(owner)
+        for axis in sharded:
+            source, at[axis] = int(mesh.mesh[tuple(at)]), 0
+            in_line = all(here[i] == at[i] for i in range(mesh.ndim) if i != axis)
+            if owner[axis] == 0 or not in_line:
+                continue
+            if part is None:
+                part = torch.empty(shape, dtype=mine.dtype, device=mine.device)
+            dist.broadcast(part, src=source, group=mesh.get_group(axis))
+        yield box, part if is_first() else None
+        del part
+
+
+def _whole(tensor: DTensor) -> Tensor:
     # One mesh axis at a time: DTensor warns on every rank when it has to order several itself.
     for axis in range(tensor.device_mesh.ndim):
-        if axis == but:
-            continue
         placements = list(tensor.placements)
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)

@@ -16,7 +16,7 @@ an experts module has another that does not, and all of them are read the same w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -79,11 +79,19 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def local_box(tensor: Tensor) -> Box:
     """Which part of a parameter this rank holds, as `shard.py` and FSDP2 cut it."""
-    box = [(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
-        return tuple(box)
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        return tuple((0, size) for size in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
+    box = box_at(tensor, coordinate)
+    held, local = tuple(stop - start for start, stop in box), tuple(tensor.to_local().shape)
+    assert held == local, f"{held} is not {local}"
+    return box
+
+
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """Which part of a parameter the rank at `coordinate` of its mesh holds."""
+    box, mesh = [(0, size) for size in tensor.shape], tensor.device_mesh
     # The ep axis is the last one and was cut first; FSDP2 cuts what it left.
     for axis in reversed(range(mesh.ndim)):
         placement = tensor.placements[axis]
@@ -94,8 +102,6 @@ def local_box(tensor: Tensor) -> Box:
         share = -(-(stop - start) // mesh.size(axis))
         cut = [min(start + (coordinate[axis] + i) * share, stop) for i in (0, 1)]
         box[dim] = (cut[0], cut[1])
-    held, local = tuple(stop - start for start, stop in box), tuple(tensor.to_local().shape)
-    assert held == local, f"{held} is not {local}"
     return tuple(box)
 
 

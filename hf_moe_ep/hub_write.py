@@ -118,7 +118,7 @@ def write_checkpoint(
 def _write_file(
     writer: _HubWriter | None, number: int, sources: list[Source], progress: Any
 ) -> None:
-    slabs = ((source, *slab) for source in sources for slab in source.slabs())
+    slabs = _all_slabs(sources)
     if writer is None:
         for _ in slabs:
             pass
@@ -129,10 +129,18 @@ def _write_file(
                 assert slab is not None
                 _write_slab(file, source, box, slab)
                 progress.update(slab.numel() * source.dtype.itemsize)
+                del slab  # before the next one is allocated
         writer.done(number, file)
     finally:
         for _ in slabs:  # where writing failed, the others are still gathering
             pass
+
+
+def _all_slabs(sources: list[Source]) -> Iterator[tuple[Source, Box, Tensor | None]]:
+    for source in sources:
+        for box, slab in source.slabs():
+            yield source, box, slab
+            del slab
 
 
 def _write_slab(file: Writer, source: Source, box: Box, slab: Tensor) -> None:

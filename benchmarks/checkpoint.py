@@ -1,0 +1,359 @@
+"""Loading and saving a checkpoint of the hub on four CPU ranks: the memory that it takes.
+
+    python benchmarks/checkpoint.py                              the tables, to the terminal
+    python benchmarks/checkpoint.py --write benchmarks/results   also as Markdown and a plot
+
+One Qwen3-MoE with a key per expert, as the hub has it, in a page cache that is warm:
+
+    ours      `hf_moe_ep.from_pretrained(folder, ep_size=..)`, then our `save_pretrained`
+    native    transformers' `from_pretrained(.., distributed_config=DistributedConfig(fsdp_size=4,
+              ep_size=..))`, then its `model.save_pretrained`
+    whole     transformers' `from_pretrained` on every rank, then `apply_ep_fsdp2(ep_size=..)`
+
+Every row comes from fresh processes, with malloc's defaults, that have loaded and saved a tiny
+model before, so that neither imports nor connections count. What ours and native save must be the
+checkpoint again, byte for byte, or no figures are printed.
+
+    above shards     the peak, above what the process held before and its local shards: anonymous
+                     and shared memory, looked at every millisecond; in MiB, and in sizes of the
+                     largest tensor, which is the stacked weight of one layer's experts
+    with file pages  the same of all resident memory, mapped pages of the checkpoint included
+                     (VmHWM, exact); the system may take those back
+    read             by a rank: bytes of its read calls, and the mapped pages that it touched
+    seconds          until the slowest rank is done; saving includes our fsync and sha256, which
+                     transformers does without
+
+Promised of ours on every rank: at most 1.5 of the largest tensor to load, at most 2 to save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from figures import setting, spread
+from ranks import peak_mib, reset_peak, spawn
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
+
+import hf_moe_ep
+from hf_moe_ep.safetensors_file import Reader, read_index
+
+WORLD = 4
+MIB = 2**20
+SIDES = {"ours": "hf_moe_ep", "native": "transformers", "whole": "stock, then apply_ep_fsdp2"}
+SAVING = ("ours", "native")
+PROMISED = {"load": 1.5, "save": 2.0}  # sizes of the largest tensor
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model; 1.0 GiB unless told otherwise."""
+
+    hidden: int = 512
+    layers: int = 8
+    experts: int = 64
+    intermediate: int = 320
+    vocab: int = 8192
+    file_mb: int = 200
+    repeats: int = 1
+    ep: tuple[int, ...] = (1, 2, 4)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of gate_up_proj of one layer, in fp32."""
+        return self.experts * 2 * self.intermediate * self.hidden * 4
+
+
+TINY = Sizes(hidden=32, layers=2, intermediate=16, vocab=64)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One rank's load or save; bytes, `peak` and `resident` above shards and what was before."""
+
+    seconds: float
+    peak: int
+    resident: int
+    read: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank, in one process."""
+
+    shards: int
+    load: Figures
+    save: Figures | None
+
+
+Results = dict[tuple[int, str], list[list[Measured]]]  # [ep, side][repeat][rank]
+
+
+def write_model(_: int, sizes: Sizes, directory: str) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        moe_intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=sizes.hidden // 8,
+        num_experts=sizes.experts,
+        num_experts_per_tok=4,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(directory, max_shard_size=f"{sizes.file_mb}MB")
+
+
+def load(side: str, directory: str, ep: int) -> nn.Module:
+    if side == "ours":
+        return hf_moe_ep.from_pretrained(directory, ep_size=ep)
+    if side == "whole":
+        model = Qwen3MoeForCausalLM.from_pretrained(directory)
+        return hf_moe_ep.apply_ep_fsdp2(model, ep_size=ep)
+    config = DistributedConfig(fsdp_size=WORLD, ep_size=ep)
+    return Qwen3MoeForCausalLM.from_pretrained(directory, distributed_config=config)
+
+
+def save(side: str, model: Any, directory: str, sizes: Sizes) -> None:
+    write = hf_moe_ep.save_pretrained if side == "ours" else type(model).save_pretrained
+    write(model, directory, max_shard_size=f"{sizes.file_mb}MB")
+
+
+def shard_bytes(model: nn.Module) -> int:
+    held = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in held.values())
+
+
+class Watch:
+    """Time, peak memory and bytes read between entering and leaving; every rank does both."""
+
+    def __enter__(self) -> Watch:
+        dist.barrier()
+        reset_peak()
+        self._before = self._highest = _memory()
+        self._samples, self._stop = 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._read = _bytes_read()
+        self._start = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.001):
+            now = _memory()
+            self._highest = tuple(max(pair) for pair in zip(now, self._highest, strict=True))
+            self._samples += now[-1]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is None:
+            dist.barrier()
+        self._seconds = time.perf_counter() - self._start
+        self._read = _bytes_read() - self._read
+        self._stop.set()
+        self._thread.join()
+        self._resident = int(peak_mib() * MIB)
+
+    def figures(self, shards: int) -> Figures:
+        """`shards`: bytes that stay, and are not to be counted."""
+        (own, mapped, _), (peak, mapped_peak, _) = self._before, self._highest
+        read = self._read - self._samples + mapped_peak - mapped
+        return Figures(
+            self._seconds, peak - own - shards, self._resident - own - mapped - shards, read
+        )
+
+
+def _memory() -> tuple[int, ...]:
+    """Bytes: anonymous and shared memory, pages of files, and what it took to read this."""
+    text = Path("/proc/self/status").read_text()
+    kib = {line.split(":")[0]: line.split()[1] for line in text.splitlines() if "Rss" in line}
+    own, mapped = int(kib["RssAnon"]) + int(kib["RssShmem"]), int(kib["RssFile"])
+    return 1024 * own, 1024 * mapped, len(text)
+
+
+def _bytes_read() -> int:
+    """Of read calls, also those that the page cache serves; not of sockets."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def measure_rank(
+    rank: int, sizes: Sizes, directories: tuple[str, str], output: str, ep: int, side: str
+) -> Measured:
+    tiny, directory = directories
+    model = load(side, tiny, ep)
+    if side in SAVING:
+        save(side, model, f"{output}/tiny", sizes)
+    del model
+    gc.collect()
+    with Watch() as loading:
+        model = load(side, directory, ep)
+    shards = shard_bytes(model)
+    if side not in SAVING:
+        return Measured(shards, loading.figures(shards), None)
+    with Watch() as saving:
+        save(side, model, f"{output}/model", sizes)
+    return Measured(shards, loading.figures(shards), saving.figures(0))
+
+
+def check_equal(directory: str, saved: str) -> None:
+    """Raise where two checkpoints differ in a key or in a byte."""
+    wanted, got = read_index(directory), read_index(saved)
+    if wanted.keys() != got.keys():
+        raise RuntimeError(f"saved checkpoints differ in keys {sorted(wanted.keys() ^ got.keys())}")
+    with Reader() as reader:
+        for key, entry in wanted.items():
+            box = tuple((0, size) for size in entry.shape)
+            if not torch.equal(reader.read(entry, box), reader.read(got[key], box)):
+                raise RuntimeError(f"{key} was not saved as it was loaded")
+
+
+def measure(sizes: Sizes, timeout: float = 600.0) -> Results:
+    """All figures, the sides in turns."""
+    results: Results = {(ep, side): [] for ep in sizes.ep for side in SIDES}
+    with tempfile.TemporaryDirectory(prefix="checkpoint_benchmark_") as folder:
+        directories = f"{folder}/tiny", f"{folder}/model"
+        for model, directory in zip((TINY, sizes), directories, strict=True):
+            spawn(write_model, 1, model, directory, timeout=timeout)
+        for repeat in range(sizes.repeats):
+            for ep, side in results:
+                output = f"{folder}/{side} {ep} {repeat}"
+                arguments = sizes, directories, output, ep, side
+                results[ep, side].append(spawn(measure_rank, WORLD, *arguments, timeout=timeout))
+                if side in SAVING:
+                    check_equal(directories[1], f"{output}/model")
+    return results
+
+
+def worst(sizes: Sizes, results: Results, what: str, side: str = "ours") -> float:
+    """The highest peak of any rank, in sizes of the largest tensor."""
+    ranks = [
+        getattr(rank, what).peak
+        for (_, name), repeats in results.items()
+        for repeat in repeats
+        for rank in repeat
+        if name == side
+    ]
+    return max(ranks) / sizes.largest
+
+
+def broken(sizes: Sizes, results: Results) -> list[str]:
+    """The promises that ours does not keep."""
+    found = {what: worst(sizes, results, what) for what in PROMISED}
+    return [
+        f"{what}: {found[what]:.2f} of the largest tensor, promised {promised}"
+        for what, promised in PROMISED.items()
+        if found[what] > promised
+    ]
+
+
+def report(sizes: Sizes, results: Results, about: list[str]) -> str:
+    experts = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.intermediate * 4
+    lines = [
+        "# A checkpoint of the hub: memory to load and to save it\n",
+        *about,
+        f"- model: Qwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, {sizes.experts} "
+        f"experts of {sizes.intermediate}, fp32, {experts / MIB:.0f} MiB of experts; the largest "
+        f"tensor is gate_up_proj of a layer, {sizes.largest / MIB:.0f} MiB; {WORLD} gloo ranks of "
+        f"one thread each\n",
+    ]
+    for what in PROMISED:
+        lines += [
+            f"| {what} | ep | above shards, largest tensors: rank 0 | other ranks "
+            "| above shards, MiB: rank 0 | other ranks | with file pages, MiB: rank 0 "
+            "| other ranks | shards, MiB | read, MiB | seconds |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
+            *(
+                f"| {SIDES[side]} | {ep} | {_cells(sizes, repeats, what)} |"
+                for (ep, side), repeats in results.items()
+                if what == "load" or side in SAVING
+            ),
+            "",
+        ]
+    lines += [
+        f"Promised of hf_moe_ep to {what}: {promised} largest tensors above its shards on every "
+        f"rank; the highest is {worst(sizes, results, what):.2f}."
+        for what, promised in PROMISED.items()
+    ]
+    lines.append(
+        f"\nMedian (min .. max) over ranks; runs: {sizes.repeats}. Every figure is explained at "
+        "the top of `benchmarks/checkpoint.py`."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _cells(sizes: Sizes, repeats: list[list[Measured]], what: str) -> str:
+    both = [[repeat[0] for repeat in repeats], [rank for repeat in repeats for rank in repeat[1:]]]
+    rows = [[getattr(rank, what) for rank in ranks] for ranks in both]
+    cells = [spread([one.peak / sizes.largest for one in row]) for row in rows]
+    cells += [spread([one.peak / MIB for one in row]) for row in rows]
+    cells += [spread([one.resident / MIB for one in row]) for row in rows]
+    everyone = [one for row in rows for one in row]
+    cells.append(spread([rank.shards / MIB for ranks in both for rank in ranks]))
+    cells.append(spread([one.read / MIB for one in everyone]) if what == "load" else "")
+    cells.append(spread([getattr(repeat[0], what).seconds for repeat in repeats]))
+    return " | ".join(cells)
+
+
+def plot(sizes: Sizes, results: Results, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    bars = [key for key in results if key[1] in SAVING]
+    for axis, (what, promised) in zip(axes, PROMISED.items(), strict=True):
+        for number, (ep, side) in enumerate(bars):
+            heights = [
+                max(getattr(repeat[rank], what).peak for repeat in results[ep, side]) / MIB
+                for rank in range(WORLD)
+            ]
+            places = [rank + (number - (len(bars) - 1) / 2) * 0.8 / len(bars) for rank in range(4)]
+            axis.bar(places, heights, 0.8 / len(bars), label=f"{SIDES[side]}, ep {ep}")
+        line = promised * sizes.largest / MIB
+        axis.axhline(line, color="black", linestyle=":", label="promised of hf_moe_ep")
+        axis.set(title=what, xlabel="rank", xticks=range(WORLD))
+    axes[0].set_ylabel("peak above local shards, MiB")
+    axes[1].legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in vars(Sizes()).items():
+        if type(default) is int:
+            parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--ep", type=int, nargs="+", default=Sizes.ep)
+    parser.add_argument("--write", type=Path, help="also write checkpoint-cpu.md and .png there")
+    args = parser.parse_args()
+    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())} | {"ep": tuple(args.ep)})
+    load_before = os.getloadavg()[0]
+    results = measure(sizes)
+    text = report(sizes, results, setting("benchmarks/checkpoint.py", load_before, WORLD))
+    print(text)
+    if args.write:
+        args.write.mkdir(parents=True, exist_ok=True)
+        (args.write / "checkpoint-cpu.md").write_text(text)
+        plot(sizes, results, args.write / "checkpoint-cpu.png")
+    if problems := broken(sizes, results):
+        raise SystemExit("a promise is broken: " + "; ".join(problems))
+
+
+if __name__ == "__main__":
+    main()
