@@ -39,6 +39,7 @@ def _watched(rank: int, world: int, file: str) -> list[bench.Figures]:
             data = Path(file).read_bytes()
         return data, watch.figures(32 * MIB)
 
+    kept()  # brings in pages of torch's own libraries
     return [watch()[1] for watch in (kept, mapped, read)]
 
 
@@ -73,6 +74,7 @@ def _all_at_once(rank: int, *args: Any) -> bench.Measured:
         return bench.measure_rank(rank, *args)
 
 
+@pytest.mark.slow
 def test_promises_hold_and_are_seen_to_break(tmp_path: Path) -> None:
     tiny, directory = f"{tmp_path}/tiny", f"{tmp_path}/model"
     for sizes, folder in ((bench.TINY, tiny), (SIZES, directory)):
