@@ -155,9 +155,12 @@ class Watch:
 
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
-            now = _memory()
-            self._highest = tuple(max(pair) for pair in zip(now, self._highest, strict=True))
-            self._samples += now[-1]
+            self._samples += self._look()[-1]
+
+    def _look(self) -> tuple[int, ...]:
+        now = _memory()
+        self._highest = tuple(max(pair) for pair in zip(now, self._highest, strict=True))
+        return now
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -168,6 +171,7 @@ class Watch:
         self._read = _bytes_read() - self._read
         self._stop.set()
         self._thread.join()
+        self._look()
         self._resident = int(peak_mib() * MIB)
 
     def figures(self, shards: int) -> Figures:
