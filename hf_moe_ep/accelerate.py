@@ -28,6 +28,7 @@ model ask first whether it is patched, and otherwise call what was there before:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import accelerate.accelerator
@@ -49,11 +50,13 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import hf, shared_batches, trainer_checkpoints
 from hf_moe_ep.checkpoint import gather_state_dict, save_pretrained, save_state_dict
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.factors import pack_factors
+from hf_moe_ep.meet import together
 from hf_moe_ep.shard import ShardOptions, shard_model
 from hf_moe_ep.state import ModelState, find_state
 
@@ -116,7 +119,23 @@ def _prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwar
         _check_launch(self)
         _check_parallelism(self.parallelism_config, patched[0])
         shared_batches.share_batches(self, patched[0])
+        if patched[0].meshes is not None and self.state.fsdp_plugin is not None:
+            together("accelerator.prepare", partial(_check_no_empty_shards, args))
+            # Its layers have other classes now than the policy looks for, and nothing to wrap.
+            self.state.fsdp_plugin.auto_wrap_policy = None
     return original(self, *args, **kwargs)
+
+
+def _check_no_empty_shards(args: tuple[Any, ...]) -> None:
+    """Accelerate knows an optimizer's parameters by their addresses, and nothing has none."""
+    for model in args:
+        for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+            if isinstance(parameter, DTensor) and parameter.to_local().numel() == 0:
+                raise ValueError(
+                    f"{name} {tuple(parameter.shape)} leaves a rank without a share, and "
+                    f"Accelerate cannot take a model that is sharded so; load it with "
+                    f"transformers' from_pretrained and call patch(model)"
+                )
 
 
 def _prepare_model(

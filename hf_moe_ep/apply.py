@@ -1,10 +1,11 @@
-"""A sharded model in one call, for a training loop of your own.
+"""A sharded model in one call.
 
     apply_ep_fsdp2(model)                  a model that from_pretrained has loaded
     apply_ep_fsdp2(model, weights=folder)  one on the meta device: each rank reads its shards
     from_pretrained(name, ep_size=8)       builds that model from the folder's config first
 
-With Accelerate or the Trainer none of them is needed: `accelerate.py` shards in `prepare`.
+With Accelerate or the Trainer none of them is needed, as `accelerate.py` shards in `prepare`; the
+last one saves them memory.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def from_pretrained(
 ) -> nn.Module:
     """Load a model sharded: each rank reads, from a folder that all of them see, its shards alone.
 
-    Beside its shards a rank needs memory for one part of one tensor. Under Accelerate and the
-    Trainer, load with transformers' `from_pretrained` and call `patch`.
+    Beside its shards a rank needs memory for one part of one tensor. Accelerate and the Trainer take
+    the model as it is; make the Accelerator or the TrainingArguments first, for the process group.
 
     Args:
         name_or_dir: a folder, or a model of the hub, which is downloaded into the cache.

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
+from accelerate import Accelerator, init_empty_weights
 from adapters import ATTENTION, EXPERTS
 from close import assert_close
 from parity import full_tensor
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from test_accelerate import launched, prepared
 from tiny_models import QWEN3_VL_MOE, batch, tiny
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from hf_moe_ep import (
     apply_ep_fsdp2,
@@ -287,6 +287,87 @@ def _with_adapters(rank: int, world: int, folder: str) -> None:
 
 def test_adapters_on_a_lean_model(tmp_path: Path) -> None:
     run_ranks(_with_adapters, 2, str(tmp_path / "hub"))
+
+
+def _steps(accelerator: Any, model: Any, optimizer: Any, rank: int) -> list[float]:
+    numbers = []
+    for step in range(3):
+        loss = model(**batch(model, 2, 9, seed=10 * step + rank)).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers += [loss.item(), float(norm)]
+    return numbers
+
+
+def _lean_under_accelerate(rank: int, world: int, folder: str) -> None:
+    """accelerator.prepare takes a model that is sharded already; clip, AdamW, states as ever."""
+    base = tiny(dtype=torch.float32)
+    if rank == 0:
+        write_hub(Path(folder, "base"), base)
+    dist.barrier()
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        lean = from_pretrained(f"{folder}/base", ep_size=2).train()
+        optimizer = torch.optim.AdamW(lean.parameters(), lr=0.1)
+        lean, optimizer = accelerator.prepare(lean, optimizer)
+        got = _steps(accelerator, lean, optimizer, rank)
+        accelerator.save_state(f"{folder}/state")
+        kept = {n: full_tensor(p) for n, p in lean.named_parameters()}
+        _steps(accelerator, lean, optimizer, rank)
+        accelerator.load_state(f"{folder}/state")
+        for name, parameter in lean.named_parameters():
+            assert torch.equal(full_tensor(parameter), kept[name]), name
+    with launched():
+        assert got == _steps(*prepared(copy.deepcopy(base), ep_size=2), rank)
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        small = tiny(dtype=torch.float32, num_experts=2, moe_intermediate_size=9)
+        apply_ep_fsdp2(small)
+        with pytest.raises(ValueError, match=r"leaves a rank without a share"):
+            accelerator.prepare(small, torch.optim.AdamW(small.parameters()))
+
+
+def test_a_lean_model_under_accelerate(tmp_path: Path) -> None:
+    run_ranks(_lean_under_accelerate, 4, str(tmp_path))
+
+
+def _lean_under_the_trainer(rank: int, world: int, folder: str) -> list[list[Any]]:
+    base = tiny(dtype=torch.float32)
+    if rank == 0:
+        write_hub(Path(folder, "base"), base)
+    dist.barrier()
+    ids = torch.randint(0, 97, (32, 9), generator=torch.Generator().manual_seed(0))
+    logs = []
+    for kind in ("lean", "stock"):
+        with launched():
+            args = TrainingArguments(
+                output_dir=f"{folder}/out",
+                use_cpu=True,
+                max_steps=4,
+                per_device_train_batch_size=2,
+                logging_steps=1,
+                report_to=[],
+                save_strategy="no",
+            )
+            if kind == "lean":
+                model = from_pretrained(f"{folder}/base", ep_size=2).train()
+            else:
+                model = patch(copy.deepcopy(base), ep_size=2)
+            data = [{"input_ids": row, "labels": row} for row in ids]
+            trainer = Trainer(model=model, args=args, train_dataset=data)
+            trainer.train()
+            trainer.save_model(f"{folder}/{kind}")
+            history = trainer.state.log_history
+            logs.append([(log["loss"], log["grad_norm"]) for log in history if "loss" in log])
+    return logs
+
+
+def test_a_lean_model_under_the_trainer(tmp_path: Path) -> None:
+    for lean, stock in run_ranks(_lean_under_the_trainer, 2, str(tmp_path)):
+        assert lean == stock and len(lean) == 4
+    assert_equal(read_all(tmp_path / "lean"), read_all(tmp_path / "stock"))
 
 
 def _given_state_dict(rank: int, world: int, folder: str) -> None:

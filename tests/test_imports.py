@@ -35,7 +35,8 @@ ROWS = {
     "patch": "*",
     "describe": "state mesh hf",
     "accelerate": (
-        "trainer_checkpoints shared_batches checkpoint factors shard state mesh grads config hf"
+        "trainer_checkpoints shared_batches checkpoint factors shard meet state mesh grads config "
+        "hf"
     ),
     "trainer_checkpoints": "training_state manifest restricted hf_hub meet state hf",
     "shared_batches": "state mesh config",
