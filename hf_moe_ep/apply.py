@@ -104,8 +104,8 @@ def from_pretrained(
 ) -> nn.Module:
     """Load a model sharded: each rank reads, from a folder that all of them see, its shards alone.
 
-    Beside its shards a rank needs memory for one part of one tensor. Accelerate and the Trainer take
-    the model as it is; make the Accelerator or the TrainingArguments first, for the process group.
+    Beside its shards a rank needs memory for one part of one tensor. Accelerate and the Trainer
+    take the model as it is; make the Accelerator or TrainingArguments first: the process group.
 
     Args:
         name_or_dir: a folder, or a model of the hub, which is downloaded into the cache.
