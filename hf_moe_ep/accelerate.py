@@ -205,15 +205,18 @@ def _save_pretrained(
     **kwargs: Any,
 ) -> None:
     state, given = find_state(self), kwargs.get("state_dict")
-    if state is None or state.meshes is None or hf.has_adapters(self):
-        original(self, save_directory, *args, **kwargs)
-    elif given is None:
+    meshes = None if state is None or hf.has_adapters(self) else state.meshes
+    if meshes is not None and given is None:
         raise ValueError(
-            f"this model is sharded over {state.meshes.world_size} ranks; call "
+            f"this model is sharded over {meshes.world_size} ranks; call "
             "hf_moe_ep.save_pretrained(model, directory) on every rank, or pass "
             "state_dict=accelerator.get_state_dict(model)"
         )
-    elif kwargs.get("is_main_process", True) and not isinstance(given, _SavedAlready):
+    if meshes is None or kwargs.get("push_to_hub"):
+        original(self, save_directory, *args, **kwargs)
+    elif isinstance(given, _SavedAlready) or not kwargs.get("is_main_process", True):
+        return
+    elif given is not None:
         save_state_dict(self, save_directory, given, kwargs.get("max_shard_size", "5GB"))
 
 

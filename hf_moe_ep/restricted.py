@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ _MAY_BUILD = {
 }
 
 
+def _member(owner: Any, name: str) -> Any:
+    """Python up to 3.11.3 pickles the member of an Enum as getattr(its class, its name)."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) has no place in a checkpoint")
+
+
 class _Unpickler(pickle.Unpickler):
     """Builds what a `.metadata` is made of; anything else in the file is an error."""
 
@@ -44,6 +52,8 @@ class _Unpickler(pickle.Unpickler):
         is_torch_constant = module == "torch" and isinstance(
             getattr(torch, name, None), torch.dtype | torch.layout
         )
+        if whole == ("builtins", "getattr"):
+            return _member
         if whole in _MAY_BUILD or is_torch_constant:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(

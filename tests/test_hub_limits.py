@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from killing import kill_later
 from run_ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_hub_files import assert_equal, hub_state, read_all, write_hub
@@ -192,8 +192,7 @@ def _saved_over(rank: int, world: int, folder: str) -> None:
 def _killed_while_saving(rank: int, world: int, folder: str, victim: int, after: float) -> None:
     """Saves one version after the other, until somebody is killed."""
     if rank == victim:
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        signal.setitimer(signal.ITIMER_REAL, after)
+        kill_later(after)
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     weight = model.lm_head.weight
     for version in range(1000):

@@ -15,11 +15,12 @@ from close import assert_close
 from run_script import CPU_4
 from test_trainer import FP32_BUDGET, Results
 from tiny_models import tiny
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from trainer_job import Case, launch, training_rows
 from transformers import Trainer, TrainingArguments
 
-from hf_moe_ep import manifest, patch
+from hf_moe_ep import manifest, patch, restricted
 from hf_moe_ep.restricted import metadata_alone
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
@@ -184,3 +185,24 @@ def test_other_models_go_through_stock(tmp_path: Path, one_process: None) -> Non
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"]
     with mock.patch.object(manifest, "check", side_effect=AssertionError):
         _trainer(tmp_path, False).train(resume_from_checkpoint=True)
+
+
+class _Asks:
+    """Pickled as a call of getattr."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.call = getattr, (owner, name)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_getattr_gives_members_of_enums_and_nothing_else(tmp_path: Path) -> None:
+    """As Python up to 3.11.3 writes them."""
+    kind = metadata._MEM_FORMAT_ENCODING
+    (tmp_path / "enum").write_bytes(pickle.dumps(_Asks(kind, "TORCH_CONTIGUOUS_FORMAT")))
+    (tmp_path / "code").write_bytes(pickle.dumps(_Asks(kind, "__init__")))
+    with (tmp_path / "enum").open("rb") as file:
+        assert restricted._Unpickler(file).load() is kind.TORCH_CONTIGUOUS_FORMAT
+    with (tmp_path / "code").open("rb") as file, pytest.raises(pickle.UnpicklingError):
+        restricted._Unpickler(file).load()
