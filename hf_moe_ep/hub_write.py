@@ -187,8 +187,16 @@ class _HubWriter:
         self._remove(lambda name: name not in self._names)
 
     def abandon(self) -> None:
-        """Remove what was written; the previous checkpoint stays."""
-        self._remove(lambda name: name in self._names)
+        """Remove what was written, unless it is the checkpoint now: others may fail after that."""
+        if not self._is_committed():
+            self._remove(lambda name: name in self._names)
+
+    def _is_committed(self) -> bool:
+        index = self._folder / INDEX
+        if not index.is_file():
+            return False
+        named = json.loads(index.read_text("utf-8"))["weight_map"].values()
+        return not set(self._names).isdisjoint(named)
 
     def _remove(self, unwanted: Callable[[str], bool]) -> None:
         for path in self._folder.iterdir():

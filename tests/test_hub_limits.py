@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,8 @@ from tiny_models import batch, tiny
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, safetensors_file, save_pretrained
+from hf_moe_ep.hub_layout import Piece
+from hf_moe_ep.hub_write import Source, whole, write_checkpoint
 
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00003.safetensors"
@@ -187,6 +190,31 @@ def _saved_over(rank: int, world: int, folder: str) -> None:
     save_pretrained(model, folder)
     with pytest.raises(RuntimeError, match=r"rank 0: .*No space left on device"):
         save_pretrained(model, folder)
+
+
+def test_a_rank_that_dies_after_the_commit_takes_nothing_with_it(tmp_path: Path) -> None:
+    """Rank 0 hears of it where ranks meet: what it has committed by then must stay."""
+    state = {"a": torch.arange(6.0), "b": torch.arange(3.0)}
+    for calls in (1, 2, 3):  # the first file, the second, the commit
+        folder, seen = tmp_path / str(calls), []
+
+        def meet(what: str, part: Callable[[], None], calls: int = calls, seen: Any = seen) -> None:
+            seen.append(part())
+            if len(seen) == calls:
+                raise RuntimeError("a rank is gone")
+
+        folder.mkdir()
+        save_file({"a": torch.zeros(6)}, folder / "model.safetensors")
+        files = [
+            [Source([Piece(key, tuple(t.shape), (0,))], t.dtype, partial(whole, t))]
+            for key, t in state.items()
+        ]
+        with pytest.raises(RuntimeError, match="a rank is gone"):
+            write_checkpoint(folder, files, together=meet)
+        if calls == 3:
+            assert_equal(read_all(folder), state)
+        else:
+            assert os.listdir(folder) == ["model.safetensors"]
 
 
 def _killed_while_saving(rank: int, world: int, folder: str, victim: int, after: float) -> None:
