@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,6 +25,7 @@ from transformers.utils import logging
 from hf_moe_ep import hf
 
 CONFIGS = ("config.json", "generation_config.json")
+BESIDE = ".configs-"
 _PEFT_PREFIX = "base_model.model."
 _COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
 _DOWNLOAD = (
@@ -137,8 +140,23 @@ def save_configs(
 ) -> None:
     """config.json, generation_config.json, and tokenizers or processors (modeling_utils.py).
 
-    `dtype` is what the config will say, None leaves it.
+    `dtype` is what the config will say, None leaves it. Each file is written beside its place and
+    renamed: a process killed here leaves the old one or the new one.
     """
+    for left_behind in folder.glob(f"{BESIDE}*"):
+        shutil.rmtree(left_behind)
+    with tempfile.TemporaryDirectory(prefix=BESIDE, dir=folder) as beside:
+        _save_configs(model, Path(beside), dtype, others)
+        for file in Path(beside).rglob("*"):
+            if file.is_file():
+                place = folder / file.relative_to(beside)
+                place.parent.mkdir(exist_ok=True)
+                file.replace(place)
+
+
+def _save_configs(
+    model: Any, folder: Path, dtype: torch.dtype | None, others: Iterable[Any]
+) -> None:
     model = hf.without_adapters(hf.unwrap(model))
     kept = model.config.dtype, model.config.architectures
     if dtype is not None:

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hf_moe_ep import manifest, random_state
 from hf_moe_ep.background import SaveHandle, Saver, host_copy
-from hf_moe_ep.hf_hub import CONFIGS, save_configs
+from hf_moe_ep.hf_hub import BESIDE, CONFIGS, save_configs
 from hf_moe_ep.matching import check_model, check_optimizer
 from hf_moe_ep.meet import check_everyone_calls, is_first, this_rank, together, world_size
 from hf_moe_ep.named_state import (
@@ -268,7 +268,7 @@ def _file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 def _is_ours(name: str) -> bool:
     known = (_TENSORS, _STATE, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
-    return name in known or (name.startswith("random-") and name.endswith(".json"))
+    return name in known or name.startswith(BESIDE) or Path(name).match("random-*.json")
 
 
 def _check_free(path: Path) -> None:
