@@ -46,7 +46,6 @@ from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
@@ -59,6 +58,7 @@ from hf_moe_ep.factors import pack_factors
 from hf_moe_ep.meet import together
 from hf_moe_ep.shard import ShardOptions, shard_model
 from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.units import reshard
 
 
 def install() -> None:
@@ -161,11 +161,9 @@ def _set_model_state_dict(
     original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     if find_state(model) is not None:
-        # A forward without backward leaves units gathered, and a full state dict is then cut to
-        # fit whole parameters (torch/distributed/checkpoint/state_dict.py).
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        # A full state dict is cut to fit parameters as they are, also while they are gathered
+        # (torch/distributed/checkpoint/state_dict.py).
+        reshard(model)
     return original(model, *args, **kwargs)
 
 

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,19 @@ def empty_model(
     build = model_class._from_config if hasattr(model_class, "_from_config") else None
     if build is None:  # an Auto class
         build = model_class.from_config
-    with init_empty_weights(include_buffers=False):
-        model: Any = build(config, dtype=wanted, **of_class)
-    model.tie_weights()
+    model: Any = on_meta(partial(build, config, dtype=wanted, **of_class))
     model.config._name_or_path = os.fspath(folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.eval()
+    return model
+
+
+def on_meta(build: Callable[[], Any]) -> Any:
+    """What `build` returns, parameters on meta and tied, buffers as they should be."""
+    with init_empty_weights(include_buffers=False):
+        model = build()
+    model.tie_weights()
     return model
 
 
@@ -117,8 +124,10 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that state dicts, and so checkpoints, hold."""
-    saved = model.state_dict(keep_vars=True)
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from hf_moe_ep import hf_hub, manifest
 from hf_moe_ep.checkpoint import distinct_tensors
+from hf_moe_ep.durable import sha256_of
 from hf_moe_ep.hub_layout import describe, hub_pieces
 from hf_moe_ep.hub_read import find_weights
 from hf_moe_ep.hub_write import (
@@ -125,7 +126,7 @@ def verify(folder: str | os.PathLike[str]) -> Found:
         index = json.loads((path / INDEX).read_text("utf-8"))
         hashes = index.get("metadata", {}).get(HASHES, {})
     for name, digest in hashes.items():
-        found = manifest.sha256_of(path / name)
+        found = sha256_of(path / name)
         if found != digest:
             raise ValueError(
                 f"{path / name} has changed since it was written: sha256 {found}, {INDEX} says "

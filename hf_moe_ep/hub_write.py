@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_moe_ep.durable import write_atomically
 from hf_moe_ep.hf_hub import progress_bar
 from hf_moe_ep.hub_layout import Piece, overlap, slices
 from hf_moe_ep.safetensors_file import INDEX, SINGLE, Box, Writer
@@ -203,21 +203,6 @@ class _HubWriter:
             is_shard = _SHARD.fullmatch(path.name) or path.name == SINGLE
             if is_shard and unwanted(path.name):
                 path.unlink()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A file that is either the old one or all of the new one, also after a power cut."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def whole(tensor: Tensor) -> Iterator[tuple[Box, Any]]:

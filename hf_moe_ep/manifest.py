@@ -18,7 +18,6 @@ someone who means harm: who can change a file can change the manifest.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -28,14 +27,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hf_moe_ep.durable import partial_name, sha256_of, sync_folder, write_atomically
 from hf_moe_ep.meet import is_first, this_rank, together, world_size
 
 MANIFEST = "manifest.json"
 # Written first: tells our unfinished checkpoint from one that never had a manifest.
 STARTED = "hf_moe_ep.json"
-PARTIAL = ".manifest.json.partial"
+PARTIAL = partial_name(Path(MANIFEST)).name
 _FORMAT = 1
-_PIECE = 4 << 20  # bytes
 
 
 def begin(folder: str | os.PathLike[str]) -> None:
@@ -182,15 +181,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder written to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _from_rank0(what: str, part: Any, group: dist.ProcessGroup | None) -> Any:
     return together(what, lambda: part() if is_first() else None, group)[0]
 
@@ -220,15 +210,6 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
     return {"size": size, "sha256": sha256_of(folder / name)}
 
 
-def sha256_of(path: Path) -> str:
-    """Of a file, read in pieces."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            digest.update(piece[:count])
-    return digest.hexdigest()
-
-
 def _check_sizes(folder: Path, files: dict[str, Any]) -> None:
     for name, entry in files.items():
         try:
@@ -248,9 +229,4 @@ def _check_sizes(folder: Path, files: dict[str, Any]) -> None:
 def _commit(folder: Path, manifest: dict[str, Any]) -> None:
     for parent in {(folder / name).parent for name in manifest["files"]}:
         sync_folder(parent)
-    with open(folder / PARTIAL, "w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(folder / PARTIAL, folder / MANIFEST)
-    sync_folder(folder)
+    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))

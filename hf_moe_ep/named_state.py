@@ -14,17 +14,17 @@ leaves `step` at 1, so a run saved before its first step would go on with other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import hf
 from hf_moe_ep.factors import is_stacked, pack_a, pack_b
+from hf_moe_ep.hf_hub import persistent_buffers
 from hf_moe_ep.lora import stackers
 from hf_moe_ep.plain import decode, encode
 
@@ -69,13 +69,6 @@ class NamedState:
         }
 
 
-def reshard(model: nn.Module) -> None:
-    """A forward without backward leaves units gathered, and their parameters whole."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def model_slots(model: nn.Module) -> dict[str, Slot]:
     """What is saved of a model, by name: all of it, or what trains where PEFT froze the base."""
     inner = hf.unwrap(model)
@@ -86,7 +79,9 @@ def model_slots(model: nn.Module) -> dict[str, Slot]:
         for name, p in inner.named_parameters()
         if p.requires_grad or not adapted
     }
-    return found | {hf.canonical_name(name): Slot(b) for name, b in _persistent_buffers(inner)}
+    return found | {
+        hf.canonical_name(name): Slot(b.detach()) for name, b in persistent_buffers(inner)
+    }
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
@@ -195,13 +190,6 @@ def _options(group: dict[str, Any], index: int) -> Any:
     """The options of a group of parameters: lr, betas, whatever a scheduler left there."""
     found = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return encode(found, f"param_groups[{index}]")
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer.detach()
 
 
 def _converters(model: nn.Module) -> dict[int, tuple[Convert, Convert]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from hf_moe_ep.hf_hub import on_meta
 from hf_moe_ep.plan import ModelPlan, matches
 
 LORA_TARGETS = ("experts", "attention", "both")
@@ -68,12 +70,7 @@ def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     factory = AutoModelForCausalLM
     if type(config) in AutoModelForImageTextToText._model_mapping:
         factory = AutoModelForImageTextToText
-    with torch.device("meta"):
-        model: nn.Module = factory.from_config(config, dtype=dtype)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    model: nn.Module = on_meta(partial(factory.from_config, config, dtype=dtype))
     return model
 
 

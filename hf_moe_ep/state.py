@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from hf_moe_ep import hf
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.experts import Compute
+from hf_moe_ep.meet import world_size
 from hf_moe_ep.mesh import Meshes
 from hf_moe_ep.plan import ModelPlan
 
@@ -84,3 +85,16 @@ def find_state(model: nn.Module) -> ModelState | None:
         if isinstance(state, ModelState):
             return state
     return None
+
+
+def layout_of(state: ModelState) -> dict[str, Any]:
+    """How a model lies, for the manifest."""
+    config = state.config
+    return {
+        "world_size": world_size(),
+        "ep_size": config.ep_size or 1,
+        "sp_size": config.sp_size or 1,
+        "dp_replicate_size": config.dp_replicate_size or 1,
+        "expert_shard_dim": config.expert_shard_dim,
+        "sharded": state.meshes is not None,
+    }

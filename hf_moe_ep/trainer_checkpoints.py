@@ -33,8 +33,7 @@ from hf_moe_ep import hf, manifest
 from hf_moe_ep.hf_hub import save_configs
 from hf_moe_ep.meet import is_first, together
 from hf_moe_ep.restricted import metadata_alone
-from hf_moe_ep.state import find_state
-from hf_moe_ep.training_state import layout_of
+from hf_moe_ep.state import find_state, layout_of
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 

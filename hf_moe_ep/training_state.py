@@ -51,10 +51,10 @@ from hf_moe_ep.named_state import (
     new_moment,
     parameter_names,
     put_optimizer,
-    reshard,
 )
 from hf_moe_ep.plain import decode, encode
-from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.state import ModelState, find_state, layout_of
+from hf_moe_ep.units import reshard
 
 _TENSORS, _STATE = "tensors", "state.json"
 # Each file is built in host memory before it is written.
@@ -222,19 +222,6 @@ def _patched(model: nn.Module) -> ModelState:
 
 def _device(state: ModelState) -> torch.device:
     return torch.device("cpu") if state.meshes is None else state.meshes.device
-
-
-def layout_of(state: ModelState) -> dict[str, Any]:
-    """How a model lies, for the manifest."""
-    config = state.config
-    return {
-        "world_size": world_size(),
-        "ep_size": config.ep_size or 1,
-        "sp_size": config.sp_size or 1,
-        "dp_replicate_size": config.dp_replicate_size or 1,
-        "expert_shard_dim": config.expert_shard_dim,
-        "sharded": state.meshes is not None,
-    }
 
 
 def _take(

@@ -70,13 +70,20 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
             unit.set_reshard_after_forward(False, recurse=False)
     kept += [*units.tail[:1], root]
 
-    def reshard(*_: Any) -> None:
+    def reshard_kept(*_: Any) -> None:
         if not torch.is_grad_enabled():
             for unit in kept:
                 if isinstance(unit, FSDPModule):
                     unit.reshard()
 
-    root.register_forward_hook(reshard)
+    root.register_forward_hook(reshard_kept)
+
+
+def reshard(model: nn.Module) -> None:
+    """Undo what a forward without backward leaves: units gathered, and their parameters whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def set_prefetch(units: Units) -> None:

@@ -24,34 +24,34 @@ ROWS = {
     "inspect_command": "files_command hub_convert memory_plan shapes config",
     "files_command": "hub_convert",
     "hub_convert": (
-        "patch checkpoint hub_read hub_write hub_layout manifest restricted hf_hub "
+        "patch checkpoint hub_read hub_write hub_layout manifest durable restricted hf_hub "
         "safetensors_file plan"
     ),
     "memory_plan": "shapes patch shard units state mesh config hf",
-    "shapes": "plan",
+    "shapes": "hf_hub plan",
     "adapter_files": "adapter_experts",
     "adapter_experts": "patch plan",
     "apply": "patch hub_read hf_hub shard state meet safetensors_file config",
     "patch": "*",
     "describe": "state mesh hf",
     "accelerate": (
-        "trainer_checkpoints shared_batches checkpoint factors shard meet state mesh grads config "
-        "hf"
+        "trainer_checkpoints shared_batches checkpoint factors shard units meet state mesh grads "
+        "config hf"
     ),
-    "trainer_checkpoints": "training_state manifest restricted hf_hub meet state hf",
+    "trainer_checkpoints": "manifest restricted hf_hub meet state hf",
     "shared_batches": "state mesh config",
     "checkpoint": "hub_write hub_layout factors hf_hub state meet safetensors_file hf",
-    "hub_write": "hub_layout hf_hub safetensors_file",
+    "hub_write": "hub_layout hf_hub durable safetensors_file",
     "hub_read": "hub_layout hf_hub meet safetensors_file plan hf",
     "hub_layout": "safetensors_file plan",
     "training_state": (
-        "matching named_state random_state background manifest hf_hub plain meet state"
+        "matching named_state random_state background manifest units hf_hub plain meet state"
     ),
     "matching": "named_state",
-    "named_state": "factors lora plain hf",
+    "named_state": "factors lora hf_hub plain hf",
     "random_state": "",
     "background": "meet",
-    "manifest": "meet",
+    "manifest": "durable meet",
     "restricted": "meet",
     "shard": "units lora state mesh plan hf",
     "units": "plan hf",
@@ -70,13 +70,14 @@ ROWS = {
     "wire": "ops",
     "header": "comm",
     "grads": "state mesh comm",
-    "state": "experts mesh plan config hf",
+    "state": "experts meet mesh plan config hf",
     "experts": "factors ops hf",
     "factors": "hf",
     "mesh": "config",
     "safetensors_file": "",
     "hf_hub": "hf",
     "comm": "",
+    "durable": "",
     "ops": "ops.expert_mlp ops.permute ops.reference ops.autograd",
     "ops.expert_mlp": (
         "ops.self_check ops.triton_mlp ops.torch_mlp ops.layout ops.weights ops.autograd"
