@@ -48,7 +48,7 @@ class Sizes:
 
     tokens: int = 512
     hidden: int = 512
-    layers: int = 6
+    layers: int = 4
     experts: int = 64
     top_k: int = 4
     intermediate: int = 512

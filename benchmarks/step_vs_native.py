@@ -3,10 +3,10 @@
     python benchmarks/step_vs_native.py                        the table, to the terminal
     python benchmarks/step_vs_native.py --ep 2 --profile       and where the time goes, op by op
 
-Both sides load one checkpoint with `from_pretrained`, train on one batch and must agree on loss
+Both sides load one checkpoint, train on one batch and must agree on loss
 and gradients to 1e-5 before anything is printed:
 
-    ours      stock model, then `apply_ep_fsdp2(model, ep_size=...)`
+    ours      `hf_moe_ep.from_pretrained(..., ep_size=...)`
     native    `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=4, ep_size=...))`
 
     step           forward + backward + clip + AdamW, until the slowest rank is done; both sides
@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, moe
+from hf_moe_ep import clip_grad_norm_, from_pretrained, moe
 
 WORLD = 4
 SIDES = ("ours", "native")
@@ -125,8 +125,7 @@ def make_batch(sizes: Sizes, rank: int) -> Batch:
 
 def load(side: str, directory: str, ep: int) -> nn.Module:
     if side == "ours":
-        model = Qwen3MoeForCausalLM.from_pretrained(directory)
-        return apply_ep_fsdp2(model, ep_size=ep).train()
+        return from_pretrained(directory, ep_size=ep).train()
     config = DistributedConfig(fsdp_size=WORLD, ep_size=ep)
     return Qwen3MoeForCausalLM.from_pretrained(directory, distributed_config=config).train()
 
