@@ -25,7 +25,7 @@ from hf_moe_ep.hub_layout import (
 )
 from hf_moe_ep.meet import is_first, together
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.safetensors_file import Entry, Reader, read_index
+from hf_moe_ep.safetensors_file import Entry, Reader, fingerprint, read_index
 
 
 def find_weights(
@@ -39,20 +39,32 @@ def find_weights(
 
     Raises:
         ValueError: on every rank; a folder or a file that is no whole checkpoint; tensors that are
-            missing, misshapen, or that the model has no use for. All are named.
+            missing, misshapen, or that the model has no use for (all are named); ranks that see
+            other weights.
     """
     found: dict[str, list[tuple[Piece, Entry]]] = {}
 
-    def find() -> None:
+    def find() -> tuple[str, str]:
         entries = read_index(directory)
         try:
             found.update(_match(model, entries, plan, set(empty)))
         except ValueError as error:
             kind = type(hf.without_adapters(model)).__name__
             raise ValueError(f"{directory} does not fit this {kind}: {error}") from error
+        return fingerprint(entries), os.fspath(directory)
 
-    together(f"reading {directory}", find)
+    _check_same_weights(together(f"reading {directory}", find))
     return found
+
+
+def _check_same_weights(seen: list[tuple[str, str]]) -> None:
+    """Of (fingerprint, folder) of every rank: shards of two models would make up a third."""
+    odd = [rank for rank, (weights, _) in enumerate(seen) if weights != seen[0][0]]
+    if odd:
+        raise ValueError(
+            f"ranks see different weights: rank {odd[0]} in {seen[odd[0]][1]}, rank 0 in "
+            f"{seen[0][1]}; name one folder on all, and bring copies on every node up to date"
+        )
 
 
 def _match(

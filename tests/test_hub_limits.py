@@ -109,12 +109,18 @@ def _refused(rank: int, world: int, folder: str) -> None:
     seen = f"{folder}/whole" if rank == 0 else f"{folder}/truncated"
     with pytest.raises(ValueError, match=FIRST):
         from_pretrained(seen, ep_size=2)
-    from_pretrained(f"{folder}/whole", ep_size=2)
+    seen = f"{folder}/whole" if rank == 0 else f"{folder}/other"
+    with pytest.raises(ValueError, match=r"rank 1 in .*/other, rank 0 in .*/whole; name one fold"):
+        from_pretrained(seen, ep_size=2)
+    # A copy, in other files.
+    from_pretrained(f"{folder}/whole" if rank == 0 else f"{folder}/copy", ep_size=2)
 
 
 def test_a_checkpoint_that_is_not_whole_is_an_error_on_every_rank(tmp_path: Path) -> None:
     model = tiny(dtype=torch.float32)
     write_hub(tmp_path / "whole", model)
+    write_hub(tmp_path / "copy", model, files=2)
+    write_hub(tmp_path / "other", tiny(dtype=torch.float32, seed=1))
     for case, (damage, _) in BROKEN.items():
         write_hub(tmp_path / case, model)
         damage(tmp_path / case)
