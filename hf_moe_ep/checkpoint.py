@@ -75,6 +75,7 @@ def save_pretrained(
         kwargs: of a model with adapters alone: passed to PEFT's `save_pretrained`.
 
     Raises:
+        ValueError: a size that is none; on every rank, where ranks disagree about the arguments.
         RuntimeError: some rank has not called this within five minutes; on every rank, where rank
             0 cannot write: what was there stays.
     """
@@ -84,6 +85,7 @@ def save_pretrained(
     if hf.has_adapters(model):
         _save_adapters(model, folder, others, kwargs)
         return
+    _check_ranks_agree(max_shard_size, dtype, kwargs)
     if kwargs:
         raise TypeError(f"save_pretrained() got unexpected arguments: {', '.join(kwargs)}")
     state = find_state(model)
@@ -150,6 +152,24 @@ def gather_state_dict(
         if keep:
             full[hf.canonical_name(name)] = gathered.detach().cpu()
     return pack_factors(model, full)
+
+
+def _check_ranks_agree(
+    max_shard_size: int | str, dtype: torch.dtype | None, others: Mapping[str, Any]
+) -> None:
+    """About what decides where ranks meet: they would wait for each other in different places."""
+
+    def arguments() -> str:
+        texts = (f"max_shard_size={parse_size(max_shard_size)}", f"dtype={dtype}", *others)
+        return ", ".join(texts)
+
+    everyone = together("save_pretrained", arguments)
+    odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if odd:
+        raise ValueError(
+            f"ranks disagree: rank 0 called save_pretrained with {everyone[0]}, rank {odd[0]} with "
+            f"{everyone[odd[0]]}; pass the same on every rank"
+        )
 
 
 def _save_adapters(model: Any, folder: Path, others: Iterable[Any], kwargs: dict[str, Any]) -> None:

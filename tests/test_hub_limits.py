@@ -178,6 +178,22 @@ def test_a_full_disk_is_an_error_on_every_rank_and_loses_nothing(tmp_path: Path)
     assert_equal(read_all(tmp_path), want)
 
 
+def _saved_otherwise(rank: int, world: int, folder: str) -> None:
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    with pytest.raises(ValueError, match=r"rank 0 .*max_shard_size=5000000000.*, rank 1 .*=50000,"):
+        save_pretrained(model, folder, max_shard_size="50KB" if rank else "5GB")
+    with pytest.raises(ValueError, match=r"rank 0 .*dtype=None, rank 1 .*dtype=torch.bfloat16"):
+        save_pretrained(model, folder, dtype=torch.bfloat16 if rank else None)
+    with pytest.raises(ValueError, match=r"max_shard_size 'five' is no size"):
+        save_pretrained(model, folder, max_shard_size="five" if rank else "5GB")
+    save_pretrained(model, folder if rank == 0 else f"{folder}/of another rank")
+
+
+def test_ranks_that_save_with_other_arguments_get_an_error(tmp_path: Path) -> None:
+    run_ranks(_saved_otherwise, 2, str(tmp_path), group_timeout=20.0)
+    assert_equal(read_all(tmp_path), hub_state(tiny(dtype=torch.float32)))
+
+
 def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
     """The same without a stand-in, where this process may mount one."""
     if os.system(f"mount -t tmpfs -o size=1m none {tmp_path} 2> /dev/null") != 0:
