@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep import hf, hf_hub
 from hf_moe_ep.factors import pack_factors
-from hf_moe_ep.hub_layout import box_at, hub_pieces, slices
+from hf_moe_ep.hub_layout import box_at, describe, hub_pieces, slices
 from hf_moe_ep.hub_write import (
     Source,
     first_dtype,
@@ -112,11 +112,25 @@ def save_state_dict(
     state_dict: Mapping[str, Tensor],
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write tensors gathered before, as `save_pretrained` does; one process calls this."""
+    """Write tensors gathered before, as `save_pretrained` does; one process calls this.
+
+    Raises:
+        ValueError: tensors of the model are missing, or some are no part of it; nothing is written.
+    """
     state = find_state(model)
     assert state is not None
     folder, names = Path(directory), distinct_tensors(model).keys()
     given = {hf.canonical_name(name): tensor for name, tensor in state_dict.items()}
+    tied = {hf.canonical_name(name) for name in model.state_dict()}
+    problems = [
+        describe("missing", sorted(names - given.keys())),
+        describe("unexpected", sorted(given.keys() - tied)),
+    ]
+    if any(problems):
+        raise ValueError(
+            f"state_dict is not that of this {type(model).__name__}: "
+            f"{'; '.join(filter(None, problems))}"
+        )
     sources = [
         _source(name, tensor, state, None, partial(whole, tensor))
         for name, tensor in given.items()

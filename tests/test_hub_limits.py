@@ -21,7 +21,14 @@ from test_hub_files import assert_equal, hub_state, read_all, write_hub
 from tiny_models import batch, tiny
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import apply_ep_fsdp2, from_pretrained, safetensors_file, save_pretrained
+from hf_moe_ep import (
+    apply_ep_fsdp2,
+    checkpoint,
+    from_pretrained,
+    patch,
+    safetensors_file,
+    save_pretrained,
+)
 from hf_moe_ep.hub_layout import Piece
 from hf_moe_ep.hub_write import Source, whole, write_checkpoint
 
@@ -125,6 +132,23 @@ def test_a_checkpoint_that_is_not_whole_is_an_error_on_every_rank(tmp_path: Path
         write_hub(tmp_path / case, model)
         damage(tmp_path / case)
     run_ranks(_refused, 2, str(tmp_path))
+
+
+def test_a_state_dict_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
+    model = patch(tiny(dtype=torch.float32, tie_word_embeddings=True))
+    save_pretrained(model, tmp_path)
+    want, given = read_all(tmp_path), model.state_dict()
+    checkpoint.save_state_dict(model, tmp_path, given)  # with both names of the tied weight
+    router = "model.layers.1.mlp.gate.weight"
+    lost = {name: tensor for name, tensor in given.items() if name != router}
+    for other, words in (
+        (lost, f"missing 1 tensors: {router}"),
+        (given | {"value_head": torch.ones(2)}, "unexpected 1 tensors: value_head"),
+        ({}, "missing 24 tensors"),
+    ):
+        with pytest.raises(ValueError, match=f"is not that of this Qwen3MoeForCausalLM: {words}"):
+            checkpoint.save_state_dict(model, tmp_path, other)
+        assert_equal(read_all(tmp_path), want)
 
 
 class Full:
