@@ -30,7 +30,8 @@ from hf_moe_ep.hub_layout import Piece, overlap, slices
 from hf_moe_ep.safetensors_file import INDEX, SINGLE, Box, Writer
 
 HASHES = "hf_moe_ep_sha256"
-_SHARD = re.compile(r"model-.*\.safetensors")
+# Of ours and of transformers; model-ema.safetensors and its like are the user's.
+_SHARD = re.compile(r"model-(?:[0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

@@ -151,6 +151,16 @@ def test_a_state_dict_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None
         assert_equal(read_all(tmp_path), want)
 
 
+def test_a_save_removes_shards_and_no_file_of_the_user(tmp_path: Path) -> None:
+    kept = ("model-ema.safetensors", "model-of-mine.safetensors", "adapter_model.safetensors")
+    old = ("model-00001-of-00002.safetensors", "model-0a1b2c3d-00001-of-00002.safetensors")
+    for name in (*kept, *old):
+        save_file({"a": torch.zeros(1)}, tmp_path / name)
+    save_pretrained(patch(tiny(dtype=torch.float32)), tmp_path)
+    assert all((tmp_path / name).is_file() for name in kept)
+    assert not any((tmp_path / name).exists() for name in old)
+
+
 class Full:
     """A disk that is full after some bytes."""
 
