@@ -46,10 +46,11 @@ def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -
     the locks of the cache.
     """
     own = {name: options.pop(name) for name in _DOWNLOAD if name in options}
+    subfolder = options.pop("subfolder", None) or ""
     if os.path.isdir(name_or_dir):
-        return Path(name_or_dir)
+        return Path(name_or_dir, subfolder)
     found = snapshot_download(os.fspath(name_or_dir), allow_patterns=list(_PATTERNS), **own)
-    return Path(found)
+    return Path(found, subfolder)
 
 
 def empty_model(

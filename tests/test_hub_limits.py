@@ -123,6 +123,18 @@ def _refused(rank: int, world: int, folder: str) -> None:
     from_pretrained(f"{folder}/whole" if rank == 0 else f"{folder}/copy", ep_size=2)
 
 
+def _subfolder(rank: int, world: int, folder: str) -> None:
+    model = from_pretrained(folder, subfolder="checkpoint-3", ep_size=2)
+    save_pretrained(model, f"{folder}/again")
+
+
+def test_weights_are_those_of_the_subfolder(tmp_path: Path) -> None:
+    write_hub(tmp_path / "hub", tiny(dtype=torch.float32))
+    want = write_hub(tmp_path / "hub" / "checkpoint-3", tiny(dtype=torch.float32, seed=1))
+    run_ranks(_subfolder, 2, str(tmp_path / "hub"))
+    assert_equal(read_all(tmp_path / "hub" / "again"), want)
+
+
 def test_a_checkpoint_that_is_not_whole_is_an_error_on_every_rank(tmp_path: Path) -> None:
     model = tiny(dtype=torch.float32)
     write_hub(tmp_path / "whole", model)
