@@ -62,7 +62,7 @@ def empty_model(
     config and of `PreTrainedModel._from_config` (modeling_utils.py).
 
     Raises:
-        ValueError: the config names a class that transformers has not.
+        ValueError: the config names a class that transformers has not; options that nobody knows.
     """
     wanted = options.pop("dtype", options.pop("torch_dtype", "auto"))
     of_class = {
@@ -70,7 +70,14 @@ def empty_model(
         for name in ("attn_implementation", "experts_implementation")
         if name in options
     }
-    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    config, unused = transformers.AutoConfig.from_pretrained(
+        folder, return_unused_kwargs=True, **options
+    )
+    if unknown := sorted(options.keys() & unused.keys()):
+        raise ValueError(
+            f"unknown option {unknown[0]}: from_pretrained has none of this name, and neither has "
+            f"{type(config).__name__} a field"
+        )
     if model_class is None:
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
         model_class = getattr(transformers, names[0], None)

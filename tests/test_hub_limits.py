@@ -110,6 +110,10 @@ def _refused(rank: int, world: int, folder: str) -> None:
     for case, (_, words) in BROKEN.items():
         with pytest.raises(ValueError, match=words):
             from_pretrained(f"{folder}/{case}", ep_size=2)
+    for option in ({"ep_sizes": 2}, {"variant": "fp16"}, {"device_map": "auto"}):
+        name = next(iter(option))
+        with pytest.raises(ValueError, match=f"unknown option {name}: .*neither has Qwen3MoeConfig"):
+            from_pretrained(f"{folder}/whole", **option)
     with pytest.raises(ValueError, match=r"weights=.* is for a model on the meta device"):
         apply_ep_fsdp2(tiny(dtype=torch.float32), weights=f"{folder}/{case}")
     # Seen by one rank alone.
@@ -120,7 +124,8 @@ def _refused(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"rank 1 in .*/other, rank 0 in .*/whole; name one fold"):
         from_pretrained(seen, ep_size=2)
     # A copy, in other files.
-    from_pretrained(f"{folder}/whole" if rank == 0 else f"{folder}/copy", ep_size=2)
+    seen = f"{folder}/whole" if rank == 0 else f"{folder}/copy"
+    from_pretrained(seen, ep_size=2, output_router_logits=True, trust_remote_code=False)
 
 
 def _subfolder(rank: int, world: int, folder: str) -> None:
