@@ -25,7 +25,7 @@ from hf_moe_ep.hub_layout import (
 )
 from hf_moe_ep.meet import is_first, together
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.safetensors_file import Entry, Reader, fingerprint, read_index
+from hf_moe_ep.safetensors_file import Entry, Reader, fingerprint, read_index, same_values
 
 
 def find_weights(
@@ -78,7 +78,9 @@ def _match(
     tensors = [(n, p) for n, p in model.named_parameters() if n in empty]
     for name, tensor in (*tensors, *hf_hub.persistent_buffers(model)):
         keys = [hf_hub.file_name(alias) for alias in aliases.get(id(tensor), [name])]
-        key = next((key for key in keys if key in entries), keys[0])
+        present = [key for key in keys if key in entries]
+        _check_tied({key: entries[key] for key in present})
+        key = (present or keys)[0]
         wanted[key] = tuple(tensor.shape)
         owners.setdefault(key, []).append(name)
     found = find_pieces(entries, wanted, plan)
@@ -91,6 +93,17 @@ def _match(
         for key, pieces in found.items()
         for name in owners[key]
     }
+
+
+def _check_tied(entries: Mapping[str, Entry]) -> None:
+    """One of the tensors would be lost where they differ; transformers does not tie such."""
+    first, *others = entries or [""]
+    for other in others if is_first() else ():
+        if not same_values(entries[first], entries[other]):
+            raise ValueError(
+                f"{first} and {other} have different values, and are one weight by the config; "
+                f"load it with tie_word_embeddings=False, or correct its config.json"
+            )
 
 
 def load_weights(

@@ -128,6 +128,31 @@ def _refused(rank: int, world: int, folder: str) -> None:
     from_pretrained(seen, ep_size=2, output_router_logits=True, trust_remote_code=False)
 
 
+def _tied(rank: int, world: int, folder: str) -> None:
+    with pytest.raises(ValueError, match=r"embed_tokens.weight and lm_head.weight have different"):
+        from_pretrained(f"{folder}/differ", ep_size=2)
+    save_pretrained(
+        from_pretrained(f"{folder}/differ", tie_word_embeddings=False), f"{folder}/untied"
+    )
+    save_pretrained(from_pretrained(f"{folder}/same", ep_size=2), f"{folder}/tied")
+
+
+def test_tied_weights_that_the_checkpoint_has_twice(tmp_path: Path) -> None:
+    apart, one = tiny(dtype=torch.float32), tiny(dtype=torch.float32)
+    with torch.no_grad():
+        one.lm_head.weight.copy_(one.model.embed_tokens.weight)
+    for case, model in (("differ", apart), ("same", one)):
+        write_hub(tmp_path / case, model)
+        config = json.loads((tmp_path / case / "config.json").read_text())
+        text = json.dumps(config | {"tie_word_embeddings": True})
+        (tmp_path / case / "config.json").write_text(text)
+    run_ranks(_tied, 2, str(tmp_path))
+    assert_equal(read_all(tmp_path / "untied"), hub_state(apart))
+    want = hub_state(one)
+    del want["lm_head.weight"]
+    assert_equal(read_all(tmp_path / "tied"), want)
+
+
 def _subfolder(rank: int, world: int, folder: str) -> None:
     model = from_pretrained(folder, subfolder="checkpoint-3", ep_size=2)
     save_pretrained(model, f"{folder}/again")
