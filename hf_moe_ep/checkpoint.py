@@ -97,13 +97,14 @@ def save_pretrained(
     ]
     files = split_files(sources, parse_size(max_shard_size))
 
-    def begin() -> None:
-        if is_first():
-            folder.mkdir(parents=True, exist_ok=True)
-            hf_hub.save_configs(model, folder, first_dtype(sources), others)
+    def begin() -> Path | None:
+        if not is_first():
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        return hf_hub.stage_configs(model, folder, first_dtype(sources), others)
 
-    together(f"saving to {folder}", begin)
-    write_checkpoint(folder, files, writes=is_first(), together=together)
+    configs = together(f"saving to {folder}", begin)[0]
+    write_checkpoint(folder, files, writes=is_first(), together=together, configs=configs)
 
 
 def save_state_dict(
@@ -137,8 +138,9 @@ def save_state_dict(
         if name in names
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    hf_hub.save_configs(model, folder, first_dtype(sources), ())
-    write_checkpoint(folder, split_files(sources, parse_size(max_shard_size)))
+    files = split_files(sources, parse_size(max_shard_size))
+    configs = hf_hub.stage_configs(model, folder, first_dtype(sources), ())
+    write_checkpoint(folder, files, configs=configs)
 
 
 @torch.no_grad()

@@ -160,15 +160,32 @@ def save_configs(
     `dtype` is what the config will say, None leaves it. Each file is written beside its place and
     renamed: a process killed here leaves the old one or the new one.
     """
+    publish(stage_configs(model, folder, dtype, others), folder)
+
+
+def stage_configs(
+    model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
+) -> Path:
+    """As `save_configs`, but into a folder in `folder` that `publish` empties into it."""
     for left_behind in folder.glob(f"{BESIDE}*"):
         shutil.rmtree(left_behind)
-    with tempfile.TemporaryDirectory(prefix=BESIDE, dir=folder) as beside:
-        _save_configs(model, Path(beside), dtype, others)
-        for file in Path(beside).rglob("*"):
-            if file.is_file():
-                place = folder / file.relative_to(beside)
-                place.parent.mkdir(exist_ok=True)
-                file.replace(place)
+    beside = Path(tempfile.mkdtemp(prefix=BESIDE, dir=folder))
+    try:
+        _save_configs(model, beside, dtype, others)
+    except BaseException:
+        shutil.rmtree(beside)
+        raise
+    return beside
+
+
+def publish(beside: Path, folder: Path) -> None:
+    """Rename every file of `beside` into its place in `folder`."""
+    for file in beside.rglob("*"):
+        if file.is_file():
+            place = folder / file.relative_to(beside)
+            place.parent.mkdir(exist_ok=True)
+            file.replace(place)
+    shutil.rmtree(beside)
 
 
 def _save_configs(

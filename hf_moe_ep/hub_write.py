@@ -1,12 +1,14 @@
 """A checkpoint in the hub's layout, written one slab of experts at a time, by rank 0.
 
-    config.json, generation_config.json, tokenizer     first
+    .configs-..: config.json, .., tokenizer            first, beside their places
     model-3f9c21ab-00001-of-00013.safetensors, ..      names that no earlier checkpoint has
-    model.safetensors.index.json                       last, by one rename: the commit
+    config.json, generation_config.json, tokenizer     renamed into place: they describe what
+    model.safetensors.index.json                       comes last, by one rename: the commit
     shards that the index does not name                are removed
 
-A process killed at any moment leaves the index of the previous checkpoint, and all its shards. The
-index also keeps the sha256 of every shard, for `hf-moe-ep verify`.
+A process killed at any moment leaves the index of the previous checkpoint, and all its shards; one
+that fails while it writes shards, hours maybe, the configs too. The index also keeps the sha256 of
+every shard, for `hf-moe-ep verify`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.durable import write_atomically
-from hf_moe_ep.hf_hub import progress_bar
+from hf_moe_ep.hf_hub import progress_bar, publish
 from hf_moe_ep.hub_layout import Piece, overlap, slices
 from hf_moe_ep.safetensors_file import INDEX, SINGLE, Box, Writer
 
@@ -94,6 +97,7 @@ def write_checkpoint(
     *,
     writes: bool = True,
     together: Callable[[str, Callable[[], None]], Any] = _alone,
+    configs: Path | None = None,
 ) -> None:
     """Write all files, then the index; what fails on the way leaves the previous checkpoint.
 
@@ -101,8 +105,9 @@ def write_checkpoint(
         writes: whether this process does; the others only run the slabs.
         together: runs what is to be done for a file, and the commit; where an error of the writing
             process becomes one of the others.
+        configs: of `hf_hub.stage_configs`, published with the checkpoint or removed.
     """
-    writer = _HubWriter(folder, files) if writes else None
+    writer = _HubWriter(folder, files, configs) if writes else None
     total = sum(source.bytes for sources in files for source in sources)
     what = f"saving to {folder}"
     try:
@@ -155,8 +160,8 @@ def _write_slab(file: Writer, source: Source, box: Box, slab: Tensor) -> None:
 class _HubWriter:
     """Rank 0's part of a save: `write` every file in order, then `commit`."""
 
-    def __init__(self, folder: Path, files: list[list[Source]]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, files: list[list[Source]], configs: Path | None) -> None:
+        self._folder, self._configs = folder, configs
         tag = uuid.uuid4().hex[:8]
         self._names = [
             f"model-{tag}-{number:05d}-of-{len(files):05d}.safetensors"
@@ -184,6 +189,8 @@ class _HubWriter:
         """Make the new shards the checkpoint, and remove those of earlier ones."""
         metadata = {"total_size": self._total, HASHES: self._hashes}
         index = {"metadata": metadata, "weight_map": dict(sorted(self._places.items()))}
+        if self._configs is not None:
+            publish(self._configs, self._folder)
         write_atomically(self._folder / INDEX, json.dumps(index, indent=2) + "\n")
         self._remove(lambda name: name not in self._names)
 
@@ -191,6 +198,8 @@ class _HubWriter:
         """Remove what was written, unless it is the checkpoint now: others may fail after that."""
         if not self._is_committed():
             self._remove(lambda name: name in self._names)
+            if self._configs is not None:
+                shutil.rmtree(self._configs, ignore_errors=True)
 
     def _is_committed(self) -> bool:
         index = self._folder / INDEX

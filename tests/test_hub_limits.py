@@ -254,6 +254,23 @@ def test_a_full_disk_is_an_error_on_every_rank_and_loses_nothing(tmp_path: Path)
     assert_equal(read_all(tmp_path), want)
 
 
+def test_a_save_that_fails_leaves_the_config_of_the_weights_that_stay(tmp_path: Path) -> None:
+    save_pretrained(patch(tiny(dtype=torch.float32)), tmp_path)
+    larger = tiny(dtype=torch.float32)
+    larger.resize_token_embeddings(101, mean_resizing=False)
+    before = sorted(os.listdir(tmp_path))
+    with (
+        mock.patch.object(safetensors_file.Path, "open", Full(100_000).opener()),
+        pytest.raises(RuntimeError, match="No space left on device"),
+    ):
+        save_pretrained(patch(larger), tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_equal(hub_state(kept), hub_state(tiny(dtype=torch.float32)))
+    save_pretrained(larger, tmp_path)
+    assert_equal(hub_state(AutoModelForCausalLM.from_pretrained(tmp_path)), hub_state(larger))
+
+
 def _saved_otherwise(rank: int, world: int, folder: str) -> None:
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     with pytest.raises(ValueError, match=r"rank 0 .*max_shard_size=5000000000.*, rank 1 .*=50000,"):
