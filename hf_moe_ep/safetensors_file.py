@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -75,9 +76,14 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Entry]:
         raise ValueError(
             f"{directory} holds no safetensors checkpoint: neither {SINGLE} nor {INDEX} is there"
         )
-    places: dict[str, str] = json.loads((directory / INDEX).read_text("utf-8"))["weight_map"]
+    try:
+        places: dict[str, str] = json.loads((directory / INDEX).read_text("utf-8"))["weight_map"]
+        names = sorted(set(places.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{directory / INDEX} is no index or damaged: {reason}") from error
     entries: dict[str, Entry] = {}
-    for name in sorted(set(places.values())):
+    for name in names:
         if not (directory / name).is_file():
             raise ValueError(f"{directory / name} is missing, and {INDEX} names it")
         held = read_header(directory / name)
@@ -95,24 +101,43 @@ def read_header(path: Path) -> dict[str, Entry]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             raise ValueError(f"{path} is no safetensors file or was cut off: it has {size} bytes")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} has a damaged header: {error}") from error
-    header.pop("__metadata__", None)
-    entries, end = {}, 8 + length
-    for key, value in header.items():
-        start, stop = value["data_offsets"]
-        dtype, shape = _DTYPES.get(value["dtype"]), tuple(value["shape"])
+        text = file.read(length)
+    try:
+        tensors = _parse(text)
+    # RecursionError: brackets in brackets.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} has a damaged header: {reason}") from error
+    entries, end = {}, 0
+    for start, stop, key, name, shape in tensors:
+        dtype = _DTYPES.get(name)
         if dtype is None:
-            raise ValueError(f"{path}: {key} has dtype {value['dtype']}, which is not supported")
-        if stop - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{path} has a damaged header: {key} {shape} in {stop - start} bytes")
-        entries[key] = Entry(path, dtype, shape, 8 + length + start)
-        end = max(end, 8 + length + stop)
+            raise ValueError(f"{path}: {key} has dtype {name}, which is not supported")
+        entry = Entry(path, dtype, shape, 8 + length + start)
+        # As the library demands: one behind the other, and no bytes between them.
+        if start != end or stop - start != _bytes(entry) or min(shape, default=0) < 0:
+            raise ValueError(
+                f"{path} has a damaged header: {key} {shape} in bytes {start} to {stop}, "
+                f"behind {end} bytes of others"
+            )
+        entries[key], end = entry, stop
+    end += 8 + length
     if size != end:
         raise ValueError(f"{path} is truncated or damaged: it has {size} bytes instead of {end}")
     return entries
+
+
+def _parse(text: bytes) -> list[tuple[int, int, str, str, tuple[int, ...]]]:
+    """(start, stop, key, dtype, shape) of the tensors of a header, in the order of their bytes."""
+    header = json.loads(text)
+    header.pop("__metadata__", None)
+    tensors = []
+    for key, value in header.items():
+        start, stop = map(operator.index, value["data_offsets"])
+        tensors.append(
+            (start, stop, key, str(value["dtype"]), tuple(map(operator.index, value["shape"])))
+        )
+    return sorted(tensors)
 
 
 def fingerprint(entries: Mapping[str, Entry]) -> str:

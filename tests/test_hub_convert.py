@@ -10,6 +10,8 @@ import pytest
 import torch
 from adapters import with_lora
 from run_ranks import run_ranks
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from test_accelerate import launched, prepared
 from test_hub_files import assert_equal, hub_state, read_all, write_hub
 from tiny_models import tiny
@@ -180,3 +182,34 @@ def test_verify_finds_every_damage(
     assert f"{piece} has changed" in capsys.readouterr().err
     assert _run("verify", tmp_path) == 2
     assert "holds no safetensors checkpoint" in capsys.readouterr().err
+
+
+def test_what_no_safetensors_file_says_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """The library refuses all of these as well; read as they are, some give other bytes."""
+    good = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    headers: dict[str, Any] = {
+        "overlap": {"a": good, "b": good | {"shape": [8], "data_offsets": [0, 32]}},
+        "bytes of the header": {
+            "a": good | {"data_offsets": [-8, 8]},
+            "b": good | {"shape": [6], "data_offsets": [8, 32]},
+        },
+        "hole": {"a": good | {"data_offsets": [16, 32]}},
+        "negative shape": {"a": good | {"shape": [-2, -4], "data_offsets": [0, 32]}},
+        "words": {"a": good | {"shape": ["8"], "data_offsets": [0, 32]}},
+        "no offsets": {"a": {"dtype": "F32", "shape": [8]}},
+        "no tensor": {"a": "b"},
+        "list": [good],
+    }
+    for header in headers.values():
+        text = json.dumps(header).encode()
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(32))
+        with pytest.raises(ValueError, match=r"model.safetensors has a damaged header"):
+            hub_convert.verify(tmp_path)
+        with pytest.raises(SafetensorError):
+            load_file(path)
+    path.unlink()
+    for text in ('{"weight_map": {"a', "{}", "[]", '{"weight_map": []}'):
+        (tmp_path / hub_convert.INDEX).write_text(text)
+        with pytest.raises(ValueError, match=rf"{hub_convert.INDEX} is no index or damaged"):
+            hub_convert.verify(tmp_path)

@@ -112,7 +112,9 @@ def _refused(rank: int, world: int, folder: str) -> None:
             from_pretrained(f"{folder}/{case}", ep_size=2)
     for option in ({"ep_sizes": 2}, {"variant": "fp16"}, {"device_map": "auto"}):
         name = next(iter(option))
-        with pytest.raises(ValueError, match=f"unknown option {name}: .*neither has Qwen3MoeConfig"):
+        with pytest.raises(
+            ValueError, match=f"unknown option {name}: .*neither has Qwen3MoeConfig"
+        ):
             from_pretrained(f"{folder}/whole", **option)
     with pytest.raises(ValueError, match=r"weights=.* is for a model on the meta device"):
         apply_ep_fsdp2(tiny(dtype=torch.float32), weights=f"{folder}/{case}")
