@@ -144,8 +144,11 @@ def from_pretrained(
 
 
 def _first_dtype(folder: os.PathLike[str]) -> torch.dtype:
-    dtypes = (entry.dtype for entry in read_index(folder).values())
-    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
+    """By file and key, as transformers; in a header the tensors of the widest dtype come first."""
+    entries = sorted(read_index(folder).items(), key=lambda item: (item[1].file, item[0]))
+    dtypes = (entry.dtype for _, entry in entries)
+    found = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
+    return next(found, torch.get_default_dtype())
 
 
 def _check_group(caller: str) -> None:
