@@ -59,7 +59,15 @@ def together(
     # Any error: kept to itself it would leave the other ranks waiting. DCP's is no Exception.
     except (Exception, CheckpointException) as error:  # noqa: BLE001
         cause, failure = error, (describe(error), isinstance(error, ValueError))
-    everyone = gather((failure, mine), group)
+    try:
+        everyone = gather((failure, mine), group)
+    except RuntimeError as error:
+        if failure is None:
+            raise
+        raise RuntimeError(
+            f"{what} failed on rank {this_rank()}: {failure[0]}; ranks did not meet after that, "
+            f"they wait for this one in a collective: {error}"
+        ) from cause
     failures = {rank: failed for rank, (failed, _) in enumerate(everyone) if failed is not None}
     if failures:
         texts = {rank: text for rank, (text, _) in failures.items()}

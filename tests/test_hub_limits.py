@@ -25,6 +25,7 @@ from hf_moe_ep import (
     apply_ep_fsdp2,
     checkpoint,
     from_pretrained,
+    meet,
     patch,
     safetensors_file,
     save_pretrained,
@@ -282,6 +283,20 @@ def _saved_otherwise(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"max_shard_size 'five' is no size"):
         save_pretrained(model, folder, max_shard_size="five" if rank else "5GB")
     save_pretrained(model, folder if rank == 0 else f"{folder}/of another rank")
+
+
+def _alone(rank: int, world: int) -> None:
+    """Rank 1 has no memory for what it is to pass on; rank 0 waits for it, not where they meet."""
+    if rank == 0:
+        time.sleep(5)
+        return
+    no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError, match=r"^saving failed on rank 1: .*CUDA out of memory; rank"):
+        meet.together("saving", no_memory)
+
+
+def test_a_rank_that_fails_alone_says_why() -> None:
+    run_ranks(_alone, 2, group_timeout=3.0)
 
 
 def test_ranks_that_save_with_other_arguments_get_an_error(tmp_path: Path) -> None:
