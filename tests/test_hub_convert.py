@@ -184,6 +184,18 @@ def test_verify_finds_every_damage(
     assert "holds no safetensors checkpoint" in capsys.readouterr().err
 
 
+def test_verify_checks_the_files_that_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stock saves over ours: its one file counts, it removes our shards and leaves our index."""
+    model = tiny(dtype=torch.float32)
+    save_pretrained(patch(model), tmp_path)
+    tiny(dtype=torch.float32, seed=1).save_pretrained(tmp_path)
+    assert (tmp_path / hub_convert.INDEX).is_file()
+    assert _run("verify", tmp_path) == 0
+    assert "none are known" in capsys.readouterr().out
+
+
 def test_what_no_safetensors_file_says_is_an_error_that_names_it(tmp_path: Path) -> None:
     """The library refuses all of these as well; read as they are, some give other bytes."""
     good = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
