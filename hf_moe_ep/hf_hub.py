@@ -27,6 +27,8 @@ from hf_moe_ep import hf
 
 CONFIGS = ("config.json", "generation_config.json")
 BESIDE = ".configs-"
+# What cannot be the name of a model of the hub, which is "model" or "owner/model".
+_PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
 _PEFT_PREFIX = "base_model.model."
 _COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
 _DOWNLOAD = (
@@ -44,7 +46,14 @@ def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -
 
     Takes its own options out of `options`. Ranks of one node wait for each other's downloads at
     the locks of the cache.
+
+    Raises:
+        ValueError: a path where no folder is.
     """
+    name = os.fspath(name_or_dir)
+    if not os.path.isdir(name) and (os.path.exists(name) or _PATH.match(name)):
+        what = "is a file" if os.path.exists(name) else "does not exist on this machine"
+        raise ValueError(f"{name} {what}; name a folder with config.json, or a model of the hub")
     own = {name: options.pop(name) for name in _DOWNLOAD if name in options}
     subfolder = options.pop("subfolder", None) or ""
     if os.path.isdir(name_or_dir):
