@@ -75,17 +75,22 @@ def _match(
         aliases.setdefault(id(parameter), []).append(name)
     wanted: dict[str, tuple[int, ...]] = {}
     owners: dict[str, list[str]] = {}
+    tied: set[str] = set()
     tensors = [(n, p) for n, p in model.named_parameters() if n in empty]
     for name, tensor in (*tensors, *hf_hub.persistent_buffers(model)):
         keys = [hf_hub.file_name(alias) for alias in aliases.get(id(tensor), [name])]
         present = [key for key in keys if key in entries]
         _check_tied({key: entries[key] for key in present})
+        tied |= set(present[1:])
         key = (present or keys)[0]
         wanted[key] = tuple(tensor.shape)
         owners.setdefault(key, []).append(name)
     found = find_pieces(entries, wanted, plan)
     used = {piece.key for pieces in found.values() for piece in pieces}
-    used |= {hf_hub.file_name(alias) for names in aliases.values() for alias in names}
+    used |= tied
+    read = {id(tensor) for _, tensor in tensors}
+    others = [names for key, names in aliases.items() if key not in read]
+    used |= {hf_hub.file_name(alias) for names in others for alias in names}
     if unexpected := sorted(hf_hub.unexpected_keys(model, entries.keys() - used)):
         raise ValueError(describe("unexpected", unexpected))
     return {

@@ -104,7 +104,15 @@ def _unexpected(folder: Path) -> None:
     _edit_index(folder, lambda places: places.update(surplus=name))
 
 
+def _both_layouts(folder: Path) -> None:
+    stacked = "model.layers.0.mlp.experts.down_proj"
+    name = json.loads((folder / INDEX).read_text())["weight_map"][EXPERT]
+    _edit_tensors(folder, EXPERT, lambda tensors: tensors.update({stacked: torch.ones(8, 32, 24)}))
+    _edit_index(folder, lambda places: places.update({stacked: name}))
+
+
 BROKEN["unexpected"] = (_unexpected, "unexpected 1 tensors: surplus")
+BROKEN["both layouts"] = (_both_layouts, "unexpected 1 tensors: .*0.mlp.experts.down_proj$")
 
 
 def _refused(rank: int, world: int, folder: str) -> None:
