@@ -84,9 +84,18 @@ def together(
 
 
 def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """`value` of every rank, in rank order; of this process alone without a process group."""
+    """`value` of every rank, in rank order; of this process alone without a process group.
+
+    Raises:
+        RuntimeError: `group` was destroyed: a rank that went on alone would take itself for rank 0.
+    """
     if not is_distributed():
-        return [value]
+        if group is None:
+            return [value]
+        raise RuntimeError(
+            "the process group was destroyed while a save ran in the background; call wait() on "
+            "what save_checkpoint returned before destroy_process_group()"
+        )
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone

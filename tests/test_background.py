@@ -1,0 +1,44 @@
+"""Saves in the background whose process group is destroyed, or whose error nobody waits for."""
+
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from resume_job import Layout, start, step
+from run_ranks import run_ranks
+
+from hf_moe_ep import manifest, training_state
+from hf_moe_ep.training_state import save_checkpoint
+
+TWO = Layout("two", 2, {"ep_size": 2})
+
+
+def _destroyed(rank: int, world: int, folder: str, when: str) -> str:
+    run, gone, stock = start("full", TWO), threading.Event(), getattr(training_state, when)
+    step(run, 0)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert gone.wait(30)
+        return stock(*args, **kwargs)
+
+    with mock.patch.object(training_state, when, late):
+        handle = save_checkpoint(folder, run.model, run.optimizer, asynchronous=True)
+        dist.destroy_process_group()
+        gone.set()
+        with pytest.raises(RuntimeError) as caught:
+            handle.wait()
+    store = dist.HashStore()  # run_ranks destroys a group in the end
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("when", ["save", "_write_json"])
+def test_a_destroyed_group_commits_nothing(tmp_path: Path, when: str) -> None:
+    """Without a group every rank would be rank 0, alone, and write a manifest of its own."""
+    folder = tmp_path / "one"
+    for said in run_ranks(_destroyed, 2, str(folder), when):
+        assert "call wait() on what save_checkpoint returned before destroy_process_group" in said
+    assert not (folder / manifest.MANIFEST).exists()
