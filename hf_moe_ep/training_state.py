@@ -262,8 +262,10 @@ def _check_free(path: Path) -> None:
     if (path / manifest.MANIFEST).exists():
         manifest.check_sizes(path)
         raise ValueError(f"{path} holds a complete checkpoint; save to another directory")
-    found = path.iterdir() if path.exists() else ()
-    others = [item.name for item in found if not _is_ours(item.name)]
+    found = {item.name for item in path.iterdir()} if path.exists() else set()
+    # Names like config.json are others' too: without the marker, which comes first, none is ours.
+    marked = manifest.STARTED in found
+    others = [name for name in found if not (marked and _is_ours(name))]
     if others:
         raise ValueError(
             f"{path} holds {', '.join(sorted(others)[:5])}, no part of a checkpoint; save to a "
@@ -273,6 +275,8 @@ def _check_free(path: Path) -> None:
 
 def _clear(path: Path, model: nn.Module) -> None:
     for item in path.iterdir() if path.exists() else ():
+        if item.name == manifest.STARTED:  # stays: a kill here leaves a folder known as ours
+            continue
         if item.is_dir():
             shutil.rmtree(item)
         else:

@@ -301,6 +301,14 @@ def _refused(rank: int, folder: str) -> None:
     dist.barrier()
     with pytest.raises(ValueError, match=r"mine holds notes.txt, no part of a checkpoint"):
         _save_run(run, f"{folder}/mine")
+    if rank == 0:
+        for name in ("tensors/mine.npy", "state.json", "config.json"):
+            Path(folder, "named-so", name).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, "named-so", name).write_text("!")
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"named-so holds config.json, state.json, tensors, no"):
+        _save_run(run, f"{folder}/named-so")
+    assert len(list(Path(folder, "named-so").rglob("*"))) == 4
     with pytest.raises(ValueError, match=r"progress\['f'\] is a function"):
         _save_run(run, f"{folder}/other", progress={"f": _refused})
     others = {
@@ -353,7 +361,7 @@ def _cases(rank: int, world: int, folder: str) -> None:
     _masters_and_ties(folder)
     _refused(rank, folder)
     kinds = {path.suffix for path in Path(folder).rglob("*") if path.is_file()}
-    assert kinds == {".json", ".safetensors", ".txt"}, "no pickles"
+    assert kinds == {".json", ".safetensors", ".txt", ".npy"}, "no pickles"
 
 
 def test_optimizers_masters_and_what_is_refused(tmp_path: Path) -> None:
