@@ -2,6 +2,7 @@
 
 check_everyone_calls   at the store, before the first collective: a rank that stays away is
                        named after five minutes, where a collective would hang
+check_alike            arguments that decide what ranks do together
 together               each rank does its part; the error of one becomes the error of all
 """
 
@@ -40,6 +41,23 @@ def check_everyone_calls(what: str, patience: timedelta | None = None) -> None:
             f"{what} was called on {present} of {world} ranks only, {patience} ago; call it on "
             f"every rank (rank 0 alone writes), not inside `if is_main_process:`"
         ) from error
+
+
+def check_alike(what: str, **mine: Any) -> None:
+    """Raise on every rank where one of these arguments of `what` differs between ranks.
+
+    Raises:
+        ValueError: it names the argument and two ranks' values.
+    """
+    everyone = gather(mine)
+    for name, first in everyone[0].items():
+        for rank, theirs in enumerate(everyone):
+            if theirs[name] != first:
+                raise ValueError(
+                    f"ranks called {what} with another {name}: rank 0 with {first!r}, rank {rank} "
+                    f"with {theirs[name]!r}; take rank 0's on every rank (look for a time or a "
+                    f"step in it that depends on the rank)"
+                )
 
 
 def together(

@@ -43,7 +43,14 @@ from hf_moe_ep import manifest, random_state
 from hf_moe_ep.background import SaveHandle, Saver, host_copy
 from hf_moe_ep.hf_hub import BESIDE, CONFIGS, save_configs
 from hf_moe_ep.matching import check_model, check_optimizer
-from hf_moe_ep.meet import check_everyone_calls, is_first, this_rank, together, world_size
+from hf_moe_ep.meet import (
+    check_alike,
+    check_everyone_calls,
+    is_first,
+    this_rank,
+    together,
+    world_size,
+)
 from hf_moe_ep.named_state import (
     NamedState,
     collect,
@@ -114,6 +121,7 @@ def save_checkpoint(
     """
     check_everyone_calls("save_checkpoint")
     path, state = Path(directory), _patched(model)
+    check_alike("save_checkpoint", directory=str(path), asynchronous=asynchronous)
     saver = state.saver = state.saver or Saver()
     saver.wait()
     reshard(model)
@@ -166,6 +174,7 @@ def load_checkpoint(
     """
     check_everyone_calls("load_checkpoint")
     state = _patched(model)
+    check_alike("load_checkpoint", verify=verify)
     if state.saver is not None:
         state.saver.wait()
     reshard(model)

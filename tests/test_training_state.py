@@ -344,6 +344,18 @@ def _refused(rank: int, folder: str) -> None:
     dist.barrier()
 
 
+def _disagree(rank: int, folder: str) -> None:
+    """Ranks with other arguments: named, on every rank, and what was there is untouched."""
+    run, path = start("full", TWO), f"{folder}/good"
+    with pytest.raises(ValueError, match=r"another directory: rank 0 with '.*/new', rank 1 .*good"):
+        _save_run(run, f"{folder}/good" if rank else f"{folder}/new")
+    with pytest.raises(ValueError, match=r"another asynchronous: rank 0 with True, rank 1 with F"):
+        _save_run(run, f"{folder}/new", asynchronous=not rank)
+    with pytest.raises(ValueError, match=r"another verify: rank 0 with True, rank 1 with False"):
+        load_checkpoint(path, run.model, run.optimizer, verify=not rank)
+    manifest.check(path)
+
+
 def _damage(tensors: Path, how: str) -> None:
     shard = next(tensors.glob("shard-00002*"))
     data = bytearray(shard.read_bytes())
@@ -360,6 +372,7 @@ def _cases(rank: int, world: int, folder: str) -> None:
     _optimizers(folder)
     _masters_and_ties(folder)
     _refused(rank, folder)
+    _disagree(rank, folder)
     kinds = {path.suffix for path in Path(folder).rglob("*") if path.is_file()}
     assert kinds == {".json", ".safetensors", ".txt", ".npy"}, "no pickles"
 
