@@ -1,11 +1,13 @@
 """One save at a time, in a thread: its handle, its error, and the group that its ranks meet over.
 
 Collectives of two threads on one process group would mix, so the thread's ranks meet over a group
-of their own, on the host. What the thread writes is a copy that training does not touch.
+of their own, on the host. What the thread writes is a copy that training does not touch. Its error
+is logged when it happens, because of the last save of a run nobody may ask.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.meet import world_size
+from hf_moe_ep.meet import describe, this_rank, world_size
+
+_logger = logging.getLogger("hf_moe_ep")
 
 
 @dataclass
@@ -62,7 +66,8 @@ class Saver:
         """Run `write(group)` in a thread; every rank calls this."""
         if self.group is None and world_size() > 1:
             self.group = dist.new_group(backend="gloo")
-        handle = self.handle = SaveHandle(directory)
+        handle, rank = SaveHandle(directory), this_rank()
+        self.handle = handle
 
         def work() -> None:
             try:
@@ -71,6 +76,7 @@ class Saver:
                 write(self.group)
             except BaseException as error:  # noqa: BLE001  wait() raises it
                 handle._error = error
+                _logger.error("%s was not saved: %s (rank %d)", directory, describe(error), rank)
 
         handle._thread = threading.Thread(target=work, name="hf_moe_ep save_checkpoint")
         handle._thread.start()

@@ -1,5 +1,6 @@
 """Saves in the background whose process group is destroyed, or whose error nobody waits for."""
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from run_ranks import run_ranks
 from hf_moe_ep import manifest, training_state
 from hf_moe_ep.training_state import save_checkpoint
 
+ONE = Layout("unsharded", 1)
 TWO = Layout("two", 2, {"ep_size": 2})
 
 
@@ -42,3 +44,16 @@ def test_a_destroyed_group_commits_nothing(tmp_path: Path, when: str) -> None:
     for said in run_ranks(_destroyed, 2, str(folder), when):
         assert "call wait() on what save_checkpoint returned before destroy_process_group" in said
     assert not (folder / manifest.MANIFEST).exists()
+
+
+def test_an_error_is_logged_though_nobody_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start("full", ONE)
+    full = mock.patch.object(training_state, "_write_json", side_effect=OSError(28, "disk full"))
+    with full, caplog.at_level(logging.ERROR, "hf_moe_ep"):
+        handle = save_checkpoint(tmp_path / "one", run.model, run.optimizer, asynchronous=True)
+        assert handle._thread is not None
+        handle._thread.join()
+    (said,) = caplog.messages
+    assert "one was not saved: " in said and "rank 0: OSError: [Errno 28] disk full" in said
