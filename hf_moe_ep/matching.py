@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_moe_ep.named_state import model_slots, parameter_names
+from hf_moe_ep.named_state import kind_of, model_slots, parameter_names
 
 _SHOWN = 5
 
@@ -51,7 +51,13 @@ def check_model(model: nn.Module, document: dict[str, Any], where: str) -> None:
 
 
 def check_optimizer(model: nn.Module, optimizer: Any, rest: dict[str, Any], where: str) -> None:
-    """Raise ValueError where the optimizer's groups do not hold the parameters of the file's."""
+    """Raise ValueError where it is another optimizer, or has other parameters in its groups."""
+    was, now = rest.get("kind"), kind_of(optimizer)
+    if was not in (None, now):
+        raise ValueError(
+            f"{where} was saved with {was}, this optimizer is {now}, which would go on with the "
+            f"other's lr and without a state of its own; load with {was}, then make {now}"
+        )
     names, _ = parameter_names(model, optimizer)
     mine = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
     theirs = [set(group["names"]) for group in rest["groups"]]

@@ -119,8 +119,18 @@ def collect(model: nn.Module, optimizer: Any) -> NamedState:
         {"names": [names[id(p)] for p in group["params"]], "options": _options(group, index)}
         for index, group in enumerate(optimizer.param_groups)
     ]
-    state.rest = {"scalars": scalars, "optimizer": kept, "groups": groups}
+    state.rest = {
+        "kind": kind_of(optimizer),
+        "scalars": scalars,
+        "optimizer": kept,
+        "groups": groups,
+    }
     return state
+
+
+def kind_of(optimizer: Any) -> str:
+    """The class of an optimizer, behind Accelerate's wrapper."""
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def parameter_names(model: nn.Module, optimizer: Any) -> tuple[dict[int, str], dict[str, Slot]]:

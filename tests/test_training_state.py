@@ -260,6 +260,10 @@ def _optimizers(folder: str) -> None:
             assert len(other.optimizer.state) == (0 if not steps else len(run.optimizer.state))
             step(run, 2), step(other, 2)
             assert_equal(f"{where}, next step", everything(other), everything(run))
+            if name == "adamw":
+                sgd = torch.optim.SGD(run.optimizer.param_groups[0]["params"], lr=0.5)
+                with pytest.raises(ValueError, match=r"saved with AdamW, this optimizer is SGD"):
+                    load_checkpoint(where, run.model, sgd)
 
 
 def _masters_and_ties(folder: str) -> None:
