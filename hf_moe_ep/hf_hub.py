@@ -147,6 +147,19 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """Ids of the parameters of all of PEFT's adapters, active or not (peft/tuners/tuners_utils.py).
+
+    `set_adapter` freezes those that are not active, and what they have learnt is nowhere else.
+    """
+    parts = [
+        getattr(module, name, None)
+        for module in model.modules()
+        for name in getattr(module, "adapter_layer_names", ())
+    ]
+    return {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
+
+
 def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:
     """Those that the model's class does not ignore by itself (modeling_utils.py)."""
     patterns = getattr(hf.without_adapters(model), "_keys_to_ignore_on_load_unexpected", None) or ()

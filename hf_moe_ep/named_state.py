@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import hf
 from hf_moe_ep.factors import is_stacked, pack_a, pack_b
-from hf_moe_ep.hf_hub import persistent_buffers
+from hf_moe_ep.hf_hub import adapter_parameters, persistent_buffers
 from hf_moe_ep.lora import stackers
 from hf_moe_ep.plain import decode, encode
 
@@ -70,14 +70,15 @@ class NamedState:
 
 
 def model_slots(model: nn.Module) -> dict[str, Slot]:
-    """What is saved of a model, by name: all of it, or what trains where PEFT froze the base."""
+    """What is saved of a model, by name: all of it, or all but the base that PEFT froze."""
     inner = hf.unwrap(model)
     adapted = any(hf.wraps_for_adapters(module) for module in inner.modules())
+    of_adapters = adapter_parameters(inner)
     convert = _converters(inner)
     found = {
         hf.canonical_name(name): Slot(p.detach(), *convert.get(id(p), ()))
         for name, p in inner.named_parameters()
-        if p.requires_grad or not adapted
+        if p.requires_grad or id(p) in of_adapters or not adapted
     }
     return found | {
         hf.canonical_name(name): Slot(b.detach()) for name, b in persistent_buffers(inner)

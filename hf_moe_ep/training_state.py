@@ -95,8 +95,8 @@ def save_checkpoint(
 ) -> SaveHandle:
     """Write a checkpoint that `load_checkpoint` reads at any layout; every rank calls this.
 
-    Of a model with PEFT's adapters what trains is saved, and all persistent buffers: its frozen
-    base is where it was loaded from.
+    Of a model with PEFT's adapters those, active or not, what else trains, and all persistent
+    buffers are saved: its frozen base is where it was loaded from.
 
     Args:
         directory: of this checkpoint alone (`out/step-100`), shared by all ranks. What an

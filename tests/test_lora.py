@@ -2,6 +2,8 @@
 
 import copy
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import parity
 import peft
@@ -15,7 +17,7 @@ from test_vision import modality_by_step
 from tiny_models import batch, tiny
 from torch import nn
 
-from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, patch, save_checkpoint, unpatch
 from hf_moe_ep.factors import pack_factors
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
@@ -166,6 +168,30 @@ def _reference_pass_first(rank: int, world: int) -> None:
 
 def test_a_reference_pass_before_the_step() -> None:
     run_ranks(_reference_pass_first, 2)
+
+
+def test_an_adapter_that_is_not_active_is_in_the_training_state(tmp_path: Path) -> None:
+    """Two adapters trained in turn; each is frozen while the other is active."""
+
+    def make(seed: int) -> tuple[nn.Module, Any]:
+        model = with_lora(patch(tiny()), seed=seed, modules_to_save=["lm_head"])
+        config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+        model.add_adapter("second", config)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    saved, optimizer = make(1)
+    for adapter in ("default", "second"):
+        saved.set_adapter(adapter)
+        saved(**batch(saved, 2, 9)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_checkpoint(tmp_path / "one", saved, optimizer)
+    for adapter in ("default", "second"):
+        model, optimizer = make(2)
+        model.set_adapter(adapter)
+        load_checkpoint(tmp_path / "one", model, optimizer)
+        for name, parameter in saved.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), (adapter, name)
 
 
 def _generates_first(rank: int, world: int) -> None:
