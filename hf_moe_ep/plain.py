@@ -66,7 +66,8 @@ def decode(value: Any) -> Any:
         case {"__counter__": items}:
             return Counter({decode(key): item for key, item in items})
         case {"__tensor__": numbers, "dtype": dtype}:
-            return torch.tensor(numbers, dtype=getattr(torch, dtype))
+            # On the host, also under torch.set_default_device.
+            return torch.tensor(numbers, dtype=getattr(torch, dtype), device="cpu")
     return {key: decode(item) for key, item in value.items()}
 
 
