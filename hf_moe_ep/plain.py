@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LARGEST = 4096  # elements of a tensor
+_LARGEST = 1 << 16  # elements of a tensor; a generator's state has 5056
 
 
 def encode(value: Any, where: str) -> Any:
@@ -44,6 +44,11 @@ def encode(value: Any, where: str) -> Any:
         return {"__tensor__": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return encode(value.item(), where)
+    if isinstance(value, Tensor):
+        raise ValueError(
+            f"{where} is a tensor of {value.numel()} elements; beside the model's and the "
+            f"optimizer's a checkpoint holds tensors of up to {_LARGEST}: save it apart"
+        )
     raise ValueError(
         f"{where} is a {type(value).__name__}, which a checkpoint without pickle cannot hold; make "
         f"it of numbers, strings, lists, tuples and dicts"
