@@ -68,6 +68,14 @@ class NamedState:
             for name, t in self.tensors.items()
         }
 
+    def files(self, limit: int) -> dict[str, int]:
+        """Which file each tensor goes to, from 1; the next begins after `limit` bytes."""
+        numbers, so_far = {}, 0
+        for name, tensor in self.tensors.items():
+            numbers[name] = 1 + so_far // limit
+            so_far += tensor.numel() * tensor.element_size()
+        return numbers
+
 
 def model_slots(model: nn.Module) -> dict[str, Slot]:
     """What is saved of a model, by name: all of it, or all but the base that PEFT froze."""

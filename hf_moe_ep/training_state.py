@@ -240,6 +240,8 @@ def _take(
     progress: dict[str, Any] | None,
     state: ModelState,
 ) -> _Snapshot:
+    if not isinstance(progress, dict | None):
+        raise ValueError(f"progress is {progress!r}; make it a dict, like {{'step': 100}}")
     named, layout = collect(model, optimizer), layout_of(state)
     of_scheduler = None if scheduler is None else encode(scheduler.state_dict(), "scheduler")
     document = {
@@ -250,16 +252,7 @@ def _take(
         "tensors": named.index(),
     }
     random = encode(random_state.capture(_device(state)), "random state")
-    return _Snapshot(named, document, random, layout, _file_numbers(named.tensors))
-
-
-def _file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Which of a rank's files each tensor goes to, from 1."""
-    numbers, so_far = {}, 0
-    for name, tensor in tensors.items():
-        numbers[name] = 1 + so_far // (_FILE_BYTES * world_size())
-        so_far += tensor.numel() * tensor.element_size()
-    return numbers
+    return _Snapshot(named, document, random, layout, named.files(_FILE_BYTES * world_size()))
 
 
 def _is_ours(name: str) -> bool:

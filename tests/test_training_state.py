@@ -315,6 +315,8 @@ def _refused(rank: int, folder: str) -> None:
     assert len(list(Path(folder, "named-so").rglob("*"))) == 4
     with pytest.raises(ValueError, match=r"progress\['f'\] is a function"):
         _save_run(run, f"{folder}/other", progress={"f": _refused})
+    with pytest.raises(ValueError, match=r"progress is 7; make it a dict, like \{'step': 100\}"):
+        _save_run(run, f"{folder}/other", progress=7)
     others = {
         r"the model lacks .*model\.layers\.1\..* and \d+ more": {"num_hidden_layers": 1},
         r"it lacks .*model\.layers\.2\.": {"num_hidden_layers": 3},
