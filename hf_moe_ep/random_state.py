@@ -1,8 +1,9 @@
 """Random generators of one rank: kept in a checkpoint, put back, or seeded anew.
 
 Where as many ranks as before have data of their own, each goes on exactly where it was. At another
-number there is no such place: every generator is seeded from (the saved state of rank 0, rank),
-so that a run resumed twice draws the same numbers, and not those of its first steps again.
+number there is no such place: every generator is seeded from (the saved state of rank 0, data
+rank), so that a run resumed twice draws the same numbers, and not those of its first steps again.
+Ranks that share their batches (sp) are seeded alike: what they draw samples by must be the same.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def restore(saved: dict[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(_tensor(saved["of_device"]), device)
 
 
-def reseed(saved_of_rank_0: dict[str, Any], rank: int) -> None:
-    """Seed every generator of this rank from a saved state and its rank."""
-    digest = hashlib.sha256(saved_of_rank_0["torch"] + rank.to_bytes(8, "big")).digest()
+def reseed(saved_of_rank_0: dict[str, Any], data_rank: int) -> None:
+    """Seed every generator of this rank from a saved state and its data rank."""
+    digest = hashlib.sha256(saved_of_rank_0["torch"] + data_rank.to_bytes(8, "big")).digest()
     seed = int.from_bytes(digest[:7], "big")
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -379,7 +379,7 @@ def _put_random(path: Path, saved: dict[str, Any], state: ModelState) -> None:
         place = rank % now["sp_size"] % saved["sp_size"]
         random_state.restore(of(rank // now["sp_size"] * saved["sp_size"] + place), device)
         return
-    random_state.reseed(first, rank)
+    random_state.reseed(first, rank // now["sp_size"])
     if is_first():
         warnings.warn(
             f"{path} was saved by {before} data ranks on {first['device']}, here are {here} on "
