@@ -1,7 +1,8 @@
 """The Trainer's own checkpoints of a patched model: complete, or not there.
 
     Trainer._save_checkpoint     a marker first, a manifest last (`manifest.py`); older checkpoints
-                                 are deleted after that, where stock deletes them before
+                                 are deleted after that, where stock deletes them before, and torn
+                                 ones do not count as checkpoints to keep
     Trainer.train                `resume_from_checkpoint=True` takes the newest complete one; one
                                  that is named is read against its manifest before anything is
                                  loaded
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,8 +68,7 @@ def _save_checkpoint(
     with _rotation_held_back() as held:
         together(f"saving {folder}", lambda: original(self, model, trial))
     manifest.write(folder, layout_of(state))
-    for rotate in held:
-        rotate()
+    together(f"deleting checkpoints before {folder}", lambda: [rotate() for rotate in held])
 
 
 def _train(
@@ -163,10 +164,26 @@ def _rotation_held_back() -> Iterator[list[Callable[[], None]]]:
     stock = transformers.trainer.rotate_checkpoints
 
     def keep(*args: Any, **kwargs: Any) -> None:
-        held.append(partial(stock, *args, **kwargs))
+        held.append(partial(_rotate, stock, *args, **kwargs))
 
     transformers.trainer.rotate_checkpoints = keep
     try:
         yield held
     finally:
         transformers.trainer.rotate_checkpoints = stock
+
+
+def _rotate(
+    original: Callable[..., Any],
+    output_dir: str,
+    save_total_limit: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """`rotate_checkpoints`, which by its number would keep a torn one and delete a complete one."""
+    for folder in Path(output_dir).iterdir() if (save_total_limit or 0) > 0 else ():
+        started = (folder / manifest.STARTED).exists()
+        complete = (folder / manifest.MANIFEST).exists()
+        if _CHECKPOINT.fullmatch(folder.name) and started and not complete:
+            shutil.rmtree(folder)
+    original(output_dir, save_total_limit, *args, **kwargs)

@@ -178,6 +178,25 @@ def test_old_ones_are_deleted_after_the_manifest(tmp_path: Path, one_process: No
         _trainer(tmp_path, True).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_torn_one_is_not_kept_for_a_complete_one(
+    tmp_path: Path, one_process: None, limit: int
+) -> None:
+    """Killed at 3, resumed from 1, saved at 2: by its number 3 would be the last to keep."""
+    trainer = _trainer(tmp_path, True)
+    trainer.args.save_total_limit = None
+    trainer.train()
+    (tmp_path / "checkpoint-3" / manifest.MANIFEST).unlink()
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    trainer = _trainer(tmp_path, True)
+    trainer.args.save_total_limit, trainer.args.max_steps = limit, 2
+    with pytest.warns(UserWarning, match=r"resuming from .*checkpoint-1, because .*checkpoint-3"):
+        trainer.train(resume_from_checkpoint=True)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoint-1", "checkpoint-2"][-limit:]
+    manifest.check(tmp_path / "checkpoint-2")
+
+
 def test_other_models_go_through_stock(tmp_path: Path, one_process: None) -> None:
     _trainer(tmp_path, False).train()
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
