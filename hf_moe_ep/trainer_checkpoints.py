@@ -2,7 +2,8 @@
 
     Trainer._save_checkpoint     a marker first, a manifest last (`manifest.py`); older checkpoints
                                  are deleted after that, where stock deletes them before, and torn
-                                 ones do not count as checkpoints to keep
+                                 ones do not count as checkpoints to keep; pushed to the hub with
+                                 their manifest
     Trainer.train                `resume_from_checkpoint=True` takes the newest complete one; one
                                  that is named is read against its manifest before anything is
                                  loaded
@@ -65,10 +66,10 @@ def _save_checkpoint(
             save_configs(self.model, folder)
 
     together(f"saving {folder}", begin)
-    with _rotation_held_back() as held:
+    with _held_back(self) as held:
         together(f"saving {folder}", lambda: original(self, model, trial))
     manifest.write(folder, layout_of(state))
-    together(f"deleting checkpoints before {folder}", lambda: [rotate() for rotate in held])
+    together(f"pushing {folder}, deleting older ones", lambda: [call() for call in held])
 
 
 def _train(
@@ -158,19 +159,27 @@ def _verifiable(folder: Path) -> tuple[Path, bool]:
 
 
 @contextmanager
-def _rotation_held_back() -> Iterator[list[Callable[[], None]]]:
-    """Calls of `rotate_checkpoints`, kept for later; `_save_checkpoint` ends with one."""
+def _held_back(trainer: transformers.Trainer) -> Iterator[list[Callable[[], None]]]:
+    """Calls that `_save_checkpoint` ends with, kept for later: a push, `rotate_checkpoints`.
+
+    On the hub a checkpoint without a manifest would count as unfinished for ever.
+    """
     held: list[Callable[[], None]] = []
-    stock = transformers.trainer.rotate_checkpoints
+    stock, push = transformers.trainer.rotate_checkpoints, trainer._push_from_checkpoint
 
     def keep(*args: Any, **kwargs: Any) -> None:
         held.append(partial(_rotate, stock, *args, **kwargs))
 
+    def keep_push(*args: Any, **kwargs: Any) -> None:
+        held.append(partial(push, *args, **kwargs))
+
     transformers.trainer.rotate_checkpoints = keep
+    trainer._push_from_checkpoint = keep_push
     try:
         yield held
     finally:
         transformers.trainer.rotate_checkpoints = stock
+        trainer._push_from_checkpoint = push
 
 
 def _rotate(

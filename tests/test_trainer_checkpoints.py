@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from close import assert_close
 from run_script import CPU_4
 from test_trainer import FP32_BUDGET, Results
@@ -195,6 +196,27 @@ def test_a_torn_one_is_not_kept_for_a_complete_one(
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["checkpoint-1", "checkpoint-2"][-limit:]
     manifest.check(tmp_path / "checkpoint-2")
+
+
+def test_a_push_has_the_manifest(tmp_path: Path, one_process: None) -> None:
+    trainer, pushed = _trainer(tmp_path, True), []
+
+    def push(folder: str) -> None:
+        manifest.check(folder)
+        pushed.append((Path(folder).name, sorted(path.name for path in tmp_path.iterdir())))
+
+    trainer.args.push_to_hub, trainer.hub_model_id = True, "nobody/nothing"
+    with (
+        mock.patch.object(transformers.Trainer, "_push_from_checkpoint", lambda self, *a: push(*a)),
+        mock.patch.object(transformers.Trainer, "init_hf_repo", lambda self, **kwargs: None),
+        mock.patch.object(transformers.Trainer, "_finish_current_push", lambda self: None),
+    ):
+        trainer.train()
+    assert pushed == [
+        ("checkpoint-1", ["checkpoint-1"]),
+        ("checkpoint-2", ["checkpoint-1", "checkpoint-2"]),
+        ("checkpoint-3", ["checkpoint-2", "checkpoint-3"]),
+    ]
 
 
 def test_other_models_go_through_stock(tmp_path: Path, one_process: None) -> None:
