@@ -96,8 +96,8 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(
             f"{Path(folder)} has no {MANIFEST}: this checkpoint was not finished; take an older one"
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); take an older checkpoint") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, AttributeError, TypeError) as e:
+        raise ValueError(f"{path} is damaged ({e}); take an older checkpoint") from e
     return dict(found)
 
 
@@ -158,7 +158,7 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
             continue
         try:
             check_sizes(folder)
-        except ValueError as error:
+        except (ValueError, PermissionError) as error:  # lost+found is root's
             seen.append(str(error))
         else:
             complete.append((read(folder)["written"]["time"], folder.name, folder))

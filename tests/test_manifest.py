@@ -98,6 +98,25 @@ def test_newest_is_by_time_and_none_lists_what_is_there(tmp_path: Path) -> None:
     assert manifest.newest_complete(tmp_path) == tmp_path / "z"
 
 
+def test_folders_of_others_are_passed_over(tmp_path: Path) -> None:
+    """One that we may not read (lost+found of a volume), and manifests of another kind."""
+    mine, locked = _complete(tmp_path / "one"), tmp_path / "lost+found"
+    texts = {"a": "[]", "b": '{"format": 1, "files": [], "written": {}}', "c": "3"}
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / manifest.MANIFEST).write_text(text)
+    locked.mkdir()
+    stock = Path.read_text
+
+    def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.parent == locked:  # tests may run as root, who may read everything
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stock(path, *args, **kwargs)
+
+    with mock.patch.object(Path, "read_text", read_text):
+        assert manifest.newest_complete(tmp_path) == mine
+
+
 def _ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     path, hashed = Path(folder), []
     stock = manifest.sha256_of
