@@ -335,6 +335,11 @@ def _in_one_process_too() -> Iterator[None]:
 def _read_document(path: Path) -> dict[str, Any]:
     """`state.json`. DCP reads every file beside it, so one that nobody named would be read too."""
     known = manifest.read(path)["files"]
+    if _STATE not in known:
+        raise ValueError(
+            f"{path} was written by the Trainer, not by save_checkpoint; go on from it by "
+            f"trainer.train(resume_from_checkpoint={str(path)!r})"
+        )
     for file in sorted((path / _TENSORS).iterdir()):
         if f"{_TENSORS}/{file.name}" not in known:
             raise ValueError(f"{file} is not in {manifest.MANIFEST}; remove it")

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from trainer_job import Case, launch, training_rows
 from transformers import Trainer, TrainingArguments
 
-from hf_moe_ep import manifest, patch, restricted
+from hf_moe_ep import load_checkpoint, manifest, patch, restricted
 from hf_moe_ep.restricted import metadata_alone
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
@@ -174,6 +174,8 @@ def test_old_ones_are_deleted_after_the_manifest(tmp_path: Path, one_process: No
         trainer.train(resume_from_checkpoint=True)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
     manifest.check(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match=r"checkpoint-3 was written by the Trainer, not by save_"):
+        load_checkpoint(tmp_path, trainer.model, trainer.optimizer)
     (tmp_path / "checkpoint-3" / manifest.MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*\n.*checkpoint-3 has no"):
         _trainer(tmp_path, True).train(resume_from_checkpoint=True)
