@@ -23,6 +23,15 @@ from hf_moe_ep.meet import describe, this_rank, world_size
 _logger = logging.getLogger("hf_moe_ep")
 
 
+def is_written(directory: Path) -> bool:
+    """Whether a save of this process, of whatever model, writes there in the background."""
+    return any(thread.name == _name(directory) for thread in threading.enumerate())
+
+
+def _name(directory: Path) -> str:
+    return f"hf_moe_ep saves {directory.absolute()}"
+
+
 @dataclass
 class SaveHandle:
     """A save that may still run; `wait()` returns once the checkpoint is complete."""
@@ -78,7 +87,7 @@ class Saver:
                 handle._error = error
                 _logger.error("%s was not saved: %s (rank %d)", directory, describe(error), rank)
 
-        handle._thread = threading.Thread(target=work, name="hf_moe_ep save_checkpoint")
+        handle._thread = threading.Thread(target=work, name=_name(directory))
         handle._thread.start()
         return handle
 

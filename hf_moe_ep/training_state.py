@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hf_moe_ep import manifest, random_state
-from hf_moe_ep.background import SaveHandle, Saver, host_copy
+from hf_moe_ep.background import SaveHandle, Saver, host_copy, is_written
 from hf_moe_ep.hf_hub import BESIDE, CONFIGS, save_configs
 from hf_moe_ep.matching import check_model, check_optimizer
 from hf_moe_ep.meet import (
@@ -261,6 +261,8 @@ def _is_ours(name: str) -> bool:
 
 
 def _check_free(path: Path) -> None:
+    if is_written(path):
+        raise ValueError(f"another model is being saved to {path}; save each to its own directory")
     if (path / manifest.MANIFEST).exists():
         manifest.check_sizes(path)
         raise ValueError(f"{path} holds a complete checkpoint; save to another directory")

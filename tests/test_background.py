@@ -57,3 +57,21 @@ def test_an_error_is_logged_though_nobody_waits(
         handle._thread.join()
     (said,) = caplog.messages
     assert "one was not saved: " in said and "rank 0: OSError: [Errno 28] disk full" in said
+
+
+def test_two_models_to_one_directory(tmp_path: Path) -> None:
+    """What the first is writing is no unfinished save that the second may remove."""
+    one, two, write = start("full", ONE), start("full", ONE, seed=1), threading.Event()
+    stock = training_state._write
+
+    def late(*args: Any) -> None:
+        assert write.wait(30)
+        stock(*args)
+
+    with mock.patch.object(training_state, "_write", late):
+        handle = save_checkpoint(tmp_path / "x", one.model, one.optimizer, asynchronous=True)
+        with pytest.raises(ValueError, match=r"another model is being saved to .*x; save each"):
+            save_checkpoint(f"{tmp_path}/x", two.model, two.optimizer)
+        write.set()
+        handle.wait()
+    manifest.check(tmp_path / "x")
