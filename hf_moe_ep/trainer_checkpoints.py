@@ -7,6 +7,9 @@
     Trainer.train                `resume_from_checkpoint=True` takes the newest complete one; one
                                  that is named is read against its manifest before anything is
                                  loaded
+    _load_from_checkpoint,       of a model that is not sharded: its experts too. Stock looks in a
+    _load_best_model             file of hub layout for the model's own names, says that those of
+                                 experts are missing, and goes on with what they were before
     _load_from_checkpoint,       DCP's pickled `.metadata` may build metadata and nothing else,
     _load_best_model, ...,       where torch runs whatever is in the file
     Accelerator.load_state
@@ -34,6 +37,7 @@ from accelerate import Accelerator
 
 from hf_moe_ep import hf, manifest
 from hf_moe_ep.hf_hub import save_configs
+from hf_moe_ep.hub_read import find_weights, load_weights
 from hf_moe_ep.meet import is_first, together
 from hf_moe_ep.restricted import metadata_alone
 from hf_moe_ep.state import find_state, layout_of
@@ -45,8 +49,9 @@ def install() -> None:
     """Wrap the functions of the table above, once per process."""
     hf.wrap_once(transformers.Trainer, "_save_checkpoint", _save_checkpoint)
     hf.wrap_once(transformers.Trainer, "train", _train)
-    for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model"):
-        hf.wrap_once(transformers.Trainer, name, _load)
+    hf.wrap_once(transformers.Trainer, "_load_optimizer_and_scheduler", _load)
+    for name in ("_load_from_checkpoint", "_load_best_model"):
+        hf.wrap_once(transformers.Trainer, name, _load_model)
     hf.wrap_once(Accelerator, "load_state", _load_state)
 
 
@@ -117,6 +122,21 @@ def _load(
         return original(self, *args, **kwargs)
     with metadata_alone():
         return original(self, *args, **kwargs)
+
+
+def _load_model(
+    original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+) -> Any:
+    """Every parameter from a checkpoint's hub layout into a model that one process holds."""
+    state, model = None if self.model is None else find_state(self.model), hf.unwrap(self.model)
+    sharded = self.is_fsdp_enabled or (state is not None and state.meshes is not None)
+    if state is None or sharded or hf.has_adapters(model):
+        return _load(original, self, *args, **kwargs)
+    named = [*args, *kwargs.values()]  # none for the best
+    folder = named[0] if named else self.state.best_model_checkpoint
+    names = [name for name, _ in model.named_parameters()]
+    load_weights(model, find_weights(model, folder, state.plan, names), self.args.device)
+    return None
 
 
 def _load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ ROWS = {
         "trainer_checkpoints shared_batches checkpoint factors shard units meet state mesh grads "
         "config hf"
     ),
-    "trainer_checkpoints": "manifest restricted hf_hub meet state hf",
+    "trainer_checkpoints": "hub_read manifest restricted hf_hub meet state hf",
     "shared_batches": "state mesh config",
     "checkpoint": "hub_write hub_layout factors hf_hub state meet safetensors_file hf",
     "hub_write": "hub_layout hf_hub durable safetensors_file",

@@ -181,6 +181,25 @@ def test_old_ones_are_deleted_after_the_manifest(tmp_path: Path, one_process: No
         _trainer(tmp_path, True).train(resume_from_checkpoint=True)
 
 
+def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -> None:
+    """Where stock, by the names in the file, would leave them as they are."""
+    trainer = _trainer(tmp_path, True)
+    trainer.train()
+    want = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    resumed = _trainer(tmp_path, True)
+    for load in ("resume", "best"):
+        with torch.no_grad():
+            for parameter in resumed.model.parameters():
+                parameter.fill_(5.0)
+        if load == "resume":
+            resumed.train(resume_from_checkpoint=True)  # at its last step: nothing to train
+        else:
+            resumed.state.best_model_checkpoint = os.fspath(tmp_path / "checkpoint-3")
+            resumed._load_best_model()
+        for name, parameter in resumed.model.named_parameters():
+            assert torch.equal(parameter, want[name]), (load, name)
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_a_torn_one_is_not_kept_for_a_complete_one(
     tmp_path: Path, one_process: None, limit: int
