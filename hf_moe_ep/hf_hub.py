@@ -223,6 +223,9 @@ def _save_configs(
     finally:
         model.config.dtype, model.config.architectures = kept
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        # Not by its save_pretrained, which refuses what generate() and loading only warn of (a
+        # temperature without do_sample): a run must not end with its first checkpoint for that.
+        path = folder / CONFIGS[1]
+        model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
     for other in others:
         other.save_pretrained(folder)

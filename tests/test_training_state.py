@@ -275,7 +275,9 @@ def _masters_and_ties(folder: str) -> None:
     with torch.no_grad():
         for p in run.model.parameters():
             p.mul_(1 + 1e-4)  # no bf16 value any more
+    run.model.generation_config.temperature = 0.6  # which its own save_pretrained refuses
     _save_run(run, f"{folder}/bf16")
+    assert '"temperature": 0.6' in Path(folder, "bf16", "generation_config.json").read_text()
     saved = json.loads(Path(folder, "bf16", "state.json").read_text())["tensors"]
     assert {entry["dtype"] for entry in saved.values()} == {"float32"}
     assert "model.model.embed_tokens.weight" in saved and "model.lm_head.weight" not in saved
