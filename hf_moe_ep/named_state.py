@@ -111,7 +111,12 @@ def collect(model: nn.Module, optimizer: Any) -> NamedState:
     for parameter, values in optimizer.state.items():
         if not isinstance(parameter, Tensor):
             raise ValueError(f"the optimizer keeps {parameter!r} beside its parameters")
-        name = names[id(parameter)]
+        name = names.get(id(parameter), f"a parameter {tuple(parameter.shape)}")
+        if name not in slots:
+            raise ValueError(
+                f"the optimizer keeps state of {name}, which is in none of its groups; put it back "
+                f"into one, or del optimizer.state[parameter]"
+            )
         kept[name] = {}
         for key, value in values.items():
             where = f"{key} of {name} in {type(optimizer).__name__}"

@@ -354,6 +354,14 @@ def _refused(rank: int, folder: str) -> None:
     dist.barrier()
 
 
+def _left_its_group(folder: str) -> None:
+    run = start("full", TWO)
+    step(run, 0)
+    run.optimizer.param_groups[0]["params"].pop(0)
+    with pytest.raises(ValueError, match=r"keeps state of model.embed_tokens.weight, which is in"):
+        _save_run(run, f"{folder}/left")
+
+
 def _disagree(rank: int, folder: str) -> None:
     """Ranks with other arguments: named, on every rank, and what was there is untouched."""
     run, path = start("full", TWO), f"{folder}/good"
@@ -383,6 +391,7 @@ def _cases(rank: int, world: int, folder: str) -> None:
     _masters_and_ties(folder)
     _refused(rank, folder)
     _disagree(rank, folder)
+    _left_its_group(folder)
     kinds = {path.suffix for path in Path(folder).rglob("*") if path.is_file()}
     assert kinds == {".json", ".safetensors", ".txt", ".npy"}, "no pickles"
 
