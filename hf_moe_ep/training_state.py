@@ -120,8 +120,8 @@ def save_checkpoint(
             untouched and training can go on.
     """
     check_everyone_calls("save_checkpoint")
-    path, state = Path(directory), _patched(model)
-    check_alike("save_checkpoint", directory=str(path), asynchronous=asynchronous)
+    path, state = Path(directory).absolute(), _patched(model)  # the thread outlives an os.chdir
+    check_alike("save_checkpoint", directory=os.fspath(directory), asynchronous=asynchronous)
     saver = state.saver = state.saver or Saver()
     saver.wait()
     reshard(model)

@@ -59,6 +59,24 @@ def test_an_error_is_logged_though_nobody_waits(
     assert "one was not saved: " in said and "rank 0: OSError: [Errno 28] disk full" in said
 
 
+def test_a_change_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, write, stock = start("full", ONE), threading.Event(), training_state._write
+
+    def late(*args: Any) -> None:
+        assert write.wait(30)
+        stock(*args)
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.object(training_state, "_write", late):
+        handle = save_checkpoint("x", run.model, run.optimizer, asynchronous=True)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        write.set()
+        handle.wait()
+    manifest.check(tmp_path / "x")
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_two_models_to_one_directory(tmp_path: Path) -> None:
     """What the first is writing is no unfinished save that the second may remove."""
     one, two, write = start("full", ONE), start("full", ONE, seed=1), threading.Event()
