@@ -42,7 +42,13 @@ from hf_moe_ep.hub_write import (
     whole,
     write_checkpoint,
 )
-from hf_moe_ep.meet import check_everyone_calls, is_distributed, is_first, together
+from hf_moe_ep.meet import (
+    check_alike,
+    check_everyone_calls,
+    is_distributed,
+    is_first,
+    together,
+)
 from hf_moe_ep.safetensors_file import Box
 from hf_moe_ep.state import ModelState, find_state
 
@@ -85,7 +91,8 @@ def save_pretrained(
     if hf.has_adapters(model):
         _save_adapters(model, folder, others, kwargs)
         return
-    _check_ranks_agree(max_shard_size, dtype, kwargs)
+    # These decide where ranks meet.
+    check_alike("save_pretrained", max_shard_size=max_shard_size, dtype=dtype)
     if kwargs:
         raise TypeError(f"save_pretrained() got unexpected arguments: {', '.join(kwargs)}")
     state = find_state(model)
@@ -168,24 +175,6 @@ def gather_state_dict(
         if keep:
             full[hf.canonical_name(name)] = gathered.detach().cpu()
     return pack_factors(model, full)
-
-
-def _check_ranks_agree(
-    max_shard_size: int | str, dtype: torch.dtype | None, others: Mapping[str, Any]
-) -> None:
-    """About what decides where ranks meet: they would wait for each other in different places."""
-
-    def arguments() -> str:
-        texts = (f"max_shard_size={parse_size(max_shard_size)}", f"dtype={dtype}", *others)
-        return ", ".join(texts)
-
-    everyone = together("save_pretrained", arguments)
-    odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-    if odd:
-        raise ValueError(
-            f"ranks disagree: rank 0 called save_pretrained with {everyone[0]}, rank {odd[0]} with "
-            f"{everyone[odd[0]]}; pass the same on every rank"
-        )
 
 
 def _save_adapters(model: Any, folder: Path, others: Iterable[Any], kwargs: dict[str, Any]) -> None:

@@ -199,7 +199,7 @@ def _held_back(trainer: transformers.Trainer) -> Iterator[list[Callable[[], None
         yield held
     finally:
         transformers.trainer.rotate_checkpoints = stock
-        trainer._push_from_checkpoint = push
+        del trainer._push_from_checkpoint
 
 
 def _rotate(
