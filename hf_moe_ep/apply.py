@@ -127,6 +127,8 @@ def from_pretrained(
     def build() -> None:
         folder = hf_hub.local_folder(name_or_dir, options)
         model = hf_hub.empty_model(folder, model_class, partial(_first_dtype, folder), options)
+        # The name, not the folder in the cache: PEFT writes it into the config of an adapter.
+        model.name_or_path = model.config._name_or_path = os.fspath(name_or_dir)
         if peft_config is not None:
             model = hf_hub.attach_adapters(model, peft_config)
         built.append((folder, model))

@@ -64,7 +64,7 @@ def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -
 
 def empty_model(
     folder: Path, model_class: Any, find_dtype: Callable[[], torch.dtype], options: dict[str, Any]
-) -> nn.Module:
+) -> Any:
     """The model that a folder's config describes, parameters on meta, buffers as they should be.
 
     `find_dtype` counts where neither `options` nor the config names one. `options` are of the
@@ -95,17 +95,36 @@ def empty_model(
                 f"{folder} names the class {names[0]}, which transformers "
                 f"{transformers.__version__} has not; pass model_class="
             )
+    _check_not_quantized(config, folder)
     if wanted in ("auto", None):
         wanted = getattr(config, "dtype", None) or find_dtype()
+    elif isinstance(wanted, str):
+        wanted = _dtype_named(wanted)
     build = model_class._from_config if hasattr(model_class, "_from_config") else None
     if build is None:  # an Auto class
         build = model_class.from_config
     model: Any = on_meta(partial(build, config, dtype=wanted, **of_class))
-    model.config._name_or_path = os.fspath(folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.eval()
     return model
+
+
+def _check_not_quantized(config: Any, folder: Path) -> None:
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = dict(quantized).get("quant_method", "an unknown method")
+        raise ValueError(
+            f"{folder} holds weights quantized by {method}, which cannot be trained here; take the "
+            f"bf16 checkpoint of this model"
+        )
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name!r} is none of torch's; take 'bfloat16' or torch.bfloat16")
+    return found
 
 
 def on_meta(build: Callable[[], Any]) -> Any:

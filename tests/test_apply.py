@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from run_ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -10,7 +11,7 @@ from test_hub_files import write_hub
 from tiny_models import tiny
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import from_pretrained
+from hf_moe_ep import from_pretrained, hf_hub
 
 
 def _mixed(rank: int, world: int, folder: str) -> torch.dtype:
@@ -30,3 +31,25 @@ def test_a_checkpoint_of_two_dtypes_whose_config_names_none(tmp_path: Path) -> N
     (folder / "config.json").write_text(json.dumps(config))
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     assert run_ranks(_mixed, 1, str(folder)) == [torch.bfloat16]
+
+
+def _named(rank: int, world: int, folder: str) -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(hf_hub, "snapshot_download", lambda *_, **__: folder)
+        model = from_pretrained("owner/model", dtype="bfloat16")
+    assert model.config.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"dtype 'bf16' is none of torch's; take 'bfloat16'"):
+        from_pretrained(folder, dtype="bf16")
+    with pytest.raises(ValueError, match=r"quantized by fp8, which cannot be trained here; take"):
+        from_pretrained(f"{folder}/../fp8")
+    return model.name_or_path, model.config.name_or_path
+
+
+def test_a_name_of_the_hub_a_dtype_by_name_and_a_quantized_checkpoint(tmp_path: Path) -> None:
+    """PEFT writes the name into the config of an adapter: a path in one's cache helps nobody."""
+    for folder, more in ((tmp_path / "hub", {}), (tmp_path / "fp8", {"quant_method": "fp8"})):
+        write_hub(folder, tiny(dtype=torch.float32), files=1)
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"quantization_config": more} if more else {}
+        (folder / "config.json").write_text(json.dumps(config))
+    assert run_ranks(_named, 1, str(tmp_path / "hub")) == [("owner/model", "owner/model")]
