@@ -19,6 +19,7 @@ Ranks of an sp group, always consecutive, share their batches: world / sp of the
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +86,9 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     names = ("dp_replicate", "ep_fsdp", "ep")
     experts = DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=names)
     # One group over both axes of the expert weights: norms need one all-reduce instead of two.
-    experts["ep_fsdp", "ep"]._flatten("ep_fsdp_ep")
+    # Up to 2.11 torch slices no mesh in which ranks step by less along its first axis.
+    with suppress(KeyError):
+        experts["ep_fsdp", "ep"]._flatten("ep_fsdp_ep")
     dense = init_device_mesh(
         device.type,
         (replicate, world_size // replicate),

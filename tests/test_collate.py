@@ -1,24 +1,20 @@
 """Positions made in the data loader give stock's outputs, bit for bit."""
 
 import pickle
-from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+from needs import needs_vision
 from peft import LoraConfig, get_peft_model
 from run_ranks import run_ranks
 from tiny_models import Row, tiny, vision_batch
 from torch.utils.data import DataLoader
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeModel
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.collate import PositionCollator
 
-pytestmark = pytest.mark.skipif(
-    "mm_encoder_outputs" not in signature(Qwen3VLMoeModel.forward).parameters,
-    reason="this transformers runs the vision tower itself; patch() refuses the model",
-)
+pytestmark = needs_vision
 Batch = dict[str, torch.Tensor]
 MODEL = {"name": "qwen3_vl_moe"}
 TEXT: Row = [9]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, init_empty_weights
 from adapters import ATTENTION, EXPERTS
 from close import assert_close
+from needs import ARCHITECTURES, needs_vision
 from parity import full_tensor
 from peft import LoraConfig, get_peft_model
 from run_ranks import run_ranks
@@ -32,7 +33,6 @@ from hf_moe_ep import (
     save_pretrained,
 )
 
-MODELS = ("qwen3_moe", "qwen3_vl_moe")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep 1": {},
     "ep 2": {"ep_size": 2},
@@ -132,7 +132,7 @@ def _round_trip(rank: int, world: int, folder: str, name: str) -> dict[str, Any]
     return reads
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_hub_to_shards_to_hub_keeps_every_byte(name: str, tmp_path: Path) -> None:
     model = tiny(name, dtype=torch.float32)
     want = write_hub(tmp_path / name, model)
@@ -187,7 +187,7 @@ def _same_model(rank: int, world: int, folder: str, name: str) -> None:
         assert next(want.parameters()).dtype == next(lean.parameters()).dtype == torch.float64
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_lean_model_trains_like_one_that_stock_loaded(name: str, tmp_path: Path) -> None:
     run_ranks(_same_model, 2, str(tmp_path), name)
 
@@ -226,6 +226,7 @@ def _layouts_of_others(rank: int, world: int, folder: str) -> list[dict[str, Ten
     return states
 
 
+@needs_vision
 def test_layouts_that_others_write_are_read(tmp_path: Path) -> None:
     """Transformers 5 saves Qwen3-VL-MoE as in memory, which its own sharded loading refuses."""
     models = [
@@ -384,6 +385,7 @@ def _given_state_dict(rank: int, world: int, folder: str) -> None:
         accelerator.wait_for_everyone()
 
 
+@needs_vision
 def test_a_gathered_state_dict_is_saved_in_hub_layout(tmp_path: Path) -> None:
     run_ranks(_given_state_dict, 2, str(tmp_path))
     assert_equal(read_all(tmp_path), hub_state(tiny("qwen3_vl_moe", dtype=torch.float32)))

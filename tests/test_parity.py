@@ -8,6 +8,7 @@ from functools import partial
 
 import parity
 import pytest
+from needs import CHECKPOINTS_FORWARD
 from parity import Case, run_cases
 from run_ranks import run_ranks
 
@@ -27,6 +28,8 @@ TWO_RANKS = [
     .with_config(experts_backend="eager")
     .with_(**TWO_FORWARDS),
 ]
+if not CHECKPOINTS_FORWARD:
+    TWO_RANKS.pop()
 THREE_RANKS = [
     Case("3 ranks, ep 1", 3, budget=1e-6),
     Case("3 ranks, ep 3", 3, 3, model={"num_experts": 6}, budget=1e-6),
@@ -45,6 +48,8 @@ FOUR_RANKS = [
     Case("2 experts, ep 2", 4, 2, model=TWO_EXPERTS),
     Case("tied embeddings", 4, 2, model={"tie_word_embeddings": True}),
 ]
+if not CHECKPOINTS_FORWARD:
+    FOUR_RANKS = [case for case in FOUR_RANKS if case.name != "two forwards, reentrant checkpoint"]
 FOUR_RANKS_MORE = [
     Case("ep 1", 4),
     Case("shard dim 0", 4, 2).with_config(expert_shard_dim=0),

@@ -4,6 +4,7 @@ Trainer in one process: text and vision, and everything it logs or counts."""
 import pytest
 import torch
 from close import assert_close
+from needs import VISION, needs_vision
 from run_script import CPU_4
 from test_trainer import (
     AUX_LOSS,
@@ -15,7 +16,7 @@ from test_trainer import (
 )
 from trainer_job import STEPS, Case, Result, launch
 
-VISION = {"name": "qwen3_vl_moe"}
+PICTURES = {"name": "qwen3_vl_moe"}
 TEXT = EVALUATE | {"include_num_input_tokens_seen": "non_padding"}
 SMOOTHED = {"label_smoothing_factor": 0.1}
 PER_RANK = {"average_tokens_across_devices": False}
@@ -31,11 +32,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("trainer_sp")
     stock = [
         Case("stock", ALL, arguments=TEXT),
-        Case("stock vision split", model=VISION, rows="vision", split=2),
+        *([Case("stock vision split", model=PICTURES, rows="vision", split=2)] if VISION else []),
     ]
     ranks = [
         Case("sp2", ALL, ep=2, sp=2, arguments=TEXT),
-        Case("vision sp2", ep=2, sp=2, model=VISION, rows="vision"),
+        *([Case("vision sp2", ep=2, sp=2, model=PICTURES, rows="vision")] if VISION else []),
     ]
     return {**launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
 
@@ -48,7 +49,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("stock smoothed", arguments=SMOOTHED),
         Case("stock per rank", arguments=PER_RANK, model=AUX_LOSS),
         Case("stock epoch", arguments=ONE_EPOCH),
-        Case("stock vision", model=VISION, rows="vision"),
+        *([Case("stock vision", model=PICTURES, rows="vision")] if VISION else []),
     ]
     ranks = [
         Case("sp4", ("train", "evaluate"), ep=2, sp=4, arguments=TEXT),
@@ -58,7 +59,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("per rank sp4", ep=2, sp=4, arguments=PER_RANK, model=AUX_LOSS),
         Case("epoch sp4", ep=2, sp=4, arguments=ONE_EPOCH),
         Case("epoch sp2", ep=2, sp=2, arguments=ONE_EPOCH),
-        Case("vision sp4", ep=2, sp=4, model=VISION, rows="vision"),
+        *([Case("vision sp4", ep=2, sp=4, model=PICTURES, rows="vision")] if VISION else []),
     ]
     return {**runs, **launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
 
@@ -112,10 +113,12 @@ def test_evaluation_and_prediction_count_each_sample_once(runs: Results) -> None
         assert_close("logits of 21 samples", got, want, 1e-4)
 
 
+@needs_vision
 def test_vision_equals_stock(runs: Results) -> None:
     assert_same_training(runs["vision sp2"][0], runs["stock vision split"][0])
 
 
+@needs_vision
 @pytest.mark.slow
 def test_vision_of_one_data_rank_equals_stock(slow_runs: Results) -> None:
     assert_same_training(slow_runs["vision sp4"][0], slow_runs["stock vision"][0])

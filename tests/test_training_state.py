@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from close import assert_close
+from needs import needs_vision
 from resume_job import ORIGIN, Layout, Run, assert_equal, draws, everything, start, step
 from run_ranks import run_ranks
 from torch import Tensor
@@ -117,7 +118,9 @@ def _back(rank: int, world: int, folder: str, kind: str, names: list[str]) -> No
         _load(rank, world, folder, kind, [ORIGIN], name, "")
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", pytest.param("vision", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["full", "lora", pytest.param("vision", marks=[pytest.mark.slow, needs_vision])]
+)
 def test_any_layout_to_any_other_and_back(tmp_path: Path, kind: str) -> None:
     folder = str(tmp_path)
     drawn = run_ranks(_save, 4, folder, kind)

@@ -7,7 +7,6 @@ moves by 6e-8: cases with pixels have a budget of 1e-6.
 
 import copy
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import parity
@@ -15,19 +14,16 @@ import pytest
 import torch
 from close import assert_close
 from fake_flash import use_fake_flash
+from needs import needs_vision
 from parity import Batch, Case, run_cases
 from run_ranks import run_ranks
 from tiny_models import QWEN3_VL_MOE, Row, tiny, vision_batch
 from torch import nn
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeModel
 
 from hf_moe_ep import apply_ep_fsdp2, global_token_count, patch, unpatch
 from hf_moe_ep.comm import sum_over_ranks
 
-pytestmark = pytest.mark.skipif(
-    "mm_encoder_outputs" not in signature(Qwen3VLMoeModel.forward).parameters,
-    reason="this transformers runs the vision tower itself; patch() refuses the model",
-)
+pytestmark = needs_vision
 MODEL = {"name": "qwen3_vl_moe"}
 TEXT: Row = [9]
 IMAGE: Row = [3, (4, 6), 4]
