@@ -42,6 +42,7 @@ BOTH = with_lora
 ROUTER_AND_HEAD = partial(
     with_lora, parameters=(*EXPERTS, "mlp.gate.weight"), modules_to_save=["lm_head"]
 )
+TOKENS = partial(with_lora, trainable_token_indices=[1, 2, 3])
 PICTURES = partial(with_lora, modules=("q_proj", "qkv"))
 MODALITIES = {"model": {"name": "qwen3_vl_moe"}, "micro_batches": modality_by_step, "budget": 1e-6}
 TWO_RANKS = [
@@ -70,6 +71,7 @@ FOUR_RANKS_MORE = [
     Case("eager experts", 4, 1, wrap=BOTH).with_config(experts_backend="eager"),
     Case("expert_shard_dim 1", 4, 2, wrap=BOTH).with_config(expert_shard_dim=1),
     Case("transformers' own add_adapter", 4, 2, wrap=added_by_transformers),
+    Case("trained tokens, tied", 4, 2, wrap=TOKENS, model={"tie_word_embeddings": True}),
 ]
 if not VISION:
     FOUR_RANKS_MORE = [case for case in FOUR_RANKS_MORE if not case.name.startswith("pictures")]
