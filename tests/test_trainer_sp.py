@@ -17,6 +17,16 @@ from test_trainer import (
 from trainer_job import STEPS, Case, Result, launch
 
 PICTURES = {"name": "qwen3_vl_moe"}
+# The VL model takes no token count, so the Trainer weighs every rank's micro-batch equally: 2 data
+# ranks with 2 micro-batches each are one process with 4 (`split=2`).
+STOCK_VISION = (
+    Case("stock vision split", model=PICTURES, rows="vision", split=2),
+    Case("stock vision", model=PICTURES, rows="vision"),
+)
+SP_VISION = (
+    Case("vision sp2", ep=2, sp=2, model=PICTURES, rows="vision"),
+    Case("vision sp4", ep=2, sp=4, model=PICTURES, rows="vision"),
+)
 TEXT = EVALUATE | {"include_num_input_tokens_seen": "non_padding"}
 SMOOTHED = {"label_smoothing_factor": 0.1}
 PER_RANK = {"average_tokens_across_devices": False}
@@ -26,18 +36,9 @@ ALL = ("train", "evaluate", "predict", "predict 21")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """The VL model takes no token count, so the Trainer weighs every rank's micro-batch equally:
-    2 data ranks with 2 micro-batches each are one process with 4 (`split=2`).
-    """
     folder = tmp_path_factory.mktemp("trainer_sp")
-    stock = [
-        Case("stock", ALL, arguments=TEXT),
-        *([Case("stock vision split", model=PICTURES, rows="vision", split=2)] if VISION else []),
-    ]
-    ranks = [
-        Case("sp2", ALL, ep=2, sp=2, arguments=TEXT),
-        *([Case("vision sp2", ep=2, sp=2, model=PICTURES, rows="vision")] if VISION else []),
-    ]
+    stock = [Case("stock", ALL, arguments=TEXT)]
+    ranks = [Case("sp2", ALL, ep=2, sp=2, arguments=TEXT)]
     return {**launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
 
 
@@ -49,7 +50,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("stock smoothed", arguments=SMOOTHED),
         Case("stock per rank", arguments=PER_RANK, model=AUX_LOSS),
         Case("stock epoch", arguments=ONE_EPOCH),
-        *([Case("stock vision", model=PICTURES, rows="vision")] if VISION else []),
+        *(STOCK_VISION if VISION else ()),
     ]
     ranks = [
         Case("sp4", ("train", "evaluate"), ep=2, sp=4, arguments=TEXT),
@@ -59,7 +60,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("per rank sp4", ep=2, sp=4, arguments=PER_RANK, model=AUX_LOSS),
         Case("epoch sp4", ep=2, sp=4, arguments=ONE_EPOCH),
         Case("epoch sp2", ep=2, sp=2, arguments=ONE_EPOCH),
-        *([Case("vision sp4", ep=2, sp=4, model=PICTURES, rows="vision")] if VISION else []),
+        *(SP_VISION if VISION else ()),
     ]
     return {**runs, **launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
 
@@ -114,8 +115,9 @@ def test_evaluation_and_prediction_count_each_sample_once(runs: Results) -> None
 
 
 @needs_vision
-def test_vision_equals_stock(runs: Results) -> None:
-    assert_same_training(runs["vision sp2"][0], runs["stock vision split"][0])
+@pytest.mark.slow
+def test_vision_equals_stock(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["vision sp2"][0], slow_runs["stock vision split"][0])
 
 
 @needs_vision
