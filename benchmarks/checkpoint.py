@@ -49,7 +49,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_moe_ep
-from hf_moe_ep.safetensors_file import Reader, read_index
+from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 
 WORLD = 4
 MIB = 2**20

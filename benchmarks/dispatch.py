@@ -5,8 +5,9 @@
 
 Four gloo ranks, forward + backward, no model and no matrix product around it:
 
-    ours      plan_dispatch, start, finish, start_combine, finish (hf_moe_ep/dispatch.py): one row
-              per token and rank, weighted where the experts are
+    ours      plan_dispatch, start, finish, start_combine, finish
+              (hf_moe_ep/moe/dispatch/all_to_all.py): one row per token and rank, weighted
+              where the experts are
     theirs    AllToAllEP (transformers/distributed/expert_parallel.py), called directly: what a
               model trained with DistributedConfig(ep_size=...) runs; one row per token and expert,
               weighted at home
@@ -54,8 +55,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.distributed.expert_parallel import AllToAllEP
 
-from hf_moe_ep.dispatch import plan_dispatch
-from hf_moe_ep.header import Header
+from hf_moe_ep.moe.dispatch.all_to_all import plan_dispatch
+from hf_moe_ep.moe.dispatch.counts import Header
 
 SIDES = ("ours", "theirs")
 KINDS = ("rows", "routing", "counts")

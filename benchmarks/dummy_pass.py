@@ -30,7 +30,7 @@ from torch import nn
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
-from hf_moe_ep.vision import TowerOnce
+from hf_moe_ep.vision.tower import TowerOnce
 
 WORLD, ROWS, LENGTH, VOCAB = 4, 8, 128, 320
 WARMUP_STEPS = 2

@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from hf_moe_ep.experts import choose_compute, run_experts
+from hf_moe_ep.moe.experts import choose_compute, run_experts
 
 IMPLEMENTATIONS = ("ours", "eager", "grouped_mm")
 # Largest difference to eager, relative to the largest element: roundings of the dtype.

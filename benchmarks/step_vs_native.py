@@ -49,7 +49,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_moe_ep import clip_grad_norm_, from_pretrained, moe
+from hf_moe_ep import clip_grad_norm_, from_pretrained
+from hf_moe_ep.moe import layer as moe
 
 WORLD = 4
 SIDES = ("ours", "native")

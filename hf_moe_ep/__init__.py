@@ -9,18 +9,14 @@ Importing this package changes nothing; `patch` does.
 """
 
 from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
-from hf_moe_ep.checkpoint import save_pretrained
-from hf_moe_ep.collate import PositionCollator
+from hf_moe_ep.checkpoints.hub.save import save_pretrained
+from hf_moe_ep.checkpoints.training.save import load_checkpoint, save_checkpoint
 from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.data_parallel import data_parallel_rank, data_parallel_size, global_token_count
 from hf_moe_ep.describe import describe
-from hf_moe_ep.grads import (
-    clip_grad_norm_,
-    data_parallel_rank,
-    data_parallel_size,
-    global_token_count,
-)
 from hf_moe_ep.patch import patch, unpatch
-from hf_moe_ep.training_state import load_checkpoint, save_checkpoint
+from hf_moe_ep.sharding.clip import clip_grad_norm_
+from hf_moe_ep.vision.positions import PositionCollator
 
 __all__ = [
     "ParallelConfig",

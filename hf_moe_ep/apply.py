@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from hf_moe_ep import hf_hub
+from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
+from hf_moe_ep.checkpoints.storage.safetensors_file import read_index
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.hub_read import find_weights, load_weights
-from hf_moe_ep.meet import together
 from hf_moe_ep.patch import check_unsharded, patch
-from hf_moe_ep.safetensors_file import read_index
-from hf_moe_ep.shard import ShardOptions, default_device, default_policy, shard_model
+from hf_moe_ep.ranks.together import together
+from hf_moe_ep.sharding.shard import ShardOptions, default_device, default_policy, shard_model
 from hf_moe_ep.state import STATE, ModelState
+from hf_moe_ep.upstream import hub_files as hf_hub
 
 
 def apply_ep_fsdp2(

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep import hf
 from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
+from hf_moe_ep.upstream import names as hf
 
 
 def describe(model: nn.Module) -> str:

@@ -17,9 +17,7 @@ sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `accelera
 
 from __future__ import annotations
 
-import importlib
 import logging
-import pkgutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,17 +27,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import model_patches
-from hf_moe_ep import accelerate, hf, lora
+from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
-from hf_moe_ep.deepep import load_deep_ep
-from hf_moe_ep.experts import Compute, choose_compute
-from hf_moe_ep.moe import ForwardGuard, moe_forward
+from hf_moe_ep.integrations import install as accelerate
+from hf_moe_ep.lora import attach as lora
+from hf_moe_ep.moe.aux_loss import GlobalAuxLoss, RestoreAuxLoss
+from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
+from hf_moe_ep.moe.experts import Compute, choose_compute
+from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
+from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.recompute import unwatch_checkpoints
-from hf_moe_ep.routing import GlobalAuxLoss, RestoreAuxLoss
-from hf_moe_ep.state import STATE, ModelState, MoELayer
-from hf_moe_ep.ulysses import (
+from hf_moe_ep.sequence.ulysses import (
     JoinLogits,
     SplitSequence,
     TakeSlice,
@@ -47,7 +45,9 @@ from hf_moe_ep.ulysses import (
     check_heads,
     split_loss,
 )
-from hf_moe_ep.vision import (
+from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.vision.tower import (
     JoinFeatures,
     TakeDeepstack,
     TakePatches,
@@ -151,26 +151,8 @@ def unpatch(model: nn.Module) -> nn.Module:
     return model
 
 
-def known_architectures() -> list[str]:
-    """The `model_type` of every architecture that `patch` knows."""
-    return sorted(module.name for module in pkgutil.iter_modules(model_patches.__path__))
-
-
 def _is_ours(hook: object) -> bool:
     return isinstance(hook, _HOOKS)
-
-
-def find_plan(model: nn.Module) -> tuple[ModelPlan, Any]:
-    """What is declared about a model's architecture, and its text config."""
-    model_config = getattr(model, "config", None)
-    model_type = getattr(model_config, "model_type", None)
-    if model_type not in known_architectures():
-        raise ValueError(
-            f"unknown architecture {model_type!r} ({type(model).__name__}); "
-            f"known are: {', '.join(known_architectures())}"
-        )
-    plan = importlib.import_module(f"model_patches.{model_type}").PLAN
-    return plan, hf.text_config(model_config)
 
 
 def _find_experts(model: nn.Module, plan: ModelPlan, model_config: Any) -> dict[str, nn.Module]:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from hf_moe_ep import hf
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.experts import Compute
-from hf_moe_ep.meet import world_size
-from hf_moe_ep.mesh import Meshes
+from hf_moe_ep.ops.formula import ExpertsLayout
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.mesh import Meshes
+from hf_moe_ep.ranks.together import world_size
+from hf_moe_ep.upstream import names as hf
 
 STATE = "_hf_moe_ep"
 
@@ -39,11 +39,11 @@ class ModelState:
     sums_losses: bool = True
     # Besides config.gather_logits: while the Trainer predicts.
     gather_logits: bool = False
-    # DeepEP's buffer (hf_moe_ep.deepep.GroupBuffer), once it was needed.
+    # DeepEP's buffer (hf_moe_ep.moe.dispatch.deepep.GroupBuffer), once it was needed.
     deepep: Any = None
-    # The checkpointed layer that runs now (hf_moe_ep.recompute.Frame).
+    # The checkpointed layer that runs now (hf_moe_ep.moe.recompute.Frame).
     frame: Any = None
-    # The save that runs in the background (hf_moe_ep.training_state.Saver), once there was one.
+    # The save that runs in the background (checkpoints.training.background.Saver), if any.
     saver: Any = None
     # (module, attribute, what was there before; None for nothing)
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -65,6 +65,31 @@ class ModelState:
                 "its experts. Launch with `distributed_type: FSDP`, `fsdp_version: 2` "
                 "(examples/accelerate/) instead of MULTI_GPU or MULTI_CPU"
             )
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How one experts module is computed.
+
+    Attributes:
+        layout, transposed: of its weights.
+        backend: "torch" or "triton".
+        reason: why not triton; empty where it is.
+        required: asked for by name, so tensors that Triton cannot take are an error.
+        recompute: pre-activations are computed again in backward.
+    """
+
+    layout: ExpertsLayout
+    transposed: bool
+    backend: str
+    reason: str
+    required: bool
+    recompute: bool
+
+    @property
+    def parameters(self) -> tuple[str, str]:
+        """The stacked matrices of the module: up (gate and up in one) and down."""
+        return "gate_up_proj" if self.layout.gated else "up_proj", "down_proj"
 
 
 @dataclass

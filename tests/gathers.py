@@ -6,7 +6,7 @@ from unittest import mock
 
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from hf_moe_ep import hf
+from hf_moe_ep.upstream import names as hf
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from hf_moe_ep import (
     data_parallel_size,
     global_token_count,
 )
-from hf_moe_ep.factors import pack_factors
+from hf_moe_ep.lora.factors import pack_factors
 
 STEPS = 3
 Batch = dict[str, Tensor]

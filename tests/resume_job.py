@@ -17,7 +17,7 @@ from tiny_models import batch, tiny, vision_batch
 from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2, data_parallel_rank, data_parallel_size, patch
-from hf_moe_ep.factors import pack_factors
+from hf_moe_ep.lora.factors import pack_factors
 
 PARTS = 4
 VISION_ROWS = [[14], [3, (4, 6), 5], [2, (2, 4), 3, (4, 2), 5], [2, (3, 4, 2), 3]]

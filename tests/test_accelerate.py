@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import describe, global_token_count, patch
-from hf_moe_ep.accelerate import _check_parallelism, fsdp_on_cpu
+from hf_moe_ep.integrations.install import _check_parallelism, fsdp_on_cpu
 from hf_moe_ep.state import find_state
 
 WORLD = 2

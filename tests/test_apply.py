@@ -11,7 +11,8 @@ from test_hub_files import write_hub
 from tiny_models import tiny
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import from_pretrained, hf_hub
+from hf_moe_ep import from_pretrained
+from hf_moe_ep.upstream import hub_files as hf_hub
 
 
 def _mixed(rank: int, world: int, folder: str) -> torch.dtype:

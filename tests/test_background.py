@@ -11,8 +11,9 @@ import torch.distributed as dist
 from resume_job import Layout, start, step
 from run_ranks import run_ranks
 
-from hf_moe_ep import manifest, training_state
-from hf_moe_ep.training_state import save_checkpoint
+from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.training import save as training_state
+from hf_moe_ep.checkpoints.training.save import save_checkpoint
 
 ONE = Layout("unsharded", 1)
 TWO = Layout("two", 2, {"ep_size": 2})

@@ -12,7 +12,7 @@ from tiny_models import Row, tiny, vision_batch
 from torch.utils.data import DataLoader
 
 from hf_moe_ep import apply_ep_fsdp2, patch
-from hf_moe_ep.collate import PositionCollator
+from hf_moe_ep.vision.positions import PositionCollator
 
 pytestmark = needs_vision
 Batch = dict[str, torch.Tensor]

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep import apply_ep_fsdp2, patch
-from hf_moe_ep.deepep import DeepEPPlan, GroupBuffer, load_deep_ep, plan_deepep
-from hf_moe_ep.dispatch import DispatchPlan, plan_dispatch
-from hf_moe_ep.header import Header
+from hf_moe_ep.moe.dispatch.all_to_all import DispatchPlan, plan_dispatch
+from hf_moe_ep.moe.dispatch.counts import Header
+from hf_moe_ep.moe.dispatch.deepep import DeepEPPlan, GroupBuffer, load_deep_ep, plan_deepep
 from hf_moe_ep.state import STATE
 
 HIDDEN = 48

@@ -12,11 +12,11 @@ from close import assert_close
 from run_ranks import run_ranks
 from torch import Tensor
 
-from hf_moe_ep.dispatch import DispatchedRows, plan_dispatch
-from hf_moe_ep.header import Header
+from hf_moe_ep.moe.dispatch.all_to_all import DispatchedRows, plan_dispatch
+from hf_moe_ep.moe.dispatch.counts import Header
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
-from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertsLayout
 from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.ops.weights import ExpertWeights
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.dispatch import plan_dispatch
-from hf_moe_ep.header import Header
+from hf_moe_ep.moe.dispatch.all_to_all import plan_dispatch
+from hf_moe_ep.moe.dispatch.counts import Header
 from hf_moe_ep.ops.expert_mlp import expert_mlp
-from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertsLayout
 from hf_moe_ep.ops.weights import ExpertWeights
 
 HIDDEN, FFN = 37, 3  # wider than the 2 K columns of routing, to tell the two apart

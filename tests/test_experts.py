@@ -13,8 +13,8 @@ import transformers
 from close import assert_close
 from torch import Tensor
 
-from hf_moe_ep.experts import choose_compute, run_experts
-from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.moe.experts import choose_compute, run_experts
+from hf_moe_ep.ops.formula import ExpertsLayout
 
 MODELS = Path(transformers.__file__).parent / "models"
 CLASS = re.compile(r"@use_experts_implementation(?:\([^)]*\))?\s*class (\w+)")

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import batch, tiny
 from torch import Tensor, nn
 
-from hf_moe_ep.adapter_files import CONFIG, WEIGHTS, export_adapter, fuse_adapter
-from hf_moe_ep.cli import main
+from hf_moe_ep.lora.export import CONFIG, WEIGHTS, export_adapter, fuse_adapter
+from hf_moe_ep.tools.cli import main
 
 E, H, F = 8, 32, 24
 PATTERN = {
@@ -521,7 +521,7 @@ def test_a_crash_leaves_no_target(
 
 def test_command_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, single, fused = str(saved), str(tmp_path / "b"), str(tmp_path / "c")
-    command = [sys.executable, "-m", "hf_moe_ep.cli", "export-adapter", source, single]
+    command = [sys.executable, "-m", "hf_moe_ep.tools.cli", "export-adapter", source, single]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=200

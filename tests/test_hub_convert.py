@@ -19,15 +19,10 @@ from tiny_models import tiny
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import (
-    apply_ep_fsdp2,
-    cli,
-    hub_convert,
-    hub_write,
-    patch,
-    save_checkpoint,
-    save_pretrained,
-)
+from hf_moe_ep import apply_ep_fsdp2, patch, save_checkpoint, save_pretrained
+from hf_moe_ep.checkpoints import convert as hub_convert
+from hf_moe_ep.checkpoints.hub import write as hub_write
+from hf_moe_ep.tools import cli
 
 MODELS = ("qwen3_moe", "qwen3_vl_moe") if VISION else ("qwen3_moe",)
 

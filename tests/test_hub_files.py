@@ -23,15 +23,10 @@ from tiny_models import QWEN3_VL_MOE, batch, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-from hf_moe_ep import (
-    apply_ep_fsdp2,
-    checkpoint,
-    factors,
-    from_pretrained,
-    patch,
-    safetensors_file,
-    save_pretrained,
-)
+from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
+from hf_moe_ep.checkpoints.hub import save as checkpoint
+from hf_moe_ep.checkpoints.storage import safetensors_file
+from hf_moe_ep.lora import factors
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep 1": {},

@@ -22,17 +22,12 @@ from test_hub_files import assert_equal, hub_state, read_all, write_hub
 from tiny_models import batch, tiny
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import (
-    apply_ep_fsdp2,
-    checkpoint,
-    from_pretrained,
-    meet,
-    patch,
-    safetensors_file,
-    save_pretrained,
-)
-from hf_moe_ep.hub_layout import Piece
-from hf_moe_ep.hub_write import Source, whole, write_checkpoint
+from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
+from hf_moe_ep.checkpoints.hub import save as checkpoint
+from hf_moe_ep.checkpoints.hub.pieces import Piece
+from hf_moe_ep.checkpoints.hub.write import Source, whole, write_checkpoint
+from hf_moe_ep.checkpoints.storage import safetensors_file
+from hf_moe_ep.ranks import together as meet
 
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00003.safetensors"

@@ -18,8 +18,10 @@ from killing import kill_later
 from resume_job import Layout, start, step
 from run_ranks import RankError, run_ranks
 
-from hf_moe_ep import manifest, meet, training_state
-from hf_moe_ep.training_state import load_checkpoint, save_checkpoint
+from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.training import save as training_state
+from hf_moe_ep.checkpoints.training.save import load_checkpoint, save_checkpoint
+from hf_moe_ep.ranks import together as meet
 
 LAYOUTS = (Layout("ep2", 2, {"ep_size": 2}), Layout("ep1", 2, {"ep_size": 1}))
 SMALL = {"num_hidden_layers": 1}

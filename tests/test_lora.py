@@ -19,7 +19,7 @@ from tiny_models import batch, tiny
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, patch, save_checkpoint, unpatch
-from hf_moe_ep.factors import pack_factors
+from hf_moe_ep.lora.factors import pack_factors
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 

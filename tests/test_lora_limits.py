@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_moe_ep import apply_ep_fsdp2, meet, patch, save_pretrained
+from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
+from hf_moe_ep.ranks import together as meet
 
 
 class Largest(TorchDispatchMode):

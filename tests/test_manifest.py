@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from run_ranks import run_ranks
 
-from hf_moe_ep import manifest
+from hf_moe_ep.checkpoints.storage import manifest
 
 FILES = {"a.bin": b"x" * 1000, "deep/b.bin": b"y" * 70, "deep/empty": b"", "c.json": b"{}"}
 LAYOUT = {"world_size": 1, "ep_size": 1}

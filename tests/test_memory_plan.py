@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
-from hf_moe_ep.cli import main
-from hf_moe_ep.memory_plan import MemoryPlan, plan_memory
-from hf_moe_ep.shapes import find_config, known_shapes, meta_model
+from hf_moe_ep.tools.cli import main
+from hf_moe_ep.tools.memory_plan import MemoryPlan, plan_memory
+from hf_moe_ep.tools.published_models import find_config, known_shapes, meta_model
 
 H = 32
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_moe_ep import ParallelConfig
-from hf_moe_ep.mesh import Meshes, build_meshes, check_world
+from hf_moe_ep.ranks.mesh import Meshes, build_meshes, check_world
 
 CPU = torch.device("cpu")
 Groups = list[list[int]]

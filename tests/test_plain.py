@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from hf_moe_ep.plain import decode, encode
+from hf_moe_ep.checkpoints.storage.json_values import decode, encode
 
 
 def test_tensors_come_back_on_the_host() -> None:

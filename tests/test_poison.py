@@ -24,7 +24,7 @@ def test_our_floating_point_tensors_are_nan() -> None:
 
 
 def test_integers_and_other_callers_are_left_alone() -> None:
-    integers = _evaluate("torch.empty(4, dtype=torch.int64)", "hf_moe_ep.dispatch")
+    integers = _evaluate("torch.empty(4, dtype=torch.int64)", "hf_moe_ep.moe.dispatch.all_to_all")
     assert integers.dtype == torch.int64
     for name, source in CASES.items():
         # A freed block could hold NaN by accident: one finite element is proof enough.
@@ -38,4 +38,4 @@ def test_patching_twice_wraps_once_and_device_contexts_still_rule() -> None:
     assert (torch.empty, torch.Tensor.new_empty) == before
     with torch.device("meta"):
         assert torch.empty(3).is_meta
-        assert _evaluate("torch.empty(3)", "hf_moe_ep.shard").is_meta
+        assert _evaluate("torch.empty(3)", "hf_moe_ep.sharding.shard").is_meta

@@ -11,7 +11,7 @@ def test_readme_is_short_and_plain() -> None:
     lines = README.splitlines()
     assert len(lines) <= 150, f"{len(lines)} lines, at most 150"
     assert README.isascii()
-    assert "@@" not in README, "a figure is still to be filled in"
+    assert "" not in README, "a figure is still to be filled in"
 
 
 def test_readme_names_only_what_exists() -> None:

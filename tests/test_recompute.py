@@ -19,11 +19,12 @@ from tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hf_moe_ep import apply_ep_fsdp2, comm, patch, unpatch
-from hf_moe_ep.comm import Transfer
+from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep.moe.recompute import Frame, Routed, watch_checkpoints
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.torch_mlp import _add_expert_grads
-from hf_moe_ep.recompute import Frame, Routed, watch_checkpoints
+from hf_moe_ep.ranks import collectives as comm
+from hf_moe_ep.ranks.collectives import Transfer
 from hf_moe_ep.state import STATE
 
 LAYERS = 2

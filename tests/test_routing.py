@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import apply_ep_fsdp2, global_token_count
-from hf_moe_ep.routing import global_aux_loss
+from hf_moe_ep.moe.aux_loss import global_aux_loss
 
 COEFFICIENT = 5.0
 FP32 = 1e-6  # stock computes the value, and HF the cross-entropy, in fp32

@@ -12,7 +12,7 @@ from run_ranks import RankError, run_ranks
 def _values(rank: int, world_size: int, scale: torch.Tensor) -> dict[str, object]:
     total = scale * (rank + 1)
     dist.all_reduce(total)
-    fresh = eval("torch.empty(3)", {"__name__": "hf_moe_ep.moe", "torch": torch})
+    fresh = eval("torch.empty(3)", {"__name__": "hf_moe_ep.moe.layer", "torch": torch})
     return {
         "total": total,
         "env": [os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")],

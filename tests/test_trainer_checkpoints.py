@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from trainer_job import Case, launch, training_rows
 from transformers import Trainer, TrainingArguments
 
-from hf_moe_ep import load_checkpoint, manifest, patch, restricted
-from hf_moe_ep.restricted import metadata_alone
+from hf_moe_ep import load_checkpoint, patch
+from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.storage import unpickle as restricted
+from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
 

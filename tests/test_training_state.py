@@ -23,8 +23,10 @@ from resume_job import ORIGIN, Layout, Run, assert_equal, draws, everything, sta
 from run_ranks import run_ranks
 from torch import Tensor
 
-from hf_moe_ep import manifest, meet, training_state
-from hf_moe_ep.training_state import load_checkpoint, save_checkpoint
+from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.training import save as training_state
+from hf_moe_ep.checkpoints.training.save import load_checkpoint, save_checkpoint
+from hf_moe_ep.ranks import together as meet
 
 BUDGET = 1e-10  # fp64, other orders of summation
 SMALL_DISK = "2m"  # room for one checkpoint, of 1.36 MB, and no second

@@ -21,7 +21,7 @@ from tiny_models import QWEN3_VL_MOE, Row, tiny, vision_batch
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2, global_token_count, patch, unpatch
-from hf_moe_ep.comm import sum_over_ranks
+from hf_moe_ep.ranks.collectives import sum_over_ranks
 
 pytestmark = needs_vision
 MODEL = {"name": "qwen3_vl_moe"}

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from hf_moe_ep import patch
-from hf_moe_ep.factors import pack_factors
+from hf_moe_ep.lora.factors import pack_factors
 
 GLOBAL_BATCH = 8
 STEPS = 6

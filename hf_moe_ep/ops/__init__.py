@@ -1,1 +1,4 @@
-"""Operations on rows of tokens, each with a backward of its own."""
+"""The expert MLP: its formula, its plain-torch truth, its fast implementations.
+
+Here: tensors in, tensors out, and their gradients. Never: a rank, a model, a framework.
+"""

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.autograd import mark_without_grad, nothing
-from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertsLayout
 from hf_moe_ep.ops.weights import (
     WEIGHT_NAMES,
     ExpertWeights,

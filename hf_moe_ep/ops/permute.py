@@ -23,7 +23,7 @@ def add_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tenso
     num_tokens, hidden = slots_TJ.shape[0], rows_NH.shape[1]
     if rows_NH.is_cuda and rows_NH.dtype != torch.float64 and num_tokens > 0:
         # Imported where there is a GPU: Triton is not for every machine.
-        from hf_moe_ep.ops.reduce import combine
+        from hf_moe_ep.ops.kernels.reduce import combine
 
         return combine(rows_NH.contiguous(), slots_TJ.contiguous(), None)
     wide = torch.promote_types(rows_NH.dtype, torch.float32)

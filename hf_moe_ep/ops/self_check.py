@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 
 from hf_moe_ep.ops import torch_mlp, triton_mlp
-from hf_moe_ep.ops.blocks import FEW_ROWS
-from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.kernels.blocks import FEW_ROWS
 from hf_moe_ep.ops.weights import WEIGHT_NAMES, ExpertWeights
 
 _NAMES = ("out", "rows", "weights", *WEIGHT_NAMES)

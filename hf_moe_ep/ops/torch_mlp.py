@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_moe_ep.ops.layout import ExpertsLayout, activate, activate_backward
+from hf_moe_ep.ops.formula import ExpertsLayout, activate, activate_backward
 from hf_moe_ep.ops.permute import count_pairs, invert
 from hf_moe_ep.ops.weights import WEIGHT_NAMES, ExpertWeights, LowRank, Routing, WeightGrads
 

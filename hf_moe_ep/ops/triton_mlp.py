@@ -26,14 +26,14 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_moe_ep.ops.blocks import Blocks, choose_blocks
-from hf_moe_ep.ops.dgated import dgated
-from hf_moe_ep.ops.grouped_mm import grouped_mm, thin_mm
-from hf_moe_ep.ops.layout import ExpertsLayout
-from hf_moe_ep.ops.outer import outer
-from hf_moe_ep.ops.reduce import combine, segment_sum, weight_grads
-from hf_moe_ep.ops.sort_pairs import max_tiles, sort_pairs
-from hf_moe_ep.ops.up import up
+from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.kernels.blocks import Blocks, choose_blocks
+from hf_moe_ep.ops.kernels.dgated import dgated
+from hf_moe_ep.ops.kernels.grouped_mm import grouped_mm, thin_mm
+from hf_moe_ep.ops.kernels.outer import outer
+from hf_moe_ep.ops.kernels.reduce import combine, segment_sum, weight_grads
+from hf_moe_ep.ops.kernels.sort_pairs import max_tiles, sort_pairs
+from hf_moe_ep.ops.kernels.up import up
 from hf_moe_ep.ops.weights import (
     NO_ADAPTER,
     WEIGHT_NAMES,

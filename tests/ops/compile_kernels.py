@@ -26,8 +26,9 @@ from triton.backends.nvidia import __file__ as nvidia_backend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hf_moe_ep.ops import blocks, dgated, grouped_mm, outer, reduce, sort_pairs, triton_mlp, up
-from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.ops import triton_mlp
+from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, reduce, sort_pairs, up
 from hf_moe_ep.ops.weights import ExpertWeights
 
 KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)

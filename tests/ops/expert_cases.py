@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertsLayout
 
 TORCH = [("torch", "cpu"), pytest.param("torch", "cuda", marks=pytest.mark.gpu)]
 TRITON = [

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
-from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertsLayout
 from hf_moe_ep.ops.weights import ExpertWeights
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_moe_ep.ops import self_check, triton_mlp
-from hf_moe_ep.ops.layout import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertsLayout
 from hf_moe_ep.ops.self_check import check_once
 from hf_moe_ep.ops.weights import ExpertWeights
 

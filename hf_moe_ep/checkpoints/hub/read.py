@@ -1,0 +1,161 @@
+"""A checkpoint of the hub into a sharded model: every rank reads what it keeps, and no more.
+
+The model is built on the meta device and sharded there; then each rank allocates its shards, and
+reads the byte ranges of them. Beyond its shards a rank holds one part of one tensor at a time. With
+dp_replicate_size > 1 every replica reads for itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hf_moe_ep.checkpoints.hub.pieces import (
+    Piece,
+    describe,
+    find_pieces,
+    local_box,
+    local_tensor,
+    overlap,
+    slices,
+)
+from hf_moe_ep.checkpoints.storage.safetensors_file import (
+    Entry,
+    Reader,
+    fingerprint,
+    read_index,
+    same_values,
+)
+from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.together import is_first, together
+from hf_moe_ep.upstream import hub_files as hf_hub
+from hf_moe_ep.upstream import names as hf
+
+
+def find_weights(
+    model: nn.Module, directory: str | os.PathLike[str], plan: ModelPlan, empty: Iterable[str]
+) -> dict[str, list[tuple[Piece, Entry]]]:
+    """Where the parameters `empty` and all persistent buffers of `model` lie in a checkpoint.
+
+    Args:
+        model: not sharded yet; shapes are all that is asked of it.
+        empty: names of `named_parameters`; of tied ones the first, any of whose names will do.
+
+    Raises:
+        ValueError: on every rank; a folder or a file that is no whole checkpoint; tensors that are
+            missing, misshapen, or that the model has no use for (all are named); ranks that see
+            other weights.
+    """
+    found: dict[str, list[tuple[Piece, Entry]]] = {}
+
+    def find() -> tuple[str, str]:
+        entries = read_index(directory)
+        try:
+            found.update(_match(model, entries, plan, set(empty)))
+        except ValueError as error:
+            kind = type(hf.without_adapters(model)).__name__
+            raise ValueError(f"{directory} does not fit this {kind}: {error}") from error
+        return fingerprint(entries), os.fspath(directory)
+
+    _check_same_weights(together(f"reading {directory}", find))
+    return found
+
+
+def _check_same_weights(seen: list[tuple[str, str]]) -> None:
+    """Of (fingerprint, folder) of every rank: shards of two models would make up a third."""
+    odd = [rank for rank, (weights, _) in enumerate(seen) if weights != seen[0][0]]
+    if odd:
+        raise ValueError(
+            f"ranks see different weights: rank {odd[0]} in {seen[odd[0]][1]}, rank 0 in "
+            f"{seen[0][1]}; name one folder on all, and bring copies on every node up to date"
+        )
+
+
+def _match(
+    model: nn.Module, entries: Mapping[str, Entry], plan: ModelPlan, empty: set[str]
+) -> dict[str, list[tuple[Piece, Entry]]]:
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    wanted: dict[str, tuple[int, ...]] = {}
+    owners: dict[str, list[str]] = {}
+    tied: set[str] = set()
+    tensors = [(n, p) for n, p in model.named_parameters() if n in empty]
+    for name, tensor in (*tensors, *hf_hub.persistent_buffers(model)):
+        keys = [hf_hub.file_name(alias) for alias in aliases.get(id(tensor), [name])]
+        present = [key for key in keys if key in entries]
+        _check_tied({key: entries[key] for key in present})
+        tied |= set(present[1:])
+        key = (present or keys)[0]
+        wanted[key] = tuple(tensor.shape)
+        owners.setdefault(key, []).append(name)
+    found = find_pieces(entries, wanted, plan)
+    used = {piece.key for pieces in found.values() for piece in pieces}
+    used |= tied
+    read = {id(tensor) for _, tensor in tensors}
+    others = [names for key, names in aliases.items() if key not in read]
+    used |= {hf_hub.file_name(alias) for names in others for alias in names}
+    if unexpected := sorted(hf_hub.unexpected_keys(model, entries.keys() - used)):
+        raise ValueError(describe("unexpected", unexpected))
+    return {
+        name: [(piece, entries[piece.key]) for piece in pieces]
+        for key, pieces in found.items()
+        for name in owners[key]
+    }
+
+
+def _check_tied(entries: Mapping[str, Entry]) -> None:
+    """One of the tensors would be lost where they differ; transformers does not tie such."""
+    first, *others = entries or [""]
+    for other in others if is_first() else ():
+        if not same_values(entries[first], entries[other]):
+            raise ValueError(
+                f"{first} and {other} have different values, and are one weight by the config; "
+                f"load it with tie_word_embeddings=False, or correct its config.json"
+            )
+
+
+def load_weights(
+    model: nn.Module, weights: Mapping[str, list[tuple[Piece, Entry]]], device: torch.device
+) -> None:
+    """Allocate what is on the meta device and fill it; every rank calls this.
+
+    Args:
+        model: sharded.
+        weights: of `find_weights`.
+        device: of the parameters.
+    """
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    total = sum(_bytes(held[name]) for name in weights)
+
+    def read() -> None:
+        with (
+            Reader() as reader,
+            hf_hub.progress_bar(total, "loading weights", is_first()) as progress,
+        ):
+            for name, pieces in weights.items():
+                _fill(held[name], pieces, reader)
+                progress.update(_bytes(held[name]))
+
+    together("reading weights", read)
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, pieces: list[tuple[Piece, Entry]], reader: Reader) -> None:
+    mine = local_box(tensor)
+    local = local_tensor(tensor)
+    for piece, entry in pieces:
+        part = overlap(mine, piece.box)
+        if part is not None:
+            values = piece.turned(reader.read(entry, piece.in_file(part)))
+            target = local[slices(part, mine)]
+            target.copy_(values.view(target.shape) if not piece.transposed else values)
+
+
+def _bytes(tensor: Tensor) -> int:
+    local = local_tensor(tensor)
+    return local.numel() * local.element_size()

@@ -1,0 +1,220 @@
+"""A checkpoint in the hub's layout, written one slab of experts at a time, by rank 0.
+
+    .configs-..: config.json, .., tokenizer            first, beside their places
+    model-3f9c21ab-00001-of-00013.safetensors, ..      names that no earlier checkpoint has
+    config.json, generation_config.json, tokenizer     renamed into place: they describe what
+    model.safetensors.index.json                       comes last, by one rename: the commit
+    shards that the index does not name                are removed
+
+A process killed at any moment leaves the index of the previous checkpoint, and all its shards; one
+that fails while it writes shards, hours maybe, the configs too. The index also keeps the sha256 of
+every shard, for `hf-moe-ep verify`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_moe_ep.checkpoints.hub.pieces import Piece, overlap, slices
+from hf_moe_ep.checkpoints.storage.atomic import write_atomically
+from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, Box, Writer
+from hf_moe_ep.upstream.hub_files import progress_bar, publish
+
+HASHES = "hf_moe_ep_sha256"
+# Of ours and of transformers; model-ema.safetensors and its like are the user's.
+_SHARD = re.compile(r"model-(?:[0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One parameter to be saved.
+
+    Attributes:
+        pieces: what it is in the checkpoint, in order.
+        dtype: in the checkpoint.
+        slabs: yields its values, (box, tensor), cut along dim 0 and in order; every rank runs it
+            to the end, tensors are given to rank 0 and None to the others.
+    """
+
+    pieces: list[Piece]
+    dtype: torch.dtype
+    slabs: Callable[[], Iterable[tuple[Box, Tensor | None]]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(piece.shape) for piece in self.pieces) * self.dtype.itemsize
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of "5GB", "500MiB" or a number, as transformers takes max_shard_size."""
+    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]I?B)\s*", str(size).upper())
+    if isinstance(size, str) and found:
+        size = int(float(found[1]) * _UNITS[found[2]])
+    if not isinstance(size, int) or size <= 0:
+        raise ValueError(f"max_shard_size {size!r} is no size; try '5GB' or a number of bytes")
+    return size
+
+
+def split_files(sources: list[Source], max_bytes: int) -> list[list[Source]]:
+    """The sources of each file, in order; one that is larger than `max_bytes` is alone in its."""
+    files: list[list[Source]] = []
+    size = 0
+    for source in sources:
+        if not files or size + source.bytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(source)
+        size += source.bytes
+    return files
+
+
+def first_dtype(sources: Iterable[Source]) -> torch.dtype:
+    """What config.json calls the dtype of the model."""
+    return next(source.dtype for source in sources if source.dtype.is_floating_point)
+
+
+def _alone(what: str, part: Callable[[], None]) -> None:
+    part()
+
+
+def write_checkpoint(
+    folder: Path,
+    files: list[list[Source]],
+    *,
+    writes: bool = True,
+    together: Callable[[str, Callable[[], None]], Any] = _alone,
+    configs: Path | None = None,
+) -> None:
+    """Write all files, then the index; what fails on the way leaves the previous checkpoint.
+
+    Args:
+        writes: whether this process does; the others only run the slabs.
+        together: runs what is to be done for a file, and the commit; where an error of the writing
+            process becomes one of the others.
+        configs: of `hf_hub.stage_configs`, published with the checkpoint or removed.
+    """
+    writer = _HubWriter(folder, files, configs) if writes else None
+    total = sum(source.bytes for sources in files for source in sources)
+    what = f"saving to {folder}"
+    try:
+        with progress_bar(total, what, writes) as progress:
+            for number, sources in enumerate(files):
+                together(what, partial(_write_file, writer, number, sources, progress))
+        together(what, writer.commit if writer is not None else lambda: None)
+    except (OSError, RuntimeError, ValueError):
+        if writer is not None:
+            writer.abandon()
+        raise
+
+
+def _write_file(
+    writer: _HubWriter | None, number: int, sources: list[Source], progress: Any
+) -> None:
+    slabs = _all_slabs(sources)
+    if writer is None:
+        for _ in slabs:
+            pass
+        return
+    try:
+        with writer.open(number, sources) as file:
+            for source, box, slab in slabs:
+                assert slab is not None
+                _write_slab(file, source, box, slab)
+                progress.update(slab.numel() * source.dtype.itemsize)
+                del slab  # before the next one is allocated
+        writer.done(number, file)
+    finally:
+        for _ in slabs:  # where writing failed, the others are still gathering
+            pass
+
+
+def _all_slabs(sources: list[Source]) -> Iterator[tuple[Source, Box, Tensor | None]]:
+    for source in sources:
+        for box, slab in source.slabs():
+            yield source, box, slab
+            del slab
+
+
+def _write_slab(file: Writer, source: Source, box: Box, slab: Tensor) -> None:
+    """Append the part of each piece that a slab holds."""
+    for piece in source.pieces:
+        part = overlap(box, piece.box)
+        if part is not None:
+            file.write(piece.turned(slab[slices(part, box)].to(source.dtype)))
+
+
+class _HubWriter:
+    """Rank 0's part of a save: `write` every file in order, then `commit`."""
+
+    def __init__(self, folder: Path, files: list[list[Source]], configs: Path | None) -> None:
+        self._folder, self._configs = folder, configs
+        tag = uuid.uuid4().hex[:8]
+        self._names = [
+            f"model-{tag}-{number:05d}-of-{len(files):05d}.safetensors"
+            for number in range(1, len(files) + 1)
+        ]
+        self._places = {
+            piece.key: name
+            for name, sources in zip(self._names, files, strict=True)
+            for source in sources
+            for piece in source.pieces
+        }
+        self._total = sum(source.bytes for sources in files for source in sources)
+        self._hashes: dict[str, str] = {}
+
+    def open(self, number: int, sources: list[Source]) -> Writer:
+        """The next file, whose header says all that `sources` will write."""
+        header = [(p.key, p.shape, source.dtype) for source in sources for p in source.pieces]
+        return Writer(self._folder / self._names[number], header)
+
+    def done(self, number: int, writer: Writer) -> None:
+        """A file is complete."""
+        self._hashes[self._names[number]] = writer.sha256
+
+    def commit(self) -> None:
+        """Make the new shards the checkpoint, and remove those of earlier ones."""
+        metadata = {"total_size": self._total, HASHES: self._hashes}
+        index = {"metadata": metadata, "weight_map": dict(sorted(self._places.items()))}
+        if self._configs is not None:
+            publish(self._configs, self._folder)
+        write_atomically(self._folder / INDEX, json.dumps(index, indent=2) + "\n")
+        self._remove(lambda name: name not in self._names)
+
+    def abandon(self) -> None:
+        """Remove what was written, unless it is the checkpoint now: others may fail after that."""
+        if not self._is_committed():
+            self._remove(lambda name: name in self._names)
+            if self._configs is not None:
+                shutil.rmtree(self._configs, ignore_errors=True)
+
+    def _is_committed(self) -> bool:
+        index = self._folder / INDEX
+        if not index.is_file():
+            return False
+        named = json.loads(index.read_text("utf-8"))["weight_map"].values()
+        return not set(self._names).isdisjoint(named)
+
+    def _remove(self, unwanted: Callable[[str], bool]) -> None:
+        for path in self._folder.iterdir():
+            is_shard = _SHARD.fullmatch(path.name) or path.name == SINGLE
+            if is_shard and unwanted(path.name):
+                path.unlink()
+
+
+def whole(tensor: Tensor) -> Iterator[tuple[Box, Any]]:
+    """The slabs of a tensor that rank 0 has: itself."""
+    yield tuple((0, size) for size in tensor.shape), tensor

@@ -1,0 +1,237 @@
+"""A checkpoint folder is complete, or it is not there.
+
+`manifest.json` is written last, by rank 0, and names every other file of its folder:
+
+    {"format": 1,
+     "written": {"time": 1767225600.0, "hf_moe_ep": "0.1.0", "torch": ..., "transformers": ...},
+     "layout": {"world_size": 8, "ep_size": 4, ...},
+     "files": {"tensors/shard-00001-...": {"size": 1234, "sha256": "..."}, ...}}
+
+Until its rename the folder counts as unfinished, so killing any rank at any moment leaves the
+previous checkpoint the newest. Each file is read once, by one rank, in pieces; the same pass has
+it written to disk (fsync), because a manifest that survives a power failure must not name files
+that did not.
+
+Files that came to the folder later are not looked at, and a checkpoint is not protected against
+someone who means harm: who can change a file can change the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_moe_ep.checkpoints.storage.atomic import (
+    partial_name,
+    sha256_of,
+    sync_folder,
+    write_atomically,
+)
+from hf_moe_ep.ranks.together import is_first, this_rank, together, world_size
+
+MANIFEST = "manifest.json"
+# Written first: tells our unfinished checkpoint from one that never had a manifest.
+STARTED = "hf_moe_ep.json"
+PARTIAL = partial_name(Path(MANIFEST)).name
+_FORMAT = 1
+
+
+def begin(folder: str | os.PathLike[str]) -> None:
+    """Declare a folder unfinished: from here to `write` no reader takes it; one rank calls this."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / MANIFEST).unlink(missing_ok=True)
+    with open(path / STARTED, "w", encoding="utf-8") as file:
+        json.dump(versions(), file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path)
+
+
+def write(
+    folder: str | os.PathLike[str],
+    layout: dict[str, Any],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Hash every file of `folder`, shared among ranks, then commit; every rank calls this.
+
+    Args:
+        folder: seen by all ranks; nobody writes to it any more.
+        layout: what wrote it, for the reader; JSON values.
+        group: over which ranks meet; None is the default group.
+
+    Raises:
+        RuntimeError: on every rank, naming the rank that failed and why; no manifest was written.
+    """
+    path = Path(folder)
+    sizes = _from_rank0("the list of files", lambda: _list(path), group)
+    parts = together(
+        f"writing {path / MANIFEST}",
+        lambda: {name: _entry(path, name) for name in _share(sizes, group)},
+        group,
+    )
+    found = {name: entry for part in parts for name, entry in part.items()}
+    manifest = {
+        "format": _FORMAT,
+        "written": {"time": time.time(), **versions()},
+        "layout": layout,
+        "files": {name: found[name] for name in sorted(found)},
+    }
+    _from_rank0(f"writing {path / MANIFEST}", lambda: _commit(path, manifest), group)
+
+
+def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The manifest of a complete checkpoint.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        _check_fields(path, found)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{Path(folder)} has no {MANIFEST}: this checkpoint was not finished; take an older one"
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, AttributeError, TypeError) as e:
+        raise ValueError(f"{path} is damaged ({e}); take an older checkpoint") from e
+    return dict(found)
+
+
+def _check_fields(path: Path, found: dict[str, Any]) -> None:
+    if found["format"] != _FORMAT:
+        raise ValueError(
+            f"{path} has format {found['format']}, this version reads {_FORMAT}; load it with "
+            f"hf_moe_ep {found['written']['hf_moe_ep']}"
+        )
+    for entry in found["files"].values():
+        if not isinstance(entry["size"], int) or not isinstance(entry["sha256"], str):
+            raise TypeError(f"no size or sha256 in {entry}")
+    float(found["written"]["time"])
+
+
+def check(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> None:
+    """Read every file of a checkpoint against its manifest; every rank calls this.
+
+    Raises:
+        ValueError: on every rank; the first file that is missing, too short or changed, with what
+            the manifest says and what was found.
+    """
+    path = Path(folder)
+
+    def part() -> str:
+        files = read(path)["files"]
+        _check_sizes(path, files)
+        for name in _share({name: entry["size"] for name, entry in files.items()}, group):
+            wanted, got = files[name]["sha256"], sha256_of(path / name)
+            if got != wanted:
+                raise ValueError(
+                    f"{path / name} has changed since it was written: sha256 {got}, {MANIFEST} "
+                    f"says {wanted}; take an older checkpoint"
+                )
+        return MANIFEST
+
+    together(f"reading {path}", part, group)
+
+
+def check_sizes(folder: str | os.PathLike[str]) -> None:
+    """As `check`, without reading the files: the manifest is there and all sizes are right."""
+    _check_sizes(Path(folder), read(folder)["files"])
+
+
+def newest_complete(root: str | os.PathLike[str]) -> Path:
+    """The newest complete checkpoint in `root`, or `root` itself if it is one; sizes only.
+
+    Raises:
+        ValueError: there is none; it lists what was there instead.
+    """
+    path, seen = Path(root), []
+    if (path / MANIFEST).exists() or (path / STARTED).exists():
+        check_sizes(path)
+        return path
+    complete: list[tuple[float, str, Path]] = []
+    for folder in sorted(path.iterdir()) if path.is_dir() else []:
+        if not folder.is_dir():
+            continue
+        try:
+            check_sizes(folder)
+        except (ValueError, PermissionError) as error:  # lost+found is root's
+            seen.append(str(error))
+        else:
+            complete.append((read(folder)["written"]["time"], folder.name, folder))
+    if not complete:
+        what = "\n".join(f"  {line}" for line in seen) or (
+            "  no folders in it" if path.is_dir() else "  it does not exist"
+        )
+        raise ValueError(f"no complete checkpoint in {path}:\n{what}")
+    return max(complete)[2]
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a checkpoint depends on."""
+    found = {}
+    for package in ("hf_moe_ep", "torch", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "from source"
+    return found
+
+
+def _from_rank0(what: str, part: Any, group: dist.ProcessGroup | None) -> Any:
+    return together(what, lambda: part() if is_first() else None, group)[0]
+
+
+def _list(folder: Path) -> dict[str, int]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    return {name: size for name, size in sizes.items() if name not in (MANIFEST, PARTIAL)}
+
+
+def _share(sizes: dict[str, int], group: dist.ProcessGroup | None) -> list[str]:
+    """This rank's files: the largest first, each to the rank that has least to read."""
+    world = world_size(group)
+    load, mine = [0] * world, []
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = load.index(min(load))
+        load[rank] += sizes[name] + 1
+        if rank == this_rank():
+            mine.append(name)
+    return mine
+
+
+def _entry(folder: Path, name: str) -> dict[str, Any]:
+    with open(folder / name, "rb") as file:
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+    return {"size": size, "sha256": sha256_of(folder / name)}
+
+
+def _check_sizes(folder: Path, files: dict[str, Any]) -> None:
+    for name, entry in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{folder / name} is missing, {MANIFEST} says {entry['size']} bytes; take an older "
+                f"checkpoint"
+            ) from error
+        if size != entry["size"]:
+            raise ValueError(
+                f"{folder / name} has {size} bytes, {MANIFEST} says {entry['size']}; take an older "
+                f"checkpoint"
+            )
+
+
+def _commit(folder: Path, manifest: dict[str, Any]) -> None:
+    for parent in {(folder / name).parent for name in manifest["files"]}:
+        sync_folder(parent)
+    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))

@@ -1,0 +1,219 @@
+"""The Trainer's own checkpoints of a patched model: complete, or not there.
+
+    Trainer._save_checkpoint     a marker first, a manifest last (`manifest.py`); older checkpoints
+                                 are deleted after that, where stock deletes them before, and torn
+                                 ones do not count as checkpoints to keep; pushed to the hub with
+                                 their manifest
+    Trainer.train                `resume_from_checkpoint=True` takes the newest complete one; one
+                                 that is named is read against its manifest before anything is
+                                 loaded
+    _load_from_checkpoint,       of a model that is not sharded: its experts too. Stock looks in a
+    _load_best_model             file of hub layout for the model's own names, says that those of
+                                 experts are missing, and goes on with what they were before
+    _load_from_checkpoint,       DCP's pickled `.metadata` may build metadata and nothing else,
+    _load_best_model, ...,       where torch runs whatever is in the file
+    Accelerator.load_state
+
+A checkpoint without our marker was written by stock, or before there were manifests: it is loaded
+with a warning. With the marker and no manifest it was not finished. Models that are not patched
+go through stock code as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+import transformers.trainer
+from accelerate import Accelerator
+
+from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
+from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
+from hf_moe_ep.ranks.together import is_first, together
+from hf_moe_ep.state import find_state, layout_of
+from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.hub_files import save_configs
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def install() -> None:
+    """Wrap the functions of the table above, once per process."""
+    hf.wrap_once(transformers.Trainer, "_save_checkpoint", _save_checkpoint)
+    hf.wrap_once(transformers.Trainer, "train", _train)
+    hf.wrap_once(transformers.Trainer, "_load_optimizer_and_scheduler", _load)
+    for name in ("_load_from_checkpoint", "_load_best_model"):
+        hf.wrap_once(transformers.Trainer, name, _load_model)
+    hf.wrap_once(Accelerator, "load_state", _load_state)
+
+
+def _save_checkpoint(
+    original: Callable[..., Any], self: transformers.Trainer, model: Any, trial: Any
+) -> None:
+    """`Trainer._save_checkpoint`, between a marker and a manifest."""
+    state = find_state(self.model)
+    if state is None:
+        original(self, model, trial)
+        return
+    folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+
+    def begin() -> None:
+        if is_first():
+            manifest.begin(folder)
+            save_configs(self.model, folder)
+
+    together(f"saving {folder}", begin)
+    with _held_back(self) as held:
+        together(f"saving {folder}", lambda: original(self, model, trial))
+    manifest.write(folder, layout_of(state))
+    together(f"pushing {folder}, deleting older ones", lambda: [call() for call in held])
+
+
+def _train(
+    original: Callable[..., Any],
+    self: transformers.Trainer,
+    resume_from_checkpoint: str | bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`Trainer.train`, resuming from complete checkpoints alone.
+
+    Raises:
+        ValueError: on every rank, before anything is loaded: the checkpoint is damaged or was not
+            finished, or there is none.
+    """
+    if self.model is None or find_state(self.model) is None or not resume_from_checkpoint:
+        return original(self, resume_from_checkpoint, *args, **kwargs)
+
+    def choose() -> tuple[Path, bool] | None:
+        if not is_first():
+            return None
+        if resume_from_checkpoint is True:
+            return _newest(Path(self.args.output_dir))
+        return _verifiable(Path(os.fspath(resume_from_checkpoint)))
+
+    chosen = together("resuming", choose)[0]
+    assert chosen is not None
+    folder, verifiable = chosen
+    if verifiable:
+        manifest.check(folder)
+    elif is_first():
+        warnings.warn(
+            f"{folder} has no {manifest.MANIFEST}, as checkpoints of the stock Trainer: whether it "
+            f"is whole cannot be verified",
+            stacklevel=2,
+        )
+    return original(self, os.fspath(folder), *args, **kwargs)
+
+
+def _load(
+    original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+) -> Any:
+    """What a Trainer loads of a checkpoint, with metadata alone out of `.metadata`."""
+    if self.model is None or find_state(self.model) is None:
+        return original(self, *args, **kwargs)
+    with metadata_alone():
+        return original(self, *args, **kwargs)
+
+
+def _load_model(
+    original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+) -> Any:
+    """Every parameter from a checkpoint's hub layout into a model that one process holds."""
+    state, model = None if self.model is None else find_state(self.model), hf.unwrap(self.model)
+    sharded = self.is_fsdp_enabled or (state is not None and state.meshes is not None)
+    if state is None or sharded or hf.has_adapters(model):
+        return _load(original, self, *args, **kwargs)
+    named = [*args, *kwargs.values()]  # none for the best
+    folder = named[0] if named else self.state.best_model_checkpoint
+    names = [name for name, _ in model.named_parameters()]
+    load_weights(model, find_weights(model, folder, state.plan, names), self.args.device)
+    return None
+
+
+def _load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.load_state` of a patched model: no other code out of `.metadata`."""
+    if not any(find_state(model) is not None for model in self._models):
+        return original(self, *args, **kwargs)
+    with metadata_alone():
+        return original(self, *args, **kwargs)
+
+
+def _newest(root: Path) -> tuple[Path, bool]:
+    """The last checkpoint that is not known to be torn, and whether it has a manifest."""
+    found = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    numbered = {
+        int(match[1]): path for path in found if (match := _CHECKPOINT.fullmatch(path.name))
+    }
+    torn = []
+    for number in sorted(numbered, reverse=True):
+        try:
+            chosen = _verifiable(numbered[number])
+        except ValueError as error:
+            torn.append(str(error))
+            continue
+        if torn:
+            warnings.warn(f"resuming from {chosen[0]}, because " + "; ".join(torn), stacklevel=2)
+        return chosen
+    lines = "\n".join(f"  {line}" for line in torn) or "  no checkpoint-N in it"
+    raise ValueError(f"no complete checkpoint in {root}:\n{lines}")
+
+
+def _verifiable(folder: Path) -> tuple[Path, bool]:
+    """`folder` and whether it has a manifest; ValueError where it is known to be torn."""
+    if (folder / manifest.MANIFEST).exists() or (folder / manifest.STARTED).exists():
+        manifest.check_sizes(folder)
+        return folder, True
+    if not folder.is_dir() or not any(folder.iterdir()):
+        what = "is empty" if folder.is_dir() else "does not exist"
+        raise ValueError(f"{folder} {what}: this checkpoint was not finished; take an older one")
+    return folder, False
+
+
+@contextmanager
+def _held_back(trainer: transformers.Trainer) -> Iterator[list[Callable[[], None]]]:
+    """Calls that `_save_checkpoint` ends with, kept for later: a push, `rotate_checkpoints`.
+
+    On the hub a checkpoint without a manifest would count as unfinished for ever.
+    """
+    held: list[Callable[[], None]] = []
+    stock, push = transformers.trainer.rotate_checkpoints, trainer._push_from_checkpoint
+
+    def keep(*args: Any, **kwargs: Any) -> None:
+        held.append(partial(_rotate, stock, *args, **kwargs))
+
+    def keep_push(*args: Any, **kwargs: Any) -> None:
+        held.append(partial(push, *args, **kwargs))
+
+    transformers.trainer.rotate_checkpoints = keep
+    trainer._push_from_checkpoint = keep_push
+    try:
+        yield held
+    finally:
+        transformers.trainer.rotate_checkpoints = stock
+        del trainer._push_from_checkpoint
+
+
+def _rotate(
+    original: Callable[..., Any],
+    output_dir: str,
+    save_total_limit: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """`rotate_checkpoints`, which by its number would keep a torn one and delete a complete one."""
+    for folder in Path(output_dir).iterdir() if (save_total_limit or 0) > 0 else ():
+        started = (folder / manifest.STARTED).exists()
+        complete = (folder / manifest.MANIFEST).exists()
+        if _CHECKPOINT.fullmatch(folder.name) and started and not complete:
+            shutil.rmtree(folder)
+    original(output_dir, save_total_limit, *args, **kwargs)

@@ -1,0 +1,131 @@
+"""LoRA on the experts: PEFT's adapters, computed beside the stacked weights instead of merged in.
+
+PEFT adapts a parameter such as `gate_up_proj` by a wrapper around the module that holds it, which
+for the time of a forward replaces the parameter by `W + scale * B A`: a tensor of the size of all
+experts, made twice and kept for backward. Here the wrapper only leaves its factors on the experts
+module, and `ops.expert_mlp` adds two thin products to each expert's own.
+
+The factors stay parameters of PEFT's wrappers. When the model is sharded they are split over ep
+with their experts, in the same FSDP2 unit (`factors.py` has the layouts); what is saved is packed
+as PEFT packs it, so it is a stock adapter. `install` wraps, once per process:
+
+    ParamWrapper._activate_lora      leaves the factors, for experts that we compute
+    BaseTuner.inject_adapter,
+    merge_and_unload, unload,        refuse a sharded model: what they would add or change is
+    merge_adapter,                   neither split nor kept in step between ranks
+    PeftModel.load_adapter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_moe_ep.lora.factors import ADAPTERS, Adapter, stack_a, stack_b
+from hf_moe_ep.state import STATE, MoELayer, find_state
+from hf_moe_ep.upstream import names as hf
+
+
+def install() -> None:
+    """Wrap the functions of the table above, once per process."""
+    classes = hf.peft_classes()
+    if classes is None:
+        return
+    peft_model, tuner, parameter_wrapper = classes
+    hf.wrap_once(parameter_wrapper, "_activate_lora", _activate)
+    hf.wrap_once(tuner, "inject_adapter", _inject_adapter)
+    hf.wrap_once(peft_model, "load_adapter", _load_adapter)
+    for name in ("merge_and_unload", "unload", "merge_adapter"):
+        hf.wrap_once(tuner, name, partial(_merge, name))
+
+
+def stackers(experts: nn.Module) -> dict[int, Callable[[Tensor], Tensor]]:
+    """How to put the experts in front, by the id of each factor below (the wrappers of) `experts`.
+
+    Factors of experts that the model's own code computes stay as they are.
+    """
+    found: dict[int, Callable[[Tensor], Tensor]] = {}
+    for _, factor in hf.parameter_factors(experts):
+        if _computed_here(factor.module):
+            stack = stack_b if factor.is_b else stack_a
+            found[id(factor.parameter)] = partial(stack, num_experts=factor.num_experts)
+    return found
+
+
+def _activate(original: Callable[..., Any], self: Any, active: list[str]) -> Any:
+    experts = self.get_base_layer()
+    if not _computed_here(experts):
+        return original(self, active)
+    adapters = [
+        Adapter(self.lora_A[n].weight, self.lora_B[n].weight, self.scaling[n], self.num_experts)
+        for n in active
+        if n in self.lora_A
+    ]
+    return _leave(experts, self.parameter_name, adapters)
+
+
+@contextmanager
+def _leave(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[None]:
+    known = getattr(experts, STATE).compute.parameters
+    if parameter not in known:
+        raise ValueError(
+            f"an adapter targets {parameter} of {type(experts).__name__}; adapters of experts are "
+            f"computed beside {' and '.join(known)} alone: take it out of target_parameters"
+        )
+    kept = vars(experts).setdefault(ADAPTERS, {})
+    kept[parameter] = adapters
+    try:
+        yield
+    finally:
+        del kept[parameter]
+        if not kept:
+            del vars(experts)[ADAPTERS]
+
+
+def _inject_adapter(
+    original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    if ranks := _sharded_over(model):
+        raise ValueError(
+            f"this model is sharded over {ranks} ranks; attach adapters before apply_ep_fsdp2 or "
+            f"accelerator.prepare, so that every rank trains its share of the same adapter"
+        )
+    original(self, model, *args, **kwargs)
+
+
+def _load_adapter(
+    original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if ranks := _sharded_over(self):
+        raise ValueError(
+            f"load_adapter on a model that is sharded over {ranks} ranks; load {model_id} before "
+            f"apply_ep_fsdp2 or accelerator.prepare: PeftModel.from_pretrained(base, {model_id!r}, "
+            f"is_trainable=True)"
+        )
+    return original(self, model_id, *args, **kwargs)
+
+
+def _merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if ranks := _sharded_over(self):
+        raise ValueError(
+            f"{name} on a model that is sharded over {ranks} ranks; save the adapter with "
+            f"hf_moe_ep.save_pretrained(model, directory), then call it in one process on "
+            f"PeftModel.from_pretrained(base, directory)"
+        )
+    return original(self, *args, **kwargs)
+
+
+def _computed_here(experts: Any) -> bool:
+    """Whether this module's forward is ours (not another model's, not the eager backend)."""
+    layer = getattr(experts, STATE, None)
+    return isinstance(layer, MoELayer) and layer.compute is not None
+
+
+def _sharded_over(model: nn.Module) -> int:
+    """Ranks that a model is sharded over by us, 0 if it is not."""
+    state = find_state(model)
+    return 0 if state is None or state.meshes is None else state.meshes.world_size

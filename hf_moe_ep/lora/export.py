@@ -1,0 +1,185 @@
+"""Adapter folders of PEFT, rewritten for servers that read single experts only, and back.
+
+The whole adapter is in memory once. A folder is written beside its final name and renamed when it
+is complete. The layouts are described in adapter_experts.py. Not here: .bin files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_moe_ep.lora.per_expert import (
+    CONFIG,
+    Adapter,
+    Stack,
+    Tensors,
+    is_of_experts,
+    other_modules,
+    rank_and_alpha,
+    scale,
+    to_single,
+    to_stacked,
+)
+
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written: layers with adapted experts, experts per layer, tensors of experts and of
+    others, bytes of all, and what else the user should know."""
+
+    layers: int
+    experts: int
+    tensors: int
+    copied: int
+    bytes: int
+    notes: list[str]
+
+
+def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Converted:
+    """Write the adapter of folder `source`, LoRA on stacked experts, as LoRA on single experts.
+
+    `...mlp.experts.{e}.{gate,up,down}_proj.lora_A.weight` (r, in), `lora_B.weight` (out, r), the
+    bytes of the slices they are; gate and up have the same lora_A. Other tensors and files are
+    copied. `fuse_adapter` brings back the same bytes. In adapter_config.json target_modules gains
+    `mlp.experts.0.gate_proj` and so on: a bare `gate_proj` would also hit layers without experts,
+    and SGLang refuses a regular expression. One that is there, or layers_to_transform or
+    exclude_modules, is replaced by the names of the modules that the file adapts.
+    target_parameters keeps what is no expert, or is null; r, lora_alpha, use_rslora stay.
+
+    Args:
+        source: has adapter_config.json and adapter_model.safetensors.
+        target: missing or empty; appears whole or not at all.
+
+    Raises:
+        ValueError: not such folders; no LoRA on stacked experts; an architecture that is not known;
+            shapes that contradict each other or the config (experts = rows of lora_A / rank).
+    """
+    return _convert(source, target, to_single)
+
+
+def fuse_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Converted:
+    """Write the adapter of folder `source`, LoRA on single experts, as LoRA on stacked experts.
+
+    Per layer lora_A (E * r, in), lora_B (out, r * E) of gate_up_proj and down_proj. Where gate's
+    and up's lora_A are equal throughout, r and bytes are as before `export_adapter`. Otherwise
+    gate_up has A = [A_gate; A_up] and B block diagonal, and rank_pattern and alpha_pattern keep its
+    scale. lora_dropout becomes 0: PEFT refuses any other on parameters.
+
+    Args:
+        source, target: as of `export_adapter`.
+
+    Raises:
+        ValueError: as `export_adapter`; experts that are missing or differ in shape, dtype or
+            scale; DoRA.
+    """
+    return _convert(source, target, to_stacked)
+
+
+def _convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    convert: Callable[[Adapter], tuple[Tensors, dict[str, Any], list[Stack]]],
+) -> Converted:
+    """Read, convert, write beside `target`, rename."""
+    source, target = Path(source).resolve(), Path(target).resolve()
+    for name in (CONFIG, WEIGHTS):
+        if not (source / name).is_file():
+            raise ValueError(f"{source} is no adapter folder: it has no {name}")
+    if target == source or source in target.parents:
+        raise ValueError(f"target {target} lies in source {source}; name another folder")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"target {target} exists and is not empty; name another folder")
+    beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
+
+    def ours(folder: str, names: list[str]) -> set[str]:
+        files = {name for name in names if name == CONFIG or name.startswith("adapter_model.")}
+        return files if Path(folder) == source else set()
+
+    try:
+        with safe_open(source / WEIGHTS, "pt") as file:
+            adapter = _read(source, file)
+            tensors, config, stacks = convert(adapter)
+            shutil.copytree(source, beside, ignore=ours)
+            of_experts, copied, size = _write(beside / WEIGHTS, adapter, tensors)
+        (beside / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        beside.rename(target)
+    except SafetensorError as error:
+        raise ValueError(f"{source / WEIGHTS} cannot be read: {error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    layers = len({stack.experts for stack in stacks})
+    single = [module for stack in stacks for modules in stack.modules() for module in modules]
+    names = single if convert is to_single else [stack.name for stack in stacks]
+    notes = _notes(adapter, config, names + other_modules(adapter))
+    return Converted(layers, stacks[0].num_experts, of_experts, copied, size, notes)
+
+
+def _read(source: Path, file: Any) -> Adapter:
+    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{CONFIG} is of peft_type {config.get('peft_type')!r}, not 'LORA'")
+    names = list(file.keys())
+    prefix = _PREFIX if all(name.startswith(_PREFIX) for name in names) else ""
+    shapes = {}
+    for name in names:
+        part = file.get_slice(name)
+        dtype = (part[:0] if part.get_shape() else file.get_tensor(name)).dtype
+        shapes[name.removeprefix(prefix)] = torch.empty(
+            part.get_shape(), dtype=dtype, device="meta"
+        )
+
+    def read(name: str) -> Tensor:
+        tensor: Tensor = file.get_tensor(prefix + name)
+        return tensor
+
+    return Adapter(config, shapes, read, prefix, file.metadata() or {})
+
+
+def _write(path: Path, adapter: Adapter, tensors: Tensors) -> tuple[int, int, int]:
+    """What `tensors` yields and all that is not of experts; returns the number of either and the
+    bytes of both.
+    """
+    # Cloned, because gate and up share their lora_A, and a file may not hold one memory twice.
+    of_experts = {
+        adapter.prefix + name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors(adapter.read)
+    }
+    others = {
+        adapter.prefix + name: adapter.read(name)
+        for name in adapter.shapes
+        if not is_of_experts(name)
+    }
+    save_file({**of_experts, **others}, path, adapter.metadata or None)
+    size = sum(tensor.nbytes for tensor in (*of_experts.values(), *others.values()))
+    return len(of_experts), len(others), size
+
+
+def _notes(adapter: Adapter, config: dict[str, Any], names: list[str]) -> list[str]:
+    """What a server or a trainer will not tell; `names` are the new modules or parameters."""
+    notes = []
+    usual = scale(config, config["r"], config["lora_alpha"])
+    scales = [scale(config, *rank_and_alpha(config, name)) for name in names]
+    if not all(math.isclose(one, usual) for one in scales):
+        notes.append(
+            f"rank_pattern or alpha_pattern change scales; vLLM ignores them, and scales every "
+            f"module by {usual:g}"
+        )
+    dropout = adapter.config.get("lora_dropout")
+    if dropout and not config["lora_dropout"]:
+        notes.append(f"lora_dropout {dropout} became 0: PEFT has none on stacked experts")
+    return notes

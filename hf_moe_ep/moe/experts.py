@@ -1,0 +1,220 @@
+"""The experts of one rank on the rows it holds: weights in, weighted rows out.
+
+The weights are the stacked parameters of the stock module, under FSDP2 already gathered to this
+rank's experts, `[L, 2F, H]` and `[L, H, F]` or their transposes. `grad_scale` is 1 / world: an
+expert receives the gradients of its whole ep group through the dispatch, so its FSDP2 unit only
+sums, and the division that FSDP2 does elsewhere happens here.
+
+How a module is computed is settled once, when the model is patched: its formula is found by
+running the module's own gate on numbers and comparing, so an architecture whose gate merely looks
+like a known one is refused, and one with a new name for an old gate just works.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.lora.factors import ADAPTERS, join
+from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertsLayout, activate
+from hf_moe_ep.ops.weights import ExpertWeights
+from hf_moe_ep.state import Compute
+from hf_moe_ep.upstream import names as hf
+
+# Tensor cores and 16-byte loads want sizes that are multiples of this.
+ALIGNMENT = 16
+
+
+def choose_compute(module: nn.Module, requested: str, *, recompute: bool) -> Compute:
+    """Settle how `module` is computed; `requested` is "auto", "torch" or "triton".
+
+    Raises:
+        ValueError: a gate that no known formula reproduces, packed weights, or Triton where it
+            cannot run.
+    """
+    _check_weights(module)
+    flags = hf.experts_flags(module)
+    layout = _find_layout(module, flags)
+    required = requested == "triton"
+    reason = "asked for" if requested == "torch" else _why_not_triton(module, flags, required)
+    if required and reason:
+        raise ValueError(
+            f"experts_backend='triton' cannot run {type(module).__name__} here: {reason}; "
+            f"use experts_backend='auto' or 'torch'"
+        )
+    return Compute(
+        layout,
+        transposed=flags.is_transposed,
+        backend="torch" if reason else "triton",
+        reason=reason,
+        required=required,
+        recompute=recompute,
+    )
+
+
+def run_experts(
+    experts: Any,
+    compute: Compute,
+    rows_RH: Tensor,
+    expert_ids_RK: Tensor,
+    weights_RK: Tensor,
+    *,
+    counts_L: list[int] | None,
+    grad_scale: float,
+    weights: ExpertWeights | None = None,
+) -> Tensor:
+    """out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`.
+
+    `weights` are what `local_weights` returned, where the caller asked before.
+    """
+    compute_RH = rows_RH.to(_compute_dtype(rows_RH))
+    weights = weights or local_weights(experts, compute, rows_RH)
+
+    def weighted_sum(rows: Tensor, ids: Tensor, weights_of_pairs: Tensor) -> Tensor:
+        return expert_mlp(
+            rows,
+            ids,
+            weights_of_pairs,
+            weights,
+            compute.layout,
+            counts_L=counts_L,
+            grad_scale=grad_scale,
+            recompute=compute.recompute,
+            backend=_backend(compute, rows),
+        )
+
+    norm = getattr(experts, "post_expert_norm", None)
+    if norm is None:
+        return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
+    # Every pair becomes a row of its own with weight 1, so that the norm sees each expert's output.
+    num_rows, top_k = expert_ids_RK.shape
+    pairs, ids = compute_RH.repeat_interleave(top_k, 0), expert_ids_RK.reshape(-1, 1)
+    y_RKH = norm(weighted_sum(pairs, ids, torch.ones_like(ids, dtype=weights_RK.dtype)))
+    weights_RK = weights_RK.masked_fill(expert_ids_RK >= weights.up.shape[0], 0)
+    out_RH = (y_RKH.view(num_rows, top_k, -1) * weights_RK.unsqueeze(-1)).sum(1)
+    return out_RH.to(rows_RH.dtype)
+
+
+def local_weights(
+    experts: Any, compute: Compute, like: Tensor, first_expert: int = 0
+) -> ExpertWeights:
+    """This rank's experts as `run_experts` takes them for rows of the dtype of `like`.
+
+    `first_expert` is the first of them among all, of which a model that is not sharded has the
+    adapters.
+    """
+    autocast, dtype = torch.is_autocast_enabled(like.device.type), _compute_dtype(like)
+
+    def local(name: str) -> Tensor | None:
+        parameter = getattr(experts, name, None)
+        if parameter is None:
+            return None
+        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return tensor.to(dtype) if autocast else tensor
+
+    up_name, down_name = compute.parameters
+    up, down = local(up_name), local(down_name)
+    assert up is not None and down is not None
+    if compute.transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    factors: dict[str, Any] = {}
+    mine = slice(first_expert, first_expert + len(up))
+    for name, parameter in (("up", up_name), ("down", down_name)):
+        adapters = vars(experts).get(ADAPTERS, {}).get(parameter)
+        if adapters:
+            a, b, scale = join(adapters, mine)
+            factors |= {f"{name}_a": a.to(up.dtype), f"{name}_b": b.to(up.dtype)}
+            factors[f"{name}_scale"] = scale
+    return ExpertWeights(up, local(f"{up_name}_bias"), down, local("down_proj_bias"), **factors)
+
+
+def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
+    """What F.linear would compute in: our operator is opaque to autocast (which leaves fp64)."""
+    device = rows_RH.device.type
+    if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
+        return rows_RH.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def _find_layout(module: nn.Module, flags: hf.ExpertsFlags) -> ExpertsLayout:
+    """The formula that gives what the module's own gate gives, on numbers that tell them apart."""
+    alphas, limits = hf.experts_gate_constants(module)
+    edge = 2 * max(limits, default=10.0)
+    # Shuffled without the user's random numbers: 197 is prime to 512.
+    # On the CPU whatever the default device: a model may be patched under torch.device("meta").
+    values = torch.linspace(-edge, edge, 512, dtype=torch.float64, device="cpu")
+    pre_AG = values[torch.arange(512, device="cpu") * 197 % 512].view(32, 16)
+    want_AF = hf.experts_gate(module)(pre_AG)
+    swishes = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
+    others = [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
+    limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
+    for (name, alpha), (limit, offset) in itertools.product(swishes + others, limits_and_offsets):
+        layout = ExpertsLayout(
+            flags.has_gate, not flags.is_concatenated, name, alpha, limit, offset
+        )
+        got_AF = activate(pre_AG, layout)
+        # Gates that compute in fp32 whatever they are given differ by its rounding.
+        if got_AF.shape == want_AF.shape and torch.allclose(got_AF, want_AF.double(), 1e-5, 1e-5):
+            return layout
+    raise ValueError(
+        f"the gate of {type(module).__name__} is none of {', '.join(ACTIVATIONS)} (plain or "
+        f"clamped); experts_backend='eager' runs the model's own code with ep_size=1"
+    )
+
+
+def _check_weights(module: nn.Module) -> None:
+    """Quantised weights are packed integers or tensors that hide them: neither can be sharded."""
+    for name, weight in module.named_parameters(recurse=False):
+        kind, width = type(weight), weight.element_size()
+        if kind is not nn.Parameter or not weight.is_floating_point() or width < 2:
+            raise ValueError(
+                f"{name} of {type(module).__name__} is quantised ({kind.__name__}, {weight.dtype}) "
+                f"and no library shards such stacked weights under FSDP2; load the experts in bf16 "
+                f"and leave them frozen under LoRA"
+            )
+
+
+def _why_not_triton(module: nn.Module, flags: hf.ExpertsFlags, required: bool) -> str:
+    """Why the Triton kernels cannot compute this module on this machine; empty if they can."""
+    if flags.has_post_expert_norm:
+        return "a norm behind each expert"
+    down = module.down_proj
+    assert isinstance(down, Tensor)
+    ffn, hidden = down.shape[1:] if flags.is_transposed else (down.shape[2], down.shape[1])
+    if hidden % ALIGNMENT or ffn % ALIGNMENT:
+        return f"sizes {hidden} and {ffn} are not both multiples of {ALIGNMENT}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    # Imported by those who can use it.
+    from hf_moe_ep.ops import triton_mlp
+
+    if required and triton_mlp.interpreted():
+        return ""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU"
+    capability = torch.cuda.get_device_capability()
+    return "" if capability >= (8, 0) else f"compute capability {capability} is below (8, 0)"
+
+
+def _backend(compute: Compute, rows_RH: Tensor) -> str:
+    """The settled backend, unless these tensors are on a device or of a dtype beyond Triton."""
+    if compute.backend == "torch":
+        return "torch"
+    from hf_moe_ep.ops import triton_mlp
+
+    if triton_mlp.covers(rows_RH):
+        return "triton"
+    if compute.required:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in triton_mlp.DTYPES)
+        raise ValueError(
+            f"experts_backend='triton' computes {names} on CUDA, not {rows_RH.dtype} on "
+            f"{rows_RH.device}; use experts_backend='auto'"
+        )
+    return "torch"

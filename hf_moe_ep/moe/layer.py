@@ -1,0 +1,167 @@
+"""One MoE layer: route -> dispatch -> experts -> combine, the tokens in `dispatch_chunks` parts.
+
+The stock router has already chosen when we are called: transformers hands the experts
+`(hidden_states, top_k_index, top_k_weights)` and wants the weighted sum back. Without ep the
+rows are the tokens themselves; with ep they travel first.
+
+Shape legend of the package, as suffixes of names (`x_TH` is [T, H]):
+
+    B batch    S sequence    T tokens of this rank    H hidden        K experts per token (top-k)
+    E experts  L experts of this rank                 F expert hidden G = 2 F, gate over up
+    N rows sent    R rows received    A (row, expert) pairs computed    D ranks of the ep group
+    J rows per token, at most min(K, D)                  C blocks of columns (Triton kernels)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import _StopRecomputationError
+
+from hf_moe_ep.moe.dispatch.all_to_all import DispatchedRows, plan_dispatch
+from hf_moe_ep.moe.dispatch.async_exchange import CombinedRows
+from hf_moe_ep.moe.dispatch.counts import Header
+from hf_moe_ep.moe.dispatch.deepep import DeepEPRows, GroupBuffer, plan_deepep
+from hf_moe_ep.moe.experts import local_weights, run_experts
+from hf_moe_ep.moe.recompute import Plan, Routed, watch_checkpoints
+from hf_moe_ep.ops.expert_mlp import postpone_grads
+from hf_moe_ep.state import STATE, ModelState, MoELayer
+
+
+class ForwardGuard:
+    """Pre-forward hook of the root: checks that the model is sharded, counts forwards."""
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.state.check_ready()
+        self.state.forward_number += 1
+        meshes = self.state.meshes
+        if meshes is not None and meshes.ep_size > 1 and module.training:
+            watch_checkpoints(module, self.state)
+
+
+def moe_forward(
+    experts: nn.Module,
+    hidden_states: Tensor,  # (T, H)
+    top_k_index: Tensor,  # (T, K)
+    top_k_weights: Tensor,  # (T, K)
+) -> Tensor:
+    """The weighted sum of each token's experts, (T, H); registered with transformers."""
+    layer: MoELayer = getattr(experts, STATE)
+    meshes = layer.model.meshes
+    if meshes is not None and meshes.ep_size > 1:
+        return _ep_forward(experts, layer, hidden_states, top_k_index, top_k_weights)
+    # The root's hook checks as well, and a compiled model cannot lose its mesh on the way.
+    if not torch.compiler.is_compiling():
+        layer.model.check_ready()
+    assert layer.compute is not None
+    return run_experts(
+        experts,
+        layer.compute,
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        counts_L=None,
+        grad_scale=1.0 if meshes is None else 1.0 / meshes.world_size,
+    )
+
+
+@torch.compiler.disable
+def _ep_forward(
+    experts: nn.Module, layer: MoELayer, x_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """How many rows travel is known at run time only: torch.compile breaks its graph here."""
+    state, meshes = layer.model, layer.model.meshes
+    state.check_ready()
+    assert meshes is not None and layer.compute is not None
+    # Selective checkpointing must not see what a recompute leaves out.
+    hidden = nullcontext() if state.frame is None else _disable_current_modes()
+    with hidden:
+        plans = _plans(layer, experts.training, x_TH, expert_ids_TK)
+    first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
+    sizes = [plan.num_tokens for plan in plans]
+    inputs = zip(
+        x_TH.split(sizes), weights_TK.split(sizes), expert_ids_TK.split(sizes), strict=True
+    )
+    starts = [partial(plan.start, *chunk) for plan, chunk in zip(plans, inputs, strict=True)]
+    arriving: DispatchedRows | DeepEPRows | None = starts.pop(0)()
+    returning: list[CombinedRows] = []
+    while arriving is not None:
+        # One chunk travels while the one before it is computed.
+        arrived, arriving = arriving, starts.pop(0)() if starts else None
+        # Here, so that backward computes their gradients while those of the rows travel.
+        weights = postpone_grads(local_weights(experts, layer.compute, x_TH, first_expert))
+        rows_RH, weights_RK, ids_RK = arrived.finish()
+        try:
+            rows_RH = run_experts(
+                experts,
+                layer.compute,
+                rows_RH,
+                ids_RK,
+                weights_RK,
+                counts_L=arrived.counts_L,
+                grad_scale=1.0 / meshes.world_size,
+                weights=weights,
+            )
+        except _StopRecomputationError:
+            # Memory of a transfer that nobody waits for stays taken until NCCL looks after it.
+            for rows in returning:
+                rows.wait()
+            raise
+        returning.append(arrived.start_combine(rows_RH))
+    out = [rows.finish() for rows in returning]
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _plans(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Sequence[Plan]:
+    state, frame = layer.model, layer.model.frame
+    if frame is not None and frame.replaying:
+        return frame.take(layer.index, expert_ids_TK)
+    assert state.meshes is not None
+    group, config = state.meshes.ep.get_group(), state.config
+    header = _header(layer, training, x_TH, expert_ids_TK)
+    limits: dict[str, Any] = {
+        "num_chunks": config.dispatch_chunks,
+        "max_rows": config.max_tokens_per_rank,
+    }
+    plans: Sequence[Plan]
+    if config.dispatcher == "deepep":
+        if state.deepep is None:
+            state.deepep = GroupBuffer(group, num_sms=config.deepep_num_sms)
+        plans = plan_deepep(
+            expert_ids_TK,
+            num_experts=state.num_experts,
+            buffer=state.deepep,
+            hidden_bytes=x_TH.shape[1] * x_TH.element_size(),
+            where=Header.describe(header.as_list()),
+            **limits,
+        )
+    else:
+        plans = plan_dispatch(
+            expert_ids_TK, num_experts=state.num_experts, group=group, header=header, **limits
+        )
+    if frame is not None:
+        frame.keep(Routed(layer.index, expert_ids_TK.detach(), plans))
+    return plans
+
+
+def _header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Header:
+    return Header(
+        forward=layer.model.forward_number,
+        layer=layer.index,
+        training=training,
+        grad=torch.is_grad_enabled(),
+        checkpointed=layer.model.frame is not None,
+        # A graph task is running exactly while backward is: a forward inside it is a recompute.
+        recompute=torch._C._current_graph_task_id() != -1,
+        top_k=expert_ids_TK.shape[1],
+        itemsize=x_TH.element_size(),
+    )

@@ -1,0 +1,167 @@
+"""Back through the down projection and the gate in one kernel.
+
+With g the gradient of a row's output, s its routing weight and down the matrix of its expert:
+
+    grad_act_AF = g @ down (+ its adapter)    never stored
+    grad_s_A    = <grad_act, act> (+ <g, down_bias>)      one partial sum per block of columns
+    grad_pre_AG = gate formula backwards, for s * grad_act
+    act_AF      = s * act, the right side of down's gradient
+
+act is recomputed from the pre-activations.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.kernels.blocks import Blocks, dot_precision, rank_block
+from hf_moe_ep.ops.kernels.gate import activate_backward, add_low_rank, halves
+from hf_moe_ep.ops.weights import NO_ADAPTER, LowRows, Routing
+
+
+@triton.jit
+def dgated_kernel(
+    grad, pair_of_position, offsets, tiles, weights, down, down_bias, pre,
+    grad_pre, act, partial,
+    top_k, hidden, ffn, num_pairs,
+    grad_stride, down_stride_l, down_stride_h, down_stride_f, bias_stride_l,
+    low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_f,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    HAS_BIAS: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PARTIAL: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    num_n = tl.cdiv(ffn, BLOCK_N)
+    tile, column = tl.program_id(0) // num_n, tl.program_id(0) % num_n
+    expert = tl.load(tiles + 2 * tile)
+    if expert < 0:
+        return
+    start = tl.load(tiles + 2 * tile + 1)
+    m = tl.arange(0, BLOCK_M)
+    left = tl.load(offsets + expert + 1) - start
+    pair = tl.load(pair_of_position + start + tl.minimum(m, left - 1))
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    g_ptrs = grad + (pair // top_k).to(tl.int64)[:, None] * grad_stride + k[None, :]
+    down += expert.to(tl.int64) * down_stride_l
+    w_ptrs = down + k[:, None] * down_stride_h + n[None, :] * down_stride_f
+    grad_act = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    bias_sum = tl.zeros([BLOCK_M], tl.float32)
+    for step in range(0, hidden, BLOCK_K):
+        if EVEN_K:
+            g = tl.load(g_ptrs)
+        else:
+            g = tl.load(g_ptrs, mask=(step + k < hidden)[None, :], other=0.0)
+        if EVEN_N and EVEN_K:
+            w = tl.load(w_ptrs)
+        else:
+            inside = (step + k < hidden)[:, None] & (n < ffn)[None, :]
+            w = tl.load(w_ptrs, mask=inside, other=0.0)
+        grad_act = tl.dot(g, w, grad_act, input_precision=PRECISION)
+        if HAS_BIAS:
+            b_ptrs = down_bias + expert.to(tl.int64) * bias_stride_l + step + k
+            b = tl.load(b_ptrs, mask=step + k < hidden, other=0.0)
+            bias_sum += tl.sum(g.to(tl.float32) * b.to(tl.float32)[None, :], axis=1)
+        g_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K * down_stride_h
+    if RANK:
+        low_b += expert.to(tl.int64) * low_b_stride_l
+        grad_act = add_low_rank(
+            grad_act, low, start + tl.minimum(m, left - 1), low_b, n, ffn,
+            low_b_stride_p, low_b_stride_f, RANK, BLOCK_P, PRECISION,
+        )  # fmt: skip
+    s = tl.load(weights + pair).to(tl.float32)
+    # Row addresses start at the tile, so that what each element adds fits in 32 bits.
+    pre_size = 2 * ffn if GATED else ffn
+    pre += start.to(tl.int64) * pre_size
+    grad_pre += start.to(tl.int64) * pre_size
+    act += start.to(tl.int64) * ffn
+    HALF: tl.constexpr = BLOCK_N // 2
+    grad_act_halves = halves(grad_act, BLOCK_M, HALF)
+    dot = tl.zeros([BLOCK_M], tl.float32)
+    for half in tl.static_range(2):
+        n = column * BLOCK_N + half * HALF + tl.arange(0, HALF)
+        inside = (m < left)[:, None] & (n < ffn)[None, :]
+        if not GATED:
+            where = m[:, None] * ffn + n[None, :]
+            gate = tl.load(pre + where, mask=inside, other=0.0).to(tl.float32)
+            up = gate
+        elif INTERLEAVED:
+            n2 = 2 * (column * BLOCK_N + half * HALF) + tl.arange(0, 2 * HALF)
+            where = m[:, None] * pre_size + n2[None, :]
+            inside2 = (m < left)[:, None] & (n2 < pre_size)[None, :]
+            both = tl.load(pre + where, mask=inside2, other=0.0).to(tl.float32)
+            gate, up = tl.split(tl.reshape(both, (BLOCK_M, HALF, 2)))
+        else:
+            where = m[:, None] * pre_size + n[None, :]
+            gate = tl.load(pre + where, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(pre + where + ffn, mask=inside, other=0.0).to(tl.float32)
+        da = grad_act_halves[half]
+        a, grad_gate, grad_up = activate_backward(
+            da * s[:, None], gate, up, ACTIVATION, GATED, ALPHA, LIMIT, UP_OFFSET
+        )
+        dot += tl.sum(da * a, axis=1)
+        kind = grad_pre.dtype.element_ty
+        if GATED and INTERLEAVED:
+            both = tl.reshape(tl.join(grad_gate, grad_up), (BLOCK_M, 2 * HALF))
+            tl.store(grad_pre + where, both.to(kind), mask=inside2)
+        else:
+            tl.store(grad_pre + where, grad_gate.to(kind), mask=inside)
+            if GATED:
+                tl.store(grad_pre + where + ffn, grad_up.to(kind), mask=inside)
+        if NEED_ACT:
+            a_ptrs = act + m[:, None] * ffn + n[None, :]
+            tl.store(a_ptrs, (a * s[:, None]).to(act.dtype.element_ty), mask=inside)
+    if NEED_PARTIAL:
+        if HAS_BIAS:
+            dot += tl.where(column == 0, bias_sum, 0.0)
+        tl.store(partial + column.to(tl.int64) * num_pairs + start + m, dot, mask=m < left)
+
+
+def dgated(
+    grad_RH: Tensor,
+    weights_RK: Tensor,
+    down_LHF: Tensor,
+    down_bias_LH: Tensor | None,
+    pre_AG: Tensor,
+    routing: Routing,
+    layout: ExpertsLayout,
+    blocks: Blocks,
+    low: LowRows = NO_ADAPTER,
+    *,
+    need_act: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """grad_pre_AG, act_AF times the routing weight, and partial sums [columns, A] of grad_s.
+
+    `grad_RH` has contiguous rows, `weights_RK` and `pre_AG` are contiguous. What is not needed
+    is empty.
+    """
+    hidden, ffn = down_LHF.shape[1:]
+    num_pairs, (block, empty) = pre_AG.shape[0], (blocks.dgated, (0,))
+    columns = triton.cdiv(ffn, block.n)
+    grad_pre_AG = torch.empty_like(pre_AG)
+    act_AF = pre_AG.new_empty((num_pairs, ffn) if need_act else empty)
+    shape = (columns, num_pairs) if need_weights else empty
+    partial_CA = pre_AG.new_empty(shape, dtype=torch.float32)
+    dgated_kernel[(routing.tiles.shape[0] * columns,)](
+        grad_RH, routing.pair_A, routing.offsets, routing.tiles, weights_RK, down_LHF,
+        down_bias_LH, pre_AG, grad_pre_AG, act_AF, partial_CA,
+        weights_RK.shape[1], hidden, ffn, num_pairs,
+        grad_RH.stride(0), *down_LHF.stride(),
+        0 if down_bias_LH is None else down_bias_LH.stride(0), *low.kernel_arguments(),
+        GATED=layout.gated, INTERLEAVED=layout.interleaved, **layout.kernel_constants(),
+        HAS_BIAS=down_bias_LH is not None and need_weights, NEED_ACT=need_act,
+        NEED_PARTIAL=need_weights,
+        RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
+        BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
+        EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
+        PRECISION=dot_precision(grad_RH), num_warps=block.warps, num_stages=block.stages,
+    )  # fmt: skip
+    return grad_pre_AG, act_AF, partial_CA

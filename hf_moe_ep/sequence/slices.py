@@ -1,0 +1,159 @@
+"""A slice of each sequence per rank of an sp group, and the exchanges between slices.
+
+With `sp` ranks and a length of S tokens every rank has ceil(S / sp) tokens of each row, the last
+ones padded. All exchanges are equal parts between the ranks of the group, differentiable, and their
+backward is the exchange the other way:
+
+    own_heads       (B, heads, S / sp, D)   to   (B, heads / sp, S, D)
+    own_tokens      (B, S, heads / sp, D)   to   (B, S / sp, heads, D)
+    gather_slices   (B, S / sp, V)          to   (B, S, V) on every rank
+    sum_slices      a number of each slice  to   their sum on every rank
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from hf_moe_ep.ranks.collectives import all_gather, swap_slices
+
+# The keyword argument that carries a Slice.
+SLICE = "hf_moe_ep_slice"
+
+
+class Slice:
+    """How the `length` tokens of each row are split over `group`, `unit` of them never apart.
+
+    No dataclass: FSDP2 makes a new one of every dataclass that it finds among a unit's arguments.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, size: int, length: int, unit: int = 1
+    ) -> None:
+        self.group, self.rank, self.size = group, rank, size
+        self.length, self.unit = length, unit
+        # What all layers share: whole tensors, by the identity of the first, and their slices.
+        self._shared: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+
+    @property
+    def local(self) -> int:
+        """Tokens of each row on one rank, padding included."""
+        return -(-self.length // (self.size * self.unit)) * self.unit
+
+    def take(self, x: Tensor, dim: int, *, fill: float = 0) -> Tensor:
+        """This rank's slice of a whole tensor; `fill` stands for the padding."""
+        start = min(self.rank * self.local, self.length)
+        part = x.narrow(dim, start, min(self.local, self.length - start))
+        missing = self.local - part.shape[dim]
+        if not missing:
+            return part.clone()  # a view would keep the whole alive
+        shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
+        return torch.cat([part, part.new_full(shape, fill)], dim)
+
+    def take_shared(self, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Slices along dim 1, made once for all layers that are given the same tensors."""
+        if id(whole[0]) not in self._shared:
+            self._shared[id(whole[0])] = whole, tuple(self.take(x, 1) for x in whole)
+        return self._shared[id(whole[0])][1]
+
+
+def own_heads(query: Tensor, key: Tensor, value: Tensor, part: Slice) -> tuple[Tensor, ...]:
+    """(B, heads, S / sp, D) each, to this rank's heads of all tokens: (B, heads / sp, S, D)."""
+    # One message: each rank's heads of all three, one rank after the other.
+    packed = torch.cat([x.unflatten(1, (part.size, -1)) for x in (query, key, value)], dim=2)
+    whole = _HeadsToSequence.apply(packed, part)[:, :, : part.length]
+    return whole.split([x.shape[1] // part.size for x in (query, key, value)], dim=1)
+
+
+def own_tokens(out_BSHD: Tensor, part: Slice) -> Tensor:
+    """The way back: (B, S, heads / sp, D) to (B, S / sp, heads, D)."""
+    out: Tensor = _SequenceToHeads.apply(out_BSHD, part)
+    return out
+
+
+def gather_slices(x: Tensor, part: Slice) -> Tensor:
+    """(B, S / sp, V) of every rank to (B, S, V) on all; the gradients of all ranks are added."""
+    whole: Tensor = _Gather.apply(x, part)
+    return whole
+
+
+def sum_slices(x: Tensor, part: Slice) -> Tensor:
+    """The sum of a scalar over the group; its backward adds the gradients of all ranks as well."""
+    total: Tensor = _Sum.apply(x, part)
+    return total
+
+
+class _HeadsToSequence(torch.autograd.Function):
+    """(B, sp, heads, S / sp, D), by owner of the heads, to (B, heads, S, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, part: Slice) -> Tensor:
+        ctx.part = part
+        arrived = swap_slices(packed.movedim(1, 0), part.group)
+        return arrived.movedim(0, 2).flatten(2, 3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        by_owner = grad.unflatten(2, (ctx.part.size, -1)).movedim(2, 0)
+        return swap_slices(by_owner, ctx.part.group).movedim(0, 1), None
+
+
+class _SequenceToHeads(torch.autograd.Function):
+    """(B, S without padding, heads / sp, D) to (B, S / sp, heads, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, part: Slice) -> Tensor:
+        ctx.part = part
+        padded = functional.pad(out, (0, 0, 0, 0, 0, part.local * part.size - part.length))
+        arrived = swap_slices(padded.unflatten(1, (part.size, -1)).movedim(1, 0), part.group)
+        return arrived.movedim(0, 2).flatten(2, 3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        part = ctx.part
+        by_owner = grad.unflatten(2, (part.size, -1)).movedim(2, 0)
+        arrived = swap_slices(by_owner, part.group).movedim(0, 1).flatten(1, 2)
+        return arrived[:, : part.length], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
+        ctx.part = part
+        whole = all_gather(x, part.group).movedim(0, 1).flatten(1, 2)[:, : part.length]
+        # No view: FSDP2's hook on an output that is one would be lost to an in-place op.
+        return whole.clone() if whole._is_view() else whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        part = ctx.part
+        padded = functional.pad(grad, (0, 0, 0, part.local * part.size - part.length))
+        by_owner = padded.unflatten(1, (part.size, -1)).movedim(1, 0)
+        return swap_slices(by_owner, part.group).sum(0), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the group, whose backward is a sum as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
+        ctx.part = part
+        return _sum(x, part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum(grad, ctx.part), None
+
+
+def _sum(x: Tensor, part: Slice) -> Tensor:
+    """Of a scalar, with the additions of every rank in one order."""
+    return all_gather(x, part.group).sum()

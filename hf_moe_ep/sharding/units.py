@@ -1,0 +1,130 @@
+"""The modules of a model that become FSDP2 units, and in which order they are fetched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from hf_moe_ep.plan import ModelPlan, matches
+from hf_moe_ep.upstream import names as hf
+
+
+@dataclass(frozen=True)
+class Units:
+    """The modules that become FSDP2 units; `experts` by the index of their layer, each with the
+    wrappers of its adapters, `vision` the blocks of the tower and behind them the tower.
+    """
+
+    layers: list[nn.Module]
+    experts: dict[int, nn.Module]
+    vision: list[nn.Module]
+    embedding: nn.Module | None
+    tail: list[nn.Module]
+    tied: bool
+
+
+def find_units(model: nn.Module, plan: ModelPlan) -> Units:
+    """The units of a model that is not sharded yet."""
+    modules: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        outermost.setdefault(hf.stock_name(name), module)
+        if not hf.wraps_for_adapters(module):
+            modules.setdefault(hf.stock_name(name), module)
+    names = [name for name in modules if matches(plan.layers, name)]
+    experts = {
+        index: outermost[name]
+        for index, layer in enumerate(names)
+        for name in modules
+        if name.startswith(f"{layer}.") and matches(plan.experts, name)
+    }
+    embedding = hf.input_embedding(model)
+    head = hf.output_head(model)
+    # Any of their parameters: a copy that PEFT trains stands in front of what is tied.
+    tied = head is not None and embedding is not None and _share_parameters(head, embedding)
+    norms = [module for name, module in modules.items() if matches(plan.final_norm, name)]
+    tail = [m for m in (embedding if tied else None, *norms, head) if m is not None]
+    vision = []
+    if plan.vision is not None:
+        for pattern in (plan.vision.blocks, plan.vision.tower):
+            vision += [module for name, module in modules.items() if matches(pattern, name)]
+    return Units([modules[name] for name in names], experts, vision, embedding, tail, tied)
+
+
+def keep_last_layer(units: Units, root: nn.Module) -> None:
+    """Backward begins with the last layer: resharding it after forward only gathers it twice.
+
+    A forward without backward reshards it all the same, with the head and the root. Whoever looked
+    at the model then would find whole parameters, of which FSDP2 never sees a change: adapters
+    that PEFT freezes for a reference pass would stay frozen.
+    """
+    last = len(units.layers) - 1
+    kept = [units.layers[last], units.experts.get(last)]
+    for unit in kept:
+        if isinstance(unit, FSDPModule):
+            unit.set_reshard_after_forward(False, recurse=False)
+    kept += [*units.tail[:1], root]
+
+    def reshard_kept(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for unit in kept:
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+
+    root.register_forward_hook(reshard_kept)
+
+
+def reshard(model: nn.Module) -> None:
+    """Undo what a forward without backward leaves: units gathered, and their parameters whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def set_prefetch(units: Units) -> None:
+    """Fetch the next unit, its experts included, while this one computes; both directions.
+
+    FSDP2's implicit prefetch fails here: it starts only once the host has passed the dispatch,
+    where the host waits for token counts. Backward does not fetch what it will not reach: stages
+    in front of the first with something to train, such as the embedding under LoRA.
+    """
+    stages: list[list[FSDPModule]] = []
+    for index, layer in enumerate(units.layers):
+        assert isinstance(layer, FSDPModule)
+        experts = units.experts.get(index)
+        stages.append([layer, *([experts] if isinstance(experts, FSDPModule) else [])])
+    if isinstance(units.embedding, FSDPModule):
+        stages.insert(0, [units.embedding])
+    if units.tail and not units.tied:
+        tail = units.tail[0]
+        assert isinstance(tail, FSDPModule)
+        stages.append([tail])
+    # The tower is a chain of its own: on a step without pixels nobody runs it.
+    tower: list[list[FSDPModule]] = []
+    for part in (*units.vision[-1:], *units.vision[:-1]):
+        assert isinstance(part, FSDPModule)
+        tower.append([part])
+    for chain in (stages, tower):
+        reached = False
+        for here, ahead in pairwise(chain):
+            here[0].set_modules_to_forward_prefetch(ahead)
+            reached |= any(_has_grads(unit) for unit in here)
+            if reached:
+                ahead[0].set_modules_to_backward_prefetch(here)
+            else:
+                for unit in ahead:
+                    # Itself: an empty list asks for FSDP2's own choice, the unit before.
+                    unit.set_modules_to_backward_prefetch([unit])
+
+
+def _has_grads(unit: Any) -> bool:
+    return any(parameter.requires_grad for parameter in unit.parameters())
+
+
+def _share_parameters(one: nn.Module, other: nn.Module) -> bool:
+    return not {id(p) for p in one.parameters()}.isdisjoint(id(p) for p in other.parameters())

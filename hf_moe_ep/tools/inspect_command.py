@@ -1,0 +1,165 @@
+"""`hf-moe-ep inspect`: look before anything runs.
+
+    hf-moe-ep inspect out/checkpoint-300
+    hf-moe-ep inspect --plan out/config.json --world 64 --ep 8 --memory 80
+
+Of a folder it prints what wrote it and at which layout; with `--plan` how much memory each rank
+would need (`memory_plan.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from hf_moe_ep.checkpoints.convert import look
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.tools.files_command import print_found
+from hf_moe_ep.tools.memory_plan import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
+from hf_moe_ep.tools.published_models import LORA_TARGETS, known_shapes
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_GIB = 2**30
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers of `cli.py`."""
+    parser = commands.add_parser(
+        "inspect",
+        help="what a checkpoint is; or how much memory each rank would need to train a model",
+        description="Of a folder: what wrote this checkpoint, and at which layout. With --plan: "
+        "the memory that each rank needs to hold a model for training, from its config alone.",
+    )
+    add = parser.add_argument
+    add("folder", nargs="?", help="a checkpoint, of a model or of training")
+    shapes = ", ".join(known_shapes())
+    add("--plan", metavar="SHAPE", help=f"a folder, a config.json, or one of {shapes}")
+    add("--world", type=int, metavar="N", help="number of processes, one per GPU")
+    add("--ep", type=int, default=1, metavar="N", help="ep_size; default: %(default)s")
+    add("--sp", type=int, default=1, metavar="N", help="sp_size; default: %(default)s")
+    add("--dp-replicate", type=int, default=1, metavar="N", help="default: %(default)s")
+    add("--dtype", choices=_DTYPES, default="bfloat16", help="default: %(default)s")
+    add("--masters", choices=MASTERS, default="fp32", help="what is trained; default: %(default)s")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: %(default)s")
+    add("--lora-rank", type=int, metavar="R", help="train adapters alone")
+    add("--lora-targets", choices=LORA_TARGETS, default="both", help="default: %(default)s")
+    add("--memory", type=float, metavar="GIB", help="of one GPU: say whether it fits")
+    add("--json", action="store_true", help="bytes, for programs")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what is asked for.
+
+    Raises:
+        ValueError: wrong or missing arguments, and all of `plan_memory`.
+    """
+    if (options.plan is None) == (options.folder is None):
+        raise ValueError("inspect wants either a folder or --plan SHAPE; see --help")
+    if options.folder is not None:
+        print_found(options.folder, look(options.folder))
+        return
+    if options.world is None:
+        raise ValueError("inspect --plan wants --world, the number of processes; try --world 8")
+    if options.memory is not None and not options.memory > 0:
+        raise ValueError(f"--memory ({options.memory:g}) is GiB per GPU; try --memory 80")
+    parallel = ParallelConfig(
+        ep_size=options.ep, sp_size=options.sp, dp_replicate_size=options.dp_replicate
+    )
+    plan = plan_memory(
+        options.plan,
+        parallel,
+        world_size=options.world,
+        dtype=getattr(torch, options.dtype),
+        masters=options.masters,
+        optimizer=options.optimizer,
+        lora_rank=options.lora_rank,
+        lora_targets=options.lora_targets,
+    )
+    if options.json:
+        print(json.dumps(as_json(plan, options.memory), indent=2))
+    else:
+        print("\n".join(_header(plan, options) + _table(plan) + _footer(plan, options.memory)))
+
+
+def as_json(plan: MemoryPlan, memory: float | None = None) -> dict[str, Any]:
+    """A plan as plain data: bytes, and `left` if `memory` (GiB) is given."""
+    found = asdict(plan)
+    for kind, entry in zip(plan.kinds, found["kinds"], strict=True):
+        entry["held"] = kind.held
+    found["all_ranks"] = {name: plan.all_ranks(name) for name in _ROWS}
+    found["not_counted"] = list(NOT_COUNTED)
+    if memory is not None:
+        found["left"] = _left(plan, memory)
+    return found
+
+
+_ROWS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "held": "held between steps",
+}
+
+
+def _header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
+    config = plan.parallel
+    adapters = ""
+    if options.lora_rank is not None:
+        adapters = f", LoRA rank {options.lora_rank} on {options.lora_targets}"
+    return [
+        f"{options.plan}: {plan.total:,} parameters, {plan.trained:,} trained, "
+        f"{plan.active:,} active per token",
+        f"{plan.world_size} ranks = dp_replicate {config.dp_replicate_size} x ep_fsdp "
+        f"{plan.ep_fsdp_size} x ep {config.ep_size}, sp {config.sp_size}; {options.dtype}, "
+        f"masters {options.masters}, optimizer {options.optimizer}{adapters}",
+        "",
+    ]
+
+
+def _table(plan: MemoryPlan) -> list[str]:
+    most, least = plan.largest, plan.smallest
+    lines = [_line("GiB", f"rank {most.ranks[0]}", f"rank {least.ranks[0]}", "all ranks")]
+    lines[0] += "     (largest, smallest, sum)"
+    for name, title in _ROWS.items():
+        sizes = (getattr(most, name), getattr(least, name), plan.all_ranks(name))
+        lines.append(_line(title, *map(_gib, sizes)))
+    lines.append(_line("gathered at a time", *[_gib(plan.gathered)] * 2, ""))
+    sums = (_gib(kind.held + plan.gathered) for kind in (most, least))
+    return [line.rstrip() for line in [*lines, _line("sum", *sums, "")]]
+
+
+def _line(title: str, *cells: str) -> str:
+    return f"{title:<20}" + "".join(f"{cell:>13}" for cell in cells)
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.3f}"
+
+
+def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
+    lines = [
+        "",
+        "gathered: the root and two neighbouring stages (a layer and its experts), compute dtype",
+        f"not counted: {', '.join(NOT_COUNTED[:3])},",
+        f"  {', '.join(NOT_COUNTED[3:])},",
+        f"  whole gradients of an FSDP2 unit: up to {_gib(plan.unit_gradients)} GiB, and "
+        f"{_gib(plan.unit_reduction)} GiB to reduce them",
+    ]
+    if memory is not None:
+        left = _left(plan, memory) / _GIB
+        lines += [
+            "",
+            f"fits in {memory:g} GiB: {left:,.3f} GiB are left for all that is not counted"
+            if left > 0
+            else f"does not fit in {memory:g} GiB: {-left:,.3f} GiB are missing",
+        ]
+    return lines
+
+
+def _left(plan: MemoryPlan, memory: float) -> int:
+    return int(memory * _GIB) - plan.largest.held - plan.gathered

@@ -1,0 +1,366 @@
+"""How much memory a rank needs to hold a model for training, before there is a GPU to try it on.
+
+    plan = plan_memory("Qwen3-30B-shape", ParallelConfig(ep_size=8), world_size=64)
+    plan.largest.held + plan.gathered
+
+The model is built on the meta device, patched, and sharded by the code that shards it in training,
+over torch's fake process group of `world_size` ranks (torch.testing._internal.distributed.fake_pg);
+what is left on the rank is summed. That is exact, and includes what FSDP2 pads:
+
+    5 rows over 4 ranks      rank 0   rank 1   rank 2   rank 3
+    of the parameter            2        2        1        0
+    allocated for it            2        2        2        2    dim 0 is padded to equal chunks,
+    allocated for its gradient  2        2        2        2    and so is the reduced gradient
+    each AdamW moment           2        2        1        0    follows the part without padding
+
+So ranks differ in their optimizer state alone. Ranks whose shards all have the same sizes are one
+kind; replicas (HSDP) and ep ranks have the same ones. Rank 0, which has most, and the last rank of
+a replica, which has least, are both sharded; kinds between differ by the rows of their chunks.
+
+Beside what it holds, a rank gathers FSDP2 units as it reaches them, in the compute dtype. A
+decoder layer with its experts is one stage; the next one is fetched meanwhile, so two neighbours
+are whole at a time, and always the root, and with tied weights the unit of embedding and head.
+
+What is not counted depends on the batch, the allocator or the machine: `NOT_COUNTED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.patch import patch
+from hf_moe_ep.ranks.mesh import build_meshes
+from hf_moe_ep.sharding.shard import ShardOptions, default_policy, shard_units
+from hf_moe_ep.sharding.units import Units, find_units
+from hf_moe_ep.state import STATE, ModelState
+from hf_moe_ep.tools.published_models import attach_lora, find_config, meta_model
+from hf_moe_ep.upstream import names as hf
+
+MASTERS = ("fp32", "model")
+# Optimizer -> tensors of a parameter's size, scalars of 4 bytes, per trained parameter.
+OPTIMIZERS = {"adamw": (2, 1), "sgd": (1, 0), "none": (0, 0)}
+NOT_COUNTED = (
+    "activations",
+    "buffers of the model",
+    "FSDP2's copies while it gathers a unit",
+    "communication buffers",
+    "the CUDA context",
+    "what the allocator reserves beyond that",
+)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What ranks of one kind hold between steps, in bytes; `ranks` are all of that kind."""
+
+    ranks: tuple[int, ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def held(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """One model at one layout; bytes are of one rank unless they say otherwise.
+
+    Attributes:
+        world_size, parallel, ep_fsdp_size: the layout, its sizes resolved.
+        total, trained, active: numbers of parameters: of the model with its adapters, of those
+            with gradients, of those that one token meets (its experts, all that is no expert).
+        kinds: every kind of rank, by its first rank.
+        gathered: the two neighbouring stages that are largest together, and what stays gathered.
+        unit_gradients: gradients of the largest FSDP2 unit, whole, as backward leaves them.
+        unit_reduction: the same in the dtype in which they are reduced.
+    """
+
+    world_size: int
+    parallel: ParallelConfig
+    ep_fsdp_size: int
+    total: int
+    trained: int
+    active: int
+    kinds: tuple[RankMemory, ...]
+    gathered: int
+    unit_gradients: int
+    unit_reduction: int
+
+    @property
+    def largest(self) -> RankMemory:
+        return max(self.kinds, key=lambda kind: kind.held)
+
+    @property
+    def smallest(self) -> RankMemory:
+        return min(self.kinds, key=lambda kind: kind.held)
+
+    def of_rank(self, rank: int) -> RankMemory:
+        return next(kind for kind in self.kinds if rank in kind.ranks)
+
+    def all_ranks(self, name: str) -> int:
+        """The sum over ranks of `parameters`, `gradients`, `optimizer` or `held`."""
+        return sum(len(kind.ranks) * int(getattr(kind, name)) for kind in self.kinds)
+
+
+def plan_memory(
+    shape: Any,
+    parallel: ParallelConfig | None = None,
+    *,
+    world_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    masters: str = "fp32",
+    optimizer: str = "adamw",
+    lora_rank: int | None = None,
+    lora_targets: str = "both",
+) -> MemoryPlan:
+    """What each of `world_size` ranks needs for training; nothing is allocated or downloaded.
+
+    Args:
+        shape: a known shape's name, a folder or config.json, a dict with `model_type`, a config.
+        parallel: as for `patch`.
+        dtype: what the model is loaded in, and computes in.
+        masters: "fp32" as `apply_ep_fsdp2` does by default: a low-precision model trains with
+            fp32 parameters, gradients and optimizer state. "model" keeps all in `dtype`.
+        optimizer: "adamw", "sgd" (with momentum), or "none" for one without state.
+        lora_rank: train adapters of this rank alone, on `lora_targets`: "experts", "attention",
+            "both". Like PEFT's they are fp32 beside a low-precision model.
+
+    Raises:
+        ValueError: an unknown choice, a process group that exists already, and what `patch` and
+            sharding raise where sizes do not fit the model or the world.
+    """
+    _check_choice("masters", masters, MASTERS)
+    _check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
+    if world_size < 1:
+        raise ValueError(f"world_size ({world_size}) must be 1 or more")
+    if dist.is_initialized():
+        raise ValueError(
+            f"plan_memory makes a fake process group and there is a real one of "
+            f"{dist.get_world_size()} ranks; call it before init_process_group"
+        )
+    request = _Request(
+        find_config(shape), parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets
+    )
+    with torch.random.fork_rng(devices=[]):
+        first = _Sharded(request, 0)
+        kinds = [first.held(ranks) for ranks in _kinds(first)]
+        if len(kinds) > 1:
+            last = first.replica - 1
+            kind = next(kind for kind in kinds if last in kind.ranks)
+            assert _Sharded(request, last).held(kind.ranks, own=True) == kind
+    return MemoryPlan(
+        world_size=world_size,
+        parallel=first.state.config,
+        ep_fsdp_size=first.ep_fsdp_size,
+        total=_numel(first.parameters),
+        trained=_numel(p for p in first.parameters if p.requires_grad),
+        active=first.active(),
+        kinds=tuple(kinds),
+        gathered=first.gathered(),
+        unit_gradients=first.largest_unit(first.policy.param_dtype),
+        unit_reduction=first.largest_unit(first.policy.reduce_dtype or first.policy.param_dtype),
+    )
+
+
+@dataclass(frozen=True)
+class _Request:
+    config: Any
+    parallel: ParallelConfig | None
+    world_size: int
+    dtype: torch.dtype
+    masters: str
+    optimizer: str
+    lora_rank: int | None
+    lora_targets: str
+
+
+class _Sharded:
+    """The model as one rank has it, for its sizes: the process group is gone again."""
+
+    def __init__(self, request: _Request, rank: int) -> None:
+        self.request = request
+        model = meta_model(request.config, request.dtype)
+        patch(model, request.parallel)
+        self.state: ModelState = getattr(model, STATE)
+        if request.lora_rank is not None:
+            model = attach_lora(model, self.state.plan, request.lora_rank, request.lora_targets)
+        self.policy, fp32_masters = MixedPrecisionPolicy(), False
+        if request.masters == "fp32":
+            self.policy, fp32_masters = default_policy(model)
+        self.units: Units = find_units(model, self.state.plan)
+        options = ShardOptions(
+            mp_policy=self.policy,
+            offload_policy=OffloadPolicy(),
+            fp32_masters=fp32_masters,
+            reshard_after_forward=self.state.config.reshard_after_forward,
+            empty_params=frozenset(model.parameters()),
+        )
+        with _fake_group(rank, request.world_size):
+            meshes = build_meshes(self.state.config, torch.device("cpu"))
+            self.ep_fsdp_size = meshes.ep_fsdp_size
+            shard_units(model, self.state, options, meshes)
+            self.parameters: list[DTensor] = _dtensors([model])
+            self.axes = {id(p): _axis(p, meshes.ep_size) for p in self.parameters}
+
+    @property
+    def replica(self) -> int:
+        """Ranks of one replica."""
+        return self.request.world_size // (self.state.config.dp_replicate_size or 1)
+
+    def held(self, ranks: tuple[int, ...], *, own: bool = False) -> RankMemory:
+        """What `ranks`, of one kind, hold; with `own` read off this rank's own shards."""
+        trained = [p for p in self.parameters if p.requires_grad]
+        moments, scalars = OPTIMIZERS[self.request.optimizer]
+        at = self.coordinates(ranks[0])
+        optimizer = 0
+        for p in trained:
+            axis = self.axes[id(p)]
+            share = _allocated(p) // axis.share(0) * axis.share(at[axis.name])
+            optimizer += moments * (p.to_local().nbytes if own else share) + 4 * scalars
+        return RankMemory(
+            ranks=ranks,
+            parameters=sum(_allocated(p) for p in self.parameters),
+            gradients=sum(_allocated(p) for p in trained),
+            optimizer=optimizer,
+        )
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on the axes that FSDP2 shards over; as `mesh.py` lays them out."""
+        config, inside = self.state.config, rank % self.replica
+        outside = inside % self.ep_fsdp_size
+        return {
+            "fsdp": inside,
+            "ep_fsdp": outside if config.ep_outside else inside // (config.ep_size or 1),
+        }
+
+    def whole(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
+        """Bytes of gathered parameters, padding included, in `dtype` (None: their own)."""
+        total = 0
+        for p in parameters:
+            numel = _allocated(p) // p.dtype.itemsize * self.axes[id(p)].size
+            total += numel * (dtype or p.dtype).itemsize
+        return total
+
+    def active(self) -> int:
+        chosen = hf.text_config(self.request.config).num_experts_per_tok
+        experts = _dtensors(self.units.experts.values())
+        numel = sum(p.numel() for p in experts)
+        return _numel(self.parameters) - numel + numel * chosen // self.state.num_experts
+
+    def gathered(self) -> int:
+        compute, units = self.policy.param_dtype, self.units
+        if not self.state.config.reshard_after_forward:
+            return self.whole(self.parameters, compute)
+        stages = [[layer] for layer in units.layers]
+        if units.embedding is not None and not units.tied:
+            stages.insert(0, [units.embedding])
+        if not units.tied:
+            stages.append(units.tail)
+        always = self._outside([*units.layers, *units.vision, units.embedding, *units.tail])
+        if units.tied:
+            always += _dtensors(units.tail)
+        chains = [_largest_pair([self.whole(_dtensors(stage), compute) for stage in stages])]
+        if units.vision:
+            *blocks, tower = units.vision
+            pair = _largest_pair([self.whole(_dtensors([block]), compute) for block in blocks])
+            chains.append(pair + self.whole(_without(_dtensors([tower]), blocks), compute))
+        return self.whole(always, compute) + max(chains)
+
+    def largest_unit(self, dtype: torch.dtype | None) -> int:
+        """Bytes in `dtype` of what is trained in one FSDP2 unit."""
+        units = self.units
+        experts = list(units.experts.values())
+        parts = [_dtensors([module]) for module in experts]
+        parts += [_without(_dtensors([layer]), experts) for layer in units.layers]
+        parts += [_dtensors([block]) for block in units.vision[:-1]]
+        parts += [_without(_dtensors(units.vision[-1:]), units.vision[:-1])]
+        parts += [_dtensors(units.tail), _dtensors([units.embedding])]
+        return max(self.whole([p for p in part if p.requires_grad], dtype) for part in parts)
+
+    def _outside(self, modules: Iterable[nn.Module | None]) -> list[DTensor]:
+        return _without(self.parameters, modules)
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """The mesh axis over which FSDP2 splits a parameter: its size, and the length it splits."""
+
+    name: str
+    size: int
+    length: int
+
+    def share(self, coordinate: int) -> int:
+        """As torch.chunk splits."""
+        chunk = -(-self.length // self.size)
+        return max(0, min(chunk, self.length - coordinate * chunk))
+
+
+def _axis(parameter: DTensor, ep_size: int) -> _Axis:
+    mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
+    name = "ep_fsdp" if "ep_fsdp" in names else "fsdp"
+    dim: int = getattr(parameter.placements[names.index(name)], "dim")  # noqa: B009  strided or not
+    length = parameter.shape[dim] // (ep_size if "ep" in names and dim == 0 else 1)
+    return _Axis(name, mesh.size(names.index(name)), length)
+
+
+def _kinds(sharded: _Sharded) -> list[tuple[int, ...]]:
+    """The ranks of every kind, the kind of rank 0 first."""
+    axes = sorted(set(sharded.axes.values()), key=str)
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(sharded.request.world_size):
+        at = sharded.coordinates(rank)
+        kinds.setdefault(tuple(axis.share(at[axis.name]) for axis in axes), []).append(rank)
+    return [tuple(ranks) for ranks in kinds.values()]
+
+
+@contextmanager
+def _fake_group(rank: int, world_size: int) -> Iterator[None]:
+    # Registers the backend; nothing else of torch offers one rank of a group that is not there.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _dtensors(modules: Iterable[nn.Module | None]) -> list[DTensor]:
+    """Each parameter once, tied ones too."""
+    found = {id(p): p for module in modules if module is not None for p in module.parameters()}
+    return [p for p in found.values() if isinstance(p, DTensor)]
+
+
+def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None]) -> list[DTensor]:
+    inside = {id(p) for p in _dtensors(modules)}
+    return [p for p in parameters if id(p) not in inside]
+
+
+def _allocated(parameter: DTensor) -> int:
+    return parameter.to_local().untyped_storage().nbytes()
+
+
+def _numel(parameters: Iterable[DTensor]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+def _largest_pair(stages: Sequence[int]) -> int:
+    return max((sum(pair) for pair in pairwise(stages)), default=sum(stages))
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not known; use {', '.join(allowed)}")

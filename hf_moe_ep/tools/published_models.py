@@ -1,0 +1,114 @@
+"""Models without weights: the published sizes that have a name here, or a folder's config.
+
+`published_models.json` holds, under a name, a config as its authors published it, reduced to what
+decides the size of a parameter, and the page it is from. Models are built on the meta device, where a
+parameter has a shape and no memory; buffers are a few kilobytes and lie on the CPU, because
+sharding sends them. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
+
+from hf_moe_ep.plan import ModelPlan, matches
+from hf_moe_ep.upstream.hub_files import on_meta
+
+LORA_TARGETS = ("experts", "attention", "both")
+
+
+def known_shapes() -> dict[str, dict[str, Any]]:
+    """Name -> {"source": page, "config": what it says}."""
+    text = (
+        resources.files("hf_moe_ep.tools")
+        .joinpath("published_models.json")
+        .read_text(encoding="utf-8")
+    )
+    shapes: dict[str, dict[str, Any]] = json.loads(text)
+    return shapes
+
+
+def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedConfig) -> Any:
+    """The config of a known name, a folder, a config.json, a dict with `model_type`, or itself.
+
+    Raises:
+        ValueError: no such name and no such file.
+    """
+    if isinstance(shape, PreTrainedConfig):
+        return shape
+    if not isinstance(shape, Mapping):
+        known = known_shapes()
+        if str(shape) not in known:
+            return _read_config(Path(shape), known)
+        shape = known[str(shape)]["config"]
+    fields = dict(shape)
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"{os.fspath(path)!r} is no shape that is known ({', '.join(known)}) and no folder "
+            f"with a config.json"
+        )
+    return AutoConfig.from_pretrained(file, local_files_only=True)
+
+
+def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
+    """A stock model of `config` with a head, its parameters on the meta device, weights tied."""
+    factory = AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        factory = AutoModelForImageTextToText
+    model: nn.Module = on_meta(partial(factory.from_config, config, dtype=dtype))
+    return model
+
+
+def attach_lora(model: nn.Module, plan: ModelPlan, rank: int, targets: str) -> nn.Module:
+    """PEFT's LoRA on a patched model: stacked experts, the decoder's attention projections, both.
+
+    Raises:
+        ValueError: no such targets; a rank below 1; PEFT is not installed.
+    """
+    if targets not in LORA_TARGETS:
+        raise ValueError(f"lora_targets={targets!r} is not known; use {', '.join(LORA_TARGETS)}")
+    if rank < 1:
+        raise ValueError(f"lora_rank ({rank}) must be 1 or more; try lora_rank=8")
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError(f"lora_rank ({rank}) needs PEFT; pip install 'hf_moe_ep[peft]'") from error
+    experts = plan.experts.rpartition("*.")[2]
+    config = LoraConfig(
+        r=rank,
+        target_parameters=[f"{experts}.{name}" for name in plan.expert_weights]
+        if targets != "attention"
+        else [],
+        target_modules=_projections(model, plan) if targets != "experts" else [],
+    )
+    with torch.device("meta"):
+        return get_peft_model(model, config)
+
+
+def _projections(model: nn.Module, plan: ModelPlan) -> list[str]:
+    return [
+        f"{name}.{part}"
+        for name, attention in model.named_modules()
+        if matches(plan.attention, name)
+        for part, module in attention.named_modules()
+        if isinstance(module, nn.Linear)
+    ]

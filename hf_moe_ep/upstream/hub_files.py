@@ -1,0 +1,250 @@
+"""What transformers, accelerate and huggingface_hub know about folders of the hub and their models.
+
+Like hf.py the place of names that are no public API; each function says which upstream file it
+leans on. Checked with transformers 5.23 and accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from hf_moe_ep.upstream import names as hf
+
+CONFIGS = ("config.json", "generation_config.json")
+BESIDE = ".configs-"
+# What cannot be the name of a model of the hub, which is "model" or "owner/model".
+_PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
+_PEFT_PREFIX = "base_model.model."
+_COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
+_DOWNLOAD = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "token",
+)
+_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
+
+
+def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -> Path:
+    """A folder as it is, or that of a model of the hub, downloaded where it is not in the cache.
+
+    Takes its own options out of `options`. Ranks of one node wait for each other's downloads at
+    the locks of the cache.
+
+    Raises:
+        ValueError: a path where no folder is.
+    """
+    name = os.fspath(name_or_dir)
+    if not os.path.isdir(name) and (os.path.exists(name) or _PATH.match(name)):
+        what = "is a file" if os.path.exists(name) else "does not exist on this machine"
+        raise ValueError(f"{name} {what}; name a folder with config.json, or a model of the hub")
+    own = {name: options.pop(name) for name in _DOWNLOAD if name in options}
+    subfolder = options.pop("subfolder", None) or ""
+    if os.path.isdir(name_or_dir):
+        return Path(name_or_dir, subfolder)
+    found = snapshot_download(os.fspath(name_or_dir), allow_patterns=list(_PATTERNS), **own)
+    return Path(found, subfolder)
+
+
+def empty_model(
+    folder: Path, model_class: Any, find_dtype: Callable[[], torch.dtype], options: dict[str, Any]
+) -> Any:
+    """The model that a folder's config describes, parameters on meta, buffers as they should be.
+
+    `find_dtype` counts where neither `options` nor the config names one. `options` are of the
+    config and of `PreTrainedModel._from_config` (modeling_utils.py).
+
+    Raises:
+        ValueError: the config names a class that transformers has not; options that nobody knows.
+    """
+    wanted = options.pop("dtype", options.pop("torch_dtype", "auto"))
+    of_class = {
+        name: options.pop(name)
+        for name in ("attn_implementation", "experts_implementation")
+        if name in options
+    }
+    config, unused = transformers.AutoConfig.from_pretrained(
+        folder, return_unused_kwargs=True, **options
+    )
+    if unknown := sorted(options.keys() & unused.keys()):
+        raise ValueError(
+            f"unknown option {unknown[0]}: from_pretrained has none of this name, and neither has "
+            f"{type(config).__name__} a field"
+        )
+    if model_class is None:
+        names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+        model_class = getattr(transformers, names[0], None)
+        if model_class is None:
+            raise ValueError(
+                f"{folder} names the class {names[0]}, which transformers "
+                f"{transformers.__version__} has not; pass model_class="
+            )
+    _check_not_quantized(config, folder)
+    if wanted in ("auto", None):
+        wanted = getattr(config, "dtype", None) or find_dtype()
+    elif isinstance(wanted, str):
+        wanted = _dtype_named(wanted)
+    build = model_class._from_config if hasattr(model_class, "_from_config") else None
+    if build is None:  # an Auto class
+        build = model_class.from_config
+    model: Any = on_meta(partial(build, config, dtype=wanted, **of_class))
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.eval()
+    return model
+
+
+def _check_not_quantized(config: Any, folder: Path) -> None:
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = dict(quantized).get("quant_method", "an unknown method")
+        raise ValueError(
+            f"{folder} holds weights quantized by {method}, which cannot be trained here; take the "
+            f"bf16 checkpoint of this model"
+        )
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name!r} is none of torch's; take 'bfloat16' or torch.bfloat16")
+    return found
+
+
+def on_meta(build: Callable[[], Any]) -> Any:
+    """What `build` returns, parameters on meta and tied, buffers as they should be."""
+    with init_empty_weights(include_buffers=False):
+        model = build()
+    model.tie_weights()
+    return model
+
+
+def file_name(name: str) -> str:
+    """The name that a parameter has in checkpoints, without wrappers and what PEFT puts in."""
+    return _COPIES.sub("", hf.stock_name(name)).removeprefix(_PEFT_PREFIX)
+
+
+def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
+    """`get_peft_model` on a model on meta, where PEFT leaves factors without values."""
+    from peft import get_peft_model
+
+    model = get_peft_model(model, peft_config)
+    module: Any
+    for module in model.modules():
+        reset = getattr(module, "reset_lora_parameters", None)
+        if reset is None:
+            continue
+        for adapter in module.lora_A:
+            for factor in (module.lora_A[adapter], module.lora_B[adapter]):
+                factor.to_empty(device="cpu")
+                factor.reset_parameters()
+            reset(adapter, peft_config.init_lora_weights)
+    return model
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that state dicts, and so checkpoints, hold."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """Ids of the parameters of all of PEFT's adapters, active or not (peft/tuners/tuners_utils.py).
+
+    `set_adapter` freezes those that are not active, and what they have learnt is nowhere else.
+    """
+    parts = [
+        getattr(module, name, None)
+        for module in model.modules()
+        for name in getattr(module, "adapter_layer_names", ())
+    ]
+    return {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
+
+
+def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:
+    """Those that the model's class does not ignore by itself (modeling_utils.py)."""
+    patterns = getattr(hf.without_adapters(model), "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]
+
+
+def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[Any]:
+    """In bytes; transformers' own, which its `disable_progress_bar` turns off."""
+    bar: AbstractContextManager[Any] = logging.tqdm(
+        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not shown
+    )
+    return bar
+
+
+def save_configs(
+    model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
+) -> None:
+    """config.json, generation_config.json, and tokenizers or processors (modeling_utils.py).
+
+    `dtype` is what the config will say, None leaves it. Each file is written beside its place and
+    renamed: a process killed here leaves the old one or the new one.
+    """
+    publish(stage_configs(model, folder, dtype, others), folder)
+
+
+def stage_configs(
+    model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
+) -> Path:
+    """As `save_configs`, but into a folder in `folder` that `publish` empties into it."""
+    for left_behind in folder.glob(f"{BESIDE}*"):
+        shutil.rmtree(left_behind)
+    beside = Path(tempfile.mkdtemp(prefix=BESIDE, dir=folder))
+    try:
+        _save_configs(model, beside, dtype, others)
+    except BaseException:
+        shutil.rmtree(beside)
+        raise
+    return beside
+
+
+def publish(beside: Path, folder: Path) -> None:
+    """Rename every file of `beside` into its place in `folder`."""
+    for file in beside.rglob("*"):
+        if file.is_file():
+            place = folder / file.relative_to(beside)
+            place.parent.mkdir(exist_ok=True)
+            file.replace(place)
+    shutil.rmtree(beside)
+
+
+def _save_configs(
+    model: Any, folder: Path, dtype: torch.dtype | None, others: Iterable[Any]
+) -> None:
+    model = hf.without_adapters(hf.unwrap(model))
+    kept = model.config.dtype, model.config.architectures
+    if dtype is not None:
+        model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [hf.stock_class(type(model)).__name__]
+    try:
+        model.config.save_pretrained(folder)
+    finally:
+        model.config.dtype, model.config.architectures = kept
+    if model.can_generate():
+        # Not by its save_pretrained, which refuses what generate() and loading only warn of (a
+        # temperature without do_sample): a run must not end with its first checkpoint for that.
+        path = folder / CONFIGS[1]
+        model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
+    for other in others:
+        other.save_pretrained(folder)

@@ -1,0 +1,275 @@
+"""The vision tower under FSDP2 and sequence parallelism, where some ranks have images, others none.
+
+The tower is sharded over all ranks, so all of them have to run it or none: a rank that skips it
+leaves the others waiting in its all-gather. Before the language model begins, ranks tell each other
+whether they have pixels:
+
+    nobody has        the tower rests; its parameters get no gradient, as in stock code
+    somebody has      every rank runs it once: on its images and videos together, or else on one
+                      patch of zeros, whose outputs are tied to the text embeddings by a function
+                      that adds nothing forward and sends exact zeros backward
+
+Which ranks hold which modality, and how many tiles, changes nothing else: in a sharded model the
+inner forward takes the tower's outputs as `mm_encoder_outputs` and places them itself.
+
+Within an sp group all ranks have the same pictures. Each takes its slice of all their patches, in
+whole merge units (2 x 2 patches become one token), attends over whole pictures for some of the
+heads (`slices.py`), and the merged features are gathered once, behind the tower. 2 ranks, pictures
+of 3 and 2 tokens:
+
+    rank 0   AAAA AAAA AAAA      patches, blocks, mergers      features of A and B, whole
+    rank 1   BBBB BBBB (pad)
+
+The language model's embeddings take them for the whole sequence; of the deepstack features, which
+its first layers add, each rank keeps the rows of its slice of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.hooks import RemovableHandle
+
+from hf_moe_ep.ops.autograd import nothing
+from hf_moe_ep.ranks.collectives import sum_over_ranks
+from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, own_heads, own_tokens
+from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream import names as hf
+
+# What the inner model's forward calls pixels and their grids; what its config calls their token.
+_MODALITIES = {
+    "image": ("pixel_values", "image_grid_thw", "image_token_id"),
+    "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
+}
+
+
+class PatchSlice(Slice):
+    """How the patches of all pictures are split; `frames` are the patches of each frame."""
+
+    def __init__(self, sequence: Slice, frames: list[int], unit: int) -> None:
+        super().__init__(sequence.group, sequence.rank, sequence.size, sum(frames), unit)
+        self.frames = frames
+
+    def of_features(self) -> Slice:
+        """The same for what the mergers make of each unit."""
+        return Slice(self.group, self.rank, self.size, self.length // self.unit)
+
+
+class TowerOnce:
+    """Pre-forward hook of the model that holds the tower: runs it, on every rank or on none."""
+
+    def __init__(self, state: ModelState, tower: nn.Module) -> None:
+        self.state, self.tower = state, tower
+        # Of a run without pixels: ties what it gave to the embeddings, once.
+        self.tie: RemovableHandle | None = None
+
+    @torch.compiler.disable
+    def __call__(
+        self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.tie is not None:  # of a forward that ended early
+            self.tie.remove()
+        meshes = self.state.meshes
+        if meshes is None or meshes.world_size == 1:
+            return None
+        given = hf.bind_forward(inner, args, kwargs)
+        if not self._someone_sees(inner, given, meshes.device):
+            return None
+        here = {
+            name: (given[pixels], given[grid])
+            for name, (pixels, grid, _) in _MODALITIES.items()
+            if given.get(pixels) is not None
+        }
+        if not here:
+            unseen = _features(hf.run_tower(inner, *self._nothing_to_see(meshes.device)))
+            if any(feature.requires_grad for feature in unseen):
+                self._tie_once(inner, given, unseen)
+            return (), given
+        pixels, grids = (torch.cat(parts) for parts in zip(*here.values(), strict=True))
+        counts = [len(grid) for _, grid in here.values()]
+        split = self._split(given.get(SLICE), grids)
+        outputs = hf.split_tower_outputs(hf.run_tower(inner, pixels, grids, **split), counts)
+        given[hf.TOWER_OUTPUTS] = dict(zip(here, outputs, strict=True))
+        for name in here:
+            given[_MODALITIES[name][0]] = None
+        return (), given
+
+    def _tie_once(self, inner: nn.Module, given: dict[str, Any], unseen: list[Tensor]) -> None:
+        """Through the embeddings of this forward the unseen outputs get a gradient: zero."""
+        if given.get("inputs_embeds") is not None:
+            given["inputs_embeds"] = _Tie.apply(given["inputs_embeds"], *unseen)
+            return
+
+        def tie(module: nn.Module, args: tuple[Any, ...], embeds_BSH: Tensor) -> Tensor:
+            handle.remove()
+            return _Tie.apply(embeds_BSH, *unseen)
+
+        # Found now: PEFT and resize_token_embeddings put others in its place.
+        embedding = hf.input_embedding(inner)
+        assert embedding is not None
+        self.tie = handle = embedding.register_forward_hook(torch.compiler.disable(tie))
+
+    def _someone_sees(self, inner: nn.Module, given: dict[str, Any], device: torch.device) -> bool:
+        """Whether any rank has pixels; raises on every rank where one has a broken batch."""
+        claims = list(self._claims(inner, given, device))
+        wrong = sum((left != right for _, left, right in claims), torch.zeros((), device=device))
+        has = sum(given.get(pixels) is not None for pixels, _, _ in _MODALITIES.values())
+        # The host waits here, once per forward: no rank knows alone.
+        told = sum_over_ranks(torch.stack([wrong, torch.full_like(wrong, has)])).tolist()
+        if told[0]:
+            mine = [text.format(int(a), int(b)) for text, a, b in claims if int(a) != int(b)]
+            raise ValueError(
+                "; ".join(mine) or "another rank's images do not fit its text; its error says more"
+            )
+        return bool(told[1])
+
+    def _claims(
+        self, inner: nn.Module, given: dict[str, Any], device: torch.device
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Pairs of numbers that have to be equal, and what to say where they are not."""
+        merge, _ = hf.tower_sizes(self.tower)
+        ids = None if given.get("past_key_values") is not None else given.get("input_ids")
+        for pixels, grid, token in _MODALITIES.values():
+            sizes, rows = given.get(grid), given.get(pixels)
+            zero = torch.zeros((), dtype=torch.int64, device=device)
+            patches = zero if sizes is None else sizes.prod(1).sum()
+            has = zero if rows is None else zero + rows.shape[0]
+            yield f"{grid} has {{}} patches, {pixels} has {{}} rows", patches, has
+            if ids is not None:
+                text = f"input_ids has {{}} tokens of {token}, {grid} makes {{}}"
+                yield text, (ids == getattr(inner.config, token)).sum(), patches // merge**2
+
+    def _split(self, sequence: Slice | None, grids: Tensor) -> dict[str, PatchSlice]:
+        if sequence is None:
+            return {}
+        frames = [h * w for t, h, w in grids.tolist() for _ in range(t)]
+        merge, _ = hf.tower_sizes(self.tower)
+        return {SLICE: PatchSlice(sequence, frames, merge**2)}
+
+    def _nothing_to_see(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Pixels and grid of the smallest picture that goes through every part of the tower."""
+        merge, values = hf.tower_sizes(self.tower)
+        pixels = torch.zeros(merge * merge, values, device=device)
+        return pixels, torch.tensor([[1, merge, merge]], device=device)
+
+
+class TakePatches:
+    """Pre-forward hook of the tower: pixels and what is made of `grid_thw` become the slice."""
+
+    @torch.compiler.disable
+    def __call__(
+        self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        part: PatchSlice | None = kwargs.get(SLICE)
+        if part is None:
+            return None
+        tables = hf.tower_tables(tower, kwargs["grid_thw"])
+        mine: dict[str, Any] = {name: part.take(table, 0) for name, table in tables.items()}
+        # Known here, so that no layer waits for it.
+        mine["max_seqlen"] = max(part.frames)
+        return (part.take(args[0], 0), *args[1:]), {**kwargs, **mine}
+
+
+class JoinFeatures:
+    """Forward hook of the tower: what its mergers made, of all patches, in one exchange."""
+
+    @torch.compiler.disable
+    def __call__(
+        self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    ) -> Any:
+        part: PatchSlice | None = kwargs.get(SLICE)
+        if part is None:
+            return None
+        mine = torch.stack([outputs.pooler_output, *outputs.deepstack_features])
+        whole = gather_slices(mine, part.of_features())
+        # Copies, because FSDP2's hook on a view would be lost to an in-place op.
+        pooled, *deepstack = (features.clone() for features in whole)
+        return type(outputs)(pooler_output=pooled, deepstack_features=deepstack)
+
+
+class TakeDeepstack:
+    """Pre-forward hook of the language model: deepstack features of its slice of the text."""
+
+    @torch.compiler.disable
+    def __call__(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        part: Slice | None = kwargs.get(SLICE)
+        features = kwargs.get("deepstack_visual_embeds")
+        if part is None or features is None:
+            return None
+        seen_BS: Tensor = kwargs["visual_pos_masks"]
+        row_BS = seen_BS.flatten().cumsum(0).view_as(seen_BS) - 1
+        mine_BS = part.take(seen_BS, 1)
+        rows = part.take(row_BS, 1)[mine_BS]
+        deepstack = [feature[rows] for feature in features]
+        return args, {
+            **kwargs,
+            "visual_pos_masks": mine_BS,
+            "deepstack_visual_embeds": deepstack,
+        }
+
+
+def patch_attention(
+    stock: Callable[..., Any],
+    varlen: bool,
+    module: nn.Module,
+    query: Tensor,  # (1, heads, patches / sp, D)
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention within each frame, for this rank's heads; registered with transformers.
+
+    `varlen`: whether the stock function takes frames as `cu_seq_lens_q`, or one at a time.
+    """
+    part: PatchSlice | None = kwargs.pop(SLICE, None)
+    module = hf.stock_attention(module)
+    if part is not None:
+        query, key, value = own_heads(query, key, value, part)
+    if varlen:
+        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
+        out, _ = stock(module, query, key, value, attention_mask, **kwargs)
+    else:
+        frames = part.frames if part is not None else cu_seq_lens_q.diff().tolist()
+        each = zip(*(x.split(frames, 2) for x in (query, key, value)), strict=True)
+        out = torch.cat([stock(module, *qkv, attention_mask, **kwargs)[0] for qkv in each], 1)
+    return (out if part is None else own_tokens(out, part)), None
+
+
+def patch_attention_with(stock: Callable[..., Any], *, varlen: bool) -> Callable[..., Any]:
+    """`patch_attention` around a stock attention function."""
+    return partial(patch_attention, stock, varlen)
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, embeds_BSH: Tensor, *unseen: Tensor) -> Tensor:
+        ctx.like = [(feature.new_empty(0), feature.shape) for feature in unseen]
+        return embeds_BSH.clone()  # FSDP2's hook on a view would be lost to an in-place op
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSH: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
+        return grad_BSH, *(nothing(*like) if needed else None for like, needed in pairs)
+
+
+def _features(outputs: Any) -> list[Tensor]:
+    return [
+        feature
+        for features in (outputs.pooler_output, *outputs.deepstack_features)
+        for feature in features
+    ]
