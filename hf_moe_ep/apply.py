@@ -28,7 +28,9 @@ from hf_moe_ep.patch import check_unsharded, patch
 from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.shard import ShardOptions, default_device, default_policy, shard_model
 from hf_moe_ep.state import STATE, ModelState
-from hf_moe_ep.upstream import hub_files as hf_hub
+from hf_moe_ep.upstream.adapters import attach_adapters
+from hf_moe_ep.upstream.hub import empty_model, local_folder
+from hf_moe_ep.upstream.models import set_source
 
 
 def apply_ep_fsdp2(
@@ -125,12 +127,12 @@ def from_pretrained(
     built: list[tuple[Path, nn.Module]] = []
 
     def build() -> None:
-        folder = hf_hub.local_folder(name_or_dir, options)
-        model = hf_hub.empty_model(folder, model_class, partial(_first_dtype, folder), options)
+        folder = local_folder(name_or_dir, options)
+        model = empty_model(folder, model_class, partial(_first_dtype, folder), options)
         # The name, not the folder in the cache: PEFT writes it into the config of an adapter.
-        model.name_or_path = model.config._name_or_path = os.fspath(name_or_dir)
+        set_source(model, os.fspath(name_or_dir))
         if peft_config is not None:
-            model = hf_hub.attach_adapters(model, peft_config)
+            model = attach_adapters(model, peft_config)
         built.append((folder, model))
 
     together(f"from_pretrained({os.fspath(name_or_dir)!r})", build)

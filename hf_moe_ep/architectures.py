@@ -10,7 +10,7 @@ from torch import nn
 
 import model_patches
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.models import text_config
 
 
 def known_architectures() -> list[str]:
@@ -28,4 +28,4 @@ def find_plan(model: nn.Module) -> tuple[ModelPlan, Any]:
             f"known are: {', '.join(known_architectures())}"
         )
     plan = importlib.import_module(f"model_patches.{model_type}").PLAN
-    return plan, hf.text_config(model_config)
+    return plan, text_config(model_config)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.names import IGNORED_LABEL
+from hf_moe_ep.upstream.models import IGNORED_LABEL
 
 
 def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> Tensor:

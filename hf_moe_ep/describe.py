@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 
 def describe(model: nn.Module) -> str:
@@ -16,7 +16,7 @@ def describe(model: nn.Module) -> str:
     Raises:
         ValueError: the model is not patched.
     """
-    model = hf.unwrap(model)
+    model = unwrap(model)
     state = find_state(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
@@ -33,7 +33,7 @@ def _header(model: nn.Module, state: ModelState) -> str:
 
 def _experts(model: nn.Module, state: ModelState) -> str:
     layers = {
-        hf.canonical_name(name): layer
+        canonical_name(name): layer
         for name, module in model.named_modules()
         if isinstance(layer := getattr(module, STATE, None), MoELayer)
     }

@@ -33,7 +33,7 @@ from hf_moe_ep.integrations import install as accelerate
 from hf_moe_ep.lora import attach as lora
 from hf_moe_ep.moe.aux_loss import GlobalAuxLoss, RestoreAuxLoss
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
-from hf_moe_ep.moe.experts import Compute, choose_compute
+from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.plan import ModelPlan, matches
@@ -45,8 +45,20 @@ from hf_moe_ep.sequence.ulysses import (
     check_heads,
     split_loss,
 )
-from hf_moe_ep.state import STATE, ModelState, MoELayer
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
+from hf_moe_ep.upstream.adapters import without_adapters, wraps_for_adapters
+from hf_moe_ep.upstream.attention_interface import own_attention_config
+from hf_moe_ep.upstream.experts_interface import (
+    EXPERTS_IMPLEMENTATION,
+    is_experts_module,
+    own_experts_config,
+    register_experts_forward,
+)
+from hf_moe_ep.upstream.models import output_head
+from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.modules import own_children, remove_hooks
+from hf_moe_ep.upstream.sharded_models import is_distributed_by_transformers, is_fsdp1
+from hf_moe_ep.upstream.towers import takes_tower_outputs, tower_heads
 from hf_moe_ep.vision.tower import (
     JoinFeatures,
     TakeDeepstack,
@@ -100,17 +112,17 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     _check_sp_size(model, config, model_config, tower)
     if config.dispatcher == "deepep":
         load_deep_ep()
-    computes = [_choose_compute(module, config) for module in experts.values()]
+    computes = [_compute_of(module, config) for module in experts.values()]
     if before is not None:
         unpatch(model)
-    hf.register_experts_forward(moe_forward)
-    implementation = "eager" if config.experts_backend == "eager" else hf.EXPERTS_IMPLEMENTATION
-    own_config = hf.own_experts_config(next(iter(experts.values())).config, implementation)
+    register_experts_forward(moe_forward)
+    implementation = "eager" if config.experts_backend == "eager" else EXPERTS_IMPLEMENTATION
+    own_config = own_experts_config(next(iter(experts.values())).config, implementation)
     for index, (module, compute) in enumerate(zip(experts.values(), computes, strict=True)):
         state.undo.append((module, "config", module.config))
         module.config = own_config
         setattr(module, STATE, MoELayer(index, state, compute))
-    _hook_root(hf.without_adapters(model), state)
+    _hook_root(without_adapters(model), state)
     if tower is not None:
         _hook_tower(*tower, state)
     accelerate.install()
@@ -134,12 +146,7 @@ def unpatch(model: nn.Module) -> nn.Module:
             "apply_ep_fsdp2 or accelerator.prepare"
         )
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
-                module._forward_hooks_with_kwargs.pop(key, None)
+        remove_hooks(module, _is_ours)
     unwatch_checkpoints(model)
     for module, name, value in state.undo:
         if value is None:
@@ -158,7 +165,7 @@ def _is_ours(hook: object) -> bool:
 def _find_experts(model: nn.Module, plan: ModelPlan, model_config: Any) -> dict[str, nn.Module]:
     """Name -> module of every MoE layer, in order; raises unless it is what the config promises."""
     experts = _find(model, plan.experts)
-    others = [name for name, module in experts.items() if not hf.is_experts_module(module)]
+    others = [name for name, module in experts.items() if not is_experts_module(module)]
     expected = plan.num_moe_layers(model_config)
     if len(experts) != expected or expected == 0 or others:
         raise ValueError(
@@ -176,9 +183,9 @@ def _find_tower(model: nn.Module, plan: ModelPlan) -> tuple[nn.Module, nn.Module
     if plan.vision is None:
         return None
     for name, tower in model.named_modules():
-        if matches(plan.vision.tower, hf.stock_name(name)):
+        if matches(plan.vision.tower, stock_name(name)):
             inner = model.get_submodule(name.rpartition(".")[0])
-            if hf.takes_tower_outputs(inner):
+            if takes_tower_outputs(inner):
                 return inner, tower
             raise ValueError(
                 f"{type(inner).__name__} of this transformers runs its vision tower itself; "
@@ -211,7 +218,7 @@ def _check_sp_size(
     heads, kv_heads = model_config.num_attention_heads, model_config.num_key_value_heads
     check_heads(heads, kv_heads, config.sp_size or 1)
     if tower is not None:
-        check_heads(hf.tower_heads(tower[1]), hf.tower_heads(tower[1]), config.sp_size or 1)
+        check_heads(tower_heads(tower[1]), tower_heads(tower[1]), config.sp_size or 1)
     if _causal_lm(model) is None:
         raise ValueError(
             f"sp_size ({config.sp_size}) > 1 needs a model with a language modelling head, which "
@@ -219,7 +226,7 @@ def _check_sp_size(
         )
 
 
-def _choose_compute(module: nn.Module, config: ParallelConfig) -> Compute | None:
+def _compute_of(module: nn.Module, config: ParallelConfig) -> Compute | None:
     if config.experts_backend == "eager":
         return None
     return choose_compute(module, config.experts_backend, recompute=config.recompute_activations)
@@ -230,7 +237,7 @@ def check_unsharded(model: nn.Module) -> None:
     sharded = "pass the model as from_pretrained returns it, patch it, then shard it once"
     if isinstance(model, DistributedDataParallel):
         raise ValueError(f"the model is wrapped in DistributedDataParallel; {sharded}")
-    if hf.is_distributed_by_transformers(model):
+    if is_distributed_by_transformers(model):
         raise ValueError(f"transformers sharded this model when it loaded it; {sharded}")
     state: ModelState | None = getattr(model, STATE, None)
     if state is not None and state.meshes is not None:
@@ -242,7 +249,7 @@ def check_unsharded(model: nn.Module) -> None:
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"FSDP2 shards parts of this model already; {sharded}")
-    if hf.is_fsdp1(model):
+    if is_fsdp1(model):
         raise ValueError(f"FSDP1 wraps parts of this model; {sharded}")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(f"the model has DTensor parameters already; {sharded}")
@@ -262,9 +269,8 @@ def _hook_root(model: nn.Module, state: ModelState) -> None:
 
 def _causal_lm(model: nn.Module) -> Any:
     """The module that owns the head onto the vocabulary."""
-    head = hf.output_head(model)
-    # _modules, because PEFT's wrappers pass attributes of the model through.
-    owners = (module for module in model.modules() if head in module._modules.values())
+    head = output_head(model)
+    owners = (module for module in model.modules() if head in own_children(module))
     return None if head is None else next(owners, None)
 
 
@@ -297,14 +303,14 @@ def _find(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if matches(pattern, hf.stock_name(name)) and not hf.wraps_for_adapters(module)
+        if matches(pattern, stock_name(name)) and not wraps_for_adapters(module)
     }
 
 
 def _swap_attention(
     modules: list[Any], state: ModelState, wrap: Callable[..., Any], *, frames: bool = False
 ) -> None:
-    own_config = hf.own_attention_config(modules[0].config, wrap, frames=frames)
+    own_config = own_attention_config(modules[0].config, wrap, frames=frames)
     for module in modules:
         state.undo.append((module, "config", module.config))
         module.config = own_config

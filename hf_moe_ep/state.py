@@ -18,7 +18,7 @@ from hf_moe_ep.ops.formula import ExpertsLayout
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.ranks.together import world_size
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.sharded_models import inside_ddp_forward
 
 STATE = "_hf_moe_ep"
 
@@ -59,7 +59,7 @@ class ModelState:
                 f"`distributed_type: FSDP`, `fsdp_version: 2` (examples/accelerate/), or call "
                 f"apply_ep_fsdp2(model) in your own loop"
             )
-        if hf.inside_ddp_forward():
+        if inside_ddp_forward():
             raise ValueError(
                 "this patched model sits inside DistributedDataParallel, which knows nothing of "
                 "its experts. Launch with `distributed_type: FSDP`, `fsdp_version: 2` "

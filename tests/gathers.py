@@ -6,7 +6,7 @@ from unittest import mock
 
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.module_names import stock_name
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def gathered_units() -> Iterator[list[str]]:
         before = self._all_gather_result
         original(self, *args, **kwargs)
         if before is None and self._all_gather_result is not None:
-            name = hf.stock_name(self._module_fqn or "root")
+            name = stock_name(self._module_fqn or "root")
             names.append(name[name.find("layers.") :] if "layers." in name else name)
 
     with mock.patch.object(FSDPParamGroup, "unshard", unshard):

@@ -12,7 +12,7 @@ from tiny_models import tiny
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import from_pretrained
-from hf_moe_ep.upstream import hub_files as hf_hub
+from hf_moe_ep.upstream import hub
 
 
 def _mixed(rank: int, world: int, folder: str) -> torch.dtype:
@@ -36,7 +36,7 @@ def test_a_checkpoint_of_two_dtypes_whose_config_names_none(tmp_path: Path) -> N
 
 def _named(rank: int, world: int, folder: str) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(hf_hub, "snapshot_download", lambda *_, **__: folder)
+        patches.setattr(hub, "snapshot_download", lambda *_, **__: folder)
         model = from_pretrained("owner/model", dtype="bfloat16")
     assert model.config.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"dtype 'bf16' is none of torch's; take 'bfloat16'"):

@@ -425,7 +425,7 @@ def seen():
     )
 
 before = seen()
-import hf_moe_ep, hf_moe_ep.accelerate
+import hf_moe_ep, hf_moe_ep.integrations.install
 assert seen() == before, "import changed something"
 import sys
 assert "model_patches.qwen3_moe" not in sys.modules

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hf_moe_ep.architectures import find_plan
+from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.pieces import describe, hub_pieces
 from hf_moe_ep.checkpoints.hub.read import find_weights
 from hf_moe_ep.checkpoints.hub.save import distinct_tensors
@@ -43,7 +44,7 @@ from hf_moe_ep.checkpoints.storage.atomic import sha256_of
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Box, read_index
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.upstream import hub_files as hf_hub
+from hf_moe_ep.upstream.hub import empty_model, file_name
 
 _OF_ACCELERATE, _OURS = "pytorch_model_fsdp_0", "tensors"
 _PREFIX = "model."
@@ -99,7 +100,7 @@ def convert(
     for file in described.iterdir():
         if file.is_file() and file.suffix not in _NOT_COPIED and _is_of_model(file.name):
             shutil.copy2(file, out)
-    hf_hub.save_configs(model, out, first_dtype(sources), ())
+    save_configs(model, out, first_dtype(sources), ())
     write_checkpoint(out, split_files(sources, parse_size(max_shard_size)))
     return sum(source.bytes for source in sources)
 
@@ -161,7 +162,7 @@ def look(folder: str | os.PathLike[str]) -> Found:
 
 
 def _empty(folder: Path) -> tuple[nn.Module, ModelPlan]:
-    model = hf_hub.empty_model(folder, None, torch.get_default_dtype, {})
+    model = empty_model(folder, None, torch.get_default_dtype, {})
     return model, find_plan(model)[0]
 
 
@@ -219,7 +220,7 @@ def _source(
     dtype: torch.dtype,
     slabs: Callable[[], Iterator[tuple[Box, Tensor]]],
 ) -> Source:
-    pieces = hub_pieces(hf_hub.file_name(name), tuple(tensor.shape), plan)
+    pieces = hub_pieces(file_name(name), tuple(tensor.shape), plan)
     return Source(pieces, dtype if tensor.is_floating_point() else tensor.dtype, slabs)
 
 

@@ -36,7 +36,7 @@ import accelerate.utils.fsdp_utils
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
@@ -59,34 +59,38 @@ from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.shard import ShardOptions, shard_model
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.adapters import canonical_modules, has_adapters, peft_classes
+from hf_moe_ep.upstream.module_names import unwrap
+from hf_moe_ep.upstream.sharded_models import stock_class
+from hf_moe_ep.upstream.training_frameworks import declare_fsdp, save_beside
+from hf_moe_ep.upstream.wrap import wrap_once
 
 
 def install() -> None:
     """Wrap the functions of the table above, once per process."""
-    hf.wrap_once(accelerate.accelerator, "fsdp2_prepare_model", _prepare_model)
-    hf.wrap_once(Accelerator, "prepare", _prepare)
-    hf.wrap_once(AcceleratorState, "__init__", _init_state)
-    hf.wrap_once(Accelerator, "get_state_dict", _get_state_dict)
-    hf.wrap_once(accelerate.utils.fsdp_utils, "_set_model_state_dict", _set_model_state_dict)
-    hf.wrap_once(transformers.Trainer, "save_model", _save_model)
-    hf.wrap_once(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
-    if classes := hf.peft_classes():
-        hf.wrap_once(classes[0], "save_pretrained", _save_adapters)
-        hf.wrap_once(classes[0], "_get_base_model_class", _base_model_class)
-    hf.wrap_once(Accelerator, "_prepare_device_mesh", shared_batches.loader_mesh)
-    hf.wrap_once(Accelerator, "prepare_data_loader", shared_batches.prepare_data_loader)
-    hf.wrap_once(Accelerator, "prepare_scheduler", shared_batches.prepare_scheduler)
-    hf.wrap_once(Accelerator, "gather_for_metrics", shared_batches.gather_for_metrics)
+    wrap_once(accelerate.accelerator, "fsdp2_prepare_model", _prepare_model)
+    wrap_once(Accelerator, "prepare", _prepare)
+    wrap_once(AcceleratorState, "__init__", _init_state)
+    wrap_once(Accelerator, "get_state_dict", _get_state_dict)
+    wrap_once(accelerate.utils.fsdp_utils, "_set_model_state_dict", _set_model_state_dict)
+    wrap_once(transformers.Trainer, "save_model", _save_model)
+    wrap_once(transformers.PreTrainedModel, "save_pretrained", _save_in_hub_layout)
+    if classes := peft_classes():
+        wrap_once(classes[0], "save_pretrained", _save_adapters)
+        wrap_once(classes[0], "_get_base_model_class", _base_model_class)
+    wrap_once(Accelerator, "_prepare_device_mesh", shared_batches.loader_mesh)
+    wrap_once(Accelerator, "prepare_data_loader", shared_batches.prepare_data_loader)
+    wrap_once(Accelerator, "prepare_scheduler", shared_batches.prepare_scheduler)
+    wrap_once(Accelerator, "gather_for_metrics", shared_batches.gather_for_metrics)
     trainer = transformers.Trainer
     trainer_checkpoints.install()
-    hf.wrap_once(trainer, "create_accelerator_and_postprocess", shared_batches.create_accelerator)
-    hf.wrap_once(trainer, "call_model_init", shared_batches.call_model_init)
-    hf.wrap_once(trainer, "get_tp_size", shared_batches.get_tp_size)
-    hf.wrap_once(trainer, "_get_num_items_in_batch", shared_batches.get_num_items_in_batch)
-    hf.wrap_once(trainer, "floating_point_ops", shared_batches.floating_point_ops)
-    hf.wrap_once(trainer, "prediction_step", shared_batches.prediction_step)
-    hf.wrap_once(trainer, "_track_num_input_tokens", shared_batches.track_num_input_tokens)
+    wrap_once(trainer, "create_accelerator_and_postprocess", shared_batches.create_accelerator)
+    wrap_once(trainer, "call_model_init", shared_batches.call_model_init)
+    wrap_once(trainer, "get_tp_size", shared_batches.get_tp_size)
+    wrap_once(trainer, "_get_num_items_in_batch", shared_batches.get_num_items_in_batch)
+    wrap_once(trainer, "floating_point_ops", shared_batches.floating_point_ops)
+    wrap_once(trainer, "prediction_step", shared_batches.prediction_step)
+    wrap_once(trainer, "_track_num_input_tokens", shared_batches.track_num_input_tokens)
 
 
 def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
@@ -101,8 +105,7 @@ def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin 
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
     state.fsdp_plugin = plugin
-    state.distributed_type = DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    declare_fsdp(state)
 
 
 def _init_state(
@@ -146,7 +149,7 @@ def _prepare_model(
     if state is None:
         return original(accelerator, model)
     if state.meshes is None:
-        inner = hf.unwrap(model)
+        inner = unwrap(model)
         shard_model(inner, state, _options(accelerator, inner), accelerator.device)
     return model
 
@@ -180,13 +183,13 @@ def _save_model(
         original(self, output_dir, _internal_call)
         return
     folder = output_dir or self.args.output_dir
-    if hf.has_adapters(hf.unwrap(self.model)):
+    if has_adapters(unwrap(self.model)):
         state_dict = gather_state_dict(self.model)
     else:
         state_dict = _SavedAlready()
         save_pretrained(self.model, folder)
     if self.args.should_save:
-        self._save(folder, state_dict=state_dict)
+        save_beside(self, folder, state_dict)
     self.accelerator.wait_for_everyone()
     if self.args.push_to_hub:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -196,7 +199,7 @@ class _SavedAlready(dict[str, Tensor]):
     """Given to `Trainer._save` as the model's state dict, for what it saves beside the model."""
 
 
-def _save_pretrained(
+def _save_in_hub_layout(
     original: Callable[..., Any],
     self: transformers.PreTrainedModel,
     save_directory: Any,
@@ -204,7 +207,7 @@ def _save_pretrained(
     **kwargs: Any,
 ) -> None:
     state, given = find_state(self), kwargs.get("state_dict")
-    meshes = None if state is None or hf.has_adapters(self) else state.meshes
+    meshes = None if state is None or has_adapters(self) else state.meshes
     if meshes is not None and given is None:
         raise ValueError(
             f"this model is sharded over {meshes.world_size} ranks; call "
@@ -228,14 +231,14 @@ def _save_adapters(
         original(self, save_directory, *args, **kwargs)
     elif given is not None:
         kwargs["state_dict"] = pack_factors(self, given)
-        with hf.canonical_modules(self):
+        with canonical_modules(self):
             original(self, save_directory, *args, **kwargs)
     else:
         save_pretrained(self, save_directory, *args, **kwargs)
 
 
 def _base_model_class(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> type:
-    return hf.stock_class(original(self, *args, **kwargs))
+    return stock_class(original(self, *args, **kwargs))
 
 
 def _options(accelerator: Accelerator, model: nn.Module) -> ShardOptions:

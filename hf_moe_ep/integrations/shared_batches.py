@@ -34,6 +34,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 from hf_moe_ep.config import launched_world_size
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.training_frameworks import prepared_loaders
 
 _SHARING = "_hf_moe_ep_sharing"
 Original = Callable[..., Any]
@@ -50,7 +51,7 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     if size == sharing(accelerator):
         return
     check_world(1, 1, launched_world_size(), size)
-    if accelerator._dataloaders:
+    if prepared_loaders(accelerator):
         raise ValueError(
             f"sp_size={size}: this Accelerator prepared a data loader before it saw the model, so "
             f"the {size} ranks of an sp group would be given different batches; call "

@@ -35,25 +35,32 @@ import transformers
 import transformers.trainer
 from accelerate import Accelerator
 
+from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
 from hf_moe_ep.ranks.together import is_first, together
 from hf_moe_ep.state import find_state, layout_of
-from hf_moe_ep.upstream import names as hf
-from hf_moe_ep.upstream.hub_files import save_configs
+from hf_moe_ep.upstream.adapters import has_adapters
+from hf_moe_ep.upstream.module_names import unwrap
+from hf_moe_ep.upstream.training_frameworks import (
+    checkpoint_folder,
+    end_of_checkpoint,
+    prepared_models,
+)
+from hf_moe_ep.upstream.wrap import wrap_once
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def install() -> None:
     """Wrap the functions of the table above, once per process."""
-    hf.wrap_once(transformers.Trainer, "_save_checkpoint", _save_checkpoint)
-    hf.wrap_once(transformers.Trainer, "train", _train)
-    hf.wrap_once(transformers.Trainer, "_load_optimizer_and_scheduler", _load)
+    wrap_once(transformers.Trainer, "_save_checkpoint", _save_checkpoint)
+    wrap_once(transformers.Trainer, "train", _train)
+    wrap_once(transformers.Trainer, "_load_optimizer_and_scheduler", _load)
     for name in ("_load_from_checkpoint", "_load_best_model"):
-        hf.wrap_once(transformers.Trainer, name, _load_model)
-    hf.wrap_once(Accelerator, "load_state", _load_state)
+        wrap_once(transformers.Trainer, name, _load_model)
+    wrap_once(Accelerator, "load_state", _load_state)
 
 
 def _save_checkpoint(
@@ -64,7 +71,7 @@ def _save_checkpoint(
     if state is None:
         original(self, model, trial)
         return
-    folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+    folder = checkpoint_folder(self, trial)
 
     def begin() -> None:
         if is_first():
@@ -129,9 +136,9 @@ def _load_model(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
     """Every parameter from a checkpoint's hub layout into a model that one process holds."""
-    state, model = None if self.model is None else find_state(self.model), hf.unwrap(self.model)
+    state, model = None if self.model is None else find_state(self.model), unwrap(self.model)
     sharded = self.is_fsdp_enabled or (state is not None and state.meshes is not None)
-    if state is None or sharded or hf.has_adapters(model):
+    if state is None or sharded or has_adapters(model):
         return _load(original, self, *args, **kwargs)
     named = [*args, *kwargs.values()]  # none for the best
     folder = named[0] if named else self.state.best_model_checkpoint
@@ -142,7 +149,7 @@ def _load_model(
 
 def _load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """`Accelerator.load_state` of a patched model: no other code out of `.metadata`."""
-    if not any(find_state(model) is not None for model in self._models):
+    if not any(find_state(model) is not None for model in prepared_models(self)):
         return original(self, *args, **kwargs)
     with metadata_alone():
         return original(self, *args, **kwargs)
@@ -186,21 +193,15 @@ def _held_back(trainer: transformers.Trainer) -> Iterator[list[Callable[[], None
     On the hub a checkpoint without a manifest would count as unfinished for ever.
     """
     held: list[Callable[[], None]] = []
-    stock, push = transformers.trainer.rotate_checkpoints, trainer._push_from_checkpoint
 
-    def keep(*args: Any, **kwargs: Any) -> None:
+    def rotate(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         held.append(partial(_rotate, stock, *args, **kwargs))
 
-    def keep_push(*args: Any, **kwargs: Any) -> None:
-        held.append(partial(push, *args, **kwargs))
+    def push(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        held.append(partial(stock, *args, **kwargs))
 
-    transformers.trainer.rotate_checkpoints = keep
-    trainer._push_from_checkpoint = keep_push
-    try:
+    with end_of_checkpoint(trainer, rotate, push):
         yield held
-    finally:
-        transformers.trainer.rotate_checkpoints = stock
-        del trainer._push_from_checkpoint
 
 
 def _rotate(

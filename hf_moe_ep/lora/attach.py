@@ -27,20 +27,21 @@ from torch import Tensor, nn
 
 from hf_moe_ep.lora.factors import ADAPTERS, Adapter, stack_a, stack_b
 from hf_moe_ep.state import STATE, MoELayer, find_state
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.adapters import parameter_factors, peft_classes
+from hf_moe_ep.upstream.wrap import wrap_once
 
 
 def install() -> None:
     """Wrap the functions of the table above, once per process."""
-    classes = hf.peft_classes()
+    classes = peft_classes()
     if classes is None:
         return
     peft_model, tuner, parameter_wrapper = classes
-    hf.wrap_once(parameter_wrapper, "_activate_lora", _activate)
-    hf.wrap_once(tuner, "inject_adapter", _inject_adapter)
-    hf.wrap_once(peft_model, "load_adapter", _load_adapter)
+    wrap_once(parameter_wrapper, "_activate_lora", _activate)
+    wrap_once(tuner, "inject_adapter", _inject_adapter)
+    wrap_once(peft_model, "load_adapter", _load_adapter)
     for name in ("merge_and_unload", "unload", "merge_adapter"):
-        hf.wrap_once(tuner, name, partial(_merge, name))
+        wrap_once(tuner, name, partial(_merge, name))
 
 
 def stackers(experts: nn.Module) -> dict[int, Callable[[Tensor], Tensor]]:
@@ -49,7 +50,7 @@ def stackers(experts: nn.Module) -> dict[int, Callable[[Tensor], Tensor]]:
     Factors of experts that the model's own code computes stay as they are.
     """
     found: dict[int, Callable[[Tensor], Tensor]] = {}
-    for _, factor in hf.parameter_factors(experts):
+    for _, factor in parameter_factors(experts):
         if _computed_here(factor.module):
             stack = stack_b if factor.is_b else stack_a
             found[id(factor.parameter)] = partial(stack, num_experts=factor.num_experts)

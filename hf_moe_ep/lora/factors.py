@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.adapters import parameter_factors
+from hf_moe_ep.upstream.module_names import canonical_name
 
 # Where an experts module keeps its active adapters during forward: {parameter: [Adapter]}.
 ADAPTERS = "_hf_moe_ep_adapters"
@@ -78,8 +79,8 @@ def pack_b(stacked: Tensor) -> Tensor:
 def pack_factors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of whole tensors, the factors in it packed as PEFT packs them."""
     packed = dict(state_dict)
-    for name, factor in hf.parameter_factors(model):
-        for key in {name, hf.canonical_name(name)} & packed.keys():
+    for name, factor in parameter_factors(model):
+        for key in {name, canonical_name(name)} & packed.keys():
             if is_stacked(packed[key]):
                 packed[key] = (pack_b if factor.is_b else pack_a)(packed[key])
     return packed

@@ -38,7 +38,7 @@ from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.models import forward_globals, fused_head_globals, is_fused_head
 
 _FUNCTION = "load_balancing_loss_func"
 
@@ -60,8 +60,8 @@ class GlobalAuxLoss:
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return
-        fused = hf.is_fused_head(kwargs)
-        names = hf.fused_head_globals() if fused else hf.forward_globals(model)
+        fused = is_fused_head(kwargs)
+        names = fused_head_globals() if fused else forward_globals(model)
         holder = self.holder(model)
         coefficient = getattr(holder, self.name)
         self.stock = (names, names[_FUNCTION], coefficient)

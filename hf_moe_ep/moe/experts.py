@@ -26,7 +26,12 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertsLayout, activate
 from hf_moe_ep.ops.weights import ExpertWeights
 from hf_moe_ep.state import Compute
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.experts_interface import (
+    ExpertsFlags,
+    experts_flags,
+    experts_gate,
+    experts_gate_constants,
+)
 
 # Tensor cores and 16-byte loads want sizes that are multiples of this.
 ALIGNMENT = 16
@@ -40,7 +45,7 @@ def choose_compute(module: nn.Module, requested: str, *, recompute: bool) -> Com
             cannot run.
     """
     _check_weights(module)
-    flags = hf.experts_flags(module)
+    flags = experts_flags(module)
     layout = _find_layout(module, flags)
     required = requested == "triton"
     reason = "asked for" if requested == "torch" else _why_not_triton(module, flags, required)
@@ -143,15 +148,15 @@ def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def _find_layout(module: nn.Module, flags: hf.ExpertsFlags) -> ExpertsLayout:
+def _find_layout(module: nn.Module, flags: ExpertsFlags) -> ExpertsLayout:
     """The formula that gives what the module's own gate gives, on numbers that tell them apart."""
-    alphas, limits = hf.experts_gate_constants(module)
+    alphas, limits = experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
     # Shuffled without the user's random numbers: 197 is prime to 512.
     # On the CPU whatever the default device: a model may be patched under torch.device("meta").
     values = torch.linspace(-edge, edge, 512, dtype=torch.float64, device="cpu")
     pre_AG = values[torch.arange(512, device="cpu") * 197 % 512].view(32, 16)
-    want_AF = hf.experts_gate(module)(pre_AG)
+    want_AF = experts_gate(module)(pre_AG)
     swishes = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
     others = [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
     limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
@@ -181,7 +186,7 @@ def _check_weights(module: nn.Module) -> None:
             )
 
 
-def _why_not_triton(module: nn.Module, flags: hf.ExpertsFlags, required: bool) -> str:
+def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> str:
     """Why the Triton kernels cannot compute this module on this machine; empty if they can."""
     if flags.has_post_expert_norm:
         return "a norm behind each expert"

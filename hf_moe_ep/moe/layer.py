@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import _StopRecomputationError
 
 from hf_moe_ep.moe.dispatch.all_to_all import DispatchedRows, plan_dispatch
 from hf_moe_ep.moe.dispatch.async_exchange import CombinedRows
@@ -32,6 +30,11 @@ from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.recompute import Plan, Routed, watch_checkpoints
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.upstream.autograd_modes import (
+    StopRecomputation,
+    backward_is_running,
+    hidden_from_modes,
+)
 
 
 class ForwardGuard:
@@ -83,7 +86,7 @@ def _ep_forward(
     state.check_ready()
     assert meshes is not None and layer.compute is not None
     # Selective checkpointing must not see what a recompute leaves out.
-    hidden = nullcontext() if state.frame is None else _disable_current_modes()
+    hidden = nullcontext() if state.frame is None else hidden_from_modes()
     with hidden:
         plans = _plans(layer, experts.training, x_TH, expert_ids_TK)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
@@ -111,7 +114,7 @@ def _ep_forward(
                 grad_scale=1.0 / meshes.world_size,
                 weights=weights,
             )
-        except _StopRecomputationError:
+        except StopRecomputation:
             # Memory of a transfer that nobody waits for stays taken until NCCL looks after it.
             for rows in returning:
                 rows.wait()
@@ -160,8 +163,8 @@ def _header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor
         training=training,
         grad=torch.is_grad_enabled(),
         checkpointed=layer.model.frame is not None,
-        # A graph task is running exactly while backward is: a forward inside it is a recompute.
-        recompute=torch._C._current_graph_task_id() != -1,
+        # A forward while backward runs is a recompute.
+        recompute=backward_is_running(),
         top_k=expert_ids_TK.shape[1],
         itemsize=x_TH.element_size(),
     )

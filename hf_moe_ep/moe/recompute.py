@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_moe_ep.moe.dispatch.all_to_all import DispatchPlan
 from hf_moe_ep.moe.dispatch.deepep import DeepEPPlan
 from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream.autograd_modes import assert_later, hidden_from_modes
 
 Plan = DispatchPlan | DeepEPPlan
 
@@ -111,7 +111,7 @@ class Frame:
         self._next += 1
         if routed.expert_ids_TK is expert_ids_TK:
             return routed.plans
-        torch._assert_async(
+        assert_later(
             (routed.expert_ids_TK == expert_ids_TK).all(),
             f"recomputing MoE layer {layer}, the router chose other experts than in forward and "
             "does not choose by torch.topk, so its choice cannot be repeated; make it "
@@ -146,7 +146,7 @@ class _SameTopK(TorchFunctionMode):
         if scores.shape[-1] != self._num_experts or math.prod(shape) != ids_TK.numel():
             return func(*args, **kwargs)
         ids = ids_TK if ids_TK.shape == shape else ids_TK.view(shape)
-        with _disable_current_modes():
+        with hidden_from_modes():
             return torch.return_types.topk((_Take.apply(scores, ids), ids))
 
 

@@ -91,7 +91,7 @@ def forward(
         return torch.zeros_like(rows_RH), rows_RH.new_empty(pre_shape)
     blocks, top_k = choose_blocks(experts.up, num_pairs), weights_RK.shape[1]
     rows_RH = _with_contiguous_rows(rows_RH)
-    act_AF, pre_AG = _up(rows_RH, top_k, experts, routing, layout, blocks, keep_pre)
+    act_AF, pre_AG = _activations(rows_RH, top_k, experts, routing, layout, blocks, keep_pre)
     low = _low_rows(act_AF, experts.down_adapter, routing, blocks)
     down_LFH, bias_LH = experts.down.transpose(1, 2), experts.down_bias
     y_AH = grouped_mm(act_AF, down_LFH, bias_LH, routing, blocks, low)
@@ -129,7 +129,7 @@ def backward(
     rows_RH, grad_RH = _with_contiguous_rows(rows_RH), _with_contiguous_rows(grad_RH)
     weights_RK = weights_RK.contiguous()
     if pre_AG is None:
-        _, pre_AG = _up(rows_RH, top_k, experts, routing, layout, blocks, keep_pre=True)
+        _, pre_AG = _activations(rows_RH, top_k, experts, routing, layout, blocks, keep_pre=True)
     down_back = experts.down_adapter and experts.down_adapter.transposed()
     down_low = _low_rows(grad_RH, down_back, routing, blocks, gather_top_k=top_k)
     grad_pre_AG, act_AF, partial_CA = dgated(
@@ -160,7 +160,7 @@ def backward(
     return (grads, finish) if later else (finish(grads), None)
 
 
-def _up(
+def _activations(
     rows_RH: Tensor,
     top_k: int,
     experts: ExpertWeights,

@@ -19,7 +19,6 @@ Ranks of an sp group, always consecutive, share their batches: world / sp of the
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.upstream.process_groups import make_flat_group
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     names = ("dp_replicate", "ep_fsdp", "ep")
     experts = DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=names)
     # One group over both axes of the expert weights: norms need one all-reduce instead of two.
-    # Up to 2.11 torch slices no mesh in which ranks step by less along its first axis.
-    with suppress(KeyError):
-        experts["ep_fsdp", "ep"]._flatten("ep_fsdp_ep")
+    make_flat_group(experts["ep_fsdp", "ep"], "ep_fsdp_ep")
     dense = init_device_mesh(
         device.type,
         (replicate, world_size // replicate),

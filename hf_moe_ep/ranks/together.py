@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hf_moe_ep.upstream.process_groups import default_store
+
 # How far ranks may be apart when they begin to save.
 _PATIENCE = timedelta(minutes=5)
 
@@ -26,7 +28,7 @@ def check_everyone_calls(what: str, patience: timedelta | None = None) -> None:
     if not is_distributed():
         return
     patience = patience or _PATIENCE
-    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    store, world = default_store(), dist.get_world_size()
     called = f"hf_moe_ep/{what}"
     number = store.add(called, 1)
     met = f"{called}/{(number - 1) // world}"

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_moe_ep.ranks.collectives import all_gather, swap_slices
+from hf_moe_ep.upstream.autograd_modes import is_view
 
 # The keyword argument that carries a Slice.
 SLICE = "hf_moe_ep_slice"
@@ -129,7 +130,7 @@ class _Gather(torch.autograd.Function):
         ctx.part = part
         whole = all_gather(x, part.group).movedim(0, 1).flatten(1, 2)[:, : part.length]
         # No view: FSDP2's hook on an output that is one would be lost to an in-place op.
-        return whole.clone() if whole._is_view() else whole
+        return whole.clone() if is_view(whole) else whole
 
     @staticmethod
     @once_differentiable

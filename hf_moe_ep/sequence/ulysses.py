@@ -33,8 +33,8 @@ from torch.nn import functional
 from hf_moe_ep.ranks.collectives import gather_counts
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, own_heads, own_tokens, sum_slices
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream import names as hf
-from hf_moe_ep.upstream.names import IGNORED_LABEL
+from hf_moe_ep.upstream.attention_interface import stock_attention
+from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, is_fused_head
 
 
 class SplitSequence:
@@ -54,7 +54,7 @@ class SplitSequence:
         meshes = self.state.meshes
         if meshes is None or meshes.sp_size == 1:
             return None
-        given = hf.bind_forward(model, args, kwargs)
+        given = bind_forward(model, args, kwargs)
         keep = given.get("logits_to_keep", 0)
         picks = isinstance(keep, Tensor) or bool(keep)
         learns = model.training or given.get("labels") is not None
@@ -73,7 +73,7 @@ class SplitSequence:
         rank = meshes.sp.get_local_rank()
         part = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
         given[SLICE] = part
-        if hf.is_fused_head(given):
+        if is_fused_head(given):
             given["shift_labels"] = _next_labels(
                 given.pop("labels", None), given.get("shift_labels"), part
             )
@@ -97,7 +97,7 @@ class JoinLogits:
         part: Slice | None = kwargs.get(SLICE)
         if part is None:
             return None
-        if hf.is_fused_head(kwargs):
+        if is_fused_head(kwargs):
             return _join_fused(output, part)
         if isinstance(output, tuple):
             raise ValueError("return_dict=False does not go with sp_size > 1; leave it out")
@@ -153,7 +153,7 @@ def split_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over the whole sequence for this rank's heads; registered with transformers."""
     part: Slice | None = kwargs.pop(SLICE, None)
-    module = hf.stock_attention(module)
+    module = stock_attention(module)
     if part is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
     kv_heads = key.shape[1]

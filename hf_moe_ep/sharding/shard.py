@@ -36,14 +36,17 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep.lora.attach import stackers
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.units import find_units, keep_last_layer, set_prefetch
 from hf_moe_ep.state import STATE, ModelState, MoELayer
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.models import is_quantized, model_config_fields
+from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.sharded_models import forget_finished_backward, mark_fsdp_managed
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def shard_units(
                 local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])
                 _expert_placement(local, state.config.expert_shard_dim, meshes.ep_fsdp_size)
     owners = _owners(model)
-    state.dtypes = {hf.canonical_name(name): p.dtype for name, p in model.named_parameters()}
+    state.dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
     _broadcast_unsharded(model, options, meshes.device)
     kwargs = options.fully_shard_kwargs()
     for index, layer in enumerate(units.layers):
@@ -149,14 +152,14 @@ def shard_units(
     fully_shard(root, mesh=meshes.dense, **{**kwargs, "mp_policy": root_policy})
     keep_last_layer(units, root)
     set_prefetch(units)
-    hf.mark_fsdp_managed(model)
+    mark_fsdp_managed(model)
     state.meshes, state.policy = meshes, options.mp_policy
     return model
 
 
 def _root(model: nn.Module) -> nn.Module:
     """The model inside a PeftModel, where all parameters are in it: `generate` calls that alone."""
-    inner: nn.Module = hf.without_adapters(model)
+    inner: nn.Module = without_adapters(model)
     inside = {id(parameter) for parameter in inner.parameters()}
     return inner if all(id(parameter) in inside for parameter in model.parameters()) else model
 
@@ -169,7 +172,7 @@ def _check_frozen(model: nn.Module, experts: Iterable[nn.Module]) -> None:
         for name, weight in module.named_parameters()
         if weight.requires_grad and "lora_" not in name
     ]
-    if hf.is_quantized(model) and trained:
+    if is_quantized(model) and trained:
         name, dtype = trained[0]
         raise ValueError(
             f"this model was loaded with a quantization_config, which left {len(trained)} weights "
@@ -202,7 +205,7 @@ def _shard_experts(
         return _expert_placement(shape, wanted, meshes.ep_fsdp_size)
 
     fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
-    experts.register_forward_pre_hook(_forget_finished_backward, prepend=True)
+    experts.register_forward_pre_hook(forget_finished_backward, prepend=True)
     if state.config.experts_backend == "eager":
         return
     assert isinstance(experts, FSDPModule)
@@ -214,21 +217,6 @@ def _shard_experts(
 
 def _as_it_is(weight: Tensor) -> Tensor:
     return weight
-
-
-def _forget_finished_backward(experts: nn.Module, args: tuple[Any, ...]) -> None:
-    """Let FSDP2 see the recompute of a second forward within one backward.
-
-    A nested unit stays in state PRE_BACKWARD after its backward until the whole backward ends, so
-    when an enclosing checkpoint recomputes another forward (two forwards, one backward, reentrant)
-    FSDP2 takes the unit for prepared, registers nothing and never reduces its gradients. Seen with
-    torch 2.13 and the stock experts alike.
-    """
-    assert isinstance(experts, FSDPModule)
-    state = experts._get_fsdp_state()
-    group = state._fsdp_param_group
-    if group is not None and group._training_state == TrainingState.POST_BACKWARD:
-        state._training_state = TrainingState.IDLE
 
 
 def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int) -> Shard:
@@ -316,9 +304,9 @@ def _broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.
         if parameter in options.ignored_params and type(parameter) is nn.Parameter:
             parameter.data = _from_rank0(parameter.detach(), device)
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in own_buffers(module).items():
             if buffer is not None:
-                module._buffers[name] = _from_rank0(buffer.detach(), device)
+                own_buffers(module)[name] = _from_rank0(buffer.detach(), device)
 
 
 def _from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
@@ -333,13 +321,13 @@ def _from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
 def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:
     """The same model, config and policy on every rank, and weights at least on rank 0."""
     layers = sorted(
-        (getattr(module, STATE).index, hf.canonical_name(name))
+        (getattr(module, STATE).index, canonical_name(name))
         for name, module in model.named_modules()
         if isinstance(getattr(module, STATE, None), MoELayer)
     )
     shapes = [
         (
-            hf.canonical_name(name),
+            canonical_name(name),
             tuple(p.shape),
             str(p.dtype),
             p.requires_grad,
@@ -354,7 +342,7 @@ def _check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOption
         "parameters": f"{len(shapes)}, sha256 {hashlib.sha256(str(shapes).encode()).hexdigest()}",
     }
     # Last, because a field like the number of layers shows better in what stands above.
-    for name, value in sorted(hf.model_config_fields(model).items()):
+    for name, value in sorted(model_config_fields(model).items()):
         mine[f"{name} of the model's config"] = repr(value)
     loaded = [p for p in model.parameters() if p not in options.empty_params]
     tensors = [*loaded, *model.buffers()]

@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.adapters import wraps_for_adapters
+from hf_moe_ep.upstream.models import input_embedding, output_head
+from hf_moe_ep.upstream.module_names import stock_name
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
     modules: dict[str, nn.Module] = {}
     outermost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        outermost.setdefault(hf.stock_name(name), module)
-        if not hf.wraps_for_adapters(module):
-            modules.setdefault(hf.stock_name(name), module)
+        outermost.setdefault(stock_name(name), module)
+        if not wraps_for_adapters(module):
+            modules.setdefault(stock_name(name), module)
     names = [name for name in modules if matches(plan.layers, name)]
     experts = {
         index: outermost[name]
@@ -43,8 +45,8 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
         for name in modules
         if name.startswith(f"{layer}.") and matches(plan.experts, name)
     }
-    embedding = hf.input_embedding(model)
-    head = hf.output_head(model)
+    embedding = input_embedding(model)
+    head = output_head(model)
     # Any of their parameters: a copy that PEFT trains stands in front of what is tied.
     tied = head is not None and embedding is not None and _share_parameters(head, embedding)
     norms = [module for name, module in modules.items() if matches(plan.final_norm, name)]

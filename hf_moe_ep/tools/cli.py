@@ -43,13 +43,13 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("source", help="folder with adapter_config.json, adapter_model.safetensors")
     export.add_argument("target", help="folder to write; must be missing or empty")
     export.add_argument("--to", choices=_FORMS, default="per-expert", help="default: %(default)s")
-    export.set_defaults(run=_export_adapter)
+    export.set_defaults(run=_run_export)
     files_command.add_parsers(commands)
     inspect_command.add_parser(commands)
     return parser
 
 
-def _export_adapter(options: argparse.Namespace) -> None:
+def _run_export(options: argparse.Namespace) -> None:
     done: Converted = _FORMS[options.to](options.source, options.target)
     print(
         f"{options.target}: {done.layers} layers, {done.experts} experts each, {done.tensors} "

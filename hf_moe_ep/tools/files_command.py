@@ -30,7 +30,7 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--config", metavar="FOLDER", help="the model's config and tokenizer")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: what the config says")
     parser.add_argument("--max-shard-size", default="5GB", help="default: %(default)s")
-    parser.set_defaults(run=_convert)
+    parser.set_defaults(run=_run_convert)
     parser = commands.add_parser(
         "verify",
         help="read a checkpoint and check that it is whole",
@@ -38,7 +38,7 @@ def add_parsers(commands: Any) -> None:
         "hashes, its headers and its config.",
     )
     parser.add_argument("folder")
-    parser.set_defaults(run=_verify)
+    parser.set_defaults(run=_run_verify)
 
 
 def print_found(folder: str, found: Found) -> None:
@@ -49,7 +49,7 @@ def print_found(folder: str, found: Found) -> None:
         print(f"  {name:<{width}}  {value}")
 
 
-def _convert(options: argparse.Namespace) -> None:
+def _run_convert(options: argparse.Namespace) -> None:
     size = convert(
         options.source,
         options.target,
@@ -60,5 +60,5 @@ def _convert(options: argparse.Namespace) -> None:
     print(f"{options.target}: {size:,} bytes of tensors")
 
 
-def _verify(options: argparse.Namespace) -> None:
+def _run_verify(options: argparse.Namespace) -> None:
     print_found(options.folder, verify(options.folder))

@@ -26,8 +26,7 @@ What is not counted depends on the batch, the allocator or the machine: `NOT_COU
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -45,7 +44,8 @@ from hf_moe_ep.sharding.shard import ShardOptions, default_policy, shard_units
 from hf_moe_ep.sharding.units import Units, find_units
 from hf_moe_ep.state import STATE, ModelState
 from hf_moe_ep.tools.published_models import attach_lora, find_config, meta_model
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.models import text_config
+from hf_moe_ep.upstream.process_groups import fake_group
 
 MASTERS = ("fp32", "model")
 # Optimizer -> tensors of a parameter's size, scalars of 4 bytes, per trained parameter.
@@ -208,7 +208,7 @@ class _Sharded:
             reshard_after_forward=self.state.config.reshard_after_forward,
             empty_params=frozenset(model.parameters()),
         )
-        with _fake_group(rank, request.world_size):
+        with fake_group(rank, request.world_size):
             meshes = build_meshes(self.state.config, torch.device("cpu"))
             self.ep_fsdp_size = meshes.ep_fsdp_size
             shard_units(model, self.state, options, meshes)
@@ -255,7 +255,7 @@ class _Sharded:
         return total
 
     def active(self) -> int:
-        chosen = hf.text_config(self.request.config).num_experts_per_tok
+        chosen = text_config(self.request.config).num_experts_per_tok
         experts = _dtensors(self.units.experts.values())
         numel = sum(p.numel() for p in experts)
         return _numel(self.parameters) - numel + numel * chosen // self.state.num_experts
@@ -324,18 +324,6 @@ def _kinds(sharded: _Sharded) -> list[tuple[int, ...]]:
         at = sharded.coordinates(rank)
         kinds.setdefault(tuple(axis.share(at[axis.name]) for axis in axes), []).append(rank)
     return [tuple(ranks) for ranks in kinds.values()]
-
-
-@contextmanager
-def _fake_group(rank: int, world_size: int) -> Iterator[None]:
-    # Registers the backend; nothing else of torch offers one rank of a group that is not there.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _dtensors(modules: Iterable[nn.Module | None]) -> list[DTensor]:

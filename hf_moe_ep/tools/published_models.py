@@ -1,9 +1,9 @@
 """Models without weights: the published sizes that have a name here, or a folder's config.
 
 `published_models.json` holds, under a name, a config as its authors published it, reduced to what
-decides the size of a parameter, and the page it is from. Models are built on the meta device, where a
-parameter has a shape and no memory; buffers are a few kilobytes and lie on the CPU, because
-sharding sends them. Nothing is downloaded.
+decides the size of a parameter, and the page it is from. Models are built on the meta device,
+where a parameter has a shape and no memory; buffers are a few kilobytes and lie on the CPU,
+because sharding sends them. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.upstream.hub_files import on_meta
+from hf_moe_ep.upstream.hub import on_meta
+from hf_moe_ep.upstream.models import takes_images
 
 LORA_TARGETS = ("experts", "attention", "both")
 
@@ -72,7 +73,7 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
 def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     """A stock model of `config` with a head, its parameters on the meta device, weights tied."""
     factory = AutoModelForCausalLM
-    if type(config) in AutoModelForImageTextToText._model_mapping:
+    if takes_images(config):
         factory = AutoModelForImageTextToText
     model: nn.Module = on_meta(partial(factory.from_config, config, dtype=dtype))
     return model

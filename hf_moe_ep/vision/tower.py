@@ -39,7 +39,15 @@ from hf_moe_ep.ops.autograd import nothing
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, own_heads, own_tokens
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.attention_interface import stock_attention
+from hf_moe_ep.upstream.models import bind_forward, input_embedding
+from hf_moe_ep.upstream.towers import (
+    TOWER_OUTPUTS,
+    run_tower,
+    split_tower_outputs,
+    tower_sizes,
+    tower_tables,
+)
 
 # What the inner model's forward calls pixels and their grids; what its config calls their token.
 _MODALITIES = {
@@ -77,7 +85,7 @@ class TowerOnce:
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return None
-        given = hf.bind_forward(inner, args, kwargs)
+        given = bind_forward(inner, args, kwargs)
         if not self._someone_sees(inner, given, meshes.device):
             return None
         here = {
@@ -86,15 +94,15 @@ class TowerOnce:
             if given.get(pixels) is not None
         }
         if not here:
-            unseen = _features(hf.run_tower(inner, *self._nothing_to_see(meshes.device)))
+            unseen = _features(run_tower(inner, *self._nothing_to_see(meshes.device)))
             if any(feature.requires_grad for feature in unseen):
                 self._tie_once(inner, given, unseen)
             return (), given
         pixels, grids = (torch.cat(parts) for parts in zip(*here.values(), strict=True))
         counts = [len(grid) for _, grid in here.values()]
         split = self._split(given.get(SLICE), grids)
-        outputs = hf.split_tower_outputs(hf.run_tower(inner, pixels, grids, **split), counts)
-        given[hf.TOWER_OUTPUTS] = dict(zip(here, outputs, strict=True))
+        outputs = split_tower_outputs(run_tower(inner, pixels, grids, **split), counts)
+        given[TOWER_OUTPUTS] = dict(zip(here, outputs, strict=True))
         for name in here:
             given[_MODALITIES[name][0]] = None
         return (), given
@@ -110,7 +118,7 @@ class TowerOnce:
             return _Tie.apply(embeds_BSH, *unseen)
 
         # Found now: PEFT and resize_token_embeddings put others in its place.
-        embedding = hf.input_embedding(inner)
+        embedding = input_embedding(inner)
         assert embedding is not None
         self.tie = handle = embedding.register_forward_hook(torch.compiler.disable(tie))
 
@@ -132,7 +140,7 @@ class TowerOnce:
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Pairs of numbers that have to be equal, and what to say where they are not."""
-        merge, _ = hf.tower_sizes(self.tower)
+        merge, _ = tower_sizes(self.tower)
         ids = None if given.get("past_key_values") is not None else given.get("input_ids")
         for pixels, grid, token in _MODALITIES.values():
             sizes, rows = given.get(grid), given.get(pixels)
@@ -148,12 +156,12 @@ class TowerOnce:
         if sequence is None:
             return {}
         frames = [h * w for t, h, w in grids.tolist() for _ in range(t)]
-        merge, _ = hf.tower_sizes(self.tower)
+        merge, _ = tower_sizes(self.tower)
         return {SLICE: PatchSlice(sequence, frames, merge**2)}
 
     def _nothing_to_see(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Pixels and grid of the smallest picture that goes through every part of the tower."""
-        merge, values = hf.tower_sizes(self.tower)
+        merge, values = tower_sizes(self.tower)
         pixels = torch.zeros(merge * merge, values, device=device)
         return pixels, torch.tensor([[1, merge, merge]], device=device)
 
@@ -168,7 +176,7 @@ class TakePatches:
         part: PatchSlice | None = kwargs.get(SLICE)
         if part is None:
             return None
-        tables = hf.tower_tables(tower, kwargs["grid_thw"])
+        tables = tower_tables(tower, kwargs["grid_thw"])
         mine: dict[str, Any] = {name: part.take(table, 0) for name, table in tables.items()}
         # Known here, so that no layer waits for it.
         mine["max_seqlen"] = max(part.frames)
@@ -235,7 +243,7 @@ def patch_attention(
     `varlen`: whether the stock function takes frames as `cu_seq_lens_q`, or one at a time.
     """
     part: PatchSlice | None = kwargs.pop(SLICE, None)
-    module = hf.stock_attention(module)
+    module = stock_attention(module)
     if part is not None:
         query, key, value = own_heads(query, key, value, part)
     if varlen:

@@ -1,8 +1,8 @@
 """The order of the folders, and the house rules, checked on the syntax tree of every source file.
 
-ORDER is the table of contents, from top to bottom: a row imports itself and the rows below it, never
-one above. Inside a row, and between the folders in it, imports make no circle. Names that another
-project calls private stand in upstream/ alone, or as strings in the table of what is wrapped.
+ORDER is the table of contents, from top to bottom: a row imports itself and the rows below it,
+never one above. Inside a row, and between the folders in it, imports make no circle. Names that
+another project calls private stand in upstream/ alone, or as strings in the table of wraps.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _private_problems(source: Source, own: frozenset[str]) -> Iterator[str]:
             yield f"line {line}: {part} of {base} is private there; only upstream/ may name it"
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
-            yield f"line {node.lineno}: .{node.attr} is private upstream; only upstream/ may name it"
+            yield f"line {node.lineno}: .{node.attr} is private there; only upstream/ may name it"
 
 
 def own_private_names(trees: list[ast.Module]) -> frozenset[str]:
@@ -361,7 +361,7 @@ BAD = {
     "private attribute": (
         "moe.layer",
         "x = model._no_split_modules",
-        "._no_split_modules is private",
+        "._no_split_modules is private there",
     ),
     "environment": (
         "ranks.mesh",

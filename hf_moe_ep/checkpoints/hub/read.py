@@ -31,8 +31,10 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 )
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.together import is_first, together
-from hf_moe_ep.upstream import hub_files as hf_hub
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.hub import file_name, progress_bar, unexpected_keys
+from hf_moe_ep.upstream.models import persistent_buffers
+from hf_moe_ep.upstream.modules import allocate_meta
 
 
 def find_weights(
@@ -56,7 +58,7 @@ def find_weights(
         try:
             found.update(_match(model, entries, plan, set(empty)))
         except ValueError as error:
-            kind = type(hf.without_adapters(model)).__name__
+            kind = type(without_adapters(model)).__name__
             raise ValueError(f"{directory} does not fit this {kind}: {error}") from error
         return fingerprint(entries), os.fspath(directory)
 
@@ -84,8 +86,8 @@ def _match(
     owners: dict[str, list[str]] = {}
     tied: set[str] = set()
     tensors = [(n, p) for n, p in model.named_parameters() if n in empty]
-    for name, tensor in (*tensors, *hf_hub.persistent_buffers(model)):
-        keys = [hf_hub.file_name(alias) for alias in aliases.get(id(tensor), [name])]
+    for name, tensor in (*tensors, *persistent_buffers(model)):
+        keys = [file_name(alias) for alias in aliases.get(id(tensor), [name])]
         present = [key for key in keys if key in entries]
         _check_tied({key: entries[key] for key in present})
         tied |= set(present[1:])
@@ -97,8 +99,8 @@ def _match(
     used |= tied
     read = {id(tensor) for _, tensor in tensors}
     others = [names for key, names in aliases.items() if key not in read]
-    used |= {hf_hub.file_name(alias) for names in others for alias in names}
-    if unexpected := sorted(hf_hub.unexpected_keys(model, entries.keys() - used)):
+    used |= {file_name(alias) for names in others for alias in names}
+    if unexpected := sorted(unexpected_keys(model, entries.keys() - used)):
         raise ValueError(describe("unexpected", unexpected))
     return {
         name: [(piece, entries[piece.key]) for piece in pieces]
@@ -128,14 +130,14 @@ def load_weights(
         weights: of `find_weights`.
         device: of the parameters.
     """
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    allocate_meta(model, device)
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     total = sum(_bytes(held[name]) for name in weights)
 
     def read() -> None:
         with (
             Reader() as reader,
-            hf_hub.progress_bar(total, "loading weights", is_first()) as progress,
+            progress_bar(total, "loading weights", is_first()) as progress,
         ):
             for name, pieces in weights.items():
                 _fill(held[name], pieces, reader)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from hf_moe_ep.checkpoints.hub.configs import stage_configs
 from hf_moe_ep.checkpoints.hub.pieces import box_at, describe, hub_pieces, slices
 from hf_moe_ep.checkpoints.hub.write import (
     Source,
@@ -50,8 +51,9 @@ from hf_moe_ep.ranks.together import (
     together,
 )
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream import hub_files as hf_hub
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.adapters import adapter_names, has_adapters
+from hf_moe_ep.upstream.hub import file_name
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 # Bytes of a tensor that is gathered in one collective, for speed: norms, routers.
 _SMALL = 2**20
@@ -87,9 +89,9 @@ def save_pretrained(
             0 cannot write: what was there stays.
     """
     check_everyone_calls("save_pretrained")
-    folder, model = Path(directory), hf.unwrap(model)
+    folder, model = Path(directory), unwrap(model)
     others = processor if isinstance(processor, (list, tuple)) else [processor]
-    if hf.has_adapters(model):
+    if has_adapters(model):
         _save_adapters(model, folder, others, kwargs)
         return
     # These decide where ranks meet.
@@ -109,7 +111,7 @@ def save_pretrained(
         if not is_first():
             return None
         folder.mkdir(parents=True, exist_ok=True)
-        return hf_hub.stage_configs(model, folder, first_dtype(sources), others)
+        return stage_configs(model, folder, first_dtype(sources), others)
 
     configs = together(f"saving to {folder}", begin)[0]
     write_checkpoint(folder, files, writes=is_first(), together=together, configs=configs)
@@ -129,8 +131,8 @@ def save_state_dict(
     state = find_state(model)
     assert state is not None
     folder, names = Path(directory), distinct_tensors(model).keys()
-    given = {hf.canonical_name(name): tensor for name, tensor in state_dict.items()}
-    tied = {hf.canonical_name(name) for name in model.state_dict()}
+    given = {canonical_name(name): tensor for name, tensor in state_dict.items()}
+    tied = {canonical_name(name) for name in model.state_dict()}
     problems = [
         describe("missing", sorted(names - given.keys())),
         describe("unexpected", sorted(given.keys() - tied)),
@@ -147,7 +149,7 @@ def save_state_dict(
     ]
     folder.mkdir(parents=True, exist_ok=True)
     files = split_files(sources, parse_size(max_shard_size))
-    configs = hf_hub.stage_configs(model, folder, first_dtype(sources), ())
+    configs = stage_configs(model, folder, first_dtype(sources), ())
     write_checkpoint(folder, files, configs=configs)
 
 
@@ -162,9 +164,9 @@ def gather_state_dict(
     """
     keep = is_first()
     full: dict[str, Tensor] = {}
-    model = hf.unwrap(model)
+    model = unwrap(model)
     state_dict = model.state_dict()
-    names = hf.adapter_names(model, state_dict, save_embedding_layers) if keep else None
+    names = adapter_names(model, state_dict, save_embedding_layers) if keep else None
     if is_distributed():
         # Rank 0 decides: PEFT looks into files that others may not have.
         decision = [names]
@@ -172,9 +174,9 @@ def gather_state_dict(
         names = decision[0]
     for name in state_dict if names is None else names:
         tensor = state_dict[name]
-        gathered = _whole(tensor) if isinstance(tensor, DTensor) else tensor
+        gathered = gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
-            full[hf.canonical_name(name)] = gathered.detach().cpu()
+            full[canonical_name(name)] = gathered.detach().cpu()
     return pack_factors(model, full)
 
 
@@ -194,7 +196,7 @@ def distinct_tensors(model: Any) -> dict[str, Tensor]:
     """All that a checkpoint holds, by canonical name; tied weights once."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (hf.canonical_name(name), tensor))
+        found.setdefault(id(tensor), (canonical_name(name), tensor))
     return dict(found.values())
 
 
@@ -205,7 +207,7 @@ def _source(
     dtype: torch.dtype | None,
     slabs: Callable[[], Iterable[tuple[Box, Tensor | None]]],
 ) -> Source:
-    pieces = hub_pieces(hf_hub.file_name(name), tuple(tensor.shape), state.plan)
+    pieces = hub_pieces(file_name(name), tuple(tensor.shape), state.plan)
     kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return Source(pieces, kept, slabs)
 
@@ -217,7 +219,7 @@ def _slabs(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
         yield from whole(tensor.detach().cpu())
         return
     if tensor.numel() * tensor.element_size() <= _SMALL:
-        gathered = _whole(tensor)
+        gathered = gather_whole(tensor)
         yield from whole(gathered.detach().cpu()) if is_first() else ()
         return
     slab: Tensor | None = None
@@ -263,7 +265,7 @@ def _parts(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
         del part
 
 
-def _whole(tensor: DTensor) -> Tensor:
+def gather_whole(tensor: DTensor) -> Tensor:
     # One mesh axis at a time: DTensor warns on every rank when it has to order several itself.
     for axis in range(tensor.device_mesh.ndim):
         placements = list(tensor.placements)

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_moe_ep.checkpoints.hub.configs import publish
 from hf_moe_ep.checkpoints.hub.pieces import Piece, overlap, slices
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, Box, Writer
-from hf_moe_ep.upstream.hub_files import progress_bar, publish
+from hf_moe_ep.upstream.hub import progress_bar
 
 HASHES = "hf_moe_ep_sha256"
 # Of ours and of transformers; model-ema.safetensors and its like are the user's.
@@ -105,7 +106,7 @@ def write_checkpoint(
         writes: whether this process does; the others only run the slabs.
         together: runs what is to be done for a file, and the commit; where an error of the writing
             process becomes one of the others.
-        configs: of `hf_hub.stage_configs`, published with the checkpoint or removed.
+        configs: of `stage_configs`, published with the checkpoint or removed.
     """
     writer = _HubWriter(folder, files, configs) if writes else None
     total = sum(source.bytes for sources in files for source in sources)

@@ -129,7 +129,7 @@ def check(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = N
 
     def part() -> str:
         files = read(path)["files"]
-        _check_sizes(path, files)
+        _compare_sizes(path, files)
         for name in _share({name: entry["size"] for name, entry in files.items()}, group):
             wanted, got = files[name]["sha256"], sha256_of(path / name)
             if got != wanted:
@@ -144,7 +144,7 @@ def check(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = N
 
 def check_sizes(folder: str | os.PathLike[str]) -> None:
     """As `check`, without reading the files: the manifest is there and all sizes are right."""
-    _check_sizes(Path(folder), read(folder)["files"])
+    _compare_sizes(Path(folder), read(folder)["files"])
 
 
 def newest_complete(root: str | os.PathLike[str]) -> Path:
@@ -215,7 +215,7 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
     return {"size": size, "sha256": sha256_of(folder / name)}
 
 
-def _check_sizes(folder: Path, files: dict[str, Any]) -> None:
+def _compare_sizes(folder: Path, files: dict[str, Any]) -> None:
     for name, entry in files.items():
         try:
             size = (folder / name).stat().st_size

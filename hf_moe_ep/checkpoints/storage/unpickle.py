@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from hf_moe_ep.ranks.together import describe
+from hf_moe_ep.upstream.checkpoint_files import metadata_path
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What a DCP `.metadata` is made of (torch/distributed/checkpoint/metadata.py, filesystem.py).
@@ -63,7 +64,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
-    path = self._get_metadata_path(kwargs.get("rank"))
+    path = metadata_path(self, kwargs.get("rank"))
     with self.fs.create_stream(path, "rb") as file:
         found: Metadata = _Unpickler(file).load()
     found.storage_meta = found.storage_meta or StorageMeta()

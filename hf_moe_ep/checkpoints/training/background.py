@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.ranks.together import describe, this_rank, world_size
+from hf_moe_ep.upstream.sharded_models import with_local
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -97,5 +98,4 @@ def host_copy(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
     local = tensor.to_local().detach().to("cpu", copy=True)
-    # Not from_local, which would bring the copy back to the mesh's device.
-    return DTensor(local, tensor._spec, requires_grad=False)
+    return with_local(tensor, local)

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from hf_moe_ep.checkpoints.hub.configs import BESIDE, CONFIGS, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.json_values import decode, encode
 from hf_moe_ep.checkpoints.training import rng as random_state
@@ -62,7 +63,6 @@ from hf_moe_ep.ranks.together import (
 )
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state, layout_of
-from hf_moe_ep.upstream.hub_files import BESIDE, CONFIGS, save_configs
 
 _TENSORS, _STATE = "tensors", "state.json"
 # Each file is built in host memory before it is written.
@@ -137,7 +137,7 @@ def save_checkpoint(
             named.tensors = {name: host_copy(t) for name, t in named.tensors.items()}
         return snapshots[0].digest()
 
-    _check_alike(together("save_checkpoint", prepare))
+    _same_everywhere(together("save_checkpoint", prepare))
     together(f"clearing {path}", lambda: _clear(path, model) if is_first() else None)
     if asynchronous:
         return saver.start(path, lambda group: _write(path, snapshots.pop(), group), _device(state))
@@ -214,7 +214,7 @@ def _find(directory: str | os.PathLike[str]) -> Path:
     )[0]
 
 
-def _check_alike(digests: list[str]) -> None:
+def _same_everywhere(digests: list[str]) -> None:
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise ValueError(

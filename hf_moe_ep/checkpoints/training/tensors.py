@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.checkpoints.storage.json_values import decode, encode
 from hf_moe_ep.lora.attach import stackers
 from hf_moe_ep.lora.factors import is_stacked, pack_a, pack_b
-from hf_moe_ep.upstream import names as hf
-from hf_moe_ep.upstream.hub_files import adapter_parameters, persistent_buffers
+from hf_moe_ep.upstream.adapters import adapter_parameters, parameter_factors, wraps_for_adapters
+from hf_moe_ep.upstream.models import persistent_buffers
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 Convert = Callable[[Tensor], Tensor]
 
@@ -79,18 +80,16 @@ class NamedState:
 
 def model_slots(model: nn.Module) -> dict[str, Slot]:
     """What is saved of a model, by name: all of it, or all but the base that PEFT froze."""
-    inner = hf.unwrap(model)
-    adapted = any(hf.wraps_for_adapters(module) for module in inner.modules())
+    inner = unwrap(model)
+    adapted = any(wraps_for_adapters(module) for module in inner.modules())
     of_adapters = adapter_parameters(inner)
     convert = _converters(inner)
     found = {
-        hf.canonical_name(name): Slot(p.detach(), *convert.get(id(p), ()))
+        canonical_name(name): Slot(p.detach(), *convert.get(id(p), ()))
         for name, p in inner.named_parameters()
         if p.requires_grad or id(p) in of_adapters or not adapted
     }
-    return found | {
-        hf.canonical_name(name): Slot(b.detach()) for name, b in persistent_buffers(inner)
-    }
+    return found | {canonical_name(name): Slot(b.detach()) for name, b in persistent_buffers(inner)}
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
@@ -153,9 +152,9 @@ def parameter_names(model: nn.Module, optimizer: Any) -> tuple[dict[int, str], d
     Raises:
         ValueError: the optimizer has parameters that the model has not.
     """
-    inner = hf.unwrap(model)
+    inner = unwrap(model)
     convert = _converters(inner)
-    names = {id(p): hf.canonical_name(name) for name, p in inner.named_parameters()}
+    names = {id(p): canonical_name(name) for name, p in inner.named_parameters()}
     slots = {}
     for index, group in enumerate(optimizer.param_groups):
         for place, p in enumerate(group["params"]):
@@ -224,7 +223,7 @@ def _converters(model: nn.Module) -> dict[int, tuple[Convert, Convert]]:
             stack[id(factor.parameter)],
             pack_b if factor.is_b else pack_a,
         )
-        for _, factor in hf.parameter_factors(model)
+        for _, factor in parameter_factors(model)
         if id(factor.parameter) in stack and not is_stacked(factor.parameter)
     }
 

@@ -70,7 +70,7 @@ class DispatchPlan:
     def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DispatchedRows:
         """Send every token to the ranks of its experts; differentiable in tokens and weights."""
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        wire = _Wire(self)
+        wire = _RowWire(self)
         *rows, ids_RK = _StartDispatch.apply(wire, x_TH, weights_TK.to(wide), expert_ids_TK)
         return DispatchedRows(wire, tuple(rows), ids_RK)
 
@@ -130,7 +130,7 @@ def plan_dispatch(
 class DispatchedRows:
     """Rows on their way to the ranks of their experts; made by `DispatchPlan.start`."""
 
-    def __init__(self, wire: _Wire, rows: tuple[Tensor, Tensor], ids_RK: Tensor) -> None:
+    def __init__(self, wire: _RowWire, rows: tuple[Tensor, Tensor], ids_RK: Tensor) -> None:
         self.plan = wire.plan
         self._wire, self._rows, self._ids_RK = wire, rows, ids_RK
 
@@ -146,10 +146,10 @@ class DispatchedRows:
 
     def start_combine(self, rows_RH: Tensor) -> CombinedRows:
         """Send the experts' result of every row back to the rank of its token."""
-        return CombinedRows(_Wire(self.plan), rows_RH)
+        return CombinedRows(_RowWire(self.plan), rows_RH)
 
 
-class _Wire(Wire):
+class _RowWire(Wire):
     def __init__(self, plan: DispatchPlan) -> None:
         super().__init__()
         self.plan = plan
@@ -202,7 +202,7 @@ class _Wire(Wire):
 class _StartDispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, wire: _Wire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
+        ctx: Any, wire: _RowWire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.wire, plan, top_k = wire, wire.plan, ids_TK.shape[1]
         wire.needs = ctx.needs_input_grad[1:3]
@@ -228,7 +228,7 @@ class _StartDispatch(torch.autograd.Function):
 class _FinishDispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, wire: _Wire, rows_RH: Tensor, weights_RK: Tensor
+        ctx: Any, wire: _RowWire, rows_RH: Tensor, weights_RK: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.wire = wire
         ctx.set_materialize_grads(False)
@@ -242,7 +242,7 @@ class _FinishDispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        wire: _Wire = ctx.wire
+        wire: _RowWire = ctx.wire
         inputs = list(zip(grads, ctx.like, ctx.shapes, wire.needs, strict=True))
         # A gradient that is zero is sent too: every rank takes part in the same exchanges.
         wire.brought = [

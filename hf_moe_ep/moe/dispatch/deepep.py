@@ -186,7 +186,7 @@ class DeepEPPlan:
         `expert_ids_TK` is what the plan was made from. Weights travel in fp32.
         """
         self.buffer.check_rows(x_TH)
-        wire = _Wire(self)
+        wire = _BufferWire(self)
         try:
             *rows, ids_RK = _StartDispatch.apply(wire, x_TH, weights_TK.float(), expert_ids_TK)
         except RuntimeError as error:
@@ -238,7 +238,7 @@ def plan_deepep(
 class DeepEPRows:
     """Rows on their way to the ranks of their experts; made by `DeepEPPlan.start`."""
 
-    def __init__(self, wire: _Wire, rows: tuple[Tensor, ...], ids_RK: Tensor) -> None:
+    def __init__(self, wire: _BufferWire, rows: tuple[Tensor, ...], ids_RK: Tensor) -> None:
         self.plan = wire.plan
         self._wire, self._rows, self._ids_RK = wire, rows, ids_RK
 
@@ -257,7 +257,7 @@ class DeepEPRows:
     def start_combine(self, rows_RH: Tensor) -> CombinedRows:
         """Send the experts' result of every row back to the rank of its token."""
         self.plan.buffer.check_rows(rows_RH)
-        return CombinedRows(_Wire(self.plan, handle=self._wire.handle), rows_RH)
+        return CombinedRows(_BufferWire(self.plan, handle=self._wire.handle), rows_RH)
 
 
 @dataclass
@@ -271,7 +271,7 @@ class _Event:
         self.event.current_stream_wait()
 
 
-class _Wire(Wire):
+class _BufferWire(Wire):
     def __init__(self, plan: DeepEPPlan, handle: Any = None) -> None:
         super().__init__()
         self.plan, self.handle = plan, handle
@@ -312,7 +312,7 @@ class _Wire(Wire):
 class _StartDispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, wire: _Wire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
+        ctx: Any, wire: _BufferWire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.wire, wire.needs = wire, ctx.needs_input_grad[1:3]
         routing = {"topk_idx": ids_TK.contiguous(), "topk_weights": weights_TK.contiguous()}
@@ -330,7 +330,9 @@ class _StartDispatch(torch.autograd.Function):
 
 class _FinishDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wire: _Wire, rows_RH: Tensor, weights_RK: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, wire: _BufferWire, rows_RH: Tensor, weights_RK: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.wire = wire
         wire.wait()
         mark_without_grad(ctx, (rows_RH, weights_RK), ctx.needs_input_grad[1:])
@@ -339,7 +341,7 @@ class _FinishDispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RH: Tensor, grad_RK: Tensor) -> tuple[Tensor | None, ...]:
-        wire: _Wire = ctx.wire
+        wire: _BufferWire = ctx.wire
         assert wire.absent_RK is not None
         # A weight arrived at one rank, and as 0 at the others: no gradient comes from those.
         grad_RK = grad_RK.masked_fill(wire.absent_RK, 0)

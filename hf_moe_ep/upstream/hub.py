@@ -1,16 +1,10 @@
-"""What transformers, accelerate and huggingface_hub know about folders of the hub and their models.
-
-Like hf.py the place of names that are no public API; each function says which upstream file it
-leans on. Checked with transformers 5.23 and accelerate 1.15.
-"""
+"""Folders and files of the Hugging Face hub: where they are, what model they describe."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -20,13 +14,11 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
-from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_moe_ep.upstream import names as hf
+from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.module_names import stock_name
 
-CONFIGS = ("config.json", "generation_config.json")
-BESIDE = ".configs-"
 # What cannot be the name of a model of the hub, which is "model" or "owner/model".
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
 _PEFT_PREFIX = "base_model.model."
@@ -137,51 +129,12 @@ def on_meta(build: Callable[[], Any]) -> Any:
 
 def file_name(name: str) -> str:
     """The name that a parameter has in checkpoints, without wrappers and what PEFT puts in."""
-    return _COPIES.sub("", hf.stock_name(name)).removeprefix(_PEFT_PREFIX)
-
-
-def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
-    """`get_peft_model` on a model on meta, where PEFT leaves factors without values."""
-    from peft import get_peft_model
-
-    model = get_peft_model(model, peft_config)
-    module: Any
-    for module in model.modules():
-        reset = getattr(module, "reset_lora_parameters", None)
-        if reset is None:
-            continue
-        for adapter in module.lora_A:
-            for factor in (module.lora_A[adapter], module.lora_B[adapter]):
-                factor.to_empty(device="cpu")
-                factor.reset_parameters()
-            reset(adapter, peft_config.init_lora_weights)
-    return model
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that state dicts, and so checkpoints, hold."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
-
-
-def adapter_parameters(model: nn.Module) -> set[int]:
-    """Ids of the parameters of all of PEFT's adapters, active or not (peft/tuners/tuners_utils.py).
-
-    `set_adapter` freezes those that are not active, and what they have learnt is nowhere else.
-    """
-    parts = [
-        getattr(module, name, None)
-        for module in model.modules()
-        for name in getattr(module, "adapter_layer_names", ())
-    ]
-    return {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
+    return _COPIES.sub("", stock_name(name)).removeprefix(_PEFT_PREFIX)
 
 
 def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:
     """Those that the model's class does not ignore by itself (modeling_utils.py)."""
-    patterns = getattr(hf.without_adapters(model), "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = getattr(without_adapters(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]
 
 
@@ -191,60 +144,3 @@ def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[A
         total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not shown
     )
     return bar
-
-
-def save_configs(
-    model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
-) -> None:
-    """config.json, generation_config.json, and tokenizers or processors (modeling_utils.py).
-
-    `dtype` is what the config will say, None leaves it. Each file is written beside its place and
-    renamed: a process killed here leaves the old one or the new one.
-    """
-    publish(stage_configs(model, folder, dtype, others), folder)
-
-
-def stage_configs(
-    model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
-) -> Path:
-    """As `save_configs`, but into a folder in `folder` that `publish` empties into it."""
-    for left_behind in folder.glob(f"{BESIDE}*"):
-        shutil.rmtree(left_behind)
-    beside = Path(tempfile.mkdtemp(prefix=BESIDE, dir=folder))
-    try:
-        _save_configs(model, beside, dtype, others)
-    except BaseException:
-        shutil.rmtree(beside)
-        raise
-    return beside
-
-
-def publish(beside: Path, folder: Path) -> None:
-    """Rename every file of `beside` into its place in `folder`."""
-    for file in beside.rglob("*"):
-        if file.is_file():
-            place = folder / file.relative_to(beside)
-            place.parent.mkdir(exist_ok=True)
-            file.replace(place)
-    shutil.rmtree(beside)
-
-
-def _save_configs(
-    model: Any, folder: Path, dtype: torch.dtype | None, others: Iterable[Any]
-) -> None:
-    model = hf.without_adapters(hf.unwrap(model))
-    kept = model.config.dtype, model.config.architectures
-    if dtype is not None:
-        model.config.dtype = str(dtype).removeprefix("torch.")
-    model.config.architectures = [hf.stock_class(type(model)).__name__]
-    try:
-        model.config.save_pretrained(folder)
-    finally:
-        model.config.dtype, model.config.architectures = kept
-    if model.can_generate():
-        # Not by its save_pretrained, which refuses what generate() and loading only warn of (a
-        # temperature without do_sample): a run must not end with its first checkpoint for that.
-        path = folder / CONFIGS[1]
-        model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
-    for other in others:
-        other.save_pretrained(folder)

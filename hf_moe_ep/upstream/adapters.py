@@ -1,0 +1,144 @@
+"""PEFT: which modules and parameters are adapters, and which tensors it would save."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_moe_ep.upstream.module_names import canonical_name
+
+
+def wraps_for_adapters(module: nn.Module) -> bool:
+    """Whether a module stands for another that PEFT adapts (peft/tuners/tuners_utils.py)."""
+    return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
+
+
+def without_adapters(model: Any) -> Any:
+    """The model inside a PeftModel, which is what others call too (peft/peft_model.py)."""
+    is_peft_model = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return model.get_base_model() if is_peft_model else model
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether PEFT, or transformers' add_adapter, attached any."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def adapter_names(
+    model: Any, state_dict: dict[str, Tensor], save_embedding_layers: str | bool = "auto"
+) -> list[str] | None:
+    """Which tensors PEFT would save of a model with adapters; None of any other model.
+
+    Whether embeddings are among them "auto" tells from files, of which ranks may see different.
+    """
+    if not has_adapters(model):
+        return None
+    from peft import get_peft_model_state_dict
+
+    saved: set[int] = set()
+    with canonical_modules(model):
+        for adapter in model.peft_config:
+            found = get_peft_model_state_dict(
+                model,
+                state_dict,
+                adapter_name=adapter,
+                save_embedding_layers=save_embedding_layers,
+            )
+            saved |= {id(tensor) for tensor in found.values()}
+    return [name for name, tensor in state_dict.items() if id(tensor) in saved]
+
+
+@contextmanager
+def canonical_modules(model: nn.Module) -> Iterator[None]:
+    """Let `model` name its modules as its state dict does, without activation checkpointing.
+
+    PEFT looks up what it saves beside adapters by the names of modules (utils/save_and_load.py).
+    """
+    original = model.named_modules
+
+    def renamed(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return ((canonical_name(name), module) for name, module in original(*args, **kwargs))
+
+    setattr(model, "named_modules", renamed)  # noqa: B010  mypy: a method
+    try:
+        yield
+    finally:
+        delattr(model, "named_modules")
+
+
+def peft_classes() -> tuple[Any, Any, Any] | None:
+    """PeftModel, BaseTuner and ParamWrapper (peft/tuners), None where PEFT is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        return None
+    from peft import PeftModel
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return PeftModel, BaseTuner, ParamWrapper
+
+
+@dataclass(frozen=True)
+class ParameterFactor:
+    """lora_A or lora_B of an adapter on a stacked parameter of `module` (peft, ParamWrapper)."""
+
+    module: nn.Module
+    parameter: nn.Parameter
+    is_b: bool
+    num_experts: int
+
+
+def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]:
+    """Both factors, by name, of every adapter on a stacked parameter below `model`."""
+    for prefix, wrapper in model.named_modules():
+        adapted = getattr(wrapper, "parameter_name", None)
+        if not adapted or getattr(wrapper.get_base_layer(), adapted).ndim != 3:
+            continue
+        for part in ("lora_A", "lora_B"):
+            for adapter, linear in getattr(wrapper, part).items():
+                name = f"{prefix}.{part}.{adapter}.weight".lstrip(".")
+                yield (
+                    name,
+                    ParameterFactor(
+                        wrapper.get_base_layer(),
+                        linear.weight,
+                        part == "lora_B",
+                        wrapper.num_experts,
+                    ),
+                )
+
+
+def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
+    """`get_peft_model` on a model on meta, where PEFT leaves factors without values."""
+    from peft import get_peft_model
+
+    model = get_peft_model(model, peft_config)
+    module: Any
+    for module in model.modules():
+        reset = getattr(module, "reset_lora_parameters", None)
+        if reset is None:
+            continue
+        for adapter in module.lora_A:
+            for factor in (module.lora_A[adapter], module.lora_B[adapter]):
+                factor.to_empty(device="cpu")
+                factor.reset_parameters()
+            reset(adapter, peft_config.init_lora_weights)
+    return model
+
+
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """Ids of the parameters of all of PEFT's adapters, active or not (peft/tuners/tuners_utils.py).
+
+    `set_adapter` freezes those that are not active, and what they have learnt is nowhere else.
+    """
+    parts = [
+        getattr(module, name, None)
+        for module in model.modules()
+        for name in getattr(module, "adapter_layer_names", ())
+    ]
+    return {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}

@@ -1,0 +1,37 @@
+"""Process groups and meshes of torch, where their public interface ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def default_store() -> Any:
+    """The store over which the default group was made (distributed_c10d.py)."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def make_flat_group(mesh: DeviceMesh, name: str) -> None:
+    """One group over all axes of `mesh`, where this torch can make it.
+
+    Up to 2.11 it slices no mesh in which ranks step by less along its first axis.
+    """
+    with suppress(KeyError):
+        mesh._flatten(name)
+
+
+@contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """A default group of which only this one rank is there; collectives return at once."""
+    # Registers the backend; nothing else of torch offers one rank of a group that is not there.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,60 @@
+"""What Accelerate and the Trainer keep to themselves, and their wrappers here need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+
+
+def declare_fsdp(state: AcceleratorState) -> None:
+    """Let every Accelerator of this process see FSDP (accelerate/state.py)."""
+    state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def prepared_loaders(accelerator: Accelerator) -> list[Any]:
+    """The data loaders that an Accelerator prepared (accelerate/accelerator.py)."""
+    loaders: list[Any] = accelerator._dataloaders
+    return loaders
+
+
+def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
+    """The models that an Accelerator prepared (accelerate/accelerator.py)."""
+    models: list[nn.Module] = accelerator._models
+    return models
+
+
+def checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:
+    """Where the Trainer saves its checkpoint of this step (transformers/trainer.py)."""
+    return Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
+
+
+def save_beside(trainer: transformers.Trainer, folder: str, state_dict: Any) -> None:
+    """`Trainer._save`: a model, and what the Trainer saves beside it (transformers/trainer.py)."""
+    trainer._save(folder, state_dict=state_dict)
+
+
+@contextmanager
+def end_of_checkpoint(
+    trainer: transformers.Trainer,
+    rotate: Callable[..., None],
+    push: Callable[..., None],
+) -> Iterator[None]:
+    """`rotate(stock, ...)` and `push(stock, ...)` for what `_save_checkpoint` ends with."""
+    stock_rotate = transformers.trainer.rotate_checkpoints
+    stock_push = trainer._push_from_checkpoint
+    transformers.trainer.rotate_checkpoints = lambda *args, **kw: rotate(stock_rotate, *args, **kw)
+    trainer._push_from_checkpoint = lambda *args, **kw: push(stock_push, *args, **kw)
+    try:
+        yield
+    finally:
+        transformers.trainer.rotate_checkpoints = stock_rotate
+        del trainer._push_from_checkpoint
