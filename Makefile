@@ -52,7 +52,7 @@ fmt: .venv/.done
 
 # On a GPU machine: its own python3, nothing is installed; the table goes to benchmarks/results/.
 gpu:
-	PYTHONPATH=. python3 -m pytest -m gpu tests/ops tests/test_one_device.py
+	PYTHONPATH=. python3 -m pytest -m gpu tests/ops tests/claims/test_one_device.py
 	PYTHONPATH=. python3 benchmarks/experts.py --write benchmarks/results
 
 bench: .venv/.done

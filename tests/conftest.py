@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from poison import poison_empty
+from support.poison import poison_empty
 
 # Before anything imports triton, and inherited by spawned ranks and by subprocesses.
 if not torch.cuda.is_available():

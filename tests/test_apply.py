@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from test_hub_files import write_hub
-from tiny_models import tiny
+from support.hub_files import write_hub
+from support.ranks import run_ranks
+from support.tiny_models import tiny
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import from_pretrained

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from close import assert_close, max_error
-from tiny_models import batch, tiny
+from support.close import assert_close, max_error
+from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
@@ -430,7 +430,7 @@ assert seen() == before, "import changed something"
 import sys
 assert "model_patches.qwen3_moe" not in sys.modules
 sys.path.insert(0, "tests")
-from tiny_models import tiny
+from support.tiny_models import tiny
 hf_moe_ep.patch(tiny())
 assert "hf_moe_ep" in ALL_EXPERTS_FUNCTIONS.keys() and seen()[:6] != before[:6]
 once = seen()[:5]

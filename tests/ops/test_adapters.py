@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from close import assert_close, max_error
 from expert_cases import (
     ADAPTERS,
     BOTH,
@@ -24,6 +23,7 @@ from expert_cases import (
     random_ids,
     strided,
 )
+from support.close import assert_close, max_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -8,7 +8,6 @@ import itertools
 
 import pytest
 import torch
-from close import assert_close, max_error
 from expert_cases import (
     ADAPTERS,
     BOTH,
@@ -23,6 +22,7 @@ from expert_cases import (
     random_ids,
     strided,
 )
+from support.close import assert_close, max_error
 from torch import Tensor
 
 from hf_moe_ep.ops import reference

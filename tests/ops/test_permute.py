@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from close import assert_close, max_error
+from support.close import assert_close, max_error
 from torch import Tensor
 
 from hf_moe_ep.ops import reference

@@ -1,0 +1,161 @@
+"""The benchmark against transformers' own EP: bytes and saved tensors equal to a count by hand.
+
+The routing comes from a third run: the stock model in this process, on each rank's batch.
+"""
+
+import statistics
+from pathlib import Path
+
+import pytest
+import step_vs_native as bench
+import torch
+import trainer_one_process as one_process
+from figures import spread
+from ranks import peak_mib, reset_peak
+
+FP32, INT32, INT64 = 4, 4, 8
+# Every size differs; with top-3 of 8 some tokens have all their experts on one rank.
+SIZES = bench.Sizes(
+    ep=(2, 4), hidden=48, experts=8, top_k=3, intermediate=20, layers=2, batch=2, seq=7, steps=2
+)
+HEADER = 8  # the fields of hf_moe_ep.moe.dispatch.all_to_all.Header
+
+
+def _routing(sizes: bench.Sizes, directory: str) -> list[list[list[list[int]]]]:
+    """Expert ids as [rank][layer][token][k], from the stock model."""
+    model = bench.Qwen3MoeForCausalLM.from_pretrained(directory)
+    ranks = []
+    for rank in range(bench.WORLD):
+        layers: list[list[list[int]]] = []
+        handles = [
+            layer.mlp.experts.register_forward_pre_hook(
+                lambda module, args, layers=layers: layers.append(args[1].tolist())
+            )
+            for layer in model.model.layers
+        ]
+        with torch.no_grad():
+            model(**bench.make_batch(sizes, rank))
+        for handle in handles:
+            handle.remove()
+        ranks.append(layers)
+    return ranks
+
+
+def _peers(rank: int, ep: int) -> list[int]:
+    return [other for other in range(bench.WORLD) if other // ep == rank // ep]
+
+
+def _expected_sent(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> dict[str, dict]:
+    """Four exchanges of rows a step: there and back, forward and backward."""
+    local, own = sizes.experts // ep, rank % ep
+    to_me = dict.fromkeys(_peers(rank, ep), 0)  # tokens of `other` with an expert here
+    pairs_to_me = dict(to_me)
+    out = pairs_out = 0
+    for layer in range(sizes.layers):
+        for other in _peers(rank, ep):
+            for experts in routing[other][layer]:
+                owners = [expert // local for expert in experts]
+                if other == rank:
+                    out += len(set(owners) - {own})
+                    pairs_out += sum(owner != own for owner in owners)
+                else:
+                    to_me[other] += own in owners
+                    pairs_to_me[other] += owners.count(own)
+    row, routed = sizes.hidden * FP32, 2 * sizes.top_k * FP32
+    rows_in, pairs_in = sum(to_me.values()), sum(pairs_to_me.values())
+    return {
+        # Rows leave in dispatch and in combine's gradient, and return in combine and in dispatch's.
+        "ours": {
+            "rows": 2 * (out + rows_in) * row,
+            # Weights and ids go there, the weights' gradients come back.
+            "routing": out * routed + rows_in * routed // 2,
+            "counts": sizes.layers * (ep - 1) * (HEADER + ep + sizes.experts) * INT64,
+        },
+        "native": {
+            "rows": 2 * (pairs_out + pairs_in) * row,
+            "routing": 0,
+            "counts": sizes.layers * (sizes.experts - local) * INT64,
+        },
+    }
+
+
+def _expected_saved(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> int:
+    """Ours: received rows, pre-activations of their pairs, and the routing of both directions."""
+    local, own, total = sizes.experts // ep, rank % ep, 0
+    tokens, top_k = sizes.batch * sizes.seq, sizes.top_k
+    for layer in range(sizes.layers):
+        received = pairs = 0
+        for other in _peers(rank, ep):
+            for experts in routing[other][layer]:
+                here = sum(expert // local == own for expert in experts)
+                received, pairs = received + (here > 0), pairs + here
+        sent = sum(len({e // local for e in experts}) for experts in routing[rank][layer])
+        total += received * sizes.hidden * FP32 + pairs * 2 * sizes.intermediate * FP32
+        total += received * top_k * (FP32 + INT32)  # weights; places of the pairs
+        total += pairs * INT32 + (local + 1) * INT32  # pairs by expert
+        # Where each row came from and went to, and the rows of each token.
+        total += sent * 2 * INT64 + tokens * min(ep, top_k) * INT64
+    return total
+
+
+@pytest.mark.slow
+def test_bytes_and_saved_tensors_equal_the_count_by_hand(tmp_path: Path) -> None:
+    bench.write_model(SIZES, tmp_path)
+    routing = _routing(SIZES, str(tmp_path))
+    results = bench.measure(SIZES, memory=False, timeout=300)
+    assert [result.ep for result in results] == [2, 4]
+    for result in results:
+        for rank, got in enumerate(result.ranks):
+            assert got.sent == _expected_sent(SIZES, routing, rank, result.ep)
+            saved = _expected_saved(SIZES, routing, rank, result.ep)
+            assert got.saved["ours"] == saved < got.saved["native"]
+            assert got.error <= bench.TOLERANCE
+            assert len(got.seconds["ours"]) == len(got.seconds["native"]) == SIZES.steps
+        ours = sum(got.sent["ours"]["rows"] for got in result.ranks)
+        native = sum(got.sent["native"]["rows"] for got in result.ranks)
+        assert 0 < ours < native
+    table = bench.report(SIZES, results, ["- nothing"])
+    saved_mib = [got.saved["ours"] / 2**20 for got in results[1].ranks]
+    assert f"| 4 | saved for backward, MiB | {spread(saved_mib)} |" in table
+
+
+def test_unequal_computations_print_no_figures() -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    other.load_state_dict(model.state_dict())
+    losses = {}
+    for side, net in (("ours", model), ("native", other)):
+        loss = net(torch.ones(3)).sum()
+        loss.backward()
+        losses[side] = loss.detach()
+    assert bench.check_equal({"ours": model, "native": other}, losses) == 0
+    other.weight.grad[1, 2] *= 1 + 3e-5
+    with pytest.raises(RuntimeError, match=r"disagree on weight: 3\.0e-05 .* allowed 1e-05"):
+        bench.check_equal({"ours": model, "native": other}, losses)
+
+
+def test_peak_memory_is_that_since_the_last_reset() -> None:
+    reset_peak()
+    before = peak_mib()
+    torch.ones(2**26)  # 256 MiB of fp32, freed at once
+    assert 250 < peak_mib() - before < 300
+    reset_peak()
+    assert peak_mib() - before < 50
+
+
+@pytest.mark.slow
+def test_one_line_makes_a_stock_trainer_script_faster() -> None:
+    """Three pairs of processes; logged losses and gradient norms must agree to 1e-5."""
+    sizes = ["--hidden=256", "--experts=16", "--top_k=4", "--intermediate=128", "--batch=8"]
+    pairs = one_process.measure(sizes, 3, timeout=300)
+    for pair in pairs:
+        assert one_process.check_equal(pair) > 0, "the same arithmetic: nothing was patched"
+    ratios = [pair["patched"]["cpu_seconds"] / pair["stock"]["cpu_seconds"] for pair in pairs]
+    print(f"CPU seconds per step, patched / stock: {spread(ratios)}")
+    assert statistics.median(ratios) < 1
+
+
+def test_runs_that_differ_print_no_figures() -> None:
+    stock = {"loss": [2.0, 1.0], "grad_norm": [3.0, 3.0]}
+    pair = {"stock": stock, "patched": {**stock, "loss": [2.0, 1.0 + 2e-5]}}
+    with pytest.raises(RuntimeError, match=r"step 1: loss .* 2\.0e-05 apart \(allowed 1e-05\)"):
+        one_process.check_equal(pair)

@@ -1,0 +1,37 @@
+"""What benchmarks/lora.py counts: stock PEFT keeps merged weights for backward, we do not."""
+
+import lora as bench
+from support.ranks import run_ranks
+
+SIZES = bench.Sizes(
+    tokens=8, hidden=32, layers=2, experts=64, top_k=2, intermediate=32, vocab=64, rank=2, steps=2
+)
+STACKED = SIZES.layers * SIZES.experts * 3 * SIZES.hidden * SIZES.intermediate * 4
+
+
+def _measured(rank: int, world: int) -> dict[str, bench.Measured]:
+    return bench.measure_rank(rank, SIZES)
+
+
+def test_merged_weights_are_what_stock_keeps_and_we_do_not() -> None:
+    (measured,) = run_ranks(_measured, 1)
+    stock, ours = (measured[kind].saved for kind in bench.KINDS)
+    assert STACKED <= stock < 1.3 * STACKED
+    assert ours < 0.1 * STACKED
+    assert {len(one.seconds) for one in measured.values()} == {SIZES.steps}
+
+
+def test_the_table_divides_ours_by_stock() -> None:
+    measured = {world: [_both(2.0, 1.0)] * world for world in bench.WORLDS}
+    memory = {
+        (w, k): [(8.0, 4.0) if k == "stock" else (4.0, 1.0)] * w
+        for w in bench.WORLDS
+        for k in bench.KINDS
+    }
+    table = bench.report(SIZES, measured, memory, ["- about"])
+    assert table.count("| ours / stock | | 0.50 | 0.25 | | |") == 2
+    assert table.count("| 0.50 |") >= 2
+
+
+def _both(stock: float, ours: float) -> dict[str, bench.Measured]:
+    return {"stock": bench.Measured(8, [stock] * 2), "ours": bench.Measured(4, [ours] * 2)}

@@ -1,0 +1,226 @@
+"""`hf-moe-ep convert`, `verify` and `inspect FOLDER`, on what real ranks wrote."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from support.adapters import with_lora
+from support.hub_files import assert_equal, hub_state, read_all, write_hub
+from support.launched import launched, prepared
+from support.needs import ARCHITECTURES, VISION
+from support.ranks import run_ranks
+from support.tiny_models import tiny
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from hf_moe_ep import apply_ep_fsdp2, patch, save_checkpoint, save_pretrained
+from hf_moe_ep.checkpoints import convert as hub_convert
+from hf_moe_ep.checkpoints.hub import write as hub_write
+from hf_moe_ep.tools import cli
+
+MODELS = ("qwen3_moe", "qwen3_vl_moe") if VISION else ("qwen3_moe",)
+
+
+def _shifted(name: str) -> nn.Module:
+    """What ranks save: not what the folder named by --config holds."""
+    model = tiny(name, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+    return model
+
+
+def _saved(rank: int, world: int, folder: str) -> None:
+    """Of both kinds, at layouts in which every axis cuts."""
+    for name in MODELS:
+        model = apply_ep_fsdp2(_shifted(name), ep_size=2)
+        save_checkpoint(f"{folder}/ours {name}", model, torch.optim.AdamW(model.parameters()))
+        with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+            accelerator, _, _ = prepared(_shifted(name), ep_size=2, expert_shard_dim=1)
+            accelerator.save_state(f"{folder}/accelerate {name}")
+    low = apply_ep_fsdp2(_shifted("qwen3_moe").bfloat16(), ep_size=world)
+    save_checkpoint(f"{folder}/low", low, torch.optim.AdamW(low.parameters()))
+    adapted = apply_ep_fsdp2(with_lora(_shifted("qwen3_moe")), ep_size=2)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    save_checkpoint(f"{folder}/adapters", adapted, torch.optim.AdamW(trained))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(_saved, 4, str(folder))
+    for name in MODELS:
+        write_hub(folder / f"base {name}", tiny(name, dtype=torch.float32))
+    return folder
+
+
+def _run(*arguments: object) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["ours", "accelerate"])
+def test_a_training_checkpoint_becomes_a_model(
+    kind: str, name: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ["--config", saved / f"base {name}"] if kind == "accelerate" else []
+    (saved / f"base {name}" / "tokenizer.json").write_text("{}")
+    out = tmp_path / "model"
+    assert _run("convert", saved / f"{kind} {name}", out, "--max-shard-size", "50KB", *config) == 0
+    model = _shifted(name)
+    want = hub_state(model)
+    size = sum(tensor.nbytes for tensor in want.values())
+    assert f"{size:,} bytes" in capsys.readouterr().out
+    assert_equal(read_all(out), want)
+    assert len(list(out.glob("*.safetensors"))) > 3
+    assert (out / "tokenizer.json").is_file() == bool(config)
+    assert_equal(hub_state(type(model).from_pretrained(out)), want)
+    assert _run("verify", out) == 0
+    assert f"{len(want)}, files as long" in capsys.readouterr().out
+
+
+def test_masters_become_the_dtype_of_the_model_or_the_one_asked_for(
+    saved: Path, tmp_path: Path
+) -> None:
+    want = hub_state(_shifted("qwen3_moe").bfloat16())
+    assert _run("convert", saved / "low", tmp_path / "low", "--dtype", "bfloat16") == 0
+    assert_equal(read_all(tmp_path / "low"), want)
+    assert _run("convert", saved / "low", tmp_path / "masters", "--dtype", "float32") == 0
+    assert_equal(
+        read_all(tmp_path / "masters"), {key: tensor.float() for key, tensor in want.items()}
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "masters")
+    assert loaded.dtype == torch.float32
+
+
+def _alive() -> int:
+    """Bytes of all tensors of this process."""
+    # By their very type: fake tensors of torch.compile have no memory, lazy modules no attributes.
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and not x.is_meta]
+    return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def test_one_tensor_is_in_memory_at_a_time(saved: Path, tmp_path: Path) -> None:
+    alive, stock = [], hub_write._write_slab
+
+    def watched(file: Any, source: Any, box: Any, slab: Tensor) -> None:
+        alive.append(_alive() - slab.nbytes)
+        stock(file, source, box, slab)
+
+    gc.collect()
+    before = _alive()
+    with mock.patch.object(hub_write, "_write_slab", watched):
+        hub_convert.convert(saved / "ours qwen3_moe", tmp_path / "model")
+    largest = max(p.nbytes for p in tiny(dtype=torch.float32).parameters())
+    assert max(alive) - before < 0.25 * largest, "beside the tensor that is written"
+
+
+def test_what_cannot_be_converted(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = saved / "ours qwen3_moe"
+    cases = {
+        "exists and is not empty": (ours, saved),
+        "no training checkpoint: it has neither": (saved / "base qwen3_moe", tmp_path / "a"),
+        "has no config.json; name the model's folder with --config": (
+            saved / "accelerate qwen3_moe",
+            tmp_path / "a",
+        ),
+        "holds adapters": (saved / "adapters", tmp_path / "a"),
+    }  # fmt: skip
+    if VISION:
+        other = ("--config", saved / "base qwen3_vl_moe")
+        cases["does not fit Qwen3VLMoeForConditionalGeneration: missing"] = (
+            *(ours, tmp_path / "a"),
+            *other,
+        )
+    for words, arguments in cases.items():
+        assert _run("convert", *arguments) == 2, words
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
+
+
+def test_verify_finds_every_damage(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def damaged(path: Path, offset: int = -9) -> None:
+        content = bytearray(path.read_bytes())
+        content[offset] ^= 1
+        path.write_bytes(content)
+
+    model, training = tmp_path / "model", tmp_path / "training"
+    apart = tiny(dtype=torch.float32)
+    save_pretrained(patch(apart), model)
+    save_checkpoint(training, apart, torch.optim.AdamW(apart.parameters()))
+    for folder in (model, training):
+        assert _run("verify", folder) == 0
+    assert _run("inspect", training) == 0
+    shown = capsys.readouterr().out
+    assert "training checkpoint" in shown and "ep_size" in shown and "torch" in shown
+    assert _run("inspect", model) == 0
+    assert "torch.float32" in capsys.readouterr().out
+    shard = next(model.glob("*.safetensors"))
+    damaged(shard)
+    assert _run("verify", model) == 2
+    assert f"{shard} has changed since it was written" in capsys.readouterr().err
+    damaged(shard)
+    assert _run("verify", model) == 0
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 12}))
+    assert _run("verify", model) == 2
+    assert "misshapen 48 tensors" in capsys.readouterr().err
+    piece = next((training / "tensors").iterdir())
+    damaged(piece)
+    assert _run("verify", training) == 2
+    assert f"{piece} has changed" in capsys.readouterr().err
+    assert _run("verify", tmp_path) == 2
+    assert "holds no safetensors checkpoint" in capsys.readouterr().err
+
+
+def test_verify_checks_the_files_that_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stock saves over ours: its one file counts, it removes our shards and leaves our index."""
+    model = tiny(dtype=torch.float32)
+    save_pretrained(patch(model), tmp_path)
+    tiny(dtype=torch.float32, seed=1).save_pretrained(tmp_path)
+    assert (tmp_path / hub_convert.INDEX).is_file()
+    assert _run("verify", tmp_path) == 0
+    assert "none are known" in capsys.readouterr().out
+
+
+def test_what_no_safetensors_file_says_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """The library refuses all of these as well; read as they are, some give other bytes."""
+    good = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    headers: dict[str, Any] = {
+        "overlap": {"a": good, "b": good | {"shape": [8], "data_offsets": [0, 32]}},
+        "bytes of the header": {
+            "a": good | {"data_offsets": [-8, 8]},
+            "b": good | {"shape": [6], "data_offsets": [8, 32]},
+        },
+        "hole": {"a": good | {"data_offsets": [16, 32]}},
+        "negative shape": {"a": good | {"shape": [-2, -4], "data_offsets": [0, 32]}},
+        "words": {"a": good | {"shape": ["8"], "data_offsets": [0, 32]}},
+        "no offsets": {"a": {"dtype": "F32", "shape": [8]}},
+        "no tensor": {"a": "b"},
+        "list": [good],
+    }
+    for header in headers.values():
+        text = json.dumps(header).encode()
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(32))
+        with pytest.raises(ValueError, match=r"model.safetensors has a damaged header"):
+            hub_convert.verify(tmp_path)
+        with pytest.raises(SafetensorError):
+            load_file(path)
+    path.unlink()
+    for text in ('{"weight_map": {"a', "{}", "[]", '{"weight_map": []}'):
+        (tmp_path / hub_convert.INDEX).write_text(text)
+        with pytest.raises(ValueError, match=rf"{hub_convert.INDEX} is no index or damaged"):
+            hub_convert.verify(tmp_path)

@@ -1,0 +1,405 @@
+"""Saved at one layout, loaded at another: the same bits, and the same next step."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+import warnings
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.close import assert_close
+from support.jobs.resume import ORIGIN, Layout, Run, assert_equal, draws, everything, start, step
+from support.needs import needs_vision
+from support.ranks import run_ranks
+from torch import Tensor
+
+from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.training import save as training_state
+from hf_moe_ep.checkpoints.training.save import load_checkpoint, save_checkpoint
+from hf_moe_ep.ranks import together as meet
+
+BUDGET = 1e-10  # fp64, other orders of summation
+SMALL_DISK = "2m"  # room for one checkpoint, of 1.36 MB, and no second
+PROGRESS = {"step": 2, "position": (3, 4), "seen": {5: [0.1, None, "x"]}}
+LAYOUTS = {
+    "full": [
+        Layout("ep4", 4, {"ep_size": 4}),
+        Layout("ep1", 4, {"ep_size": 1}),
+        Layout("hsdp", 4, {"ep_size": 2, "dp_replicate_size": 2}),
+        Layout("sp2", 4, {"ep_size": 2, "sp_size": 2}),
+        Layout("dim1", 4, {"ep_size": 1, "expert_shard_dim": 1}),
+        Layout("two", 2, {"ep_size": 2}),
+        Layout("one", 1, {"ep_size": 1}),
+        Layout("unsharded", 1),
+    ],
+    "lora": [
+        Layout("ep4", 4, {"ep_size": 4}),
+        Layout("dim1", 4, {"ep_size": 1, "expert_shard_dim": 1}),
+        Layout("two", 2, {"ep_size": 1}),
+        Layout("unsharded", 1),
+    ],
+    "vision": [Layout("two", 2, {"ep_size": 1})],
+}
+
+
+def _after_step(where: str, run: Run, want: dict[str, Any]) -> None:
+    step(run, 2)
+    got = everything(run)
+    for name, value in want.items():
+        if isinstance(value, Tensor):
+            assert_close(f"{where}: next step: {name}", got[name], value, BUDGET)
+    assert got["scheduler"]["last_epoch"] == 3
+
+
+def _save(rank: int, world: int, folder: str, kind: str) -> list[float]:
+    torch.manual_seed(rank)
+    run = start(kind, ORIGIN)
+    for number in range(2):
+        step(run, number)
+    with torch.no_grad():  # leaves units gathered
+        run.model.eval()(input_ids=torch.tensor([[1, 2, 3]]))
+        run.model.train()
+    save_checkpoint(f"{folder}/origin", run.model, run.optimizer, run.scheduler, progress=PROGRESS)
+    drawn, want = draws(), everything(run)
+    step(run, 2)
+    after = everything(run)
+    if rank == 0:
+        torch.save((want, after), f"{folder}/wanted.pt")
+    return drawn
+
+
+def _load(
+    rank: int, world: int, folder: str, kind: str, layouts: list[Layout], come: str, leave: str
+) -> list[Any]:
+    """Load `come`, compare, save as `leave`, step; by layout (random numbers, warnings)."""
+    want, after = torch.load(f"{folder}/wanted.pt", weights_only=False)
+    seen = []
+    for layout in layouts:
+        torch.manual_seed(100 + rank)
+        run = start(kind, layout, seed=7)
+        step(run, 9)  # a state to be replaced
+        with torch.no_grad():
+            run.model.eval()(input_ids=torch.tensor([[1, 2, 3]]))
+            run.model.train()
+        where = f"{kind} {come.format(layout.name)} at {layout.name}"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            progress = load_checkpoint(
+                f"{folder}/{come.format(layout.name)}", run.model, run.optimizer, run.scheduler
+            )
+        about = [str(w.message) for w in caught if "seeded anew" in str(w.message)]
+        seen.append((draws(), about))
+        assert progress == PROGRESS, progress
+        assert_equal(where, everything(run), want)
+        if leave:
+            save_checkpoint(
+                f"{folder}/{leave.format(layout.name)}",
+                run.model,
+                run.optimizer,
+                run.scheduler,
+                progress=progress,
+            )
+        _after_step(where, run, after)
+        if dist.is_initialized():
+            dist.barrier()
+    return seen
+
+
+def _back(rank: int, world: int, folder: str, kind: str, names: list[str]) -> None:
+    for name in names:
+        _load(rank, world, folder, kind, [ORIGIN], name, "")
+
+
+@pytest.mark.parametrize(
+    "kind", ["full", "lora", pytest.param("vision", marks=[pytest.mark.slow, needs_vision])]
+)
+def test_any_layout_to_any_other_and_back(tmp_path: Path, kind: str) -> None:
+    folder = str(tmp_path)
+    drawn = run_ranks(_save, 4, folder, kind)
+    for world in (4, 2, 1):
+        layouts = [layout for layout in LAYOUTS[kind] if layout.world == world and layout.config]
+        if not layouts:
+            continue
+        ranks = run_ranks(_load, world, folder, kind, layouts, "origin", "from-{}")
+        for index, layout in enumerate(layouts):
+            numbers = [seen[index][0] for seen in ranks]
+            texts = [text for seen in ranks for text in seen[index][1]]
+            if layout.data_ranks == ORIGIN.data_ranks:
+                assert numbers == drawn and not texts, layout
+            else:
+                per_data_rank = numbers[:: world // layout.data_ranks]
+                assert len({tuple(n) for n in [*per_data_rank, *drawn]}) == layout.data_ranks + 4
+                assert {tuple(n) for n in numbers} == {tuple(n) for n in per_data_rank}
+                assert len(texts) == 1 and "by 4 data ranks" in texts[0], texts
+                assert f"here are {layout.data_ranks} on cpu" in texts[0]
+    for layout in LAYOUTS[kind]:
+        if not layout.config:
+            _load(0, 1, folder, kind, [layout], "origin", "from-{}")
+    run_ranks(_back, 4, folder, kind, [f"from-{layout.name}" for layout in LAYOUTS[kind]])
+
+
+TWO = Layout("two", 2, {"ep_size": 2})
+
+
+def _save_run(run: Run, folder: str, **options: Any) -> Any:
+    return save_checkpoint(folder, run.model, run.optimizer, run.scheduler, **options)
+
+
+def _load_run(run: Run, folder: str) -> dict[str, Any]:
+    return load_checkpoint(folder, run.model, run.optimizer, run.scheduler)
+
+
+def _background(rank: int, world: int, folder: str) -> None:
+    """What is trained after the call is not in the files; a second save waits for the first."""
+    run = start("full", TWO)
+    step(run, 0)
+    want, began = everything(run), threading.Event()
+    stock = training_state._write
+
+    def late(*args: Any) -> None:
+        assert began.wait(30)
+        stock(*args)
+
+    with mock.patch.object(training_state, "_write", late):
+        handle = _save_run(run, f"{folder}/one", asynchronous=True, progress={"step": 1})
+        step(run, 1)  # collectives of the step and of the save at the same time
+        began.set()
+        step(run, 2)
+        second = _save_run(run, f"{folder}/two", asynchronous=True)
+        manifest.check_sizes(f"{folder}/one")  # so the second has waited for the first
+    handle.wait()
+    want_second = everything(run)
+    step(run, 3)
+    second.wait()
+    other = start("full", TWO, seed=5)
+    assert _load_run(other, f"{folder}/one") == {"step": 1}
+    assert_equal("trained on at once", everything(other), want)
+    assert _load_run(other, folder) == {}  # the newest
+    assert_equal("second", everything(other), want_second)
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    run_ranks(_background, 2, str(tmp_path))
+
+
+def _full_disk(rank: int, world: int, folder: str, real: bool) -> list[str]:
+    """An error on every rank that names rank and cause; the older one stays; training goes on."""
+    run = start("full", TWO)
+    step(run, 0)
+    _save_run(run, f"{folder}/one")
+    want, said = everything(run), []
+    step(run, 1)
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write = full if rank == 1 and not real else training_state._write_json
+    with mock.patch.object(training_state, "_write_json", write):
+        for how in ("at once", "wait", "next save"):
+            with pytest.raises(RuntimeError) as caught:
+                handle = _save_run(run, f"{folder}/two", asynchronous=how != "at once")
+                step(run, 2)
+                if how == "wait":
+                    handle.wait()
+                _save_run(run, f"{folder}/three")
+            said.append(str(caught.value))
+    step(run, 3)
+    assert not Path(folder, "three").exists()
+    other = start("full", TWO, seed=5)
+    _load_run(other, folder)
+    assert_equal("the one before", everything(other), want)
+    if rank == 0:
+        shutil.rmtree(f"{folder}/two")
+    dist.barrier()
+    if not real:
+        _save_run(run, f"{folder}/two")
+        _load_run(other, folder)
+        assert_equal("another try", everything(other), everything(run))
+    return said
+
+
+def test_an_error_while_writing(tmp_path: Path) -> None:
+    ranks = run_ranks(_full_disk, 2, str(tmp_path), False)
+    for said in (text for texts in ranks for text in texts):
+        assert "/two failed on rank 1: OSError: [Errno 28] No space left on device" in said
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    small = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(small, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        ranks = run_ranks(_full_disk, 2, str(tmp_path), True)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    for said in (text for texts in ranks for text in texts):
+        assert re.search(r"/two failed on rank [01]: .*No space left on device", said), said
+
+
+def _optimizers(folder: str) -> None:
+    """Without momentum, with it, and saved before the first step: the next step is the same."""
+    kinds: dict[str, Any] = {
+        "sgd": partial(torch.optim.SGD, lr=0.1),
+        "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "adamw": partial(torch.optim.AdamW, lr=0.01),
+    }
+    for name, optimizer in kinds.items():
+        for steps in (0, 1):
+            run = start("full", TWO, optimizer=optimizer)
+            for number in range(steps):
+                step(run, number)
+            where = f"{folder}/{name}-{steps}"
+            _save_run(run, where)
+            other = start("full", TWO, seed=5, optimizer=optimizer)
+            step(other, 9)
+            _load_run(other, where)
+            assert_equal(where, everything(other), everything(run))
+            assert len(other.optimizer.state) == (0 if not steps else len(run.optimizer.state))
+            step(run, 2), step(other, 2)
+            assert_equal(f"{where}, next step", everything(other), everything(run))
+            if name == "adamw":
+                sgd = torch.optim.SGD(run.optimizer.param_groups[0]["params"], lr=0.5)
+                with pytest.raises(ValueError, match=r"saved with AdamW, this optimizer is SGD"):
+                    load_checkpoint(where, run.model, sgd)
+
+
+def _masters_and_ties(folder: str) -> None:
+    """fp32 masters of a bf16 model as fp32; a tied weight once."""
+    options = {"dtype": torch.bfloat16, "tie_word_embeddings": True}
+    run = start("full", TWO, **options)
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.mul_(1 + 1e-4)  # no bf16 value any more
+    run.model.generation_config.temperature = 0.6  # which its own save_pretrained refuses
+    _save_run(run, f"{folder}/bf16")
+    assert '"temperature": 0.6' in Path(folder, "bf16", "generation_config.json").read_text()
+    saved = json.loads(Path(folder, "bf16", "state.json").read_text())["tensors"]
+    assert {entry["dtype"] for entry in saved.values()} == {"float32"}
+    assert "model.model.embed_tokens.weight" in saved and "model.lm_head.weight" not in saved
+    other = start("full", TWO, seed=5, **options)
+    _load_run(other, f"{folder}/bf16")
+    assert_equal("masters", everything(other), everything(run))
+    wide = start("full", TWO, dtype=torch.float64, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"saved with 1 groups of parameters, this .* has 2"):
+        one = torch.optim.AdamW(run.model.parameters())
+        save_checkpoint(f"{folder}/one-group", run.model, one)
+        _load_run(other, f"{folder}/one-group")
+    _load_run(wide, f"{folder}/bf16")  # fp64 holds every fp32
+    low = start("full", Layout("alone", 2), **options)
+    with pytest.raises(ValueError, match=r"is torch.float32, which the model's torch.bfloat16"):
+        _load_run(low, f"{folder}/bf16")
+
+
+def _refused(rank: int, folder: str) -> None:
+    """Another model, damage, a directory in use: named, on every rank, nothing touched."""
+    run = start("full", TWO)
+    step(run, 0)
+    path = Path(folder, "good")
+    _save_run(run, str(path))
+    with pytest.raises(ValueError, match=r"good holds a complete checkpoint"):
+        _save_run(run, str(path))
+    if rank == 0:
+        Path(folder, "mine").mkdir()
+        Path(folder, "mine", "notes.txt").write_text("!")
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"mine holds notes.txt, no part of a checkpoint"):
+        _save_run(run, f"{folder}/mine")
+    if rank == 0:
+        for name in ("tensors/mine.npy", "state.json", "config.json"):
+            Path(folder, "named-so", name).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, "named-so", name).write_text("!")
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"named-so holds config.json, state.json, tensors, no"):
+        _save_run(run, f"{folder}/named-so")
+    assert len(list(Path(folder, "named-so").rglob("*"))) == 4
+    with pytest.raises(ValueError, match=r"progress\['f'\] is a function"):
+        _save_run(run, f"{folder}/other", progress={"f": _refused})
+    with pytest.raises(ValueError, match=r"progress is 7; make it a dict, like \{'step': 100\}"):
+        _save_run(run, f"{folder}/other", progress=7)
+    others = {
+        r"the model lacks .*model\.layers\.1\..* and \d+ more": {"num_hidden_layers": 1},
+        r"it lacks .*model\.layers\.2\.": {"num_hidden_layers": 3},
+        r"mlp.experts.gate_up_proj has shape \[8, 48, 32\], the model's \[4, 48, 32\]": {
+            "num_experts": 4
+        },
+    }
+    for message, options in others.items():
+        other = start("full", TWO, seed=5, **options)
+        before = everything(other)
+        with pytest.raises(ValueError, match=message):
+            _load_run(other, str(path))
+        assert_equal("untouched", everything(other), before)
+    for damage in ("flip", "truncate", "more", "remove"):
+        if rank == 0:
+            shutil.copytree(path, Path(folder, damage))
+            _damage(Path(folder, damage, "tensors"), damage)
+        dist.barrier()
+        other = start("full", TWO, seed=5)
+        before = everything(other)
+        names = (
+            r"stranger.safetensors is not in" if damage == "more" else r"shard-00002-model-00001"
+        )
+        with pytest.raises(ValueError, match=names):
+            _load_run(other, f"{folder}/{damage}")
+        assert_equal("untouched", everything(other), before)
+    with mock.patch.object(meet, "_PATIENCE", timedelta(seconds=2)):
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"save_checkpoint was called on 1 of 2 ranks"):
+                _save_run(run, f"{folder}/alone")
+    dist.barrier()
+
+
+def _left_its_group(folder: str) -> None:
+    run = start("full", TWO)
+    step(run, 0)
+    run.optimizer.param_groups[0]["params"].pop(0)
+    with pytest.raises(ValueError, match=r"keeps state of model.embed_tokens.weight, which is in"):
+        _save_run(run, f"{folder}/left")
+
+
+def _disagree(rank: int, folder: str) -> None:
+    """Ranks with other arguments: named, on every rank, and what was there is untouched."""
+    run, path = start("full", TWO), f"{folder}/good"
+    with pytest.raises(ValueError, match=r"another directory: rank 0 with '.*/new', rank 1 .*good"):
+        _save_run(run, f"{folder}/good" if rank else f"{folder}/new")
+    with pytest.raises(ValueError, match=r"another asynchronous: rank 0 with True, rank 1 with F"):
+        _save_run(run, f"{folder}/new", asynchronous=not rank)
+    with pytest.raises(ValueError, match=r"another verify: rank 0 with True, rank 1 with False"):
+        load_checkpoint(path, run.model, run.optimizer, verify=not rank)
+    manifest.check(path)
+
+
+def _damage(tensors: Path, how: str) -> None:
+    shard = next(tensors.glob("shard-00002*"))
+    data = bytearray(shard.read_bytes())
+    if how == "remove":
+        shard.unlink()
+    elif how == "more":
+        (tensors / "stranger.safetensors").write_bytes(data)
+    else:
+        data[-100] ^= how == "flip"
+        shard.write_bytes(data if how == "flip" else data[:-1])
+
+
+def _cases(rank: int, world: int, folder: str) -> None:
+    _optimizers(folder)
+    _masters_and_ties(folder)
+    _refused(rank, folder)
+    _disagree(rank, folder)
+    _left_its_group(folder)
+    kinds = {path.suffix for path in Path(folder).rglob("*") if path.is_file()}
+    assert kinds == {".json", ".safetensors", ".txt", ".npy"}, "no pickles"
+
+
+def test_optimizers_masters_and_what_is_refused(tmp_path: Path) -> None:
+    run_ranks(_cases, 2, str(tmp_path))

@@ -1,0 +1,267 @@
+"""Random routing on 4 ranks: numbers, bytes on the wire, repetition; and what happens at the limit.
+
+The truth of each case runs every expert on every token in one place, in fp64, and weighs.
+"""
+
+import os
+import random
+import signal
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from support.close import assert_close
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.moe.dispatch.all_to_all import plan_dispatch
+from hf_moe_ep.moe.dispatch.counts import Header
+from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.weights import ExpertWeights
+
+HIDDEN, FFN = 37, 3  # wider than the 2 K columns of routing, to tell the two apart
+NUM_CASES = 200
+LAYOUT = ExpertsLayout()
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens` by rank of the ep group; `pool` are the experts that routing draws from."""
+
+    seed: int
+    ep: int
+    tokens: tuple[int, ...]
+    experts: int
+    top_k: int
+    chunks: int
+    pool: tuple[int, ...]
+
+    @property
+    def local(self) -> int:
+        return self.experts // self.ep
+
+    def ids_TK(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(3 * self.seed + rank)
+        order = torch.rand(self.tokens[rank], len(self.pool), generator=generator).argsort(1)
+        return torch.tensor(self.pool)[order[:, : self.top_k]]
+
+    def inputs(self, rank: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(7 * self.seed + rank)
+        x_TH = torch.randn(self.tokens[rank], HIDDEN, dtype=torch.float64, generator=generator)
+        w_TK = torch.rand(self.tokens[rank], self.top_k, dtype=torch.float64, generator=generator)
+        return x_TH.to(dtype).requires_grad_(), w_TK.to(dtype).requires_grad_()
+
+    def weights(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        shapes = ((self.experts, 2 * FFN, HIDDEN), (self.experts, HIDDEN, FFN))
+        return [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+
+    def header(self) -> Header:
+        return Header(self.seed, 0, True, True, False, False, self.top_k, 8)
+
+
+def _random_case(seed: int) -> Case:
+    """Every 4th case has k = E, every 5th a rank without tokens, every 3rd few experts."""
+    rng = random.Random(seed)
+    ep = rng.choice([2, 4])
+    experts = ep * rng.randint(1, 4)
+    top_k = experts if seed % 4 == 0 else rng.randint(1, experts)
+    tokens = [rng.randint(0, 300) for _ in range(ep)]
+    if seed % 5 == 0:
+        tokens[rng.randrange(ep)] = 0
+    pool = list(range(experts))
+    if seed % 3 == 0:
+        pool = sorted(rng.sample(pool, rng.randint(top_k, experts)))
+    return Case(seed, ep, tuple(tokens), experts, top_k, rng.randint(1, 4), tuple(pool))
+
+
+def _run(
+    case: Case, group: dist.ProcessGroup, weights: list[Tensor] | None = None, **options: Any
+) -> tuple[Tensor, ...]:
+    """out, and the gradients of tokens and routing weights; None for weights: rows come back."""
+    rank = dist.get_rank(group)
+    x_TH, w_TK = case.inputs(rank, options.get("dtype", torch.float64))
+    ids_TK = options.get("ids_TK", case.ids_TK(rank))
+    plans = plan_dispatch(
+        ids_TK,
+        num_experts=case.experts,
+        group=group,
+        header=case.header(),
+        num_chunks=case.chunks,
+        max_rows=options.get("max_rows"),
+    )
+    sizes = [plan.num_tokens for plan in plans]
+    inputs = zip(x_TH.split(sizes), w_TK.split(sizes), ids_TK.split(sizes), strict=True)
+    arriving = [plan.start(*chunk) for plan, chunk in zip(plans, inputs, strict=True)]
+    returning = []
+    for arrived in arriving:
+        rows_RH, w_RK, ids_RK = arrived.finish()
+        if weights is not None:
+            experts = ExpertWeights(weights[0], None, weights[1], None)
+            rows_RH = expert_mlp(rows_RH, ids_RK, w_RK, experts, LAYOUT, counts_L=arrived.counts_L)
+        returning.append(arrived.start_combine(rows_RH))
+    out_TH = torch.cat([rows.finish() for rows in returning])
+    (out_TH * (x_TH.detach() + rank)).sum().backward()
+    assert x_TH.grad is not None
+    return out_TH, x_TH.grad, torch.zeros(0) if w_TK.grad is None else w_TK.grad
+
+
+def _every_expert(
+    x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor, up_EGH: Tensor, down_EHF: Tensor
+) -> Tensor:
+    gate_ETF, up_ETF = torch.einsum("th,egh->etg", x_TH, up_EGH).chunk(2, dim=2)
+    y_ETH = torch.einsum("etf,ehf->eth", functional.silu(gate_ETF) * up_ETF, down_EHF)
+    w_TE = x_TH.new_zeros(len(x_TH), len(up_EGH)).scatter(1, ids_TK, w_TK)
+    return torch.einsum("te,eth->th", w_TE, y_ETH)
+
+
+def _check_numbers(case: Case, group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank(group)
+    mine = slice(rank * case.local, (rank + 1) * case.local)
+    whole = [w.requires_grad_() for w in case.weights()]
+    weights = [w.detach()[mine].clone().requires_grad_() for w in whole]
+    got = _run(case, group, weights)
+    for other, tokens in enumerate(case.tokens):
+        if tokens:
+            x, w = case.inputs(other)
+            out = _every_expert(x, case.ids_TK(other), w, *whole)
+            (out * (x.detach() + other)).sum().backward()
+            if other == rank:
+                names = ("out", "grad of x", "grad of weights")
+                for name, one, want in zip(names, got, (out, x.grad, w.grad), strict=True):
+                    assert_close(f"{case}: {name}", one, want, 1e-12)
+    for name, one, want in zip(("gate_up", "down"), weights, whole, strict=True):
+        grad = torch.zeros_like(want) if want.grad is None else want.grad
+        assert_close(f"{case}: grad of {name}", one.grad, grad[mine], 1e-11)
+
+
+class _Sent(TorchDispatchMode):
+    """Bytes that leave this rank, by collective and by size of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if str(func) == "c10d.alltoall_base_.default":
+            splits = args[4]
+            own = splits[dist.ProcessGroup.unbox(args[2]).rank()]
+            assert own == 0, f"{own} rows for oneself in a collective"
+            size = args[1].shape[1] * args[1].element_size()
+            self.sent["rows", size] += sum(splits) * size
+        elif str(func) == "c10d._allgather_base_.default":
+            others = dist.ProcessGroup.unbox(args[2]).size() - 1
+            self.sent["counts", 0] += others * args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def _check_bytes(case: Case, group: dist.ProcessGroup) -> None:
+    """Distinct remote (token, rank) pairs, there and back and both again for gradients."""
+    rank = dist.get_rank(group)
+    weights = [w[: case.local].clone().requires_grad_() for w in case.weights()]
+    with _Sent() as mode:
+        _run(case, group, weights)
+    out = into = 0
+    for other in range(case.ep):
+        for experts in case.ids_TK(other).tolist():
+            owners = {expert // case.local for expert in experts}
+            out += len(owners - {rank}) if other == rank else 0
+            into += rank in owners if other != rank else 0
+    fields = 8 + case.chunks * (case.ep + case.experts)
+    want = Counter(
+        {
+            # Rows leave twice (tokens, and the gradient of what came home) and return twice.
+            ("rows", HIDDEN * 8): 2 * (out + into) * HIDDEN * 8,
+            # Weights and ids go there beside them, the weights' gradients come back.
+            ("rows", 2 * case.top_k * 8): out * 2 * case.top_k * 8,
+            ("rows", case.top_k * 8): into * case.top_k * 8,
+            ("counts", 0): (case.ep - 1) * fields * 8,
+        }
+    )
+    assert +mode.sent == +want, f"{case}: {mode.sent}, want {want}"
+
+
+def _check_repetition(case: Case, group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank(group)
+    runs = []
+    for _ in range(10):
+        weights = [w.float()[: case.local].clone().requires_grad_() for w in case.weights()]
+        runs.append((*_run(case, group, weights, dtype=torch.float32), *(w.grad for w in weights)))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True)), case
+    # As many tokens again on the last rank, to the same experts: the others' rows are the same.
+    more = Case(**{**vars(case), "tokens": (*case.tokens[:-1], 2 * case.tokens[-1] + 1)})
+    weights = [w.float()[: case.local].clone() for w in case.weights()]
+    for expert_weights in (None, weights):
+        alone, padded = (_run(c, group, expert_weights, dtype=torch.float32) for c in (case, more))
+        if rank < case.ep - 1:
+            for a, b in zip(alone, padded, strict=True):
+                # A matrix product of another height may round otherwise.
+                assert_close(f"{case}: with padding", b, a, 0 if expert_weights is None else 1e-6)
+
+
+def _check_max_rows(group: dist.ProcessGroup) -> None:
+    """Rank 1 would get 2 + 3 + 0 + 4 rows: all ranks raise at 8, none at 9."""
+    case = Case(0, 4, (2, 3, 0, 4), 4, 1, 2, (1,))
+    _run(case, group, max_rows=9)
+    want = (
+        r"MoE layer 0 of forward 0 .*rank 1 would get 9 rows, more than max_tokens_per_rank=8 "
+        r"\(rows by rank: 0: 0, 1: 9, 2: 0, 3: 0\)"
+    )
+    with pytest.raises(RuntimeError, match=want):
+        _run(case, group, max_rows=8)
+
+
+def _on_four_ranks(rank: int, world: int) -> None:
+    assert dist.group.WORLD is not None
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = {4: dist.group.WORLD, 2: pairs[rank // 2]}
+    for seed in range(NUM_CASES):
+        case = _random_case(seed)
+        _check_numbers(case, groups[case.ep])
+        if seed % 5 == 0:
+            _check_bytes(case, groups[case.ep])
+        if seed % 40 == 0:
+            _check_repetition(case, groups[case.ep])
+    _check_max_rows(dist.group.WORLD)
+
+
+def test_random_cases_on_four_ranks() -> None:
+    run_ranks(_on_four_ranks, 4, timeout=300)
+
+
+def test_cases_reach_the_edges() -> None:
+    cases = [_random_case(seed) for seed in range(NUM_CASES)]
+    assert sum(case.top_k == case.experts for case in cases) >= 20
+    assert sum(0 in case.tokens for case in cases) >= 30
+    assert sum(min(case.tokens) < case.chunks for case in cases) >= 30
+    assert sum(case.experts == case.ep for case in cases) >= 20
+    idle = [c for c in cases if len({expert // c.local for expert in c.pool}) < c.ep]
+    assert len(idle) >= 5  # some ranks own no expert that anybody chose
+
+
+def _die_in_the_second_step(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(tiny(), ep_size=2, dispatch_chunks=2)
+    for step in range(3):
+        if step == 1 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(**batch(model, 2, 7, seed=rank)).loss.backward()
+
+
+def test_a_killed_rank_ends_the_others_with_an_error() -> None:
+    outcomes = run_ranks(
+        _die_in_the_second_step, 4, timeout=120, group_timeout=20, expect_errors=True
+    )
+    assert outcomes[1][:2] == ("error", "ProcessDied")
+    for rank in (0, 2, 3):
+        assert outcomes[rank][0] == "error", outcomes[rank]

@@ -1,0 +1,343 @@
+"""What cannot work says so: both numbers, the remedy, on every rank, and never a hang."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, describe, patch, unpatch
+from hf_moe_ep.state import STATE
+
+LAUNCH = r"distributed_type: FSDP.*fsdp_version: 2"
+SHARDED = "pass the model as from_pretrained returns it"
+
+
+def _llama() -> nn.Module:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 11, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes))
+
+
+def _with_tp() -> nn.Module:
+    model = tiny()
+    model._tp_size = 2
+    return model
+
+
+def _loaded_distributed() -> nn.Module:
+    model = tiny()
+    model._is_distributed_loading_by_transformers = True
+    return model
+
+
+def _without_experts() -> nn.Module:
+    return tiny(mlp_only_layers=[0, 1])
+
+
+def _one_layer_lost() -> nn.Module:
+    model = tiny()
+    model.model.layers[1].mlp.experts = nn.Identity()
+    return model
+
+
+def _half_the_layers() -> nn.Module:
+    model = tiny()
+    del model.model.layers[1]
+    return model
+
+
+# name: (model, options of patch, match)
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "experts": (tiny, {"ep_size": 3}, r"ep_size \(3\).*num_experts \(8\).*try 1, 2, 4, 8$"),
+    "more than experts": (tiny, {"ep_size": 16}, r"ep_size \(16\).*num_experts \(8\).*try 1, 2"),
+    "architecture": (_llama, {}, r"unknown architecture 'llama' \(Llama.*known are: .*qwen3_moe"),
+    "no transformers model": (
+        lambda: nn.Linear(2, 2),
+        {},
+        r"unknown architecture None \(Linear\); known are: .*qwen3_moe",
+    ),
+    "eager": (tiny, {"ep_size": 2, "experts_backend": "eager"}, "'eager'.*ep_size=2.*ep_size=1"),
+    "option": (
+        tiny,
+        {"expert_parallel": 2},
+        "unknown option expert_parallel; known are: .*ep_size",
+    ),
+    "sp": (tiny, {"sp_size": 3}, r"sp_size \(3\) must divide the attention heads \(4\)"),
+    "activation": (
+        lambda: tiny(hidden_act="mish"),
+        {},
+        "gate of Qwen3MoeExperts is none of swish, gelu.*experts_backend='eager'",
+    ),
+    "no experts": (_without_experts, {}, "found 0 experts.*expected 0.*at least one MoE layer"),
+    "a layer lost": (_half_the_layers, {}, "found 1 experts modules.*expected 2"),
+    "foreign experts": (_one_layer_lost, {}, r"not of transformers.*layers\.1\.mlp\.experts"),
+    "tp by transformers": (_with_tp, {}, f"transformers sharded this model.*{SHARDED}"),
+}
+if hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
+    match = f"transformers sharded this.*{SHARDED}"
+    REFUSED["loaded distributed"] = (_loaded_distributed, {}, match)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_patch_refuses(name: str) -> None:
+    make, options, match = REFUSED[name]
+    model = make()
+    before = [sorted(vars(module)) for module in model.modules()]
+    with pytest.raises(ValueError, match=match):
+        patch(model, **options)
+    assert [sorted(vars(module)) for module in model.modules()] == before
+    with pytest.raises(ValueError, match=match):
+        apply_ep_fsdp2(make(), **options)
+
+
+def test_environment_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_MOE_EP_EP_SIZE", "abc")
+    with pytest.raises(ValueError, match=r"HF_MOE_EP_EP_SIZE='abc'.*HF_MOE_EP_EP_SIZE=8"):
+        patch(tiny())
+
+
+def test_without_a_process_group() -> None:
+    model = patch(tiny(), ep_size=2)
+    with pytest.raises(ValueError, match=r"there is none.*torchrun or accelerate launch"):
+        apply_ep_fsdp2(model)
+    with pytest.raises(ValueError, match=f"ep_size=2, sp_size=1, dp_replicate_size=1.*{LAUNCH}"):
+        model(**batch(model, 2, 5))
+    with pytest.raises(ValueError, match=f"ep_size=1, sp_size=1, dp_replicate_size=4.*{LAUNCH}"):
+        patch(tiny(), dp_replicate_size=4)(**batch(model, 2, 5))
+    inner = patch(tiny(), ep_size=2).model  # past the root's hook
+    with pytest.raises(ValueError, match=f"ep_size=2.*{LAUNCH}"):
+        inner(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def test_unpatch_and_describe_want_a_patched_model() -> None:
+    for call in (unpatch, describe):
+        with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not patched"):
+            call(tiny())
+    patched = patch(tiny())
+    assert "not sharded yet" in describe(patched)
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_model_that_is_sharded_or_wrapped_already() -> None:
+    whole, part = tiny(), tiny()
+    fully_shard(whole)
+    fully_shard(part.model.layers[0])
+    for model in (whole, part):
+        with pytest.raises(ValueError, match=f"FSDP2 shards parts of this model.*{SHARDED}"):
+            patch(model)
+    ddp = DistributedDataParallel(tiny())
+    with pytest.raises(ValueError, match=f"wrapped in DistributedDataParallel.*{SHARDED}"):
+        patch(ddp)
+    wrapped = FullyShardedDataParallel(tiny(), device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(ValueError, match=f"FSDP1 wraps parts of this model.*{SHARDED}"):
+        patch(wrapped)
+
+
+def _everywhere(match: str, call: Callable[[], Any], kind: type[Exception] = ValueError) -> None:
+    """`call` raises on this rank; all ranks are still in step after it."""
+    with pytest.raises(kind, match=match):
+        call()
+    dist.barrier()
+
+
+def _check_worlds_and_repeats() -> None:
+    text = r"ep_size \(4\).*2 / 1 = 2.*try 1, 2,.*multiple of 4"
+    _everywhere(text, lambda: apply_ep_fsdp2(tiny(), ep_size=4))
+    six = {"num_experts": 6}
+    text = r"ep_size \(3\).*2 / 1 = 2.*try 1, 2,.*multiple of 3"
+    _everywhere(text, lambda: apply_ep_fsdp2(tiny(**six), ep_size=3))
+    text = r"dp_replicate_size \(3\).*world size \(2\); try 1, 2"
+    _everywhere(text, lambda: apply_ep_fsdp2(tiny(), dp_replicate_size=3))
+    text = r"expert_shard_dim=1.*\(8, 33, 24\).*ep_fsdp \(2\).*'auto'"
+    odd = {"hidden_size": 33, "head_dim": 4}  # down_proj (8, 33, 24) over ep_fsdp 2
+    _everywhere(text, lambda: apply_ep_fsdp2(tiny(**odd), expert_shard_dim=1))
+    refused = patch(tiny(), ep_size=4)
+    with pytest.raises(ValueError, match=r"ep_size \(4\)"):
+        apply_ep_fsdp2(refused)
+    apply_ep_fsdp2(refused, ep_size=2)  # the remedy works on the same model
+
+    for call in (
+        lambda: patch(refused, ep_size=2),
+        lambda: patch(refused),
+        lambda: apply_ep_fsdp2(refused),
+        lambda: apply_ep_fsdp2(refused, ep_size=1),
+    ):
+        _everywhere(f"sharded by hf_moe_ep already.*{SHARDED}", call)
+    _everywhere("sharded over 2 ranks; unpatch it before", lambda: unpatch(refused))
+
+
+def _check_ddp(rank: int) -> None:
+    model = DistributedDataParallel(patch(tiny()))
+    inputs = batch(tiny(), 2, 5, seed=rank)
+    _everywhere(f"inside DistributedDataParallel.*{LAUNCH}", lambda: model(**inputs))
+    model.module(**inputs)  # outside of DDP's forward it is one process's model
+
+
+def _check_meta(rank: int) -> None:
+    text = r"of rank 0 are on the meta device.*from_pretrained"
+    _everywhere(text, lambda: apply_ep_fsdp2(tiny().to("meta"), ep_size=2))
+    half = tiny()
+    half.lm_head = half.lm_head.to("meta")
+    _everywhere("1 of .* of rank 0.*meta", lambda: apply_ep_fsdp2(half))
+    model = tiny(seed=rank) if rank == 0 else tiny(seed=rank).to("meta")
+    apply_ep_fsdp2(model, ep_size=2)
+    want = tiny(seed=0)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), want.get_parameter(name)), name
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, want.get_buffer(name)), name
+    model(**batch(want, 2, 5, seed=rank)).loss.backward()
+
+
+def _check_disagreement(rank: int) -> None:
+    def differ(match: str, *options: dict[str, Any], **sizes: list[Any]) -> None:
+        mine = {name: values[rank] for name, values in sizes.items()}
+        text = f"ranks disagree about {match}"
+        call = lambda: apply_ep_fsdp2(tiny(**mine), **(options[rank] if options else {}))  # noqa: E731
+        _everywhere(text, call)
+
+    differ("config: rank 0 has .*ep_size=1,.* rank 1 has .*ep_size=2,", {}, {"ep_size": 2})
+    differ("config: .*ep_outside", {"ep_outside": True}, {})
+    differ("config: .*expert_shard_dim", {"expert_shard_dim": 0}, {"expert_shard_dim": 1})
+    differ("config: .*dp_replicate_size=2", {"dp_replicate_size": 2}, {})
+    differ("MoE layers: rank 0 has 2: .* rank 1 has 1: ", mlp_only_layers=[[], [1]])
+    differ("MoE layers: rank 0 has 2: .* rank 1 has 3: ", num_hidden_layers=[2, 3])
+    differ("parameters", num_experts=[8, 4])
+    differ("precision|parameters", dtype=[torch.float64, torch.float32])
+    differ("parameters", tie_word_embeddings=[False, True])
+    frozen = tiny()
+    frozen.lm_head.weight.requires_grad_(rank == 0)
+    _everywhere("ranks disagree about parameters", lambda: apply_ep_fsdp2(frozen))
+    os.environ["HF_MOE_EP_EP_SIZE"] = str(rank + 1)
+    _everywhere("ranks disagree about config.*ep_size=2", lambda: apply_ep_fsdp2(tiny()))
+    del os.environ["HF_MOE_EP_EP_SIZE"]
+
+
+def _check_places(rank: int) -> None:
+    """Ranks in other places of the model: an error that names both, on both."""
+    model = apply_ep_fsdp2(tiny(), ep_size=2)
+    inputs = batch(tiny(), 2, 5, seed=rank)
+    model(**inputs)
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    args = (
+        torch.ones(1, 32, dtype=torch.float64),
+        torch.tensor([[0, 7]]),
+        torch.ones(1, 2, dtype=torch.float64),
+    )
+    names = r"(?s)rank 0: MoE layer 0 of forward 1.*rank 1: MoE layer 1 of forward 1"
+    _everywhere(names, lambda: experts[rank](*args), RuntimeError)
+    for mode, text in (("eval", "evaluation"), ("no_grad", "training, no_grad")):
+        model = apply_ep_fsdp2(tiny(), ep_size=2)
+        if rank == 1 and mode == "eval":
+            model.eval()
+        names = rf"(?s)rank 0: .*forward 1 \(training;.*rank 1: .*forward 1 \({text};"
+        with torch.set_grad_enabled(not (rank == 1 and mode == "no_grad")):
+            _everywhere(names, lambda model=model: model(**inputs), RuntimeError)
+
+
+def _all_errors(rank: int, world: int) -> None:
+    for check in (_check_ddp, _check_meta, _check_disagreement, _check_places):
+        check(rank)
+    _check_worlds_and_repeats()
+
+
+def test_errors_on_every_rank() -> None:
+    run_ranks(_all_errors, 2)
+
+
+def _second_try(rank: int, world: int) -> None:
+    model = patch(tiny(hidden_size=33, head_dim=4), expert_shard_dim=1)
+    with pytest.raises(ValueError, match=r"expert_shard_dim=1.*'auto'"):
+        apply_ep_fsdp2(model)
+    apply_ep_fsdp2(model, expert_shard_dim="auto")
+
+
+def test_the_remedy_of_a_refused_sharding_works_on_the_same_model() -> None:
+    run_ranks(_second_try, 2)
+
+
+def _one_rank_cannot_patch(rank: int, world: int) -> None:
+    apply_ep_fsdp2(tiny(), ParallelConfig(ep_size=2 + rank))
+
+
+def _experts_alone(rank: int, world: int) -> None:
+    """Rank 1 stays away from layer 1: nothing but the dispatch waits for it."""
+    model = apply_ep_fsdp2(tiny(), ep_size=2)
+    model(**batch(tiny(), 2, 5, seed=rank))
+    experts = model.model.layers[1].mlp.experts
+    assert getattr(experts, STATE).index == 1
+    if rank == 1:
+        time.sleep(25)
+        return
+    weights = torch.ones(1, 2, dtype=torch.float64)
+    experts(torch.ones(1, 32, dtype=torch.float64), torch.tensor([[0, 7]]), weights)
+
+
+def _one_rank_skips(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(tiny(), ep_size=2)
+    model(**batch(tiny(), 2, 5, seed=rank))
+    if rank == 1:
+        time.sleep(25)
+        return
+    model(**batch(tiny(), 2, 5, seed=rank))
+
+
+def _another_top_k(rank: int, world: int) -> None:
+    """No parameter shows it, but every row of routing has another width."""
+    model = apply_ep_fsdp2(tiny(num_experts_per_tok=2 + rank), ep_size=2)
+    model(**batch(tiny(), 2, 5, seed=rank))
+
+
+def _buffers_on_meta(rank: int, world: int) -> None:
+    """load_state_dict(assign=True) on a meta model leaves buffers outside state_dict on meta."""
+    state = tiny().state_dict()
+    model = tiny().to("meta")
+    model.load_state_dict(state, assign=True)
+    apply_ep_fsdp2(model, ep_size=2)
+
+
+# A broken group cannot be used again, so each of these has a spawn of its own. Matches per rank;
+# None: this rank may end as it likes, but it ends.
+BROKEN: dict[str, tuple[Callable[..., None], list[str | None]]] = {
+    "one rank cannot patch": (_one_rank_cannot_patch, ["", r"ep_size \(3\).*num_experts \(8\)"]),
+    "a layer not reached": (_experts_alone, ["MoE layer 1 of forward 1 .*never reached", None]),
+    # FSDP2's first all-gather waits there, and its error cannot know of layers.
+    "a forward skipped": (_one_rank_skips, ["[Tt]ime(d )?out", None]),
+    "another top-k": (_another_top_k, ["disagree|different places"] * 2),
+    "buffers on meta": (_buffers_on_meta, ["on the meta device"] * 2),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "a forward skipped" else name
+        for name in BROKEN
+    ],
+)
+def test_a_broken_step_ends_with_an_error(name: str) -> None:
+    job, matches = BROKEN[name]
+    # 20 s is what a loaded machine needs to bring both ranks to the first collective.
+    outcomes = run_ranks(job, 2, expect_errors=True, group_timeout=20)
+    for rank, (match, outcome) in enumerate(zip(matches, outcomes, strict=True)):
+        if match is not None:
+            assert outcome[0] == "error", (rank, outcome)
+            assert re.search(match, outcome[2]), f"rank {rank}: {outcome[2]!r} lacks {match!r}"

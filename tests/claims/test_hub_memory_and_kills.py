@@ -1,0 +1,397 @@
+"""Checkpoints that are not whole, disks that are full, ranks that are killed while they save."""
+
+import errno
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from support.hub_files import assert_equal, hub_state, read_all, write_hub
+from support.killing import kill_later
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from transformers import AutoModelForCausalLM
+
+from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
+from hf_moe_ep.checkpoints.hub import save as checkpoint
+from hf_moe_ep.checkpoints.hub.pieces import Piece
+from hf_moe_ep.checkpoints.hub.write import Source, whole, write_checkpoint
+from hf_moe_ep.checkpoints.storage import safetensors_file
+from hf_moe_ep.ranks import together as meet
+
+INDEX = "model.safetensors.index.json"
+FIRST = "model-00001-of-00003.safetensors"
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+
+def _edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    edit(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _edit_tensors(folder: Path, key: str, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite the file that holds `key`."""
+    name = json.loads((folder / INDEX).read_text())["weight_map"][key]
+    tensors = load_file(folder / name)
+    edit(tensors)
+    save_file(tensors, folder / name)
+
+
+def _cut(folder: Path) -> None:
+    path = folder / FIRST
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 100)
+
+
+def _no_weights(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+
+
+def _replace(tensors: dict[str, Any]) -> None:
+    tensors[EXPERT] = torch.zeros(24, 31)
+
+
+def _odd_dtype(folder: Path) -> None:
+    path = folder / FIRST
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F4X"', 1))
+
+
+# What happened to the checkpoint, and the words of the error on every rank.
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (_cut, r"model-00001-of-00003.safetensors is truncated.* bytes instead of \d+"),
+    "file missing": (lambda f: (f / FIRST).unlink(), rf"{FIRST} is missing, and {INDEX} names it"),
+    "empty file": (lambda f: (f / FIRST).write_bytes(b""), rf"{FIRST} is no safetensors file"),
+    "header damaged": (
+        lambda f: (f / FIRST).write_bytes(b"\x10" + bytes(7) + b"{" * 200),
+        rf"{FIRST} has a damaged header",
+    ),
+    "dtype unknown": (_odd_dtype, rf"{FIRST}: .* has dtype F4X, which is not supported"),
+    "tensor missing": (
+        lambda f: _edit_index(f, lambda places: places.pop(EXPERT)),
+        rf"does not fit this Qwen3MoeForCausalLM: missing 1 tensors: {EXPERT}",
+    ),
+    "index lies": (
+        lambda f: _edit_index(f, lambda places: places.update(extra=FIRST)),
+        rf"{FIRST} has no tensor extra, and {INDEX} says so",
+    ),
+    "misshapen": (
+        lambda f: _edit_tensors(f, EXPERT, _replace),
+        rf"misshapen 1 tensors: {EXPERT} \(24, 31\) instead of \(24, 32\)",
+    ),
+    "no checkpoint": (_no_weights, "holds no safetensors checkpoint"),
+}
+
+
+def _unexpected(folder: Path) -> None:
+    name = json.loads((folder / INDEX).read_text())["weight_map"][EXPERT]
+    _edit_tensors(folder, EXPERT, lambda tensors: tensors.update(surplus=torch.zeros(2)))
+    _edit_index(folder, lambda places: places.update(surplus=name))
+
+
+def _both_layouts(folder: Path) -> None:
+    stacked = "model.layers.0.mlp.experts.down_proj"
+    name = json.loads((folder / INDEX).read_text())["weight_map"][EXPERT]
+    _edit_tensors(folder, EXPERT, lambda tensors: tensors.update({stacked: torch.ones(8, 32, 24)}))
+    _edit_index(folder, lambda places: places.update({stacked: name}))
+
+
+BROKEN["unexpected"] = (_unexpected, "unexpected 1 tensors: surplus")
+BROKEN["both layouts"] = (_both_layouts, "unexpected 1 tensors: .*0.mlp.experts.down_proj$")
+
+
+def _refused(rank: int, world: int, folder: str) -> None:
+    for case, (_, words) in BROKEN.items():
+        with pytest.raises(ValueError, match=words):
+            from_pretrained(f"{folder}/{case}", ep_size=2)
+    for path in ("/no/folder", "./no", "~/no", "a/b/c", f"{folder}/none"):
+        with pytest.raises(ValueError, match=f"^{path} does not exist on this machine; name a fol"):
+            from_pretrained(path)
+    with pytest.raises(ValueError, match=r"config.json is a file; name a folder"):
+        from_pretrained(f"{folder}/whole/config.json")
+    for option in ({"ep_sizes": 2}, {"variant": "fp16"}, {"device_map": "auto"}):
+        name = next(iter(option))
+        with pytest.raises(
+            ValueError, match=f"unknown option {name}: .*neither has Qwen3MoeConfig"
+        ):
+            from_pretrained(f"{folder}/whole", **option)
+    with pytest.raises(ValueError, match=r"weights=.* is for a model on the meta device"):
+        apply_ep_fsdp2(tiny(dtype=torch.float32), weights=f"{folder}/{case}")
+    # Seen by one rank alone.
+    seen = f"{folder}/whole" if rank == 0 else f"{folder}/truncated"
+    with pytest.raises(ValueError, match=FIRST):
+        from_pretrained(seen, ep_size=2)
+    seen = f"{folder}/whole" if rank == 0 else f"{folder}/other"
+    with pytest.raises(ValueError, match=r"rank 1 in .*/other, rank 0 in .*/whole; name one fold"):
+        from_pretrained(seen, ep_size=2)
+    # A copy, in other files.
+    seen = f"{folder}/whole" if rank == 0 else f"{folder}/copy"
+    from_pretrained(seen, ep_size=2, output_router_logits=True, trust_remote_code=False)
+
+
+def _tied(rank: int, world: int, folder: str) -> None:
+    with pytest.raises(ValueError, match=r"embed_tokens.weight and lm_head.weight have different"):
+        from_pretrained(f"{folder}/differ", ep_size=2)
+    save_pretrained(
+        from_pretrained(f"{folder}/differ", tie_word_embeddings=False), f"{folder}/untied"
+    )
+    save_pretrained(from_pretrained(f"{folder}/same", ep_size=2), f"{folder}/tied")
+
+
+def test_tied_weights_that_the_checkpoint_has_twice(tmp_path: Path) -> None:
+    apart, one = tiny(dtype=torch.float32), tiny(dtype=torch.float32)
+    with torch.no_grad():
+        one.lm_head.weight.copy_(one.model.embed_tokens.weight)
+    for case, model in (("differ", apart), ("same", one)):
+        write_hub(tmp_path / case, model)
+        config = json.loads((tmp_path / case / "config.json").read_text())
+        text = json.dumps(config | {"tie_word_embeddings": True})
+        (tmp_path / case / "config.json").write_text(text)
+    run_ranks(_tied, 2, str(tmp_path))
+    assert_equal(read_all(tmp_path / "untied"), hub_state(apart))
+    want = hub_state(one)
+    del want["lm_head.weight"]
+    assert_equal(read_all(tmp_path / "tied"), want)
+
+
+def _subfolder(rank: int, world: int, folder: str) -> None:
+    model = from_pretrained(folder, subfolder="checkpoint-3", ep_size=2)
+    save_pretrained(model, f"{folder}/again")
+
+
+def test_weights_are_those_of_the_subfolder(tmp_path: Path) -> None:
+    write_hub(tmp_path / "hub", tiny(dtype=torch.float32))
+    want = write_hub(tmp_path / "hub" / "checkpoint-3", tiny(dtype=torch.float32, seed=1))
+    run_ranks(_subfolder, 2, str(tmp_path / "hub"))
+    assert_equal(read_all(tmp_path / "hub" / "again"), want)
+
+
+def test_a_checkpoint_that_is_not_whole_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    model = tiny(dtype=torch.float32)
+    write_hub(tmp_path / "whole", model)
+    write_hub(tmp_path / "copy", model, files=2)
+    write_hub(tmp_path / "other", tiny(dtype=torch.float32, seed=1))
+    for case, (damage, _) in BROKEN.items():
+        write_hub(tmp_path / case, model)
+        damage(tmp_path / case)
+    run_ranks(_refused, 2, str(tmp_path))
+
+
+def test_a_state_dict_that_is_not_whole_replaces_nothing(tmp_path: Path) -> None:
+    model = patch(tiny(dtype=torch.float32, tie_word_embeddings=True))
+    save_pretrained(model, tmp_path)
+    want, given = read_all(tmp_path), model.state_dict()
+    checkpoint.save_state_dict(model, tmp_path, given)  # with both names of the tied weight
+    router = "model.layers.1.mlp.gate.weight"
+    lost = {name: tensor for name, tensor in given.items() if name != router}
+    for other, words in (
+        (lost, f"missing 1 tensors: {router}"),
+        (given | {"value_head": torch.ones(2)}, "unexpected 1 tensors: value_head"),
+        ({}, "missing 24 tensors"),
+    ):
+        with pytest.raises(ValueError, match=f"is not that of this Qwen3MoeForCausalLM: {words}"):
+            checkpoint.save_state_dict(model, tmp_path, other)
+        assert_equal(read_all(tmp_path), want)
+
+
+def test_a_save_removes_shards_and_no_file_of_the_user(tmp_path: Path) -> None:
+    kept = ("model-ema.safetensors", "model-of-mine.safetensors", "adapter_model.safetensors")
+    old = ("model-00001-of-00002.safetensors", "model-0a1b2c3d-00001-of-00002.safetensors")
+    for name in (*kept, *old):
+        save_file({"a": torch.zeros(1)}, tmp_path / name)
+    save_pretrained(patch(tiny(dtype=torch.float32)), tmp_path)
+    assert all((tmp_path / name).is_file() for name in kept)
+    assert not any((tmp_path / name).exists() for name in old)
+
+
+class Full:
+    """A disk that is full after some bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def opener(self) -> Callable[..., Any]:
+        """In place of Path.open."""
+        stock = Path.open
+
+        def open_path(path: Path, *args: Any, **kwargs: Any) -> Any:
+            file = stock(path, *args, **kwargs)
+            if path.suffix != ".safetensors" or args[:1] != ("wb",):
+                return file
+            full = mock.MagicMock(wraps=file)
+            full.write = lambda data: self._write(file, data)
+            return full
+
+        return open_path
+
+    def _write(self, file: Any, data: Any) -> int:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return int(file.write(data))
+
+
+def _disk_full(rank: int, world: int, folder: str, total: int) -> None:
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    save_pretrained(model, folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    before = sorted(os.listdir(folder))
+    for room in (10, total // 3, total - 10):
+        with (
+            mock.patch.object(safetensors_file.Path, "open", Full(room).opener()),
+            pytest.raises(RuntimeError, match=r"rank 0: .*No space left on device"),
+        ):
+            save_pretrained(model, folder, max_shard_size=40_000)
+        dist.barrier()
+        assert sorted(os.listdir(folder)) == before, "the previous checkpoint, and nothing else"
+    model(**batch(model, 2, 9, seed=rank)).loss.backward()  # training goes on
+
+
+def test_a_full_disk_is_an_error_on_every_rank_and_loses_nothing(tmp_path: Path) -> None:
+    want = hub_state(tiny(dtype=torch.float32))
+    run_ranks(_disk_full, 2, str(tmp_path), sum(tensor.nbytes for tensor in want.values()))
+    assert_equal(read_all(tmp_path), want)
+
+
+def test_a_save_that_fails_leaves_the_config_of_the_weights_that_stay(tmp_path: Path) -> None:
+    save_pretrained(patch(tiny(dtype=torch.float32)), tmp_path)
+    larger = tiny(dtype=torch.float32)
+    larger.resize_token_embeddings(101, mean_resizing=False)
+    before = sorted(os.listdir(tmp_path))
+    with (
+        mock.patch.object(safetensors_file.Path, "open", Full(100_000).opener()),
+        pytest.raises(RuntimeError, match="No space left on device"),
+    ):
+        save_pretrained(patch(larger), tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_equal(hub_state(kept), hub_state(tiny(dtype=torch.float32)))
+    save_pretrained(larger, tmp_path)
+    assert_equal(hub_state(AutoModelForCausalLM.from_pretrained(tmp_path)), hub_state(larger))
+
+
+def _saved_otherwise(rank: int, world: int, folder: str) -> None:
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    with pytest.raises(ValueError, match=r"another max_shard_size: .*'5GB', rank 1 with '50KB'"):
+        save_pretrained(model, folder, max_shard_size="50KB" if rank else "5GB")
+    with pytest.raises(ValueError, match=r"another dtype: rank 0 with None, rank 1 .*bfloat16"):
+        save_pretrained(model, folder, dtype=torch.bfloat16 if rank else None)
+    with pytest.raises(ValueError, match=r"max_shard_size 'five' is no size"):
+        save_pretrained(model, folder, max_shard_size="five")
+    save_pretrained(model, folder if rank == 0 else f"{folder}/of another rank")
+
+
+def _alone(rank: int, world: int) -> None:
+    """Rank 1 has no memory for what it is to pass on; rank 0 waits for it, not where they meet."""
+    if rank == 0:
+        time.sleep(5)
+        return
+    no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError, match=r"^saving failed on rank 1: .*CUDA out of memory; rank"):
+        meet.together("saving", no_memory)
+
+
+def test_a_rank_that_fails_alone_says_why() -> None:
+    run_ranks(_alone, 2, group_timeout=3.0)
+
+
+def test_ranks_that_save_with_other_arguments_get_an_error(tmp_path: Path) -> None:
+    run_ranks(_saved_otherwise, 2, str(tmp_path), group_timeout=20.0)
+    assert_equal(read_all(tmp_path), hub_state(tiny(dtype=torch.float32)))
+
+
+def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
+    """The same without a stand-in, where this process may mount one."""
+    if os.system(f"mount -t tmpfs -o size=1m none {tmp_path} 2> /dev/null") != 0:
+        pytest.skip("needs the right to mount a tmpfs of 1 MiB")
+    try:
+        want = hub_state(tiny(dtype=torch.float32))
+        (tmp_path / "filler").write_bytes(bytes(2**20 - 330_000))
+        run_ranks(_saved_over, 2, str(tmp_path))
+        assert_equal(read_all(tmp_path), want)
+    finally:
+        os.system(f"umount {tmp_path}")
+
+
+def _saved_over(rank: int, world: int, folder: str) -> None:
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    save_pretrained(model, folder)
+    with pytest.raises(RuntimeError, match=r"rank 0: .*No space left on device"):
+        save_pretrained(model, folder)
+
+
+def test_a_rank_that_dies_after_the_commit_takes_nothing_with_it(tmp_path: Path) -> None:
+    """Rank 0 hears of it where ranks meet: what it has committed by then must stay."""
+    state = {"a": torch.arange(6.0), "b": torch.arange(3.0)}
+    for calls in (1, 2, 3):  # the first file, the second, the commit
+        folder, seen = tmp_path / str(calls), []
+
+        def meet(what: str, part: Callable[[], None], calls: int = calls, seen: Any = seen) -> None:
+            seen.append(part())
+            if len(seen) == calls:
+                raise RuntimeError("a rank is gone")
+
+        folder.mkdir()
+        save_file({"a": torch.zeros(6)}, folder / "model.safetensors")
+        files = [
+            [Source([Piece(key, tuple(t.shape), (0,))], t.dtype, partial(whole, t))]
+            for key, t in state.items()
+        ]
+        with pytest.raises(RuntimeError, match="a rank is gone"):
+            write_checkpoint(folder, files, together=meet)
+        if calls == 3:
+            assert_equal(read_all(folder), state)
+        else:
+            assert os.listdir(folder) == ["model.safetensors"]
+
+
+def _killed_while_saving(rank: int, world: int, folder: str, victim: int, after: float) -> None:
+    """Saves one version after the other, until somebody is killed."""
+    meet._PATIENCE = timedelta(seconds=5)  # a survivor is not to wait for the dead for minutes
+    if rank == victim:
+        kill_later(after)
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    weight = model.lm_head.weight
+    for version in range(1000):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(version)
+        save_pretrained(model, folder, max_shard_size=40_000)
+    raise AssertionError(f"nobody was killed, {weight.shape}")
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_whoever_is_killed_leaves_one_whole_version(rounds: int, tmp_path: Path) -> None:
+    draw = random.Random(rounds)
+    versions = set()
+    for number in range(rounds):
+        folder, victim = tmp_path / str(number), draw.randrange(2)
+        begun = time.monotonic()
+        outcomes = run_ranks(
+            _killed_while_saving, 2, str(folder), victim, draw.uniform(1.0, 3.0),
+            expect_errors=True, group_timeout=20.0,
+        )  # fmt: skip
+        assert outcomes[victim][1] == "ProcessDied" and time.monotonic() - begun < 100
+        if not (folder / INDEX).is_file():
+            versions.add(-1)  # killed in front of the first commit
+            continue
+        state = read_all(folder)
+        found = {tensor.unique().item() for tensor in state.values()}
+        assert len(found) == 1, f"round {number}: a mixture of versions {found}"
+        assert state.keys() == hub_state(tiny(dtype=torch.float32)).keys()
+        AutoModelForCausalLM.from_pretrained(folder)
+        versions |= found
+    assert len(versions) > 1, "kills come at different moments"

@@ -1,0 +1,214 @@
+"""LoRA on stacked experts: what a step may not allocate, gather or keep, and what is refused."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from support.adapters import EXPERTS, with_lora
+from support.gathers import gathered_units
+from support.launched import launched, prepared
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
+from hf_moe_ep.ranks import together as meet
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that is made, parameters excluded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.known:
+                size = x.untyped_storage().nbytes() // x.itemsize
+                self.elements = max(self.elements, size)
+        return out
+
+
+def _largest_of_a_step(model: nn.Module) -> int:
+    with Largest(model) as largest:
+        model(**batch(model, 1, 6), use_cache=False).loss.backward()
+    return largest.elements
+
+
+def test_no_tensor_of_the_size_of_the_experts() -> None:
+    """Neither merged weights nor their gradients; stock PEFT makes both."""
+    sizes = {"num_experts": 16, "moe_intermediate_size": 64}
+    stock = with_lora(tiny(dtype=torch.float32, **sizes), r=2)
+    experts = stock.get_base_model().model.layers[0].mlp.experts.get_base_layer()
+    smallest = min(experts.gate_up_proj.numel(), experts.down_proj.numel())
+    assert _largest_of_a_step(stock) >= smallest
+    model = with_lora(patch(tiny(dtype=torch.float32, **sizes)), r=2)
+    assert _largest_of_a_step(model) < smallest
+
+
+def _gathers_in_backward(rank: int, world: int) -> None:
+    """Units gathered in backward: those that gradients pass, once, and none below them."""
+    layers = {name: [f"{name}", f"{name}.mlp.experts"] for name in ("layers.0", "layers.1")}
+    for trained in (("layers.0", "layers.1"), ("layers.1",)):
+        model = with_lora(tiny(dtype=torch.float32), r=2)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name and any(layer in name for layer in trained))
+        apply_ep_fsdp2(model, ep_size=1)
+        loss = model(**batch(model, 2, 9)).loss
+        with gathered_units() as gathered:
+            loss.backward()
+        # The last layer stays gathered between forward and backward.
+        want = layers["layers.0"] if "layers.0" in trained else []
+        assert sorted(gathered) == sorted(want), f"adapters on {trained}"
+
+
+def test_backward_gathers_only_what_gradients_pass() -> None:
+    run_ranks(_gathers_in_backward, 2)
+
+
+def _nothing_merged(rank: int, world: int) -> None:
+    """PEFT's parametrization, which merges, is never there; AdamW's state is of shards alone."""
+    torch.manual_seed(0)
+    model = with_lora(tiny(dtype=torch.float32), r=2)
+    apply_ep_fsdp2(model, ep_size=world)
+    merged: list[bool] = []
+    for name, module in model.named_modules():
+        if name.endswith("experts.base_layer.base_layer"):
+            module.register_forward_hook(lambda m, args, out: merged.append(is_parametrized(m)))
+    model(**batch(model, 2, 9)).loss.backward()
+    assert merged == [False] * model.config.num_hidden_layers
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trained)
+    optimizer = torch.optim.AdamW(trained)
+    optimizer.step()
+    moments = [state["exp_avg"].to_local().numel() for state in optimizer.state.values()]
+    assert sum(moments) == sum(p.to_local().numel() for p in trained)
+    whole = sum(p.numel() for p in trained)
+    assert sum(moments) < 0.6 * whole, "each of two ranks has about a half"
+
+
+def test_a_step_with_a_frozen_base_makes_no_merged_weight() -> None:
+    run_ranks(_nothing_merged, 2)
+
+
+class Refused:
+    """Calls on a sharded model that would not do what they say, and the error's words."""
+
+    @staticmethod
+    def attach(model: Any) -> None:
+        model.add_adapter("late", peft.LoraConfig(r=2, target_parameters=list(EXPERTS)))
+
+    @staticmethod
+    def merge(model: Any) -> None:
+        model.merge_and_unload()
+
+    @staticmethod
+    def merge_adapter(model: Any) -> None:
+        model.merge_adapter()
+
+    @staticmethod
+    def unload(model: Any) -> None:
+        model.unload()
+
+    @staticmethod
+    def load(model: Any) -> None:
+        model.load_adapter("out/adapter", "default")
+
+
+def _refused_when_sharded(rank: int, world: int) -> None:
+    model = with_lora(tiny(dtype=torch.float32), r=2)
+    apply_ep_fsdp2(model, ep_size=world)
+    with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
+        Refused.attach(model)
+    for call in (Refused.merge, Refused.merge_adapter, Refused.unload):
+        with pytest.raises(ValueError, match="sharded over 2 ranks; save the adapter"):
+            call(model)
+    with pytest.raises(ValueError, match="sharded over 2 ranks; load out/adapter before"):
+        Refused.load(model)
+    model(**batch(model, 2, 9)).loss.backward()  # nothing is left half done
+    plain = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=world)
+    with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
+        with_lora(plain)
+
+
+def test_what_is_refused_when_sharded() -> None:
+    run_ranks(_refused_when_sharded, 2)
+
+
+def _mixed_dtypes(rank: int, world: int) -> None:
+    """PEFT makes fp32 factors, and copies modules_to_save in the model's dtype."""
+    for saved in (["post_attention_layernorm"], None):
+        model = with_lora(tiny(dtype=torch.bfloat16), modules_to_save=saved)
+        with launched():
+            if saved is None:
+                prepared(model, ep_size=world)
+                continue
+            with pytest.raises(ValueError, match=r"torch.bfloat16 and torch.float32.*wants one"):
+                prepared(model, ep_size=world)
+
+
+def test_trained_parameters_of_two_dtypes_are_an_error_that_says_so() -> None:
+    run_ranks(_mixed_dtypes, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lora_dropout": 0.1}, {"use_dora": True}, {"bias": "lora_only", "lora_bias": True}],
+)
+@pytest.mark.parametrize("prepare", [lambda model: model, patch])
+def test_what_peft_forbids_raises_pefts_error(prepare: Callable, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="ParamWrapper does not work with"):
+        with_lora(prepare(tiny()), modules=(), **options)
+
+
+def test_quantised_experts_are_refused() -> None:
+    model = tiny(dtype=torch.float32)
+    experts = model.model.layers[1].mlp.experts
+    packed = experts.down_proj.detach().to(torch.int8)
+    experts.down_proj = nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(ValueError, match=r"down_proj of \w+ is quantised \(Parameter, torch.int8"):
+        patch(model)
+
+
+def _trainable_beside_quantised(rank: int, world: int) -> None:
+    """What bitsandbytes leaves behind: packed linear layers, experts as they were."""
+    model = tiny(dtype=torch.bfloat16)
+    model.is_quantized = True
+    with pytest.raises(ValueError, match="left 4 weights of its experts as they were"):
+        apply_ep_fsdp2(model, ep_size=world)
+    apply_ep_fsdp2(with_lora(model), ep_size=world)
+
+
+def test_experts_that_a_quantization_left_trainable_are_refused() -> None:
+    run_ranks(_trainable_beside_quantised, 2)
+
+
+def _saved_by_one_rank(rank: int, world: int, folder: str) -> None:
+    """A plain collective would wait for the process group's timeout."""
+    model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32), r=2), ep_size=world)
+    with mock.patch.object(meet, "_PATIENCE", timedelta(seconds=2)):
+        if rank == 0:
+            for save in (model.save_pretrained, partial(save_pretrained, model)):
+                with pytest.raises(RuntimeError, match=r"called on 1 of 2 ranks only.*every rank"):
+                    save(folder)
+    dist.barrier()
+    for _ in range(2):  # the failed ones are forgotten
+        save_pretrained(model, folder)
+
+
+def test_saving_on_one_rank_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    run_ranks(_saved_by_one_rank, 2, str(tmp_path / "adapter"))

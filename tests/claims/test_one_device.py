@@ -1,0 +1,154 @@
+"""Loading, training, saving and resuming by one process: on a GPU under NCCL, and on the CPU.
+
+What other files show on many CPU ranks is asked here of the device: generators of its own, copies
+to the host, gloo beside NCCL, offloaded parameters.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.adapters import with_lora
+from support.close import assert_close
+from support.hub_files import assert_equal, hub_state, read_all, write_hub
+from support.parity import full_tensor
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import AutoModelForCausalLM
+
+from hf_moe_ep import (
+    apply_ep_fsdp2,
+    clip_grad_norm_,
+    from_pretrained,
+    load_checkpoint,
+    save_checkpoint,
+    save_pretrained,
+)
+
+# Sizes that the Triton kernels take; dropout draws from the generator of the device.
+SIZES: dict[str, Any] = {"moe_intermediate_size": 32, "attention_dropout": 0.2}
+TOLERANCE = 1e-4  # fp32, sums in another order
+State = dict[str, Tensor]
+
+
+def _join_nccl(folder: str) -> None:
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        store=dist.FileStore(f"{folder}/store", 1),
+        rank=0,
+        world_size=1,
+        device_id=torch.device("cuda", 0),
+    )
+
+
+def _values(model: nn.Module) -> State:
+    return {n: full_tensor(p.detach()).cpu().clone() for n, p in model.named_parameters()}
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, device: str, seed: int) -> float:
+    inputs = {key: tensor.to(device) for key, tensor in batch(model, 2, 17, seed).items()}
+    loss = model(**inputs).loss
+    loss.backward()
+    clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def _load(folder: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = from_pretrained(f"{folder}/hub").train()
+    assert {p.device.type for p in model.parameters()} == {device}
+    return model, _adamw(model)
+
+
+def _resumed(folder: str, where: str, device: str) -> tuple[float, State, State]:
+    """The loss of the next step of a run that goes on from there; values before and after it."""
+    model, optimizer = _load(folder, device)
+    torch.manual_seed(17)
+    load_checkpoint(f"{folder}/{where}", model, optimizer)
+    before = _values(model)
+    return _step(model, optimizer, device, seed=1), before, _values(model)
+
+
+def _assert_close(got: State, want: State) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert_close(name, got[name], tensor, TOLERANCE)
+
+
+def _train_save_resume(folder: str, device: str) -> None:
+    model, optimizer = _load(folder, device)
+    _step(model, optimizer, device, seed=0)
+    saved = _values(model)
+    save_checkpoint(f"{folder}/now", model, optimizer)
+    handle = save_checkpoint(f"{folder}/behind", model, optimizer, asynchronous=True)
+    loss = _step(model, optimizer, device, seed=1)  # while that is written
+    after = _values(model)
+    handle.wait()
+    for where in ("now", "behind"):
+        again, before, then = _resumed(folder, where, device)
+        assert_equal(before, saved)
+        assert abs(again - loss) < TOLERANCE, f"{where}: {again} instead of {loss}"
+        _assert_close(then, after)
+    save_pretrained(model, f"{folder}/out")
+    stock = AutoModelForCausalLM.from_pretrained(f"{folder}/out").to(device).eval()
+    _assert_close(_values(stock), after)
+    inputs = {key: tensor.to(device) for key, tensor in batch(model, 2, 9, seed=2).items()}
+    with torch.no_grad():
+        got, want = model.eval()(**inputs).logits, stock(**inputs).logits
+    assert_close("logits", got.cpu(), want.cpu(), 1e-3)
+
+
+def _adapters(folder: str, device: str) -> None:
+    model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32, **SIZES), seed=3))
+    optimizer = _adamw(model)
+    _step(model, optimizer, device, seed=0)
+    saved = _values(model)
+    save_checkpoint(f"{folder}/adapters", model, optimizer)
+    loss = _step(model, optimizer, device, seed=1)
+    load_checkpoint(f"{folder}/adapters", model, optimizer)
+    assert_equal(_values(model), saved)
+    assert abs(_step(model, optimizer, device, seed=1) - loss) < TOLERANCE
+
+
+def _offloaded(folder: str) -> None:
+    """Parameters and moments on the host, the step on the GPU."""
+    model = from_pretrained(f"{folder}/hub", offload_policy=CPUOffloadPolicy()).train()
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    optimizer = _adamw(model)
+    _step(model, optimizer, "cuda", seed=0)
+    save_checkpoint(f"{folder}/offloaded", model, optimizer)
+    save_pretrained(model, f"{folder}/offloaded out")
+    want = _values(model)
+    stock = AutoModelForCausalLM.from_pretrained(f"{folder}/offloaded out")
+    assert_equal(_values(stock), want)
+    load_checkpoint(f"{folder}/offloaded", model, optimizer)
+    assert_equal(_values(model), want)
+
+
+def _one_process(rank: int, world: int, folder: str, device: str) -> None:
+    if device == "cuda":
+        _join_nccl(folder)
+    base = tiny(dtype=torch.float32, **SIZES)
+    write_hub(Path(folder, "hub"), base)
+    save_pretrained(from_pretrained(f"{folder}/hub"), f"{folder}/copy")
+    assert_equal(read_all(Path(folder, "copy")), hub_state(base))
+    _train_save_resume(folder, device)
+    _adapters(folder, device)
+    if device == "cuda":
+        _offloaded(folder)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_one_process_loads_trains_saves_and_resumes(tmp_path: Path, device: str) -> None:
+    run_ranks(_one_process, 1, str(tmp_path), device)

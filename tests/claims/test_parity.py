@@ -1,0 +1,90 @@
+"""Gradients, norm and parameters of N ranks against stock in one process, in fp64.
+
+The budget is design's 1e-10 where the number of ranks is a power of two; else the loss factor
+rounds in fp32, because transformers casts logits to fp32 for the loss.
+"""
+
+from functools import partial
+
+import pytest
+from support import parity
+from support.needs import CHECKPOINTS_FORWARD
+from support.parity import Case, run_cases
+from support.ranks import run_ranks
+
+CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
+REENTRANT = partial(parity.checkpointing, use_reentrant=True)
+TWO_FORWARDS = {
+    "micro_batches": parity.three_micro_batches,
+    "backward": parity.two_forwards_backward,
+}
+TWO_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
+
+ONE_RANK = [Case("1 rank", 1)]
+TWO_RANKS = [
+    Case("ep 1", 2),
+    Case("ep 2", 2, 2),
+    Case("two forwards, reentrant checkpoint, stock experts", 2, 1, prepare=REENTRANT)
+    .with_config(experts_backend="eager")
+    .with_(**TWO_FORWARDS),
+]
+if not CHECKPOINTS_FORWARD:
+    TWO_RANKS.pop()
+THREE_RANKS = [
+    Case("3 ranks, ep 1", 3, budget=1e-6),
+    Case("3 ranks, ep 3", 3, 3, model={"num_experts": 6}, budget=1e-6),
+]
+FOUR_RANKS = [
+    Case("ep 2", 4, 2),
+    Case("ep 4", 4, 4),
+    Case("ep 2, HSDP", 4, 2, 2),
+    Case("two forwards, reentrant checkpoint", 4, 2, prepare=REENTRANT).with_(**TWO_FORWARDS),
+    Case("3 chunks, two forwards, checkpoint", 4, 2, prepare=CHECKPOINT)
+    .with_config(dispatch_chunks=3)
+    .with_(**TWO_FORWARDS),
+    Case("accumulation", 4, 2, micro_batches=parity.three_micro_batches),
+    Case("one token repeated", 4, 2, micro_batches=parity.one_token_everywhere),
+    Case("a rank without labels", 4, 4, micro_batches=parity.one_rank_without_labels),
+    Case("2 experts, ep 2", 4, 2, model=TWO_EXPERTS),
+    Case("tied embeddings", 4, 2, model={"tie_word_embeddings": True}),
+]
+if not CHECKPOINTS_FORWARD:
+    FOUR_RANKS = [case for case in FOUR_RANKS if case.name != "two forwards, reentrant checkpoint"]
+FOUR_RANKS_MORE = [
+    Case("ep 1", 4),
+    Case("shard dim 0", 4, 2).with_config(expert_shard_dim=0),
+    Case("shard dim 1", 4, 2).with_config(expert_shard_dim=1),
+    Case("ep_outside", 4, 2).with_config(ep_outside=True),
+    Case("stock experts", 4, 1).with_config(experts_backend="eager"),
+    Case("no resharding", 4, 2).with_config(reshard_after_forward=False),
+    Case("checkpoint", 4, 2, prepare=CHECKPOINT),
+    Case("reentrant checkpoint", 4, 2, prepare=REENTRANT),
+    Case("two forwards", 4, 2).with_(**TWO_FORWARDS),
+    Case("two forwards, checkpoint", 4, 2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
+    Case("2 chunks", 4, 2).with_config(dispatch_chunks=2),
+    Case("3 chunks", 4, 4).with_config(dispatch_chunks=3),
+    Case("2 chunks, HSDP, reentrant", 4, 2, 2, prepare=REENTRANT).with_config(dispatch_chunks=2),
+    Case("9 chunks, checkpoint", 4, 4, prepare=CHECKPOINT).with_config(dispatch_chunks=9),
+    Case("accumulation, HSDP", 4, 2, 2, micro_batches=parity.three_micro_batches),
+    Case("a dense layer", 4, 2, model={"num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    Case("every 2nd layer", 4, 4, model={"num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    Case("weights not normalised", 4, 4, model={"norm_topk_prob": False}),
+    Case("2 experts, ep 1", 4, 1, model=TWO_EXPERTS),
+    Case("6 experts, ep 2", 4, 2, model={"num_experts": 6}),
+]
+EIGHT_RANKS = [Case("8 ranks, ep 2, HSDP", 8, 2, 2), Case("8 ranks, ep 8", 8, 8)]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(ONE_RANK, id="1"),
+        pytest.param(TWO_RANKS, id="2"),
+        pytest.param(FOUR_RANKS, id="4"),
+        pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
+        pytest.param(THREE_RANKS, id="3", marks=pytest.mark.slow),
+        pytest.param(EIGHT_RANKS, id="8", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_equal_one_process(cases: list[Case]) -> None:
+    run_ranks(run_cases, cases[0].world, cases, timeout=400)

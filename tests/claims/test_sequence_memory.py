@@ -1,0 +1,46 @@
+"""What splitting a sequence saves: activations as 1 / sp, and a sequence that fits for it alone."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import sequence as bench
+import torch
+from support.ranks import run_ranks
+
+SHORT = bench.Sizes(seq=512, layers=2, steps=1)
+LONG = bench.Sizes(seq=4096, layers=4)
+# Activations of LONG take 317 MiB whole, and 83 MiB split over 4 ranks; beside them there are
+# buffers of collectives, the more the later other ranks are.
+CAP_MIB = 280
+
+
+def _activations(rank: int, world: int) -> dict[int, int]:
+    return {sp: one.activations for sp, one in bench.measure_rank(rank, SHORT).items()}
+
+
+def test_activations_fall_as_the_sequence_is_split() -> None:
+    for saved in run_ranks(_activations, bench.WORLD):
+        for sp in (2, 4):
+            assert 0.85 < saved[sp] * sp / saved[1] < 1.15, f"sp {sp}: {saved}"
+
+
+def _capped_step(rank: int, world: int, sp: int) -> float:
+    """The loss of one step in which this process may allocate CAP_MIB more than it has."""
+    model, batch = bench.build(LONG, sp), bench.make_batch(LONG, sp)
+    status = Path("/proc/self/status").read_text()
+    used = next(line.split()[1] for line in status.splitlines() if line.startswith("VmData"))
+    limit = int(used) * 1024 + CAP_MIB * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.slow
+def test_a_sequence_over_the_cap_trains_when_it_is_split() -> None:
+    whole = run_ranks(_capped_step, bench.WORLD, 1, expect_errors=True, group_timeout=30.0)
+    assert any("can't allocate memory" in outcome[2] for outcome in whole if outcome[0] != "ok")
+    assert not any(outcome[0] == "ok" for outcome in whole)
+    losses = run_ranks(_capped_step, bench.WORLD, 4)
+    assert len(set(losses)) == 1 and torch.tensor(losses).isfinite().all()

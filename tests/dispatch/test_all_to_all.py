@@ -1,0 +1,311 @@
+"""Tokens to their experts' ranks and back, on 2 and 4 ranks: indices, adjoints, errors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.close import assert_close
+from support.ranks import run_ranks
+from torch import Tensor
+
+from hf_moe_ep.moe.dispatch.all_to_all import DispatchedRows, plan_dispatch
+from hf_moe_ep.moe.dispatch.counts import Header
+from hf_moe_ep.ops import reference
+from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.permute import count_pairs
+from hf_moe_ep.ops.weights import ExpertWeights
+
+HIDDEN, FFN = 5, 3
+HERE = Header(
+    forward=3,
+    layer=1,
+    training=True,
+    grad=True,
+    checkpointed=False,
+    recompute=False,
+    top_k=2,
+    itemsize=4,
+)
+Group = dist.ProcessGroup
+
+
+def dispatch(
+    x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor, *, num_experts: int, group: Group, header: Header
+) -> tuple[Tensor, Tensor, Tensor, DispatchedRows]:
+    """Rows, ids and weights of this rank's experts; one chunk, nothing overlaps."""
+    (plan,) = plan_dispatch(ids_TK, num_experts=num_experts, group=group, header=header)
+    arriving = plan.start(x_TH, w_TK, ids_TK)
+    rows_RH, w_RK, ids_RK = arriving.finish()
+    return rows_RH, ids_RK, w_RK, arriving
+
+
+def combine(rows_RH: Tensor, arrived: DispatchedRows, group: Group) -> Tensor:
+    return arrived.start_combine(rows_RH).finish()
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens` per rank; `only` restricts routing to these experts."""
+
+    name: str
+    world: int
+    tokens: tuple[int, ...]
+    experts: int
+    top_k: int
+    only: tuple[int, ...] = ()
+
+    def ids_TK(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 + rank)
+        pool = torch.tensor(self.only or range(self.experts))
+        order_TE = torch.rand(self.tokens[rank], len(pool), generator=generator).argsort(1)
+        return pool[order_TE[:, : self.top_k]]
+
+    def inputs(self, rank: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(20 + rank)
+        tokens = self.tokens[rank]
+        x_TH = torch.randn(tokens, HIDDEN, dtype=torch.float64, generator=generator)
+        w_TK = torch.rand(tokens, self.top_k, dtype=torch.float64, generator=generator) + 0.1
+        return x_TH.to(dtype).requires_grad_(), w_TK.requires_grad_()
+
+
+CASES = [
+    Case("different tokens per rank", 2, (7, 3), 6, 3),
+    Case("rank 1 has none", 2, (5, 0), 4, 2),
+    Case("nobody has any", 2, (0, 0), 4, 2),
+    Case("all to rank 0", 2, (4, 6), 6, 3, only=(0, 1, 2)),
+    Case("all to rank 1", 2, (4, 6), 6, 2, only=(3, 4, 5)),
+    Case("one expert", 2, (3, 5), 4, 1, only=(2,)),
+    Case("every expert", 2, (3, 5), 4, 4),
+    Case("one expert per rank", 2, (3, 5), 2, 2),
+    Case("4 ranks", 4, (7, 1, 3, 5), 12, 3),
+    Case("4 ranks, two without tokens", 4, (0, 9, 0, 2), 8, 5),
+    Case("4 ranks, all to rank 2", 4, (2, 3, 4, 5), 8, 2, only=(4, 5)),
+    Case("4 ranks, all to others", 4, (6, 0, 0, 0), 8, 3, only=(2, 3, 4, 5, 6, 7)),
+    Case("4 ranks, top-1", 4, (3, 3, 3, 3), 4, 1),
+]
+
+
+def _by_hand(rank: int, group: Group) -> None:
+    """The example of dispatch.py; rank 1 has one token for experts 1 and 2."""
+    ids_TK = torch.tensor([[[0, 3], [2, 3]], [[1, 2]]][rank] if rank == 0 else [[1, 2]])
+    x_TH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]] if rank == 0 else [[7.0, 8.0, 9.0]])
+    w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else [[8.0, 16.0]])
+    rows, ids, weights, state = dispatch(
+        x_TH, ids_TK, w_TK, num_experts=4, group=group, header=HERE
+    )
+    sent = (
+        state.plan.token_of_row_N.tolist(),
+        state.plan.slots_TJ.tolist(),
+        state.plan.send_counts,
+        state.plan.num_own,
+    )
+    received = (state.plan.recv_counts, state.counts_L)
+    if rank == 0:
+        assert sent == ([0, 1, 0], [[0, 2], [1, 3]], [0, 2], 1)  # 3 = "no row"
+        assert received == ([0, 1], [1, 1])
+        assert rows.tolist() == [[7, 8, 9], [1, 2, 3]]  # own rows last
+        assert ids.tolist() == [[1, 2], [0, 2]]  # 2 = "not on this rank"
+        assert weights.tolist() == [[8, 16], [0.5, 0.25]]
+    else:
+        assert sent == ([0, 0], [[0, 1]], [1, 0], 1)
+        assert received == ([2, 0], [2, 2])
+        assert rows.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+        assert ids.tolist() == [[2, 1], [0, 1], [2, 0]]
+        assert weights.tolist() == [[0.5, 0.25], [2, 4], [8, 16]]
+    back = combine(rows * (10 ** (rank + 1)), state, group)
+    want = [[110, 220, 330], [400, 500, 600]] if rank == 0 else [[770, 880, 990]]
+    assert back.tolist() == want
+
+
+@contextmanager
+def _counting_rows() -> Iterator[list[tuple[int, int]]]:
+    """(rows sent, bytes per row) of every all-to-all."""
+    calls: list[tuple[int, int]] = []
+    original = dist.all_to_all_single
+
+    def counted(out: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append((rows.shape[0], rows[:1].nbytes if rows.shape[0] else 0))
+        return original(out, rows, *args, **kwargs)
+
+    dist.all_to_all_single = counted
+    try:
+        yield calls
+    finally:
+        dist.all_to_all_single = original
+
+
+def _check_case(case: Case, rank: int, group: Group) -> None:
+    ranks, local = dist.get_world_size(group), case.experts // dist.get_world_size(group)
+    ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
+    with _counting_rows() as calls:
+        rows_RH, ids_RK, w_RK, state = dispatch(
+            x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HERE
+        )
+        back_TH = combine(rows_RH, state, group)
+        back_TH.sum().backward()
+    # Distinct (token, rank) pairs, counted one token at a time.
+    visits = [{expert // local for expert in experts} for experts in ids_TK.tolist()]
+    distinct = [sum(other in seen for seen in visits) for other in range(ranks)]
+    assert state.plan.num_own == distinct[rank], case.name
+    distinct[rank] = 0
+    assert state.plan.send_counts == distinct, case.name
+    # Rows and routing there, rows back; then all three again the other way. None to oneself.
+    sent, received = sum(distinct), rows_RH.shape[0] - state.plan.num_own
+    moved = [rows for rows, _ in calls]
+    assert moved == [sent, sent, received, sent, received, received], f"{case.name}: {moved}"
+    visits_T = torch.tensor([len(seen) for seen in visits], dtype=torch.float64)
+    assert_close("identity experts", back_TH, x_TH * visits_T.unsqueeze(1), 1e-15)
+    assert x_TH.grad is not None
+    assert torch.equal(x_TH.grad, visits_T.unsqueeze(1).expand_as(x_TH))
+    # What arrived: ids of this rank's experts or the sentinel, none of a row all sentinel.
+    assert (
+        ids_RK.shape == (received + state.plan.num_own, case.top_k) and ids_RK.dtype == torch.int64
+    )
+    assert ((ids_RK >= 0) & (ids_RK <= local)).all() and (ids_RK < local).any(1).all()
+    assert count_pairs(ids_RK, local + 1)[:local].tolist() == state.counts_L
+    assert w_RK.dtype == torch.float64
+
+
+def _check_gradients(case: Case, rank: int, group: Group) -> None:
+    """Output and all gradients against the experts of all ranks in one place."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((case.experts, 2 * FFN, HIDDEN), (case.experts, HIDDEN, FFN))
+    whole = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+    local = case.experts // dist.get_world_size(group)
+    mine = slice(rank * local, (rank + 1) * local)
+    weights = [w[mine].clone().requires_grad_() for w in whole]
+    ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
+    rows, ids_RK, w_RK, state = dispatch(
+        x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HERE
+    )
+    experts, layout = ExpertWeights(weights[0], None, weights[1], None), ExpertsLayout()
+    rows = expert_mlp(rows, ids_RK, w_RK, experts, layout, counts_L=state.counts_L)
+    out_TH = combine(rows, state, group)
+    (out_TH * (x_TH.detach() + rank)).sum().backward()
+
+    whole = [w.requires_grad_() for w in whole]
+    for other, tokens in enumerate(case.tokens):
+        if not tokens:
+            continue
+        x, w = case.inputs(other)
+        all_experts = ExpertWeights(whole[0], None, whole[1], None)
+        want = reference.expert_mlp(x, case.ids_TK(other), w, all_experts, layout)
+        (want * (x.detach() + other)).sum().backward()
+        if other == rank:
+            assert_close(f"{case.name}: out", out_TH, want, 1e-12)
+            assert_close(f"{case.name}: grad of x", x_TH.grad, x.grad, 1e-12)
+            assert_close(f"{case.name}: grad of weights", w_TK.grad, w.grad, 1e-12)
+    for name, got, want in zip(("gate_up", "down"), weights, whole):
+        want_grad = torch.zeros_like(want) if want.grad is None else want.grad
+        assert_close(f"{case.name}: grad of {name}", got.grad, want_grad[mine], 1e-12)
+
+
+def _check_frozen(case: Case, rank: int, group: Group) -> None:
+    """Only x, only the weights, or nothing needs a gradient."""
+    for x_needs, w_needs in ((True, False), (False, True), (False, False)):
+        x_TH, w_TK = (t.detach() for t in case.inputs(rank))
+        x_TH.requires_grad_(x_needs)
+        w_TK.requires_grad_(w_needs)
+        rows_RH, _, w_RK, state = dispatch(
+            x_TH, case.ids_TK(rank), w_TK, num_experts=case.experts, group=group, header=HERE
+        )
+        out_TH = combine(rows_RH * w_RK.sum(1, keepdim=True), state, group)
+        assert out_TH.requires_grad == (x_needs or w_needs)
+        if out_TH.requires_grad:
+            out_TH.sum().backward()
+        assert (x_TH.grad is not None) == x_needs and (w_TK.grad is not None) == w_needs
+
+
+def _check_mixed_dtypes(case: Case, rank: int, group: Group) -> None:
+    """bf16 tokens stay bf16; weights travel in fp32 or wider, unrounded; ids come out exact."""
+    for weights_dtype, wide in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
+        x_TH, w_TK = case.inputs(rank, torch.bfloat16)
+        w_TK = w_TK.detach().to(weights_dtype).requires_grad_()
+        with _counting_rows() as calls:
+            rows_RH, ids_RK, w_RK, state = dispatch(
+                x_TH, case.ids_TK(rank), w_TK, num_experts=case.experts, group=group, header=HERE
+            )
+        assert rows_RH.dtype == torch.bfloat16 and w_RK.dtype == wide
+        if calls[0][0]:
+            assert [size for _, size in calls] == [2 * HIDDEN, 2 * case.top_k * 4]
+        pairs = [torch.cat([ids_RK.double(), w_RK.detach().double()], 1)]
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (pairs[0], w_TK.detach()), group=group)
+        sent = {float(w) for _, theirs in everyone for w in theirs.double().flatten()}
+        assert {float(w) for w in w_RK.detach().double().flatten()} <= sent
+        combine(
+            rows_RH * w_RK.sum(1, keepdim=True).to(rows_RH.dtype), state, group
+        ).sum().backward()
+        assert x_TH.grad is not None and x_TH.grad.dtype == torch.bfloat16
+        assert w_TK.grad is not None and w_TK.grad.dtype == weights_dtype
+
+
+def _check_repeats(case: Case, rank: int, group: Group) -> None:
+    results = []
+    for _ in range(2):
+        x_TH, w_TK = case.inputs(rank, torch.float32)
+        rows_RH, _, w_RK, state = dispatch(
+            x_TH, case.ids_TK(rank), w_TK, num_experts=case.experts, group=group, header=HERE
+        )
+        out_TH = combine(rows_RH * w_RK.sum(1, keepdim=True).float(), state, group)
+        out_TH.square().sum().backward()
+        results.append((out_TH, x_TH.grad, w_TK.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def _check_headers(rank: int, group: Group) -> None:
+    """Each field alone: every rank raises, and its message names both places."""
+    last = dist.get_world_size(group) - 1
+    ids_TK, w_TK = torch.tensor([[0, 3]]), torch.ones(1, 2)
+    table = {
+        "forward": (4, "MoE layer 1 of forward 4 (training;"),
+        "layer": (0, "MoE layer 0 of forward 3 (training;"),
+        "training": (False, "MoE layer 1 of forward 3 (evaluation;"),
+        "grad": (False, "MoE layer 1 of forward 3 (training, no_grad;"),
+        "checkpointed": (True, "MoE layer 1 of forward 3 (training, checkpointed;"),
+        "recompute": (True, "MoE layer 1 of forward 3 (training, recompute;"),
+        "top_k": (5, "MoE layer 1 of forward 3 (training; top-5, 4 bytes"),
+        "itemsize": (2, "MoE layer 1 of forward 3 (training; top-2, 2 bytes"),
+    }
+    ranks = dist.get_process_group_ranks(group)
+    for field, (value, text) in table.items():
+        header = replace(HERE, **{field: value}) if rank == last else HERE
+        with pytest.raises(RuntimeError) as caught:
+            dispatch(torch.ones(1, 3), ids_TK, w_TK, num_experts=4, group=group, header=header)
+        message = str(caught.value)
+        assert f"rank {ranks[last]}: {text}" in message, message
+        assert f"rank {ranks[0]}: MoE layer 1 of forward 3 (training;" in message, message
+        dist.barrier(group)
+
+
+def _all_checks(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    if world == 2:
+        _by_hand(rank, group)
+    for case in (case for case in CASES if case.world == world):
+        _check_case(case, rank, group)
+        _check_gradients(case, rank, group)
+        _check_frozen(case, rank, group)
+        _check_mixed_dtypes(case, rank, group)
+        _check_repeats(case, rank, group)
+    _check_headers(rank, group)
+    if world == 4:
+        # ep groups of 2, consecutive ranks and every other: ranks of the group, not of the world.
+        for grid in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+            groups = [dist.new_group(ranks) for ranks in grid]
+            mine = next(i for i, ranks in enumerate(grid) if rank in ranks)
+            inside = dist.get_rank(groups[mine])
+            _by_hand(inside, groups[mine])
+            _check_gradients(CASES[0], inside, groups[mine])
+            _check_headers(inside, groups[mine])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_dispatch_and_combine(world: int) -> None:
+    run_ranks(_all_checks, world, timeout=120)

@@ -1,0 +1,438 @@
+"""DeepEP behind dispatch.py's contract: against plain dispatch, on 2 and 4 ranks, by a stand-in.
+
+fake_deepep.py plays the package `deep_ep`. Plain dispatch is the truth: the same rows with the same
+ids and weights at the same ranks, the same output, the same gradients.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import parity
+from support.close import assert_close
+from support.fakes import deepep as fake_deepep
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep.moe.dispatch.all_to_all import DispatchPlan, plan_dispatch
+from hf_moe_ep.moe.dispatch.counts import Header
+from hf_moe_ep.moe.dispatch.deepep import DeepEPPlan, GroupBuffer, load_deep_ep, plan_deepep
+from hf_moe_ep.state import STATE
+
+HIDDEN = 48
+BYTES = 2 * HIDDEN
+# Both sides round the same fp32 sum to bf16 once, each at most half an eps away from it.
+BF16_SUMS = torch.finfo(torch.bfloat16).eps
+HERE = Header(
+    forward=1,
+    layer=0,
+    training=True,
+    grad=True,
+    checkpointed=False,
+    recompute=False,
+    top_k=2,
+    itemsize=2,
+)
+Group = dist.ProcessGroup
+Plans = list[DeepEPPlan] | list[DispatchPlan]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens` per rank; `only` restricts routing to these experts."""
+
+    name: str
+    tokens: tuple[int, ...]
+    experts: int
+    top_k: int
+    only: tuple[int, ...] = ()
+
+    def ids_TK(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 + rank)
+        pool = torch.tensor(self.only or range(self.experts))
+        order_TE = torch.rand(self.tokens[rank], len(pool), generator=generator).argsort(1)
+        return _column_major(pool[order_TE[:, : self.top_k]])
+
+    def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(20 + rank)
+        tokens = self.tokens[rank]
+        x_TH = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+        w_TK = torch.rand(tokens, self.top_k, generator=generator) + 0.1
+        return x_TH.requires_grad_(), w_TK.requires_grad_()
+
+
+CASES = [
+    Case("different tokens per rank", (7, 3), 6, 3),
+    Case("rank 1 has none", (5, 0), 4, 2),
+    Case("nobody has any", (0, 0), 4, 2),
+    Case("all to rank 0", (4, 6), 6, 3, only=(0, 1, 2)),
+    Case("all to rank 1", (4, 6), 6, 2, only=(3, 4, 5)),
+    Case("every expert", (3, 5), 4, 4),
+    Case("one token, three chunks", (1, 1), 2, 1),
+    Case("4 ranks", (7, 1, 3, 5), 12, 3),
+    Case("4 ranks, two without tokens", (0, 9, 0, 2), 8, 5),
+    Case("4 ranks, all to rank 2", (2, 3, 4, 5), 8, 2, only=(4, 5)),
+]
+
+
+def _column_major(tensor: Tensor) -> Tensor:
+    """The same numbers in an order that DeepEP refuses."""
+    return tensor.t().contiguous().t()
+
+
+def _plans(case: Case, rank: int, group: Group, buffer: GroupBuffer | None, chunks: int) -> Plans:
+    ids_TK, experts = case.ids_TK(rank), case.experts
+    if buffer is None:
+        return plan_dispatch(
+            ids_TK, num_experts=experts, group=group, header=HERE, num_chunks=chunks
+        )
+    return plan_deepep(
+        ids_TK, num_experts=experts, buffer=buffer, hidden_bytes=BYTES, num_chunks=chunks
+    )
+
+
+def _layer(plans: Plans, x_TH: Tensor, w_TK: Tensor, ids_TK: Tensor, sees: list[Any]) -> Tensor:
+    """moe.py's loop, with experts that read everything; `sees` takes what arrives."""
+    x_TH, w_TK = _column_major(x_TH), _column_major(w_TK)
+    sizes = [plan.num_tokens for plan in plans]
+    parts = zip(plans, x_TH.split(sizes), w_TK.split(sizes), ids_TK.split(sizes), strict=True)
+    starts = [lambda part=part: part[0].start(*part[1:]) for part in parts]
+    arriving, returning = starts.pop(0)(), []
+    while arriving is not None:
+        arrived, arriving = arriving, starts.pop(0)() if starts else None
+        rows_RH, w_RK, ids_RK = arrived.finish()
+        local = len(arrived.counts_L)
+        sees.append((rows_RH.detach(), w_RK.detach(), ids_RK, arrived.counts_L))
+        # DeepEP's weights of experts elsewhere are 0 and take no gradient, so it needs no mask.
+        if isinstance(plans[0], DispatchPlan):
+            w_RK = w_RK.masked_fill(ids_RK == local, 0)
+        scale_R = (w_RK * (ids_RK + 1)).sum(1, keepdim=True)
+        rows_RH = (rows_RH.float() * scale_R + rows_RH.float().square()).bfloat16()
+        returning.append(arrived.start_combine(_column_major(rows_RH)))
+    return torch.cat([rows.finish() for rows in returning])
+
+
+def _sorted_rows(seen: tuple[Tensor, Tensor, Tensor, list[int]]) -> list[list[float]]:
+    """One list per row: hidden states, ids, weights of experts that are here; in any order."""
+    rows_RH, w_RK, ids_RK, counts_L = seen
+    w_RK = w_RK.masked_fill(ids_RK == len(counts_L), 0)
+    return sorted(torch.cat([rows_RH.double(), ids_RK.double(), w_RK.double()], 1).tolist())
+
+
+def _check_case(case: Case, rank: int, group: Group, buffer: GroupBuffer, chunks: int) -> None:
+    name, ids_TK = f"{case.name}, {chunks} chunks", case.ids_TK(rank)
+    runs = []
+    for there in (None, buffer):
+        x_TH, w_TK = case.inputs(rank)
+        sees: list[Any] = []
+        out_TH = _layer(_plans(case, rank, group, there, chunks), x_TH, w_TK, ids_TK, sees)
+        generator = torch.Generator().manual_seed(30 + rank)
+        out_TH.backward(torch.randn(out_TH.shape, generator=generator).bfloat16())
+        runs.append((sees, out_TH, x_TH.grad, w_TK.grad))
+    (want_sees, *want), (got_sees, *got) = runs
+    assert len(got_sees) == len(want_sees) == chunks, name
+    for got_seen, want_seen in zip(got_sees, want_sees):
+        assert got_seen[0].dtype == torch.bfloat16, name
+        assert got_seen[1].dtype == torch.float32 and got_seen[2].dtype == torch.int64, name
+        assert got_seen[3] == want_seen[3], f"{name}: counts {got_seen[3]}, want {want_seen[3]}"
+        assert _sorted_rows(got_seen) == _sorted_rows(want_seen), name
+    assert_close(f"{name}: out", got[0], want[0], BF16_SUMS)
+    assert_close(f"{name}: grad of x", got[1], want[1], BF16_SUMS)
+    # Every weight is used at one rank and all sums over ranks are exact; a row's own sum over
+    # HIDDEN fp32 products may be split elsewhere where the row lies elsewhere.
+    assert_close(f"{name}: grad of weights", got[2], want[2], HIDDEN * torch.finfo(torch.float).eps)
+    assert got[1].dtype == torch.bfloat16 and got[2].dtype == torch.float32
+    assert fake_deepep.Buffer.under_way == 0, name
+
+
+def _by_hand(rank: int, buffer: GroupBuffer) -> None:
+    """The example of deepep.py."""
+    ids_TK = torch.tensor([[0, 3], [2, 3]] if rank == 0 else []).view(-1, 2).long()
+    w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else []).view(-1, 2)
+    x_TH = torch.tensor([1.0, 2.0] if rank == 0 else []).bfloat16().unsqueeze(1).repeat(1, HIDDEN)
+    (plan,) = plan_deepep(ids_TK, num_experts=4, buffer=buffer, hidden_bytes=BYTES)
+    arriving = plan.start(x_TH, w_TK, ids_TK)
+    rows_RH, w_RK, ids_RK = arriving.finish()
+    got = (rows_RH[:, 0].tolist(), ids_RK.tolist(), w_RK.tolist(), arriving.counts_L)
+    if rank == 0:
+        assert got == ([1], [[0, 2]], [[0.5, 0]], [1, 0])
+    else:
+        assert got == ([1, 2], [[2, 1], [0, 1]], [[0, 0.25], [2, 4]], [1, 2])
+    out_TH = arriving.start_combine(rows_RH * 10 ** (rank + 1)).finish()
+    assert out_TH[:, -1].tolist() == ([110, 200] if rank == 0 else [])
+
+
+def _check_recompute(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> None:
+    """A plan started twice brings the same rows; under checkpointing, gradients stay the same."""
+    plans, ids_TK = _plans(case, rank, group, buffer, 2), case.ids_TK(rank)
+    runs = []
+    for recompute in (False, True):
+        x_TH, w_TK = case.inputs(rank)
+        sees: list[Any] = []
+        inputs = (plans, x_TH, w_TK, ids_TK, sees)
+        out_TH = checkpoint(_layer, *inputs, use_reentrant=False) if recompute else _layer(*inputs)
+        out_TH.square().sum().backward()
+        assert len(sees) == (4 if recompute else 2)
+        runs.append((out_TH, x_TH.grad, w_TK.grad, *(t for seen in sees for t in seen[:3])))
+        counts = [seen[3] for seen in sees]
+        assert counts[:2] == counts[-2:]
+    first, second = runs
+    assert all(torch.equal(a, b) for a, b in zip(first, second[:9], strict=True)), case.name
+    assert all(torch.equal(a, b) for a, b in zip(first[3:], second[9:], strict=True)), case.name
+    # The second run ends where backward has what it needs: chunk 0 was on its way home by then.
+    assert fake_deepep.Buffer.under_way == 1, case.name
+    fake_deepep.Buffer.under_way = 0
+
+
+def _check_frozen(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> None:
+    """Only x, only the weights, or nothing needs a gradient; the others get none."""
+    ids_TK = case.ids_TK(rank)
+    for needs in ((True, False), (False, True), (False, False)):
+        grads = []
+        for there in (None, buffer):
+            x_TH, w_TK = (t.detach() for t in case.inputs(rank))
+            x_TH.requires_grad_(needs[0])
+            w_TK.requires_grad_(needs[1])
+            plans = _plans(case, rank, group, there, 1)
+            rows_RH, w_RK, _ = plans[0].start(x_TH, w_TK, ids_TK).finish()
+            assert (rows_RH.requires_grad, w_RK.requires_grad) == needs
+            out_TH = _layer(plans, x_TH, w_TK, ids_TK, [])
+            assert out_TH.requires_grad == any(needs)
+            if any(needs):
+                out_TH.sum().backward()
+            grads.append((x_TH.grad, w_TK.grad))
+        for want, got, needed in zip(*grads, needs):
+            assert (got is not None) == needed
+            if needed:
+                assert_close(f"{case.name}: {needs}", got, want, BF16_SUMS)
+
+
+def _check_weight_dtypes(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> None:
+    """bf16 weights travel as fp32; their gradient comes back in bf16."""
+    x_TH, w_TK = case.inputs(rank)
+    w_TK = w_TK.detach().bfloat16().requires_grad_()
+    _layer(_plans(case, rank, group, buffer, 1), x_TH, w_TK, case.ids_TK(rank), []).sum().backward()
+    assert w_TK.grad is not None and w_TK.grad.dtype == torch.bfloat16
+    assert w_TK.grad.isfinite().all() and (w_TK.grad != 0).any()
+
+
+def _check_order(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> None:
+    """What overlaps: a chunk sets out before the one before it is waited for, backward as well."""
+    log = fake_deepep.Buffer.log
+    x_TH, w_TK = case.inputs(rank)
+    plans = _plans(case, rank, group, buffer, 2)
+    log.clear()
+    out_TH = _layer(plans, x_TH, w_TK, case.ids_TK(rank), [])
+    out, back = "dispatch", "combine"
+    start, wait = "start {}".format, "wait {}".format
+    chunk = [wait(out), start(back)]
+    assert log == [start(out), start(out), *chunk, *chunk, wait(back), wait(back)]
+    log.clear()
+    out_TH.sum().backward()
+    assert log == [start(out), start(out), *chunk, *chunk, wait(back), wait(back)]
+
+
+def _raises(error: type[Exception], match: str, call: Callable[[], Any], group: Group) -> None:
+    with pytest.raises(error, match=match):
+        call()
+    dist.barrier(group)
+
+
+def _check_errors(group: Group, buffer: GroupBuffer) -> None:
+    ids_TK, w_TK = torch.tensor([[0, 1]]), torch.ones(1, 2)
+    plan: Callable[..., Any] = lambda ids, **options: plan_deepep(  # noqa: E731
+        ids, num_experts=4, buffer=buffer, hidden_bytes=BYTES, **options
+    )
+    (here,) = plan(ids_TK)
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        x_TH = torch.ones(1, HIDDEN, dtype=dtype)
+        match = f'torch.bfloat16 only, got {dtype}.*use dispatcher="all_to_all"'
+        _raises(ValueError, match, lambda x=x_TH: here.start(x, w_TK, ids_TK), group)
+    for hidden, match in ((24, "multiple of 16, got 24; try 32"), (64, "128 bytes.*_bytes=96;")):
+        x_TH = torch.ones(1, hidden, dtype=torch.bfloat16)
+        _raises(ValueError, match, lambda x=x_TH: here.start(x, w_TK, ids_TK), group)
+    arrived = here.start(torch.ones(1, HIDDEN, dtype=torch.bfloat16), w_TK, ids_TK)
+    rows_RH, _, _ = arrived.finish()
+    wide = rows_RH.float()
+    _raises(ValueError, "got torch.float32", lambda: arrived.start_combine(wide), group)
+    many = torch.arange(33).unsqueeze(0)
+    _raises(
+        ValueError,
+        "at most 32 experts per token, this router chooses 33",
+        lambda: plan(many),
+        group,
+    )
+    for num_sms in (23, 0, -2):
+        match = f"even and >= 2, got {num_sms}"
+        _raises(ValueError, match, lambda n=num_sms: GroupBuffer(group, num_sms=n), group)
+
+
+def _check_max_rows(rank: int, group: Group, buffer: GroupBuffer) -> None:
+    """Every rank raises, before a row travels, naming the one that would get too many."""
+    ranks = dist.get_world_size(group)
+    worst = ranks - 1
+    ids_TK = torch.full((3, 1), worst)  # one expert per rank
+    log = fake_deepep.Buffer.log
+    for chunks in (1, 2):
+        options = {"num_experts": ranks, "buffer": buffer, "hidden_bytes": BYTES}
+        options |= {"num_chunks": chunks, "where": "MoE layer 7"}
+        log.clear()
+        match = (
+            f"MoE layer 7: rank {dist.get_process_group_ranks(group)[worst]} would get {3 * ranks} "
+            f"rows, more than max_tokens_per_rank={3 * ranks - 1} "
+        )
+        limited = {**options, "max_rows": 3 * ranks - 1}
+        _raises(RuntimeError, match, lambda o=limited: plan_deepep(ids_TK, **o), group)
+        assert not log
+        assert len(plan_deepep(ids_TK, max_rows=3 * ranks, **options)) == chunks
+
+
+def _check_life(case: Case, rank: int, group: Group) -> None:
+    """Made when it is needed, grown between forward and backward, freed when asked."""
+    made = fake_deepep.Buffer.made
+    buffer = GroupBuffer(group, num_sms=8)
+    assert fake_deepep.Buffer.made == made
+    x_TH, w_TK = case.inputs(rank)
+    plans = _plans(case, rank, group, buffer, 1)
+    small = buffer.alive
+    _plans(case, rank, group, buffer, 1)
+    assert fake_deepep.Buffer.made == made + 1 and buffer.alive is small
+    out_TH = _layer(plans, x_TH, w_TK, case.ids_TK(rank), [])
+    # Another model's choice must not change the configs of rows under way.
+    fake_deepep.Buffer.set_num_sms(24)
+    buffer.reserve(4 * BYTES)
+    assert fake_deepep.Buffer.made == made + 2 and buffer.alive is not small
+    assert small.destroyed and buffer.alive.num_nvl_bytes > small.num_nvl_bytes
+    out_TH.sum().backward()
+    assert x_TH.grad is not None and x_TH.grad.isfinite().all()
+    large = buffer.alive
+    out_TH = _layer(plans, x_TH, w_TK, case.ids_TK(rank), [])
+    buffer.free()
+    buffer.free()
+    assert large.destroyed
+    _raises(RuntimeError, "buffer was freed", lambda: out_TH.sum().backward(), group)
+    x, w, ids = x_TH.detach(), w_TK.detach(), case.ids_TK(rank)
+    _raises(RuntimeError, "^this ep group's DeepEP", lambda: plans[0].start(x, w, ids), group)
+    _layer(_plans(case, rank, group, buffer, 1), x_TH, w_TK, ids, [])
+    assert fake_deepep.Buffer.made == made + 3
+    buffer.free()
+
+
+def _check_group_size(rank: int) -> None:
+    """3 ranks, for which DeepEP has no settings; every rank takes part in making the group."""
+    group = dist.new_group([0, 1, 2])
+    if rank < 3:
+        with pytest.raises(ValueError, match="no settings for ep_size=3; try 2, 4, 8"):
+            GroupBuffer(group)
+
+
+def _check_lost_rank(group: Group, buffer: GroupBuffer) -> None:
+    """DeepEP's time-out names the place."""
+    ids_TK = torch.tensor([[0, 1]])
+    (plan,) = plan_deepep(
+        ids_TK, num_experts=4, buffer=buffer, hidden_bytes=BYTES, where="MoE layer 7"
+    )
+    x_TH = torch.ones(1, HIDDEN, dtype=torch.bfloat16)
+
+    def timeout(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DeepEP error: CPU recv timeout")
+
+    original, buffer.alive.dispatch = buffer.alive.dispatch, timeout
+    match = "MoE layer 7: .*never reached this layer.*CPU recv timeout"
+    _raises(RuntimeError, match, lambda: plan.start(x_TH, torch.ones(1, 2), ids_TK), group)
+    buffer.alive.dispatch = original
+
+
+def _model_grads(**config: Any) -> dict[str, Tensor]:
+    """A bf16 model with a checkpointed backward; the gradients, gathered."""
+    model = tiny(dtype=torch.bfloat16)
+    parity.checkpointing(model, False)
+    apply_ep_fsdp2(model, ep_size=2, **config)
+    model(**batch(model, 2, 9 + 2 * dist.get_rank(), seed=dist.get_rank())).loss.backward()
+    if config["dispatcher"] == "deepep":
+        state = getattr(model, STATE)
+        assert copy.deepcopy(state.deepep) is state.deepep
+        state.deepep.free()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def _check_model() -> None:
+    """The option of patch(): whole models with both dispatchers, in bf16, 2 chunks."""
+    want = _model_grads(dispatcher="all_to_all")
+    calls = len(fake_deepep.Buffer.log)
+    got = _model_grads(dispatcher="deepep", deepep_num_sms=6, dispatch_chunks=2)
+    assert fake_deepep.Buffer.num_sms == 6 and len(fake_deepep.Buffer.log) > calls
+    for name, grad in got.items():
+        # Roundings of bf16 (2 ** -8), in another order of addition, through two layers.
+        assert_close(name, grad, want[name], 16 * 2**-8)
+
+
+def _all_checks(rank: int, world: int) -> None:
+    sys.modules["deep_ep"] = fake_deepep
+    group = dist.group.WORLD
+    assert group is not None
+    buffer = GroupBuffer(group)
+    if world == 2:
+        _by_hand(rank, buffer)
+    for case in (case for case in CASES if len(case.tokens) == world):
+        for chunks in (1, 2, 3):
+            _check_case(case, rank, group, buffer, chunks)
+        _check_recompute(case, rank, group, buffer)
+    case = CASES[0] if world == 2 else CASES[7]
+    _check_frozen(case, rank, group, buffer)
+    _check_weight_dtypes(case, rank, group, buffer)
+    _check_order(case, rank, group, buffer)
+    _check_errors(group, buffer)
+    _check_max_rows(rank, group, buffer)
+    _check_lost_rank(group, buffer)
+    _check_life(case, rank, group)
+    if world == 4:
+        _check_group_size(rank)
+        # ep groups of every other rank: ranks of the group, not of the world.
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        mine, inside = groups[rank % 2], rank // 2
+        inner = GroupBuffer(mine, num_sms=4)
+        _by_hand(inside, inner)
+        _check_case(CASES[0], inside, mine, inner, 2)
+        _check_max_rows(inside, mine, inner)
+        inner.free()
+    buffer.free()
+    if world == 2:
+        _check_model()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_deepep(world: int) -> None:
+    run_ranks(_all_checks, world, timeout=120)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    with pytest.raises(ImportError) as caught:
+        GroupBuffer(cast(Any, None))
+    for part in ("deep_ep.Buffer: import of deep_ep halted", "from source", "NVLink", "all_to_all"):
+        assert part in str(caught.value)
+
+
+def test_patch_asks_for_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    model = tiny()
+    with pytest.raises(ImportError, match=r"dispatcher=.deepep. needs the class deep_ep.Buffer"):
+        patch(model, ep_size=2, dispatcher="deepep")
+    assert not hasattr(model, STATE)
+
+
+def test_a_build_without_the_legacy_buffer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", fake_deepep)
+    assert load_deep_ep() is fake_deepep.Buffer
+    monkeypatch.setattr(fake_deepep, "Buffer", None)
+    with pytest.raises(ImportError, match="this build lacks the legacy Buffer"):
+        load_deep_ep()

@@ -1,0 +1,250 @@
+"""The seam into Accelerate on 2 ranks: same numbers as stock, and every duty of the function that
+`hf_moe_ep` stands in for (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model)."""
+
+import tempfile
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
+from support.close import assert_close
+from support.launched import FP32_BUDGET, launched, prepared
+from support.parity import full_tensor
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep import describe, global_token_count, patch
+from hf_moe_ep.integrations.install import _check_parallelism, fsdp_on_cpu
+from hf_moe_ep.state import find_state
+
+WORLD = 2
+
+
+def test_prepare_equals_stock() -> None:
+    run_ranks(_same_numbers, WORLD)
+
+
+def test_duties_of_prepare() -> None:
+    run_ranks(_duties, WORLD)
+
+
+def test_save_state_and_load_state() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(_save_and_load, WORLD, folder)
+
+
+def test_refused_launches() -> None:
+    run_ranks(_refused_launches, WORLD)
+
+
+def _same_numbers(rank: int, world: int) -> None:
+    variants: dict[str, dict[str, str]] = {
+        "defaults": {},
+        "activation checkpointing": {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
+        "cpu offload": {"FSDP_OFFLOAD_PARAMS": "true"},
+        "no resharding": {"FSDP_RESHARD_AFTER_FORWARD": "false"},
+    }
+    for name, settings in variants.items():
+        with launched(**settings):
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            _train_and_compare(name, accelerator, rank, world)
+    with launched():
+        patch(tiny())  # patched before the Accelerator is made: the state is promoted at birth
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        assert accelerator.distributed_type == DistributedType.FSDP
+        _train_and_compare("patched first", accelerator, rank, world)
+
+
+def _train_and_compare(name: str, accelerator: Accelerator, rank: int, world: int) -> None:
+    stock = tiny(dtype=torch.float32)
+    wanted = torch.optim.SGD(stock.parameters(), lr=0.1)
+    accelerator, model, optimizer = prepared(
+        # Not AdamW, whose first steps are signs: noise where a gradient is near zero.
+        tiny(dtype=torch.float32, seed=rank),
+        accelerator,
+        torch.optim.SGD,
+        ep_size=2,
+    )
+    assert "ep 2" in describe(model)
+    for step in range(3):
+        micro = [
+            [batch(stock, 2, 7 + r, seed=50 * step + 10 * i + r) for i in range(2)]
+            for r in range(world)
+        ]
+        num_tokens = global_token_count(model, [b["labels"] for b in micro[rank]])
+        for one in micro[rank]:
+            with accelerator.accumulate(model):
+                loss = model(**one, num_items_in_batch=num_tokens).loss
+                # Accelerate divides by the accumulation steps; the token count has done so already.
+                accelerator.backward(loss * world * 2)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        for one in [b for batches in micro for b in batches]:
+            stock(**one, num_items_in_batch=num_tokens).loss.backward()
+        want = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+        assert_close(f"{name} norm", torch.as_tensor(norm), want, FP32_BUDGET)
+        wanted.step()
+        wanted.zero_grad()
+    state = accelerator.get_state_dict(model)
+    if rank == 0:
+        assert state.keys() == stock.state_dict().keys()
+        for key, value in stock.state_dict().items():
+            assert_close(f"{name} {key}", state[key], value, FP32_BUDGET)
+
+
+def _duties(rank: int, world: int) -> None:
+    with launched():
+        _duty_fp32_upcast()
+    with launched():
+        _duty_optimizer_swap(rank)
+    with launched(FSDP_IGNORED_MODULES="model.norm"):
+        _, model, _ = prepared(tiny(dtype=torch.float32, seed=rank), ep_size=2)
+        assert not isinstance(model.model.norm.weight, DTensor)
+        assert torch.equal(model.model.norm.weight, tiny(dtype=torch.float32).model.norm.weight)
+        assert isinstance(model.lm_head.weight, DTensor)
+    with launched():
+        _duty_4bit()
+    with launched(FSDP_CPU_RAM_EFFICIENT_LOADING="true"):
+        _duty_ram_efficient(rank, on_meta=False)
+    with launched(FSDP_CPU_RAM_EFFICIENT_LOADING="true"):
+        _duty_ram_efficient(rank, on_meta=True)
+    with launched():
+        _duty_unpatched()
+
+
+def _duty_fp32_upcast() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    _, model, optimizer = prepared(tiny(dtype=torch.bfloat16), accelerator, ep_size=2)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for g in optimizer.param_groups for p in g["params"]} == {torch.float32}
+    assert "compute bfloat16; gradients reduced bfloat16" in describe(model)
+    loss = model(**batch(model, 2, 6)).loss
+    assert loss.dtype == torch.float32, "an output_dtype at the root rounds the loss"
+
+
+def _duty_optimizer_swap(rank: int) -> None:
+    """Also with tied weights, and with empty shards, whose data pointers all are 0."""
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "tie_word_embeddings": True}
+    model = tiny(dtype=torch.float32, **sizes)
+    _, model, optimizer = prepared(model, ep_size=1, expert_shard_dim=0)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+    assert len(held) == len(list(model.parameters()))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def _duty_4bit() -> None:
+    """Packed 4-bit weights stay whole and untouched, and nothing is upcast."""
+
+    class Params4bit(nn.Parameter):
+        pass
+
+    model = tiny(dtype=torch.bfloat16)
+    packed = Params4bit(torch.arange(6, dtype=torch.uint8), requires_grad=False)
+    model.model.layers[0].self_attn.q_proj.register_parameter("packed", packed)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    patch(model, ep_size=2)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(trainable))
+    kept = model.model.layers[0].self_attn.q_proj.packed
+    assert type(kept) is Params4bit
+    assert torch.equal(kept, torch.arange(6, dtype=torch.uint8))
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+def _duty_ram_efficient(rank: int, on_meta: bool) -> None:
+    """Only rank 0 has weights: the others hold memory nobody filled, or none at all."""
+    truth = tiny(dtype=torch.float32)
+    model = tiny(dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in [] if rank == 0 else [*model.parameters(), *model.buffers()]:
+            tensor.fill_(float("nan"))
+    if on_meta and rank > 0:
+        model = model.to("meta")
+    _, model, _ = prepared(model, ep_size=2)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full_tensor(parameter), truth.get_parameter(name)), name
+    for name, buffer in model.named_buffers():  # inv_freq is not persistent
+        assert torch.equal(buffer, truth.get_buffer(name)), name
+
+
+def _duty_unpatched() -> None:
+    """A model that nobody patched takes Accelerate's own path."""
+    accelerator = Accelerator(cpu=True)
+    patch(tiny(dtype=torch.float32))
+    stock = tiny(dtype=torch.float32)
+    fsdp_on_cpu(accelerator.state, None)
+    model, _ = accelerator.prepare(stock, torch.optim.AdamW(stock.parameters()))
+    experts = model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.device_mesh.size() == WORLD
+    assert not hasattr(experts, "_hf_moe_ep")
+
+
+def _save_and_load(rank: int, world: int, folder: str) -> None:
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            _save_and_load_as(kind, rank, f"{folder}/{kind}")
+
+
+def _save_and_load_as(kind: str, rank: int, folder: str) -> None:
+    accelerator, model, optimizer = prepared(tiny(dtype=torch.float32), ep_size=2)
+    micro = batch(model, 2, 7, seed=rank)
+
+    def step() -> None:
+        accelerator.backward(model(**micro).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    accelerator.save_state(folder)
+    step()
+    want = {name: full_tensor(p).clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        model(**micro)  # leaves the last layer gathered
+    accelerator.load_state(folder)
+    step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full_tensor(parameter), want[name]), f"{kind}: {name}"
+
+
+def _refused_launches(rank: int, world: int) -> None:
+    with launched(), pytest.raises(ValueError, match=r"2 processes .* sees 1.*cpu=True"):
+        prepared(tiny(), Accelerator(), ep_size=2)
+    with launched(FSDP_VERSION="1"), pytest.raises(ValueError, match=r"version 1.*fsdp_version: 2"):
+        prepared(tiny(), Accelerator(cpu=True), ep_size=2)
+    with (
+        launched(),
+        pytest.raises(ValueError, match=r"ep_size \(4\) must divide .* = 2\); try 1, 2"),
+    ):
+        prepared(tiny(), ep_size=4)
+
+
+def test_parallelism_config_that_does_not_combine() -> None:
+    state = find_state(patch(tiny(), dp_replicate_size=2))
+    assert state is not None
+    with pytest.raises(ValueError, match=r"tp_size=2.*set it to 1"):
+        _check_parallelism(ParallelismConfig(tp_size=2, dp_shard_size=2), state)
+    with pytest.raises(ValueError, match=r"dp_replicate_size=4 .* dp_replicate_size=2"):
+        _check_parallelism(ParallelismConfig(dp_replicate_size=4, dp_shard_size=2), state)
+    _check_parallelism(ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), state)
+    _check_parallelism(None, state)
+
+
+def test_plugin_given_by_hand_is_kept() -> None:
+    run_ranks(_plugin_by_hand, WORLD)
+
+
+def _plugin_by_hand(rank: int, world: int) -> None:
+    with launched():
+        patch(tiny())
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        assert accelerator.state.fsdp_plugin is plugin

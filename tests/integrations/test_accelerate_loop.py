@@ -1,0 +1,98 @@
+"""A bare Accelerator loop on 2 ranks under the options people switch on, against stock in one
+process on the concatenated batches."""
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support.close import assert_close
+from support.launched import FP32_BUDGET, launched, prepared
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+
+from hf_moe_ep import global_token_count
+
+WORLD, STEPS, MICRO = 2, 3, 2
+AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+State = dict[str, Tensor]
+
+
+def test_router_aux_loss_of_padded_batches_equals_stock() -> None:
+    run_ranks(_same_as_stock, WORLD, {}, AUX_LOSS)
+
+
+@pytest.mark.slow
+def test_compiled_equals_stock() -> None:
+    run_ranks(_same_as_stock, WORLD, {"dynamo_backend": "inductor"}, {}, timeout=400)
+
+
+def test_bf16_error_is_at_most_twice_that_of_stock_bf16() -> None:
+    run_ranks(_bf16_error, WORLD)
+
+
+def _same_as_stock(
+    rank: int, world: int, options: dict[str, Any], model_options: dict[str, Any]
+) -> None:
+    model = tiny(dtype=torch.float32, seed=rank, **model_options)
+    got = _train(model, rank, **options)
+    want = _train_stock(tiny(dtype=torch.float32, **model_options))
+    if rank == 0:
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert_close(name, got[name], value, FP32_BUDGET)
+
+
+def _bf16_error(rank: int, world: int) -> None:
+    """Both keep fp32 weights; the error is that of all parameters together after three steps."""
+    got = _train(tiny(dtype=torch.float32), rank, mixed_precision="bf16")
+    truth = _train_stock(tiny())
+    stock = _train_stock(tiny(dtype=torch.float32), bf16=True)
+    if rank == 0:
+        ours, theirs = (_distance(state, truth) for state in (got, stock))
+        assert 0 < ours <= 2 * theirs, f"error {ours:.3e}, stock's is {theirs:.3e}"
+
+
+def _distance(state: State, truth: State) -> float:
+    squares = [(state[name].double() - want).square().sum() for name, want in truth.items()]
+    return torch.stack(squares).sum().sqrt().item()
+
+
+def _micro_batches(rank: int, step: int) -> list[dict[str, Tensor]]:
+    model = tiny(num_hidden_layers=1)
+    return [batch(model, 3, 9, seed=50 * step + 10 * i + rank, pad=3) for i in range(MICRO)]
+
+
+def _train(model: nn.Module, rank: int, **options: Any) -> State:
+    with launched():
+        accelerator = Accelerator(cpu=True, **options)
+        accelerator, model, optimizer = prepared(model, accelerator, torch.optim.SGD, ep_size=2)
+        for step in range(STEPS):
+            micro = _micro_batches(rank, step)
+            num_tokens = global_token_count(model, [one["labels"] for one in micro])
+            for one in micro:
+                loss = model(**one, num_items_in_batch=num_tokens).loss
+                accelerator.backward(loss * accelerator.num_processes)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+    return {name.removeprefix("_orig_mod."): value for name, value in state.items()}
+
+
+def _train_stock(model: nn.Module, bf16: bool = False) -> State:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        ranks = [_micro_batches(rank, step) for rank in range(WORLD)]
+        labels = [one["labels"][:, 1:] for micro in ranks for one in micro]
+        num_tokens = sum(label.ne(-100).sum() for label in labels)
+        for parts in zip(*ranks, strict=True):
+            joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(**joined, num_items_in_batch=num_tokens).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}

@@ -1,0 +1,249 @@
+"""The stock Trainer under `accelerate launch` on 4 ranks, against the stock Trainer in 1 process.
+
+Same model, same rows in the same order, per-device batch times 4. Every launch runs a table of
+cases (see trainer_job.py); each test reads the results it needs.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.close import assert_close
+from support.generation import assert_same, continuations
+from support.jobs.trainer import Case, Result, launch
+from support.scripts import CPU_4
+from support.tiny_models import tiny
+from support.trainer_runs import (
+    AUX_LOSS,
+    BEST,
+    EVALUATE,
+    FP32_BUDGET,
+    FULL,
+    NO_ACCUMULATION,
+    SAVE,
+    Results,
+    assert_loads_in_stock,
+    assert_resumed,
+    assert_same_after_training,
+    assert_same_evaluation,
+    assert_same_log,
+    assert_same_training,
+)
+
+# AdamW's first steps are signs of gradients, so an error of rounding size moves a parameter by
+# twice the learning rate; SGD keeps errors in proportion. 24 losses, because each is noise.
+BF16 = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 24}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("trainer")
+    stock = [
+        Case("stock", ("train", "evaluate", "predict"), arguments=EVALUATE),
+        Case("stock aux", model=AUX_LOSS, rows="padded", arguments=EVALUATE),
+    ]
+    after = ("evaluate", "predict", "save", "generate")
+    ranks = [
+        Case("ep2", ("train", *after), ep=2, arguments=EVALUATE),
+        Case("aux ep2", ep=2, model=AUX_LOSS, rows="padded", arguments=EVALUATE),
+        Case("half", ep=2, arguments=SAVE, folder=folder / "half", stop_after=3),
+    ]
+    again = [Case("resumed", ("resume",), ep=2, seed=1, arguments=SAVE, folder=folder / "half")]
+    return {
+        **launch(stock, folder / "stock"),
+        **launch(ranks, folder / "ranks", CPU_4),
+        **launch(again, folder / "again", CPU_4),
+    }
+
+
+def _slow_cases(folder: Path) -> list[Case]:
+    checkpointing = {
+        f"gradient checkpointing, use_reentrant={reentrant}": {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
+        }
+        for reentrant in (True, False)
+    }
+    fsdp_checkpointing = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    return [
+        *(
+            Case(f"ep{n}", ("train", "evaluate", "predict"), ep=n, arguments=EVALUATE)
+            for n in (1, 4)
+        ),
+        *(Case(f"bf16 ep{n}", ep=n, arguments=BF16 | {"bf16": True}) for n in (1, 2, 4)),
+        Case("aux ep4", ep=4, model=AUX_LOSS, rows="padded", arguments=EVALUATE),
+        Case("aux single", ep=2, model=AUX_LOSS, rows="padded", arguments=NO_ACCUMULATION),
+        *(Case(name, ("train", "inspect"), ep=2, arguments=a) for name, a in checkpointing.items()),
+        Case("FSDP checkpointing", ("train", "inspect"), ep=2, environment=fsdp_checkpointing),
+        Case("offload", ("train", "inspect"), ep=2, environment={"FSDP_OFFLOAD_PARAMS": "true"}),
+        Case("loaded", ep=2, load=folder / "model"),
+        Case("best", ("train", "evaluate"), ep=2, arguments=BEST),
+        Case("best full", ("train", "evaluate"), ep=2, arguments=BEST, environment=FULL),
+        Case("full", ("train", "save", "inspect"), ep=2, environment=FULL),
+        Case("half 4", ep=4, arguments=SAVE, folder=folder / "half 4", stop_after=3),
+        Case(
+            "half full",
+            ep=2,
+            arguments=SAVE,
+            environment=FULL,
+            folder=folder / "full",
+            stop_after=3,
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("trainer_slow")
+    tiny(dtype=torch.float32).save_pretrained(folder / "model")
+    stock = [
+        Case("stock aux single", model=AUX_LOSS, rows="padded", arguments=NO_ACCUMULATION),
+        Case("stock fp64", dtype=torch.float64, arguments=BF16),
+        Case("stock bf16", arguments=BF16 | {"bf16": True}),
+    ]
+    again = [
+        Case("resumed at ep2", ("resume",), ep=2, seed=1, arguments=SAVE, folder=folder / "half 4"),
+        Case(
+            "resumed full",
+            ("resume",),
+            ep=2,
+            seed=1,
+            arguments=SAVE,
+            environment=FULL,
+            folder=folder / "full",
+        ),
+        Case(
+            "compiled",
+            ("train", "evaluate", "save", "inspect"),
+            ep=2,
+            arguments={"torch_compile": True},
+        ),
+    ]
+    return {
+        **runs,
+        **launch(stock, folder / "stock"),
+        **launch(_slow_cases(folder), folder / "ranks", CPU_4, timeout=500),
+        **launch(again, folder / "again", CPU_4, timeout=500),
+    }
+
+
+def test_training_equals_stock(runs: Results) -> None:
+    assert_same_training(runs["ep2"][0], runs["stock"][0])
+
+
+def test_evaluation_equals_stock(runs: Results) -> None:
+    """During training, where it disturbs nothing ("half" evaluates never), and after it."""
+    assert_same_evaluation(runs["ep2"][0], runs["stock"][0], count=3)
+    assert_same_after_training(runs["ep2"][0], runs["stock"][0])
+    half = runs["half"][0].series("loss")
+    assert len(half) == 3 and torch.equal(half, runs["ep2"][0].series("loss")[:3])
+
+
+def test_aux_loss_of_padded_rows_equals_stock(runs: Results) -> None:
+    assert_same_training(runs["aux ep2"][0], runs["stock aux"][0])
+    assert_same_evaluation(runs["aux ep2"][0], runs["stock aux"][0], count=2)
+
+
+def test_resume_in_a_new_launch(runs: Results) -> None:
+    assert len(runs["half"][0].series("loss")) == 3
+    assert_resumed(runs["resumed"][0], runs["ep2"][0])
+
+
+def test_saved_model_loads_in_stock(runs: Results, tmp_path: Path) -> None:
+    """Under SHARDED_STATE_DICT, where the stock Trainer writes no model."""
+    loaded = assert_loads_in_stock(runs["ep2"][0], tmp_path)
+    for rank, result in enumerate(runs["ep2"]):
+        assert_same(f"rank {rank}", result.values["generate"], continuations(loaded, rank))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ep1", "ep4"])
+def test_training_at_other_sizes_equals_stock(slow_runs: Results, name: str) -> None:
+    got, want = slow_runs[name][0], slow_runs["stock"][0]
+    assert_same_training(got, want)
+    assert_same_evaluation(got, want, count=3)
+    assert_same_after_training(got, want)
+
+
+@pytest.mark.slow
+def test_aux_loss_at_other_sizes_equals_stock(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["aux ep4"][0], slow_runs["stock aux"][0])
+    assert_same_evaluation(slow_runs["aux ep4"][0], slow_runs["stock aux"][0], count=2)
+    assert_same_training(slow_runs["aux single"][0], slow_runs["stock aux single"][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16 ep1", "bf16 ep2", "bf16 ep4"])
+def test_bf16_is_as_close_to_the_truth_as_stock(slow_runs: Results, name: str) -> None:
+    """Errors against fp64, root mean square: of the losses, and of each gradient and parameter."""
+    truth, stock = slow_runs["stock fp64"][0], slow_runs["stock bf16"][0]
+    got = slow_runs[name][0]
+
+    def error(result: Result, kind: str, key: str) -> float:
+        pick = result.series if kind == "log" else getattr(result, kind).__getitem__
+        want = truth.series(key) if kind == "log" else getattr(truth, kind)[key]
+        return (pick(key).double() - want.double()).norm().item()
+
+    assert len(truth.series("loss")) == 24
+    measured = [("log", "loss")]
+    measured += [(kind, key) for kind in ("grads", "params") for key in truth.params]
+    for kind, key in measured:
+        ours, theirs = error(got, kind, key), error(stock, kind, key)
+        assert theirs > 0, f"{kind} {key}: stock in bf16 is exact, so nothing ran in bf16"
+        assert 0 < ours <= 2 * theirs, f"{kind} {key}: error {ours:.3e}, stock's is {theirs:.3e}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_equals_stock(slow_runs: Results, reentrant: bool) -> None:
+    result = slow_runs[f"gradient checkpointing, use_reentrant={reentrant}"][0]
+    assert result.values["inspect"]["gradient_checkpointing"]
+    assert_same_training(result, slow_runs["stock"][0])
+
+
+@pytest.mark.slow
+def test_launch_options_equal_stock(slow_runs: Results) -> None:
+    for name in ("FSDP checkpointing", "offload", "loaded"):
+        assert_same_training(slow_runs[name][0], slow_runs["stock"][0])
+    assert (
+        "FSDPCheckpointWrapper" in slow_runs["FSDP checkpointing"][0].values["inspect"]["classes"]
+    )
+    assert slow_runs["offload"][0].values["inspect"]["offload"] == {"CPUOffloadPolicy"}
+
+
+@pytest.mark.slow
+def test_compiled_equals_stock(slow_runs: Results, tmp_path: Path) -> None:
+    got, want = slow_runs["compiled"][0], slow_runs["stock"][0]
+    assert "OptimizedModule" in got.values["inspect"]["classes"]
+    assert_same_training(got, want)
+    losses = [torch.as_tensor(result.values["evaluate"]) for result in (got, want)]
+    assert_close("evaluation", *losses, FP32_BUDGET)
+    assert_loads_in_stock(got, tmp_path)
+
+
+@pytest.mark.slow
+def test_resume_at_another_ep_size_and_from_a_full_state(slow_runs: Results) -> None:
+    assert_same_log(slow_runs["resumed at ep2"][0], slow_runs["stock"][0])
+    assert_resumed(slow_runs["resumed full"][0], slow_runs["ep2"][0])
+
+
+@pytest.mark.slow
+def test_saved_model_under_full_state_dict(slow_runs: Results, tmp_path: Path) -> None:
+    result = slow_runs["full"][0]
+    assert "FULL_STATE_DICT" in result.values["inspect"]["state_dict_type"]
+    assert_loads_in_stock(result, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["best", "best full"])
+def test_best_model_is_back_at_the_end(slow_runs: Results, name: str) -> None:
+    """Stock in one process is no reference here: it restores all but the experts (5.23)."""
+    result = slow_runs[name][0]
+    assert_same_training(result, slow_runs["stock"][0])
+    assert result.params_at.keys() == {2, 4, 6}
+    losses = result.series("eval_loss")
+    assert losses[0] == losses.max() and losses[0] != losses[2]
+    assert result.values["evaluate"] == losses[0]
+    for key, parameter in result.params.items():
+        assert torch.equal(parameter, result.params_at[2][key]), f"{key} is not the best one"
+        assert not torch.equal(parameter, result.params_at[6][key]), f"{key} was never trained"

@@ -1,0 +1,272 @@
+"""The Trainer's checkpoints of a patched model: complete or not there, old ones deleted last."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from support.close import assert_close
+from support.jobs.trainer import Case, launch, training_rows
+from support.scripts import CPU_4
+from support.tiny_models import tiny
+from support.trainer_runs import FP32_BUDGET, Results
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from transformers import Trainer, TrainingArguments
+
+from hf_moe_ep import load_checkpoint, patch
+from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.storage import unpickle as restricted
+from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
+
+SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
+
+
+class _Shell:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.fspath(self.file),)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer_checkpoints")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Results:
+    """Four ranks train to step 3 and stop; what they left is damaged, and resumed at ep 4."""
+    half = folder / "half"
+    results = launch(
+        [
+            Case("whole", ep=2),
+            Case("half", ep=2, arguments=SAVE, folder=half, stop_after=3),
+        ],
+        folder / "first",
+        CPU_4,
+    )
+    names = ("torn", "flipped", "stock", "code")
+    for name in names:
+        shutil.copytree(half, folder / name)
+    last = {name: folder / name / "checkpoint-3" for name in names}
+    (last["torn"] / manifest.MANIFEST).unlink()
+    shard = next((last["flipped"] / "optimizer_0").glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    for file in (manifest.MANIFEST, manifest.STARTED):
+        (last["stock"] / file).unlink()
+    metadata = last["code"] / "pytorch_model_fsdp_0" / ".metadata"
+    metadata.write_bytes(pickle.dumps(_Shell(folder / "code ran")))
+    manifest.write(last["code"], {})
+    again = {"seed": 1, "arguments": SAVE, "ep": 4}
+    return results | launch(
+        [
+            Case("torn", ("resume",), folder=folder / "torn", **again),
+            Case("flipped", ("resume 3",), folder=folder / "flipped", fails=True, **again),
+            Case("stock", ("resume 3",), folder=folder / "stock", **again),
+            Case("code", ("resume 3",), folder=folder / "code", fails=True, **again),
+        ],
+        folder / "second",
+        CPU_4,
+    )
+
+
+@pytest.mark.slow
+def test_each_checkpoint_is_complete(runs: Results, folder: Path) -> None:
+    for number in (1, 2, 3):
+        manifest.check(folder / "half" / f"checkpoint-{number}")
+    found = manifest.read(folder / "half" / "checkpoint-3")
+    assert found["layout"]["ep_size"] == 2 and found["layout"]["world_size"] == 4
+    named = found["files"]
+    assert "trainer_state.json" in named and "optimizer_0/.metadata" in named
+    assert "scheduler.pt" in named and "rng_state_3.pth" in named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["torn", "stock"])
+def test_resumed_at_another_ep_size(runs: Results, case: str) -> None:
+    """True takes checkpoint-2 for the torn one; stock's without a manifest is loaded as before."""
+    for key in ("loss", "grad_norm"):
+        got, want = runs[case][0].series(key), runs["whole"][0].series(key)
+        assert len(got) == 6
+        for number, pair in enumerate(zip(got, want, strict=True), start=1):
+            assert_close(f"{key} of step {number}", *pair, FP32_BUDGET)
+
+
+@pytest.mark.slow
+def test_what_was_said(runs: Results, folder: Path) -> None:
+    said = (folder / "second" / "output.txt").read_text()
+    assert said.count("torn/checkpoint-2, because") == 1
+    assert "torn/checkpoint-3 has no manifest.json: this checkpoint was not finished" in said
+    assert said.count("stock/checkpoint-3 has no manifest.json, as checkpoints of the stock") == 1
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_named_on_every_rank(runs: Results) -> None:
+    assert len(runs["flipped"]) == 4
+    for result in runs["flipped"]:
+        assert "ValueError: " in result.error and ".distcp has changed since" in result.error
+
+
+@pytest.mark.slow
+def test_metadata_runs_no_code(runs: Results, folder: Path) -> None:
+    for result in runs["code"]:
+        assert "posix.mkdir has no place in the metadata" in result.error, result.error
+    assert not (folder / "code ran").exists()
+    with metadata_alone():
+        FileSystemReader(folder / "half" / "checkpoint-3" / "optimizer_0").read_metadata()
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _trainer(path: Path, patched: bool, **arguments: Any) -> Trainer:
+    model = tiny(dtype=torch.float32, num_hidden_layers=1)
+    return Trainer(
+        model=patch(model) if patched else model,
+        args=TrainingArguments(
+            output_dir=os.fspath(path),
+            use_cpu=True,
+            max_steps=3,
+            save_strategy="steps",
+            save_steps=1,
+            save_total_limit=1,
+            report_to=[],
+            disable_tqdm=True,
+            **arguments,
+        ),
+        train_dataset=training_rows("uneven")[:8],
+    )
+
+
+def test_old_ones_are_deleted_after_the_manifest(tmp_path: Path, one_process: None) -> None:
+    seen, stock = [], manifest.write
+
+    def watched(folder: Path, *args: Any, **kwargs: Any) -> None:
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        assert (folder / manifest.STARTED).exists() and (folder / "trainer_state.json").exists()
+        if folder.name == "checkpoint-3":
+            raise OSError("killed here")
+        stock(folder, *args, **kwargs)
+
+    with mock.patch.object(manifest, "write", watched), pytest.raises(OSError, match="killed"):
+        _trainer(tmp_path, True).train()
+    assert seen == [
+        ["checkpoint-1"],
+        ["checkpoint-1", "checkpoint-2"],
+        ["checkpoint-2", "checkpoint-3"],
+    ]
+    trainer = _trainer(tmp_path, True)
+    with pytest.warns(UserWarning, match=r"resuming from .*checkpoint-2, because .*checkpoint-3"):
+        trainer.train(resume_from_checkpoint=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    manifest.check(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match=r"checkpoint-3 was written by the Trainer, not by save_"):
+        load_checkpoint(tmp_path, trainer.model, trainer.optimizer)
+    (tmp_path / "checkpoint-3" / manifest.MANIFEST).unlink()
+    with pytest.raises(ValueError, match=r"no complete checkpoint in .*\n.*checkpoint-3 has no"):
+        _trainer(tmp_path, True).train(resume_from_checkpoint=True)
+
+
+def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -> None:
+    """Where stock, by the names in the file, would leave them as they are."""
+    trainer = _trainer(tmp_path, True)
+    trainer.train()
+    want = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    resumed = _trainer(tmp_path, True)
+    for load in ("resume", "best"):
+        with torch.no_grad():
+            for parameter in resumed.model.parameters():
+                parameter.fill_(5.0)
+        if load == "resume":
+            resumed.train(resume_from_checkpoint=True)  # at its last step: nothing to train
+        else:
+            resumed.state.best_model_checkpoint = os.fspath(tmp_path / "checkpoint-3")
+            resumed._load_best_model()
+        for name, parameter in resumed.model.named_parameters():
+            assert torch.equal(parameter, want[name]), (load, name)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_torn_one_is_not_kept_for_a_complete_one(
+    tmp_path: Path, one_process: None, limit: int
+) -> None:
+    """Killed at 3, resumed from 1, saved at 2: by its number 3 would be the last to keep."""
+    trainer = _trainer(tmp_path, True)
+    trainer.args.save_total_limit = None
+    trainer.train()
+    (tmp_path / "checkpoint-3" / manifest.MANIFEST).unlink()
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    trainer = _trainer(tmp_path, True)
+    trainer.args.save_total_limit, trainer.args.max_steps = limit, 2
+    with pytest.warns(UserWarning, match=r"resuming from .*checkpoint-1, because .*checkpoint-3"):
+        trainer.train(resume_from_checkpoint=True)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoint-1", "checkpoint-2"][-limit:]
+    manifest.check(tmp_path / "checkpoint-2")
+
+
+def test_a_push_has_the_manifest(tmp_path: Path, one_process: None) -> None:
+    trainer, pushed = _trainer(tmp_path, True), []
+
+    def push(folder: str) -> None:
+        manifest.check(folder)
+        pushed.append((Path(folder).name, sorted(path.name for path in tmp_path.iterdir())))
+
+    trainer.args.push_to_hub, trainer.hub_model_id = True, "nobody/nothing"
+    with (
+        mock.patch.object(transformers.Trainer, "_push_from_checkpoint", lambda self, *a: push(*a)),
+        mock.patch.object(transformers.Trainer, "init_hf_repo", lambda self, **kwargs: None),
+        mock.patch.object(transformers.Trainer, "_finish_current_push", lambda self: None),
+    ):
+        trainer.train()
+    assert pushed == [
+        ("checkpoint-1", ["checkpoint-1"]),
+        ("checkpoint-2", ["checkpoint-1", "checkpoint-2"]),
+        ("checkpoint-3", ["checkpoint-2", "checkpoint-3"]),
+    ]
+
+
+def test_other_models_go_through_stock(tmp_path: Path, one_process: None) -> None:
+    _trainer(tmp_path, False).train()
+    names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
+    assert not names & {manifest.MANIFEST, manifest.STARTED}
+    assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"]
+    with mock.patch.object(manifest, "check", side_effect=AssertionError):
+        _trainer(tmp_path, False).train(resume_from_checkpoint=True)
+
+
+class _Asks:
+    """Pickled as a call of getattr."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.call = getattr, (owner, name)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_getattr_gives_members_of_enums_and_nothing_else(tmp_path: Path) -> None:
+    """As Python up to 3.11.3 writes them."""
+    kind = metadata._MEM_FORMAT_ENCODING
+    (tmp_path / "enum").write_bytes(pickle.dumps(_Asks(kind, "TORCH_CONTIGUOUS_FORMAT")))
+    (tmp_path / "code").write_bytes(pickle.dumps(_Asks(kind, "__init__")))
+    with (tmp_path / "enum").open("rb") as file:
+        assert restricted._Unpickler(file).load() is kind.TORCH_CONTIGUOUS_FORMAT
+    with (tmp_path / "code").open("rb") as file, pytest.raises(pickle.UnpicklingError):
+        restricted._Unpickler(file).load()

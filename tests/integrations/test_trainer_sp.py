@@ -1,0 +1,126 @@
+"""The stock Trainer under `accelerate launch` on 4 ranks that share batches (sp), against the stock
+Trainer in one process: text and vision, and everything it logs or counts."""
+
+import pytest
+import torch
+from support.close import assert_close
+from support.jobs.trainer import STEPS, Case, Result, launch
+from support.needs import VISION, needs_vision
+from support.scripts import CPU_4
+from support.trainer_runs import (
+    AUX_LOSS,
+    EVALUATE,
+    Results,
+    assert_same_after_training,
+    assert_same_evaluation,
+    assert_same_training,
+)
+
+PICTURES = {"name": "qwen3_vl_moe"}
+# The VL model takes no token count, so the Trainer weighs every rank's micro-batch equally: 2 data
+# ranks with 2 micro-batches each are one process with 4 (`split=2`).
+STOCK_VISION = (
+    Case("stock vision split", model=PICTURES, rows="vision", split=2),
+    Case("stock vision", model=PICTURES, rows="vision"),
+)
+SP_VISION = (
+    Case("vision sp2", ep=2, sp=2, model=PICTURES, rows="vision"),
+    Case("vision sp4", ep=2, sp=4, model=PICTURES, rows="vision"),
+)
+TEXT = EVALUATE | {"include_num_input_tokens_seen": "non_padding"}
+SMOOTHED = {"label_smoothing_factor": 0.1}
+PER_RANK = {"average_tokens_across_devices": False}
+ONE_EPOCH = {"train_sampling_strategy": "random", "max_steps": -1, "num_train_epochs": 1}
+ALL = ("train", "evaluate", "predict", "predict 21")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("trainer_sp")
+    stock = [Case("stock", ALL, arguments=TEXT)]
+    ranks = [Case("sp2", ALL, ep=2, sp=2, arguments=TEXT)]
+    return {**launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
+
+
+@pytest.fixture(scope="module")
+def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("trainer_sp_slow")
+    stock = [
+        Case("stock aux", model=AUX_LOSS, rows="padded"),
+        Case("stock smoothed", arguments=SMOOTHED),
+        Case("stock per rank", arguments=PER_RANK, model=AUX_LOSS),
+        Case("stock epoch", arguments=ONE_EPOCH),
+        *(STOCK_VISION if VISION else ()),
+    ]
+    ranks = [
+        Case("sp4", ("train", "evaluate"), ep=2, sp=4, arguments=TEXT),
+        Case("aux sp2", ep=2, sp=2, model=AUX_LOSS, rows="padded"),
+        Case("smoothed sp2", ep=2, sp=2, arguments=SMOOTHED),
+        Case("smoothed", ep=2, arguments=SMOOTHED),
+        Case("per rank sp4", ep=2, sp=4, arguments=PER_RANK, model=AUX_LOSS),
+        Case("epoch sp4", ep=2, sp=4, arguments=ONE_EPOCH),
+        Case("epoch sp2", ep=2, sp=2, arguments=ONE_EPOCH),
+        *(SP_VISION if VISION else ()),
+    ]
+    return {**runs, **launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
+
+
+def _assert_equals_stock(got: Result, want: Result) -> None:
+    assert_same_training(got, want)
+    assert_same_evaluation(got, want, count=3)
+    for key in ("epoch", "step", "num_input_tokens_seen"):
+        assert torch.equal(got.series(key)[:STEPS], want.series(key)[:STEPS]), key
+
+
+def test_training_equals_stock(runs: Results) -> None:
+    _assert_equals_stock(runs["sp2"][0], runs["stock"][0])
+
+
+@pytest.mark.slow
+def test_training_of_one_data_rank_equals_stock(slow_runs: Results) -> None:
+    _assert_equals_stock(slow_runs["sp4"][0], slow_runs["stock"][0])
+
+
+@pytest.mark.slow
+def test_aux_loss_equals_stock(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["aux sp2"][0], slow_runs["stock aux"][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smoothed", "smoothed sp2"])
+def test_label_smoothing_equals_stock(slow_runs: Results, name: str) -> None:
+    """The Trainer asks for the name of the model's class before it shifts labels for it."""
+    assert_same_training(slow_runs[name][0], slow_runs["stock smoothed"][0])
+
+
+@pytest.mark.slow
+def test_token_counts_per_rank_equal_stock(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["per rank sp4"][0], slow_runs["stock per rank"][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["epoch sp2", "epoch sp4"])
+def test_a_shuffled_epoch_has_the_steps_and_samples_of_stock(slow_runs: Results, name: str) -> None:
+    got, want = slow_runs[name][0], slow_runs["stock epoch"][0]
+    assert_same_training(got, want)
+    assert torch.equal(got.series("epoch"), want.series("epoch"))
+
+
+def test_evaluation_and_prediction_count_each_sample_once(runs: Results) -> None:
+    for rank in runs["sp2"]:
+        assert_same_after_training(rank, runs["stock"][0])
+        got, want = (result.values["predict 21"] for result in (rank, runs["stock"][0]))
+        assert got.shape == want.shape and got.shape[0] == 21
+        assert_close("logits of 21 samples", got, want, 1e-4)
+
+
+@needs_vision
+@pytest.mark.slow
+def test_vision_equals_stock(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["vision sp2"][0], slow_runs["stock vision split"][0])
+
+
+@needs_vision
+@pytest.mark.slow
+def test_vision_of_one_data_rank_equals_stock(slow_runs: Results) -> None:
+    assert_same_training(slow_runs["vision sp4"][0], slow_runs["stock vision"][0])

@@ -1,0 +1,224 @@
+"""LoRA on stacked experts against stock PEFT on the stock model in one process, fp64."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from support import parity
+from support.adapters import EXPERTS, TARGETS, with_lora
+from support.close import assert_close
+from support.modalities import modality_by_step
+from support.needs import VISION
+from support.parity import Case, run_cases
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import nn
+
+from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, patch, save_checkpoint, unpatch
+from hf_moe_ep.lora.factors import pack_factors
+
+CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
+
+
+def one_layer(model: nn.Module) -> nn.Module:
+    """Adapters below the first layer would want gradients, these do not."""
+    model = with_lora(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name and "layers.1." in name)
+    return model
+
+
+def added_by_transformers(model: nn.Module) -> nn.Module:
+    config = peft.LoraConfig(r=4, target_parameters=list(EXPERTS), init_lora_weights=False)
+    model.add_adapter(config)
+    return model
+
+
+BOTH = with_lora
+ROUTER_AND_HEAD = partial(
+    with_lora, parameters=(*EXPERTS, "mlp.gate.weight"), modules_to_save=["lm_head"]
+)
+TOKENS = partial(with_lora, trainable_token_indices=[1, 2, 3])
+PICTURES = partial(with_lora, modules=("q_proj", "qkv"))
+MODALITIES = {"model": {"name": "qwen3_vl_moe"}, "micro_batches": modality_by_step, "budget": 1e-6}
+TWO_RANKS = [
+    Case("ep 2", 2, 2, wrap=BOTH),
+    Case("ep 1, rank 1, experts only", 2, 1, wrap=partial(with_lora, r=1, modules=())),
+    Case("ep 2, checkpoint, rsLoRA", 2, 2, wrap=partial(with_lora, use_rslora=True)).with_(
+        prepare=CHECKPOINT, micro_batches=parity.three_micro_batches
+    ),
+]
+FOUR_RANKS = [
+    Case("ep 4, rank 16", 4, 4, wrap=partial(with_lora, r=16)),
+    Case("ep 2, HSDP", 4, 2, 2, wrap=BOTH),
+    Case("ep 2, sp 2", 4, 2, sp=2, wrap=BOTH),
+]
+FOUR_RANKS_MORE = [
+    Case("ep 1", 4, 1, wrap=BOTH),
+    Case("ep 2, attention only", 4, 2, wrap=partial(with_lora, parameters=())),
+    Case("ep 4, two forwards, checkpoint", 4, 4, wrap=BOTH, prepare=CHECKPOINT).with_(
+        micro_batches=parity.three_micro_batches, backward=parity.two_forwards_backward
+    ),
+    Case("ep 2, chunks", 4, 2, wrap=BOTH).with_config(dispatch_chunks=2),
+    Case("pictures", 4, 2, wrap=PICTURES).with_(**MODALITIES),
+    Case("pictures, sp 2", 4, 2, sp=2, wrap=PICTURES).with_(**MODALITIES),
+    Case("router and head", 4, 2, wrap=ROUTER_AND_HEAD),
+    Case("one layer", 4, 2, wrap=one_layer),
+    Case("eager experts", 4, 1, wrap=BOTH).with_config(experts_backend="eager"),
+    Case("expert_shard_dim 1", 4, 2, wrap=BOTH).with_config(expert_shard_dim=1),
+    Case("transformers' own add_adapter", 4, 2, wrap=added_by_transformers),
+    Case("trained tokens, tied", 4, 2, wrap=TOKENS, model={"tie_word_embeddings": True}),
+]
+if not VISION:
+    FOUR_RANKS_MORE = [case for case in FOUR_RANKS_MORE if not case.name.startswith("pictures")]
+# Every rank and target at every ep; each with accumulation over uneven micro-batches.
+MATRIX = [
+    Case(f"ep {ep}, rank {r}, {what}", 4, ep, wrap=partial(with_lora, r=r, **TARGETS[what])).with_(
+        micro_batches=parity.three_micro_batches, prepare=CHECKPOINT if r == 8 else None
+    )
+    for ep in (1, 2, 4)
+    for r in (1, 8, 16)
+    for what in TARGETS
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(TWO_RANKS, id="2"),
+        pytest.param(FOUR_RANKS, id="4"),
+        pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
+        pytest.param(MATRIX, id="4_matrix", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_equal_one_process(cases: list[Case]) -> None:
+    run_ranks(run_cases, cases[0].world, cases, timeout=600)
+
+
+def test_adapters_switched_off_added_and_merged_as_in_stock() -> None:
+    """One process, patched and not sharded; `stock` is never patched."""
+    torch.manual_seed(0)
+    stock = with_lora(tiny())
+    model = copy.deepcopy(stock)
+    patch(model)
+    inputs = batch(stock, 2, 9)
+    with torch.no_grad():
+
+        def same(what: str) -> None:
+            assert_close(what, model(**inputs).logits, stock(**inputs).logits, 1e-10)
+
+        same("one adapter")
+        with model.disable_adapter(), stock.disable_adapter():
+            same("none")
+        for one in (stock, model):
+            torch.manual_seed(1)
+            config = peft.LoraConfig(
+                r=3, target_parameters=list(EXPERTS), init_lora_weights=False, lora_alpha=5
+            )
+            one.add_adapter("second", config)
+            one.base_model.set_adapter(["default", "second"])
+        same("two at once")
+        for one in (stock, model):
+            one.set_adapter("second")
+        same("the second")
+        model, stock = model.merge_and_unload(), stock.merge_and_unload()
+        same("merged")
+
+
+def test_adapters_attached_after_patch() -> None:
+    stock, model = tiny(), patch(tiny())
+    wrapped = []
+    for one in (stock, model):
+        torch.manual_seed(0)
+        wrapped.append(with_lora(one))
+    inputs = batch(stock, 2, 9)
+    with torch.no_grad():
+        want, got = (one(**inputs).logits for one in wrapped)
+    assert_close("logits", got, want, 1e-10)
+
+
+def _reference_pass_first(rank: int, world: int) -> None:
+    """What preference training does: a forward of the base, or of another adapter, then a step."""
+    stock, model = with_lora(tiny(), seed=0), with_lora(tiny(), seed=0)
+    for one in (stock, model):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=3, target_parameters=list(EXPERTS), init_lora_weights=False, target_modules=["q_proj"]
+        )
+        one.add_adapter("second", config)
+        one.set_adapter("default")
+    apply_ep_fsdp2(model, ep_size=world)
+    both = [(one, torch.optim.AdamW(one.parameters(), lr=1e-3)) for one in (model, stock)]
+    for step, adapter in enumerate(("default", "second", "second", "default")):
+        logits, trained = [], []
+        for one, optimizer in both:
+            with torch.no_grad(), one.disable_adapter():
+                logits.append(one(**batch(one, 2, 7, seed=step)).logits)
+            one.set_adapter(adapter)
+            one(**batch(one, 2, 9, seed=step)).loss.backward()
+            trained.append({name for name, p in one.named_parameters() if p.grad is not None})
+            assert trained[-1] == {n for n, p in one.named_parameters() if p.requires_grad}
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(f"reference logits of step {step}", *logits, 1e-10)
+        assert trained[0] == trained[1] and any(adapter in name for name in trained[0])
+    found = {name: parity.full_tensor(p.detach()) for name, p in model.named_parameters()}
+    for name, tensor in pack_factors(model, found).items():
+        assert_close(name, tensor, stock.get_parameter(name), 1e-10)
+
+
+def test_a_reference_pass_before_the_step() -> None:
+    run_ranks(_reference_pass_first, 2)
+
+
+def test_an_adapter_that_is_not_active_is_in_the_training_state(tmp_path: Path) -> None:
+    """Two adapters trained in turn; each is frozen while the other is active."""
+
+    def make(seed: int) -> tuple[nn.Module, Any]:
+        model = with_lora(patch(tiny()), seed=seed, modules_to_save=["lm_head"])
+        config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+        model.add_adapter("second", config)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    saved, optimizer = make(1)
+    for adapter in ("default", "second"):
+        saved.set_adapter(adapter)
+        saved(**batch(saved, 2, 9)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_checkpoint(tmp_path / "one", saved, optimizer)
+    for adapter in ("default", "second"):
+        model, optimizer = make(2)
+        model.set_adapter(adapter)
+        load_checkpoint(tmp_path / "one", model, optimizer)
+        for name, parameter in saved.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), (adapter, name)
+
+
+def _generates_first(rank: int, world: int) -> None:
+    for patch_first in (False, True):
+        stock = with_lora(tiny(), seed=0)
+        model = with_lora(patch(tiny(), ep_size=world) if patch_first else tiny(), seed=0)
+        apply_ep_fsdp2(model, ep_size=world)
+        prompt = batch(stock, 1, 5)["input_ids"]
+        options = {"max_new_tokens": 4, "do_sample": False}
+        got, want = (one.eval().generate(input_ids=prompt, **options) for one in (model, stock))
+        assert torch.equal(got, want), patch_first
+
+
+def test_generate_before_anything_else() -> None:
+    run_ranks(_generates_first, 2)
+
+
+def test_a_merged_model_is_patched_itself() -> None:
+    merged = patch(with_lora(tiny(), seed=0)).merge_and_unload()
+    inputs = batch(merged, 2, 9)
+    with torch.no_grad():
+        want = merged(**inputs).logits
+        assert torch.equal(patch(merged)(**inputs).logits, want)
+        assert_close("logits of stock's code", unpatch(merged)(**inputs).logits, want, 1e-10)
+    assert not [key for module in merged.modules() for key in vars(module) if "hf_moe_ep" in key]

@@ -1,0 +1,253 @@
+"""Adapters of a sharded model in files: what we save opens in stock PEFT, and the other way."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from support.adapters import EXPERTS, with_lora
+from support.close import assert_close
+from support.launched import launched, prepared
+from support.parity import full_tensor
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
+from hf_moe_ep.checkpoints.hub.save import gather_state_dict
+from hf_moe_ep.lora import factors
+
+BUDGET = 1e-5  # fp32
+
+
+def _train(model: nn.Module, steps: int = 3) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(steps):
+        model(**batch(model, 2, 9, seed=step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(**batch(model, 2, 9, seed=7)).logits
+
+
+def _saved_by(model: nn.Module, save: Any, folder: str) -> None:
+    """Stock PEFT opens what a sharded model saved: its factors, its logits, merged too."""
+    logits = _logits(model)
+    save(model, folder)
+    assert max(path.stat().st_size for path in Path(folder).iterdir()) < 500_000, "adapters alone"
+    opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
+    state = peft.get_peft_model_state_dict(opened)
+    assert any("experts.base_layer.lora_B" in key for key in state)
+    assert_close("logits in stock PEFT", _logits(opened), logits, BUDGET)
+    assert_close("logits when merged", _logits(opened.merge_and_unload()), logits, BUDGET)
+
+
+def _trained_at_ep_4(rank: int, world: int, folder: str) -> None:
+    model = with_lora(tiny(dtype=torch.float32), seed=0)
+    apply_ep_fsdp2(model, ep_size=world)
+    before = _logits(model)
+    _train(model)
+    assert (_logits(model) - before).abs().max() > 0.01, "it learns something"
+    _saved_by(model, save_pretrained, folder)
+    # PEFT's own call, on every rank.
+    _saved_by(model, lambda model, to: model.save_pretrained(to), f"{folder}_of_peft")
+
+
+def test_an_adapter_trained_at_ep_4_opens_in_stock_peft(tmp_path: Path) -> None:
+    run_ranks(_trained_at_ep_4, 4, str(tmp_path / "adapter"))
+
+
+def _opened_at_ep_2(rank: int, world: int, folder: str, want: Tensor) -> None:
+    model = peft.PeftModel.from_pretrained(
+        tiny(dtype=torch.float32), f"{folder}/stock", is_trainable=True
+    )
+    apply_ep_fsdp2(model, ep_size=2)
+    assert_close("logits at ep 2", _logits(model), want, BUDGET)
+    save_pretrained(model, f"{folder}/again")
+    _train(model, steps=1)
+    assert (_logits(model) - want).abs().max() > 1e-3, "it trains on"
+
+
+def test_an_adapter_trained_by_stock_peft_opens_at_ep_2(tmp_path: Path) -> None:
+    stock = with_lora(tiny(dtype=torch.float32), seed=0)
+    _train(stock)
+    stock.save_pretrained(tmp_path / "stock")
+    run_ranks(_opened_at_ep_2, 4, str(tmp_path), _logits(stock))
+    weights, again = (tmp_path / f / "adapter_model.safetensors" for f in ("stock", "again"))
+    assert again.read_bytes() == weights.read_bytes()
+    configs = [peft.LoraConfig.from_pretrained(tmp_path / f).to_dict() for f in ("stock", "again")]
+    for config in configs:  # PEFT keeps targets in sets, whose order no two processes share
+        config["target_parameters"].sort()
+    assert configs[0] == configs[1]
+
+
+def test_lora_b_read_expert_slowest_is_noticed() -> None:
+    """What Unsloth-zoo did until its pull request 1269, and what no shape shows."""
+    stock = with_lora(tiny(), seed=0)
+    model = with_lora(patch(tiny()), seed=0)
+    want = _logits(stock)
+    assert_close("logits", _logits(model), want, 1e-10)
+
+    def slowest(packed: Tensor, num_experts: int) -> Tensor:
+        return packed.unflatten(1, (num_experts, -1)).permute(1, 0, 2)
+
+    with mock.patch.object(factors, "stack_b", slowest), pytest.raises(AssertionError):
+        assert_close("logits", _logits(model), want, 1e-3)
+
+
+def _initial_factors(rank: int, world: int) -> None:
+    """PEFT's own initial values of rank 0's seed, whatever the other ranks drew."""
+
+    def attach(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, target_parameters=list(EXPERTS), target_modules=["q_proj"])
+        return peft.get_peft_model(tiny(dtype=torch.float32), config)
+
+    model, stock = attach(seed=rank), attach(seed=0)
+    apply_ep_fsdp2(model, ep_size=2)
+    found = {name: full_tensor(p) for name, p in model.named_parameters() if "lora_" in name}
+    for name, tensor in factors.pack_factors(model, found).items():
+        assert torch.equal(tensor, stock.get_parameter(name)), name
+    local = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
+    assert local < 0.3 * sum(tensor.numel() for tensor in found.values()), "each of 4 has a quarter"
+
+
+def test_initial_factors_are_those_of_rank_0() -> None:
+    run_ranks(_initial_factors, 4)
+
+
+def _low_precision(rank: int, world: int, folder: str) -> None:
+    """PEFT lifts adapters of a bf16 base to fp32: fp32 shards, bf16 products, fp32 files."""
+    model = with_lora(tiny(dtype=torch.bfloat16), seed=rank)
+    dtypes = {p.dtype for n, p in model.named_parameters() if "lora_" in n and "proj" in n}
+    assert torch.float32 in dtypes
+    apply_ep_fsdp2(model, ep_size=2)
+    adapters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in adapters.values()} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    before = _logits(model)
+    _train(model)
+    after = _logits(model)
+    assert (after - before).abs().max() > 0.01
+    save_pretrained(model, folder)
+    opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.bfloat16), folder)
+    found = {name: full_tensor(p) for name, p in adapters.items()}
+    for name, tensor in factors.pack_factors(model, found).items():
+        assert torch.equal(opened.get_parameter(name), tensor), name
+    # Not the largest: rounding may send a token to another expert.
+    error = (_logits(opened) - after).abs().mean() / after.abs().mean()
+    assert error < 0.05, f"logits in stock PEFT: mean error {error}"
+
+
+def test_fp32_adapters_on_a_bf16_base(tmp_path: Path) -> None:
+    run_ranks(_low_precision, 2, str(tmp_path / "adapter"))
+
+
+def _under_accelerate(rank: int, world: int, folder: str) -> None:
+    """save_state and load_state, and the way PEFT's own scripts save; both kinds of state dict."""
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        state, adapter = f"{folder}/{kind}", f"{folder}/{kind}-adapter"
+        with launched(FSDP_STATE_DICT_TYPE=kind):
+            model = with_lora(tiny(dtype=torch.float32), seed=rank)
+            accelerator, model, _ = prepared(model, ep_size=2)
+            _train(model)
+            accelerator.save_state(state)
+            want = _logits(model)
+            _train(model, steps=1)
+            assert (_logits(model) - want).abs().max() > 0.01, kind
+            accelerator.load_state(state)
+            assert torch.equal(_logits(model), want), kind
+            # Called on every rank, as in PEFT's examples for FSDP.
+            accelerator.unwrap_model(model).save_pretrained(
+                adapter,
+                is_main_process=accelerator.is_main_process,
+                state_dict=accelerator.get_state_dict(model),
+            )
+            accelerator.wait_for_everyone()
+            opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), adapter)
+            assert_close(f"{kind}: logits in stock PEFT", _logits(opened), want, BUDGET)
+
+
+def test_states_and_adapters_saved_by_accelerate(tmp_path: Path) -> None:
+    run_ranks(_under_accelerate, 2, str(tmp_path))
+
+
+def _added_by_transformers(rank: int, world: int, folder: str) -> None:
+    """`model.add_adapter` of transformers, without a PeftModel."""
+    model = tiny(dtype=torch.float32)
+    torch.manual_seed(rank)
+    model.add_adapter(
+        peft.LoraConfig(r=4, target_parameters=list(EXPERTS), init_lora_weights=False)
+    )
+    apply_ep_fsdp2(model, ep_size=2)
+    want = _logits(model)
+    gathered = gather_state_dict(model)
+    assert all("lora_" in name for name in gathered) and len(gathered) == (0 if rank else 2 * 4)
+    save_pretrained(model, folder)
+    opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)
+    assert_close("logits in stock PEFT", _logits(opened), want, BUDGET)
+
+
+def _keys(folder: str) -> set[str]:
+    with safe_open(f"{folder}/adapter_model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def _with_embeddings(rank: int, world: int, folder: str) -> None:
+    """New tokens: PEFT saves embedding and head of a model that is larger than its base on disk."""
+    if rank == 0:
+        tiny(dtype=torch.float32).save_pretrained(f"{folder}/base")
+    dist.barrier()
+    for name, options in (("resized", {}), ("asked for", {"save_embedding_layers": True})):
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+        if name == "resized":
+            model.resize_token_embeddings(101)
+        model = with_lora(model)
+        if rank == 0:
+            model.save_pretrained(f"{folder}/stock {name}", **options)
+        apply_ep_fsdp2(model, ep_size=2)
+        save_pretrained(model, f"{folder}/{name}", **options)
+        want = _keys(f"{folder}/stock {name}")
+        assert any("embed_tokens" in key for key in want)
+        assert _keys(f"{folder}/{name}") == want, name
+
+
+def _beside_checkpoint_wrappers(rank: int, world: int, folder: str) -> None:
+    """Accelerate's activation checkpointing renames modules, by which PEFT looks for copies."""
+    with launched(FSDP_ACTIVATION_CHECKPOINTING="true"):
+        model = with_lora(tiny(dtype=torch.float32), modules_to_save=["post_attention_layernorm"])
+        if rank == 0:
+            model.save_pretrained(f"{folder}/stock")
+        accelerator, model, _ = prepared(model, ep_size=2)
+        assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
+        _train(model)
+        want = _logits(model)
+        save_pretrained(model, f"{folder}/ours")
+        given = accelerator.get_state_dict(model)
+        if rank == 0:
+            accelerator.unwrap_model(model).save_pretrained(f"{folder}/given", state_dict=given)
+        accelerator.wait_for_everyone()
+    for name in ("ours", "given"):
+        assert _keys(f"{folder}/{name}") == _keys(f"{folder}/stock"), name
+        opened = peft.PeftModel.from_pretrained(tiny(dtype=torch.float32), f"{folder}/{name}")
+        assert_close(f"{name}: logits in stock PEFT", _logits(opened), want, BUDGET)
+
+
+def test_modules_to_save_under_accelerates_activation_checkpointing(tmp_path: Path) -> None:
+    run_ranks(_beside_checkpoint_wrappers, 2, str(tmp_path))
+
+
+def test_embeddings_are_saved_where_peft_saves_them(tmp_path: Path) -> None:
+    run_ranks(_with_embeddings, 2, str(tmp_path))
+
+
+def test_an_adapter_added_by_transformers(tmp_path: Path) -> None:
+    run_ranks(_added_by_transformers, 2, str(tmp_path / "adapter"))

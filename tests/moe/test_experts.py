@@ -1,0 +1,191 @@
+"""Every experts module of transformers against its own code, and the choice of a backend."""
+
+import importlib
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.close import assert_close
+from torch import Tensor
+
+from hf_moe_ep.moe.experts import choose_compute, run_experts
+from hf_moe_ep.ops.formula import ExpertsLayout
+
+MODELS = Path(transformers.__file__).parent / "models"
+CLASS = re.compile(r"@use_experts_implementation(?:\([^)]*\))?\s*class (\w+)")
+CLASSES = sorted(
+    (path.parent.name, path.stem, name)
+    for path in MODELS.glob("*/modeling_*.py")
+    for name in CLASS.findall(path.read_text(encoding="utf-8"))
+)
+# Their gates are no known formula: silu clamped after the fact; a learned or ternary gate.
+REFUSED = {"Step3p7Experts", "Inkling2Experts"}
+# They compute a part in fp32 whatever they are given.
+FP32_INSIDE = {"BeamExperts", "MuseSparkExperts", "OpenAIPrivacyFilterExperts"}
+TOP_K, EXPERTS, HIDDEN, FFN = 2, 6, 16, 8
+
+
+class Config(SimpleNamespace):
+    """Whatever an experts module asks its config for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if "limit" in name:
+            return 0.8  # low enough that some of our pre-activations are over it
+        if "alpha" in name:
+            return 1.702
+        if "act" in name:
+            return "silu"
+        if "eps" in name:
+            return 1e-6
+        if "softcap" in name:
+            return 1.0
+        if "experts" in name:
+            return EXPERTS
+        if "intermediate" in name or "ffn" in name:
+            return FFN
+        if "hidden" in name or "size" in name or "dim" in name:
+            return HIDDEN
+        raise AttributeError(name)
+
+
+def _build(folder: str, module: str, name: str, **config: Any) -> Any:
+    cls = getattr(importlib.import_module(f"transformers.models.{folder}.{module}"), name)
+    experts = cls(Config(_experts_implementation="eager", hidden_act="silu", **config)).double()
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_()
+    return experts
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    x_TH = torch.randn(11, HIDDEN, dtype=torch.float64, requires_grad=True)
+    ids_TK = torch.rand(11, EXPERTS).argsort(1)[:, :TOP_K]
+    weights_TK = torch.rand(11, TOP_K, dtype=torch.float64, requires_grad=True)
+    return x_TH, ids_TK, weights_TK
+
+
+def test_classes_are_found() -> None:
+    names = {name for _, _, name in CLASSES}
+    assert {"Qwen3MoeExperts", "GptOssExperts"} <= names
+    assert len(CLASSES) >= 50
+
+
+@pytest.mark.parametrize(("folder", "module", "name"), CLASSES, ids=[c[2] for c in CLASSES])
+def test_equals_the_module_itself(folder: str, module: str, name: str) -> None:
+    """Output and every gradient in fp64, the module's own eager code being the truth."""
+    experts = _build(folder, module, name)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=f"gate of {name} is none of .*'eager'"):
+            choose_compute(experts, "auto", recompute=False)
+        return
+    compute = choose_compute(experts, "auto", recompute=False)
+    x_TH, ids_TK, weights_TK = _inputs()
+    leaves = {"rows": x_TH, "weights": weights_TK, **dict(experts.named_parameters())}
+
+    def gradients(out: Tensor) -> dict[str, Tensor]:
+        upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+        return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), upstream)))
+
+    want = experts(x_TH, ids_TK, weights_TK)
+    want_grads = gradients(want)
+    got = run_experts(experts, compute, x_TH, ids_TK, weights_TK, counts_L=None, grad_scale=1.0)
+    budget = 1e-6 if name in FP32_INSIDE else 1e-12
+    assert_close("out", got, want, budget)
+    for key, grad in gradients(got).items():
+        assert_close(f"grad of {key}", grad, want_grads[key], budget)
+
+
+LAYOUTS = {
+    "Qwen3MoeExperts": ExpertsLayout(),
+    "GptOssExperts": ExpertsLayout(True, True, "swish", 1.702, 0.8, 1.0),
+    "DeepseekV4Experts": ExpertsLayout(limit=0.8),
+    "NemotronHExperts": ExpertsLayout(gated=False),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layout_is_found(name: str) -> None:
+    experts = _build(*next(c for c in CLASSES if c[2] == name))
+    layout = LAYOUTS[name]
+    if name == "GptOssExperts":  # a constant before transformers took it from the config
+        layout = replace(layout, limit=experts.limit)
+    assert choose_compute(experts, "auto", recompute=False).layout == layout
+
+
+@pytest.mark.parametrize(
+    ("act", "layout"),
+    [
+        ("gelu", ExpertsLayout(activation="gelu")),
+        ("gelu_pytorch_tanh", ExpertsLayout(activation="gelu_tanh")),
+        ("gelu_new", ExpertsLayout(activation="gelu_tanh")),
+        ("relu2", ExpertsLayout(activation="relu2")),
+    ],
+)
+def test_activations_are_told_apart(act: str, layout: ExpertsLayout) -> None:
+    experts = _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
+    experts.act_fn = transformers.activations.ACT2FN[act]
+    assert choose_compute(experts, "auto", recompute=False).layout == layout
+
+
+def test_finding_the_layout_leaves_the_random_numbers_alone() -> None:
+    experts = _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
+    state = torch.get_rng_state()
+    choose_compute(experts, "auto", recompute=False)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _aligned() -> Any:
+    global_sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 4}
+    return _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts", **global_sizes).float()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the reasons differ where there is a GPU")
+def test_why_not_triton() -> None:
+    aligned = _aligned()
+    auto = choose_compute(aligned, "auto", recompute=False)
+    assert (auto.backend, auto.reason) == ("torch", "no CUDA GPU")
+    asked = choose_compute(aligned, "torch", recompute=False)
+    assert (asked.backend, asked.reason) == ("torch", "asked for")
+    odd = _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
+    with pytest.raises(ValueError, match=r"sizes 16 and 8 are not both multiples of 16"):
+        choose_compute(odd, "triton", recompute=False)
+    if not (MODELS / "muse_spark").is_dir():  # a later transformers has it
+        return
+    norm = _build("muse_spark", "modeling_muse_spark", "MuseSparkExperts")
+    with pytest.raises(ValueError, match=r"MuseSparkExperts here: a norm behind each expert"):
+        choose_compute(norm, "triton", recompute=False)
+
+
+def test_triton_by_name_refuses_tensors_beyond_it() -> None:
+    aligned = _aligned().double()
+    compute = choose_compute(aligned, "triton", recompute=False)
+    x_TH = torch.randn(3, 32, dtype=torch.float64)
+    ids_TK, weights_TK = torch.tensor([[0, 1], [2, 3], [1, 0]]), torch.rand(3, 2)
+    with pytest.raises(ValueError, match=r"'triton' computes bfloat16.*not torch.float64 on cpu"):
+        run_experts(aligned, compute, x_TH, ids_TK, weights_TK, counts_L=None, grad_scale=1.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU instead")
+def test_triton_by_name_runs_the_kernels() -> None:
+    aligned = _aligned()
+    x_TH = torch.randn(5, 32)
+    ids_TK = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 1], [2, 0]])
+    weights_TK = torch.rand(5, 2)
+
+    def run(backend: str) -> Tensor:
+        compute = choose_compute(aligned, backend, recompute=False)
+        assert compute.backend == backend
+        return run_experts(
+            aligned, compute, x_TH, ids_TK, weights_TK, counts_L=None, grad_scale=1.0
+        )
+
+    got, want = run("triton"), run("torch")
+    assert_close("out", got, want, 1e-6)  # fp32
+    assert not torch.equal(got, want)  # or it was the same code twice

@@ -1,0 +1,304 @@
+"""Activation checkpointing on 2 ranks: counts exchanged once, the same experts and numbers."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from support import parity
+from support.close import assert_close
+from support.needs import CHECKPOINTS_FORWARD
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+from hf_moe_ep.moe.recompute import Frame, Routed, watch_checkpoints
+from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops.torch_mlp import _add_expert_grads
+from hf_moe_ep.ranks import collectives as comm
+from hf_moe_ep.ranks.collectives import Transfer
+from hf_moe_ep.state import STATE
+
+LAYERS = 2
+
+
+@contextmanager
+def _counting() -> Iterator[Counter[str]]:
+    """Collectives of the MoE layers, and reads of a tensor's values by the host."""
+    calls: Counter[str] = Counter()
+    watched = {
+        "all_gather": (comm, "_all_gather"),
+        "all_to_all": (dist, "all_to_all_single"),
+        "read": (Tensor, "tolist"),
+        "item": (Tensor, "item"),
+    }
+    originals = {name: getattr(*place) for name, place in watched.items()}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # The torch path's own offsets live on the host, int32; what a GPU would hold is int64.
+            if name != "read" or args[0].dtype == torch.int64:
+                calls[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name, (owner, attribute) in watched.items():
+        setattr(owner, attribute, counted(name))
+    try:
+        yield calls
+    finally:
+        for name, (owner, attribute) in watched.items():
+            setattr(owner, attribute, originals[name])
+
+
+def _noisy_gate(gate: nn.Module, noise: float) -> None:
+    """Experts 0 and 1 tie; a recompute adds noise to the logits, so another of them wins."""
+    with torch.no_grad():
+        gate.weight[1] = gate.weight[0]
+    calls = Counter()
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = functional.linear(hidden_states, gate.weight)
+        if torch._C._current_graph_task_id() != -1:
+            calls["recompute"] += 1
+            sign = torch.tensor([1.0, -1.0]).to(logits)
+            generator = torch.Generator().manual_seed(calls["recompute"])
+            flip = torch.randint(2, (len(logits), 1), generator=generator) * 2 - 1
+            logits = logits + noise * flip * functional.pad(sign, (0, logits.shape[1] - 2))
+        top, ids = torch.topk(logits.softmax(-1, dtype=torch.float), gate.top_k, dim=-1)
+        return logits, (top / top.sum(-1, keepdim=True)).to(logits.dtype), ids
+
+    gate.forward = forward
+
+
+def _model(config: dict[str, Any], use_reentrant: bool | None, noise: float = 0) -> nn.Module:
+    model = tiny(num_hidden_layers=LAYERS)
+    for layer in model.model.layers if noise else ():
+        _noisy_gate(layer.mlp.gate, noise)
+    if use_reentrant is not None:
+        parity.checkpointing(model, use_reentrant)
+    return apply_ep_fsdp2(model, ep_size=2, **config)
+
+
+def _grads(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def _inputs(rank: int, tokens: int = 9) -> dict[str, Tensor]:
+    return batch(tiny(), 2, tokens + 4 * rank, seed=rank)
+
+
+def _check_collectives(rank: int, chunks: int) -> None:
+    """Rows and routing there and rows back, each way; the counts once, whatever runs twice."""
+    expected = {"rows": 2 * 3 * chunks * LAYERS}
+    for use_reentrant in (None, False, True):
+        model = _model({"dispatch_chunks": chunks}, use_reentrant)
+        for _ in range(2):  # the first forward sets FSDP2 up
+            with _counting() as forward:
+                loss = model(**_inputs(rank)).loss
+            with _counting() as backward:
+                loss.backward()
+        name = f"chunks {chunks}, reentrant {use_reentrant}"
+        assert forward["all_to_all"] == expected["rows"] // 2, f"{name}: {forward}"
+        assert forward["all_gather"] == forward["read"] == LAYERS, f"{name}: {forward}"
+        assert backward["all_gather"] == backward["read"] == 0, f"{name}: {backward}"
+        assert backward["item"] == 0, f"{name}: {backward}"
+        # A recompute that stops early does not bring the last chunk home.
+        again = {None: 0, True: 3 * chunks, False: 3 * chunks - 1}[use_reentrant] * LAYERS
+        assert backward["all_to_all"] == expected["rows"] // 2 + again, f"{name}: {backward}"
+
+
+def _check_overlap(rank: int) -> None:
+    """The gradients of the experts' weights are computed while those of their rows travel."""
+    happened: list[str] = []
+
+    def told(letter: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            happened.append(letter)
+            return original(*args, **kwargs)
+
+        return call
+
+    # Both chunks' gradients leave; then for each: arrive, rows and routing leave, weights. By then
+    # only what left is waited for.
+    layer = "SS" + "WSSE" + "WSSE" + "WWWW"
+    for use_reentrant in (None, True):
+        model = _model({"dispatch_chunks": 2}, use_reentrant)
+        loss = model(**_inputs(rank)).loss
+        happened.clear()
+        with (
+            mock.patch.object(dist, "all_to_all_single", told("S", dist.all_to_all_single)),
+            mock.patch.object(Transfer, "wait", told("W", Transfer.wait)),
+            mock.patch.object(torch_mlp, "_add_expert_grads", told("E", _add_expert_grads)),
+        ):
+            loss.backward()
+        assert "".join(happened).count(layer) == LAYERS, f"{use_reentrant}: {''.join(happened)}"
+
+
+def _check_perturbed_router(rank: int) -> None:
+    """Ties broken otherwise in recompute: gradients are those of the choice made in forward."""
+    for chunks in (1, 3):
+        plain = _model({"dispatch_chunks": chunks}, None, noise=1e-5)
+        want = _grads(plain, _inputs(rank))
+        for use_reentrant in (False, True):
+            model = _model({"dispatch_chunks": chunks}, use_reentrant, noise=1e-5)
+            for name, grad in _grads(model, _inputs(rank)).items():
+                # The noise moves gradients by about 1e-5, another expert by 1e-2 and more.
+                assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-3)
+
+
+def _check_two_forwards(rank: int) -> None:
+    """Two forwards of different sizes, one without gradients between, then one backward."""
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        model.zero_grad()
+        first = model(**_inputs(rank, 9)).loss
+        with torch.no_grad():
+            model(**_inputs(rank, 3))
+        second = model(**_inputs(rank, 5)).loss
+        (first + 2 * second).backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    want = run(_model({}, None))
+    for use_reentrant in (False, True) if CHECKPOINTS_FORWARD else (False,):
+        for name, grad in run(_model({"dispatch_chunks": 2}, use_reentrant)).items():
+            assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-12)
+
+
+def _check_rank_without_rows(rank: int) -> None:
+    """Every token to rank 0's experts: rank 1 saves as many tensors with 0 rows."""
+    model = _model({}, None)
+    saved: list[int] = []
+    with torch.no_grad():
+        for layer in model.model.layers:
+            gate = layer.mlp.gate
+
+            def forward(x: Tensor, gate: nn.Module = gate) -> tuple[Tensor, Tensor, Tensor]:
+                scores = functional.linear(x, gate.weight)[:, :2].softmax(-1)
+                return scores, scores, torch.tensor([0, 1]).expand(len(x), 2)
+
+            gate.forward = forward
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(**_inputs(rank)).loss.backward()
+    counts: list[Any] = [None, None]
+    dist.all_gather_object(counts, len(saved))
+    assert counts[0] == counts[1], counts
+
+
+def _check_own_checkpoint(rank: int) -> None:
+    """A checkpoint that is not wrapped: recompute exchanges counts again, the numbers are right."""
+    want = _grads(_model({}, None), _inputs(rank))
+    model = _model({}, None)
+    for layer in model.model.layers:
+        inner = layer.mlp.forward
+        layer.mlp.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+    with _counting() as calls:
+        got = _grads(model, _inputs(rank))
+    assert calls["all_gather"] == 2 * LAYERS
+    for name, grad in got.items():
+        assert_close(name, grad, want[name], 1e-12)
+
+
+def _check_selective(rank: int) -> None:
+    """torch's selective checkpointing keeps some operators' results and counts all of them."""
+    want = _grads(_model({}, None), _inputs(rank))
+    for saved in ([torch.ops.aten.mm.default], [torch.ops.aten.cat.default]):
+        contexts = partial(create_selective_checkpoint_contexts, saved)
+        model = tiny(num_hidden_layers=LAYERS)
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        options = {"use_reentrant": False, "context_fn": contexts}
+        (enable or model.gradient_checkpointing_enable)(options)
+        apply_ep_fsdp2(model, ep_size=2, dispatch_chunks=2)
+        for name, grad in _grads(model, _inputs(rank)).items():
+            assert_close(f"{name}, {saved} saved", grad, want[name], 1e-12)
+
+
+def _check_compiled(rank: int) -> None:
+    want = _grads(_model({}, None), _inputs(rank))
+    model = _model({"dispatch_chunks": 2}, False)
+    compiled = torch.compile(model, backend="aot_eager")
+    model.zero_grad()
+    compiled(**_inputs(rank)).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert_close(f"{name}, compiled", parameter.grad.full_tensor(), want[name], 1e-10)
+
+
+def _on_two_ranks(rank: int, world: int) -> None:
+    for chunks in (1, 3):
+        _check_collectives(rank, chunks)
+    _check_overlap(rank)
+    _check_perturbed_router(rank)
+    _check_two_forwards(rank)
+    _check_rank_without_rows(rank)
+    _check_own_checkpoint(rank)
+    _check_selective(rank)
+    _check_compiled(rank)
+
+
+def test_recompute_on_two_ranks() -> None:
+    run_ranks(_on_two_ranks, 2, timeout=300)
+
+
+def test_unpatch_gives_back_the_models_own_checkpoint() -> None:
+    model = tiny()
+    parity.checkpointing(model, False)
+    before = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    patch(model)
+    state = getattr(model, STATE)
+    watch_checkpoints(model, state)
+    watch_checkpoints(model, state)
+    wrapped = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    assert all(a is not b and a.args[1] is b for a, b in zip(wrapped, before, strict=True))
+    unpatch(model)
+    after = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+def test_a_function_that_does_something_else_the_second_time_is_refused() -> None:
+    model = patch(tiny())
+    frame = Frame(getattr(model, STATE), lambda: None)
+    ids = torch.tensor([[0, 1]])
+    frame.keep(Routed(0, ids, []))
+    frame._next = 0
+    with pytest.raises(RuntimeError, match=r"reached MoE layer 1 .*forward had there: 0, \(1, 2\)"):
+        frame.take(1, ids)
+    with pytest.raises(RuntimeError, match="recomputing MoE layer 0, the router chose other"):
+        frame.take(0, ids + 1)
+
+
+def test_topk_of_a_checkpoint_within_is_its_own() -> None:
+    state = getattr(patch(tiny()), STATE)
+    ids = torch.tensor([[0, 1], [2, 3]])
+    scores = torch.eye(2, 8)
+    chosen = []
+
+    def outer() -> None:
+        chosen.append(torch.topk(scores, 2).indices)
+        if state.frame.replaying:
+            Frame(state, lambda: chosen.append(torch.topk(scores, 2).indices))()
+        else:
+            state.frame.keep(Routed(0, ids, []))
+
+    frame = Frame(state, outer)
+    frame()
+    frame()
+    first, replayed, inner = chosen
+    assert torch.equal(replayed, ids) and torch.equal(inner, first)
+    assert not torch.equal(first, ids) and state.frame is None

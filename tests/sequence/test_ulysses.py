@@ -1,0 +1,193 @@
+"""Sequence parallelism against stock in one process, fp64: gradients, parameters, logits."""
+
+from functools import partial
+
+import pytest
+import torch
+from support import parity
+from support.close import assert_close
+from support.fakes.flash import use_fake_flash
+from support.parity import Batch, Case, run_cases
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import nn
+
+from hf_moe_ep import apply_ep_fsdp2, data_parallel_size, global_token_count, patch, unpatch
+
+CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
+REENTRANT = partial(parity.checkpointing, use_reentrant=True)
+TWO_FORWARDS = {
+    "micro_batches": parity.three_micro_batches,
+    "backward": parity.two_forwards_backward,
+}
+
+
+def padded(side: str, model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Rows of different lengths, padded on one side; the length divides by no sp size but 1."""
+    micro = batch(model, 3, 11, seed=10 * step + rank, pad=6)
+    if side == "left":
+        micro = {name: value.flip(1) for name, value in micro.items()}
+        micro["labels"][:, -1] = micro["input_ids"][:, -1]
+    return [micro]
+
+
+def shorter_than_sp(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Three tokens: with sp 4 one rank has padding only."""
+    return [batch(model, 2, 3, seed=10 * step + rank)]
+
+
+def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Documents of 5, 3 and 4 tokens in one row, told apart by positions that start again.
+
+    With a cache, its default, stock code takes them for one document.
+    """
+    micro = batch(model, 1, 12, seed=10 * step + rank)
+    del micro["attention_mask"]
+    position_ids = torch.cat([torch.arange(length) for length in (5, 3, 4)]).unsqueeze(0)
+    micro["labels"][:, [0, 5, 8]] = -100
+    return [{**micro, "position_ids": position_ids, "use_cache": False}]
+
+
+def packed_by_lengths(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """The same documents, told apart for flash attention by their lengths as well."""
+    (micro,) = packed(model, rank, world, step)
+    lengths = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
+    return [{**micro, "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 5}]
+
+
+FLASH = {"prepare": use_fake_flash}
+TWO_RANKS = [
+    Case("sp 2", 2, 1, sp=2),
+    Case("sp 2, ep 2, checkpoint", 2, 2, sp=2, prepare=CHECKPOINT),
+    Case("sp 2, padded right", 2, 2, sp=2, micro_batches=partial(padded, "right")),
+    Case("sp 2, packed", 2, 2, sp=2, micro_batches=packed),
+    Case("sp 2, packed, flash", 2, 2, sp=2, micro_batches=packed).with_(**FLASH),
+]
+TWO_RANKS_MORE = [
+    Case("flash", 2, 1, sp=2, micro_batches=parity.even_batches).with_(**FLASH),
+    Case("flash, padded", 2, 1, sp=2, micro_batches=partial(padded, "right")).with_(**FLASH),
+    Case("flash, lengths", 2, 1, sp=2, micro_batches=packed_by_lengths).with_(**FLASH),
+]
+FOUR_RANKS = [
+    Case("sp 4, ep 2: one kv head on two ranks", 4, 2, sp=4),
+    Case("sp 2, two forwards, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
+    Case("sp 2, HSDP, padded left", 4, 2, 2, sp=2, micro_batches=partial(padded, "left")),
+]
+FOUR_RANKS_MORE = [
+    Case("sp 2, ep 2", 4, 2, sp=2),
+    Case("sp 4, ep 4, two forwards, reentrant", 4, 4, sp=4, prepare=REENTRANT).with_(
+        **TWO_FORWARDS
+    ),
+    Case("sp 4, three tokens", 4, 2, sp=4, micro_batches=shorter_than_sp),
+    Case("sp 2, gather_logits", 4, 4, sp=2).with_config(gather_logits=True),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(TWO_RANKS, id="2"),
+        pytest.param(FOUR_RANKS, id="4"),
+        pytest.param(TWO_RANKS_MORE, id="2_more", marks=pytest.mark.slow),
+        pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
+    ],
+)
+def test_split_sequences_equal_one_process(cases: list[Case]) -> None:
+    run_ranks(run_cases, cases[0].world, cases, timeout=400)
+
+
+def _documents_alone(rank: int, world: int) -> None:
+    """The loss of a packed row is that of its documents, each run alone by stock code."""
+    model, reference = tiny(seed=rank), tiny(seed=0)
+    apply_ep_fsdp2(model, ep_size=2, sp_size=2)
+    (micro,) = packed(reference, 0, 1, 0)
+    got = model(**micro, num_items_in_batch=10).loss
+    parts = zip(micro["input_ids"].split([5, 3, 4], 1), micro["labels"].split([5, 3, 4], 1))
+    want = sum(reference(input_ids=i, labels=t, num_items_in_batch=10).loss for i, t in parts)
+    assert_close("loss of three documents", got, want, 1e-6)
+    mask = torch.ones_like(micro["input_ids"])
+    got = model(**micro, attention_mask=mask, num_items_in_batch=10).loss
+    assert_close("loss beside a mask of ones", got, want, 1e-6)
+    mask[:, -1] = 0
+    with pytest.raises(ValueError, match="packed documents, but the attention_mask has zeros"):
+        model(**micro, attention_mask=mask)
+
+
+def _aux_loss(rank: int, world: int) -> None:
+    """Padding of the slices counts for nobody; loss and router gradients as stock's."""
+    sizes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model, reference = tiny(seed=rank, **sizes), tiny(seed=0, **sizes)
+    apply_ep_fsdp2(model, ep_size=2, sp_size=2)
+    (micro,) = padded("right", reference, 0, 1, 0)
+    for count in (None, global_token_count(model, micro["labels"])):
+        model.zero_grad()
+        reference.zero_grad()
+        extra = {} if count is None else {"num_items_in_batch": count}
+        got, want = model(**micro, **extra), reference(**micro, **extra)
+        assert_close("aux loss", got.aux_loss, want.aux_loss, 1e-6)  # stock counts in fp32
+        assert_close("loss with aux", got.loss, want.loss, 1e-6)
+        (got.loss * data_parallel_size(model)).backward()
+        want.loss.backward()
+        for name, parameter in reference.named_parameters():
+            if ".gate." in name:
+                grad = model.get_parameter(name).grad.full_tensor()
+                assert_close(f"{name}, count {count}", grad, parameter.grad, 1e-6)
+
+
+def _errors_and_generation(rank: int, world: int) -> None:
+    model, reference = tiny(seed=rank), tiny(seed=0).eval()
+    apply_ep_fsdp2(model, ep_size=2, sp_size=2)
+    micro = batch(reference, 2, 9)
+    with pytest.raises(ValueError, match="given different batches"):
+        model(**batch(reference, 2, 9, seed=rank))
+    with pytest.raises(ValueError, match="logits_to_keep=1 picks positions"):
+        model(**micro, logits_to_keep=1)
+    with pytest.raises(ValueError, match="return_dict=False does not go"):
+        model(**micro, return_dict=False)
+    outputs = model(**micro, output_hidden_states=True)
+    assert outputs.keys() == {"loss"}, "slices of logits or states are nobody's"
+    shifted = torch.nn.functional.pad(micro["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    want = reference(**micro, shift_labels=shifted, output_hidden_states=True)
+    assert_close("shifted labels", model(**micro, shift_labels=shifted).loss, want.loss, 1e-6)
+    unlabelled = {name: x for name, x in micro.items() if name != "labels"}
+    got = model(**unlabelled, output_hidden_states=True, output_router_logits=True)
+    for state, other in zip(got.hidden_states, want.hidden_states, strict=True):
+        assert_close("hidden states", state, other, 1e-10)
+    assert got.router_logits[0].shape[0] == micro["input_ids"].numel()
+    model.eval()
+    # With a cache nothing is split: each rank may have a prompt of its own.
+    prompt = batch(reference, 1, 4, seed=rank)["input_ids"]
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    for use_cache in (True, False):
+        both = (m.generate(prompt, **settings, use_cache=use_cache) for m in (model, reference))
+        assert torch.equal(*both)
+
+
+def _more_on_two_ranks(rank: int, world: int) -> None:
+    _documents_alone(rank, world)
+    _aux_loss(rank, world)
+    _errors_and_generation(rank, world)
+
+
+def test_packed_rows_aux_loss_errors_and_generation() -> None:
+    run_ranks(_more_on_two_ranks, 2, timeout=200)
+
+
+def test_unpatch_leaves_nothing() -> None:
+    model, stock = tiny(), tiny()
+    patch(model, sp_size=2)
+    unpatch(model)
+    assert vars(model).keys() == vars(stock).keys()
+    for module, other in zip(model.modules(), stock.modules(), strict=True):
+        assert not module._forward_pre_hooks and not module._forward_hooks
+        if hasattr(other, "config"):
+            assert module.config._attn_implementation == other.config._attn_implementation
+
+
+def test_impossible_sizes_name_those_that_work() -> None:
+    with pytest.raises(
+        ValueError, match=r"sp_size \(3\) must divide the attention heads \(4\).*1, 2, 4"
+    ):
+        patch(tiny(), sp_size=3)
+    with pytest.raises(ValueError, match="attn_implementation='eager'"):
+        patch(tiny(attn_implementation="eager"), sp_size=2)

@@ -1,0 +1,233 @@
+"""clip_grad_norm_ and global_token_count against torch on the gathered gradients."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.close import assert_close
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, global_token_count, patch
+
+INF = float("inf")
+NORMS = (1.0, 2.0, 3.0, INF, 2)
+TWO = {"num_experts": 2, "num_experts_per_tok": 1}
+
+# name: (layout, model). "empty shards": 2 experts in dim 0 over 4 ranks leave two ranks nothing.
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ep 4": ({"ep_size": 4}, {}),
+    "ep 2, dim 0": ({"ep_size": 2, "expert_shard_dim": 0}, {}),
+    "empty shards": ({"ep_size": 1, "expert_shard_dim": 0}, TWO),
+    "HSDP": ({"ep_size": 2, "dp_replicate_size": 2}, {}),
+    "HSDP, ep_outside": (
+        {"ep_size": 1, "dp_replicate_size": 2, "ep_outside": True, "expert_shard_dim": 0},
+        {},
+    ),
+}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _grads(model: nn.Module) -> dict[str, Tensor]:
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert all(grad is not None for grad in grads.values())
+    return grads  # type: ignore[return-value]
+
+
+def _trained(layout: dict[str, Any], sizes: dict[str, Any], rank: int) -> nn.Module:
+    """A sharded model with gradients; they differ in size by orders from unit to unit."""
+    model = tiny(**sizes)
+    apply_ep_fsdp2(model, **layout)
+    model(**batch(model, 2, 7 + rank, seed=rank)).loss.backward()
+    for index, grad in enumerate(_grads(model).values()):
+        _local(grad).mul_(10.0 ** (index % 3 - 1))
+    return model
+
+
+def _check_clip(name: str, model: nn.Module, rank: int) -> None:
+    grads = _grads(model)
+    before = {key: _local(grad).clone() for key, grad in grads.items()}
+    whole = {key: _whole(grad).clone() for key, grad in grads.items()}
+    if name == "empty shards":
+        empty = [key for key, grad in before.items() if "experts" in key and not grad.numel()]
+        assert len(empty) == (4 if rank >= 2 else 0), empty  # 2 layers of gate_up and down
+    for norm_type in NORMS:
+        want = torch.nn.utils.get_total_norm(whole.values(), float(norm_type))
+        for max_norm in (0.5 * want.item(), 0.0, 2.0 * want.item(), INF):
+            where = f"{name}, p={norm_type}, max_norm={max_norm:.3g}"
+            got = clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=True)
+            assert not isinstance(got, DTensor) and got.dtype == torch.float64
+            assert_close(where, got, want, 1e-12)
+            factor = min(1.0, max_norm / (want.item() + 1e-6))
+            for key, grad in grads.items():
+                assert_close(f"{where}: {key}", _whole(grad), factor * whole[key], 1e-12)
+                if factor == 1.0:
+                    assert torch.equal(_local(grad), before[key]), f"{where}: {key}"
+                _local(grad).copy_(before[key])
+            everyone = [torch.empty_like(got) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, got)
+            assert all(torch.equal(other, got) for other in everyone), f"{where}: {everyone}"
+
+
+def _check_nonfinite(name: str, model: nn.Module, rank: int) -> list[str]:
+    """One bad element in the shard of `bad` (both replicas of it under HSDP): all ranks raise."""
+    problems = []
+    grads = _grads(model)
+    shards = 2 if name.startswith("HSDP") else 4
+    dense, experts = "model.embed_tokens.weight", "model.layers.1.mlp.experts.down_proj"
+    table = itertools.product((dense, experts), range(shards), (math.nan, INF), (2.0, INF))
+    for key, bad, value, norm_type in table:
+        before = {other: _local(grad).clone() for other, grad in grads.items()}
+        assert before[key].numel()
+        if rank % shards == bad:
+            _local(grads[key]).view(-1)[0] = value
+        raised = torch.zeros(4)
+        try:
+            clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
+        except RuntimeError as error:
+            raised[rank] = "the gradient norm" in str(error) and "is" in str(error)
+        dist.all_reduce(raised)
+        if raised.tolist() != [1.0] * 4:
+            where = f"{name}: {key} has {value} in shard {bad}, p={norm_type}"
+            problems.append(f"{where}: raised on ranks {raised.nonzero().flatten().tolist()}")
+        for other, grad in grads.items():
+            _local(grad).copy_(before[other])
+    return problems
+
+
+def _check_token_count(rank: int, world: int) -> None:
+    model = nn.Identity()
+    ignored = torch.full((2, 5), -100)
+    labels = torch.arange(10).view(2, 5) + rank  # 4 targets a row
+    labels[0, 3] = -100
+    labels[1, 0] = -100  # the first label is no target, ignored or not
+    first_alone = torch.tensor([[7, -100, -100]])
+    mine = {0: labels, 1: ignored, 2: first_alone, 3: labels[:, :1]}[rank]
+    count = global_token_count(model, mine)
+    assert count.dtype == torch.int64 and count.shape == () and count.item() == 7
+    parts = {0: [labels, ignored], 1: [labels], 2: [first_alone] * 5, 3: [labels] * 2}[rank]
+    assert global_token_count(model, parts).item() == 4 * 7
+    assert global_token_count(model, iter(parts)).item() == 4 * 7
+    assert global_token_count(model, ignored).item() == 0
+
+
+def _on_four_ranks(rank: int, world: int) -> list[str]:
+    problems = []
+    for name, (layout, sizes) in LAYOUTS.items():
+        model = _trained(layout, sizes, rank)
+        _check_clip(name, model, rank)
+        if name in ("ep 2, dim 0", "HSDP"):
+            problems += _check_nonfinite(name, model, rank)
+    _check_token_count(rank, world)
+    return problems
+
+
+@pytest.fixture(scope="module")
+def problems_on_four_ranks() -> list[str]:
+    return run_ranks(_on_four_ranks, 4)[0]
+
+
+def test_norm_clip_token_count_and_bad_elements_on_four_ranks(
+    problems_on_four_ranks: list[str],
+) -> None:
+    """A wrong number raises on its rank, in the fixture; the list is what nan and inf did."""
+    assert not problems_on_four_ranks, "\n".join(problems_on_four_ranks)
+
+
+def _single(dtype: torch.dtype = torch.float64) -> nn.Module:
+    model = patch(tiny(dtype=dtype))
+    model(**batch(model, 2, 9)).loss.backward()
+    return model
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_one_process_equals_torch(norm_type: float) -> None:
+    for max_norm in (1e-3, 1e3):
+        ours, theirs = _single(), _single()
+        got = clip_grad_norm_(ours, max_norm, norm_type)
+        want = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
+        assert_close("norm", got, want, 1e-12)
+        for (name, mine), other in zip(_grads(ours).items(), _grads(theirs).values()):
+            assert_close(name, mine, other, 1e-12)
+
+
+def test_norm_of_bf16_gradients_is_taken_in_fp32() -> None:
+    model = _single(torch.bfloat16)
+    truth = torch.nn.utils.get_total_norm([g.double() for g in _grads(model).values()])
+    got = clip_grad_norm_(model, 0.125)
+    assert got.dtype == torch.float32
+    assert_close("norm", got, truth, 1e-6)  # fp32 sums
+    # Stock multiplies by the fp32 factor and rounds the product; the factor itself is no bf16.
+    plain = _single(torch.bfloat16)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.125)
+    for (name, mine), other in zip(_grads(model).items(), _grads(plain).values()):
+        assert torch.equal(mine, other), name
+
+
+@pytest.mark.parametrize("order", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_gradients_of_different_dtypes(order: tuple[torch.dtype, torch.dtype]) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in order])
+    for parameter, value in zip(model, (3.0, 4.0)):
+        parameter.grad = torch.tensor([value, 0.0], dtype=parameter.dtype)
+    assert clip_grad_norm_(model, 1e9).item() == 5.0
+
+
+def test_parameters_without_gradients_count_as_zero() -> None:
+    model = nn.Linear(3, 2)
+    assert clip_grad_norm_(model, 1.0).item() == 0.0
+    assert clip_grad_norm_(nn.Identity(), 1.0, error_if_nonfinite=True).item() == 0.0
+    model.bias.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_(model, 10.0).item() == 5.0 and model.weight.grad is None
+
+
+def test_nonfinite_without_the_flag_behaves_like_torch() -> None:
+    for value in (math.nan, INF):
+        ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+        for model in (ours, theirs):
+            model.weight.grad = torch.ones(2, 3)
+            model.bias.grad = torch.tensor([1.0, value])
+        got = clip_grad_norm_(ours, 1.0)
+        want = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        assert torch.equal(got, want) or (got.isnan() and want.isnan())
+        for name in ("weight", "bias"):
+            mine, other = getattr(ours, name).grad, getattr(theirs, name).grad
+            assert torch.equal(mine.nan_to_num(7), other.nan_to_num(7)), name
+    with pytest.raises(RuntimeError, match=r"gradient norm \(p=2\.0\) is inf.*clipped to 1\.5"):
+        clip_grad_norm_(ours_with_inf(), 1.5, error_if_nonfinite=True)
+
+
+def ours_with_inf() -> nn.Module:
+    model = nn.Linear(3, 2)
+    model.bias.grad = torch.tensor([1.0, INF])
+    return model
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, -INF, math.nan])
+def test_a_norm_type_that_is_no_norm_is_refused(norm_type: float) -> None:
+    with pytest.raises(ValueError, match="norm_type"):
+        clip_grad_norm_(ours_with_inf(), 1.0, norm_type)
+
+
+def test_parameters_instead_of_the_model_are_refused() -> None:
+    """The habit from torch.nn.utils.clip_grad_norm_(model.parameters(), ...)."""
+    model = ours_with_inf()
+    for wrong in (model.parameters(), list(model.parameters()), model.weight):
+        with pytest.raises(ValueError, match="model"):
+            clip_grad_norm_(wrong, 1.0)  # type: ignore[arg-type]
+
+
+def test_no_labels_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="labels is empty"):
+        global_token_count(nn.Identity(), [])

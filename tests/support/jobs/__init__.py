@@ -1,0 +1,1 @@
+"""Scripts that tests launch, and the functions that launch them."""

@@ -1,0 +1,370 @@
+"""A table of stock Trainer runs, one after the other in the same processes.
+
+`launch(cases, folder, config_file)` starts this file under `accelerate launch`, `launch(cases,
+folder)` in one plain process: the reference, with the same rows in the same order. Starting ranks
+costs most of the time, so one launch runs many cases. What a case leaves behind is in its `Result`.
+"""
+
+import gc
+import os
+import re
+import signal
+import sys
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from hf_moe_ep import patch
+from hf_moe_ep.lora.factors import pack_factors
+from support.adapters import TARGETS, with_lora
+from support.generation import continuations
+from support.poison import poison_empty
+from support.scripts import run_script
+from support.tiny_models import Row as VisionRow
+from support.tiny_models import batch, tiny, vision_batch
+
+GLOBAL_BATCH = 8
+STEPS = 6
+SEQ_LEN = 12
+NUM_ROWS = 96
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
+Row = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, its data and what is done with them.
+
+    Attributes:
+        steps: functions of `_STEPS` below, in order, on one Trainer.
+        ep: 0 leaves the model stock.
+        sp: ranks that share their batches; the per-device batch grows by it.
+        lora: rank of adapters, random; 0 for none.
+        lora_on: "both", "experts" or "attention".
+        split: the global batch is split over as many micro-batches more (one process).
+        load: directory for `from_pretrained`; otherwise the tiny model of `seed` and `model`.
+            Only on rank 0: other ranks get other weights.
+        arguments: of TrainingArguments, over those of `_arguments`.
+        environment: variables that a launch config would set.
+        folder: output_dir; another case's, to resume what it left there.
+        stop_after: train until this step, as if interrupted.
+        kill_after: every rank kills itself once the checkpoint of this step is written.
+        fails: the case must raise; its message is in the result.
+    """
+
+    name: str
+    steps: tuple[str, ...] = ("train",)
+    ep: int = 0
+    sp: int = 1
+    lora: int = 0
+    lora_on: str = "both"
+    split: int = 1
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    load: Path | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    rows: str = "uneven"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    stop_after: int | None = None
+    kill_after: int | None = None
+    fails: bool = False
+
+
+@dataclass
+class Result:
+    """What one rank found; whole tensors (`params`, `grads`, `params_at`) on rank 0 only.
+
+    Attributes:
+        log: the Trainer's log_history.
+        grads: of the first optimizer step, after clipping.
+        params_at: parameters at each evaluation, by step, where the best are to be loaded.
+        values: by name of the step that returned them.
+        error: the traceback of a case that failed.
+    """
+
+    log: list[dict[str, float]] = field(default_factory=list)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    params_at: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    def series(self, key: str) -> Tensor:
+        """The values logged under `key`, in order."""
+        return torch.tensor([entry[key] for entry in self.log if key in entry])
+
+
+def launch(
+    cases: list[Case], folder: Path, config_file: Path | None = None, *, timeout: float = 240.0
+) -> dict[str, list[Result]]:
+    """Results by case name and rank; raises with the launch's output where it failed or hung."""
+    folder.mkdir()
+    torch.save(cases, folder / "cases.pt")
+    output = folder / "output.txt"
+    run_script(
+        Path(__file__), os.fspath(folder), output=output, config_file=config_file, timeout=timeout
+    )
+    return {case.name: _load(folder, case) for case in cases}
+
+
+def _load(folder: Path, case: Case) -> list[Result]:
+    files = sorted(folder.glob(f"{case.name}.rank*.pt"))
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+def load_stock(folder: Path) -> PreTrainedModel:
+    """The model in `folder`, with the experts that the tiny models run."""
+    return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+
+
+def _build(case: Case, rank: int) -> PreTrainedModel:
+    """The stock model of a case; what ranks other than 0 hold must not matter."""
+    if case.load is None:
+        return tiny(seed=case.seed + 100 * rank, dtype=case.dtype, **case.model)
+    model = load_stock(case.load)
+    if rank:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+    return model
+
+
+def training_rows(kind: str) -> list[Row]:
+    """Rows of one length whose neighbours differ much in labels ("uneven") or also in padding."""
+    model = tiny()
+    if kind == "padded":
+        whole = batch(model, NUM_ROWS, SEQ_LEN, seed=1, pad=SEQ_LEN - 3)
+        order = [37 * index % NUM_ROWS for index in range(NUM_ROWS)]  # padding grows with the row
+        return [{name: value[index] for name, value in whole.items()} for index in order]
+    return [
+        _row(batch(model, 1, SEQ_LEN, seed=index, ignore=0.1 + 0.1 * (index % 9)))
+        for index in range(NUM_ROWS)
+    ]
+
+
+def vision_rows() -> list[Row]:
+    """Text, images and videos in turn, each a batch of one row of 14 tokens; uneven labels."""
+    model = tiny("qwen3_vl_moe")
+    kinds: list[VisionRow] = [[14], [3, (4, 6), 5], [2, (2, 4), 3, (4, 2), 5], [2, (3, 4, 2), 3]]
+    return [vision_batch(model, [kinds[5 * i % 4]], seed=i) for i in range(NUM_ROWS)]
+
+
+def collate_vision(rows: list[Row]) -> Row:
+    names = {name: None for row in rows for name in row}
+    return {name: torch.cat([row[name] for row in rows if name in row]) for name in names}
+
+
+def evaluation_rows() -> list[Row]:
+    """Three global batches with equally many labels in every row: a mean of means is the mean."""
+    model = tiny()
+    return [
+        _row(batch(model, 1, SEQ_LEN, seed=1000 + index, ignore=0.0))
+        for index in range(3 * GLOBAL_BATCH)
+    ]
+
+
+def _row(rows: Row) -> Row:
+    return {name: value[0] for name, value in rows.items()}
+
+
+def _train(trainer: Trainer, folder: Path) -> None:
+    trainer.train()
+
+
+def _resume(trainer: Trainer, folder: Path) -> None:
+    trainer.train(resume_from_checkpoint=True)
+
+
+def _resume_3(trainer: Trainer, folder: Path) -> None:
+    trainer.train(resume_from_checkpoint=os.fspath(folder / "checkpoint-3"))
+
+
+def _evaluate(trainer: Trainer, folder: Path) -> float:
+    return trainer.evaluate()["eval_loss"]
+
+
+def _predict(trainer: Trainer, folder: Path) -> Any:
+    prediction = trainer.predict(evaluation_rows())
+    logits = prediction.predictions
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return {"loss": prediction.metrics["test_loss"], "logits": torch.from_numpy(logits)}
+
+
+def _predict_21(trainer: Trainer, folder: Path) -> Tensor:
+    """Predicted logits of a set that no number of ranks divides."""
+    logits = trainer.predict(evaluation_rows()[:21]).predictions
+    return torch.from_numpy(logits[0] if isinstance(logits, tuple) else logits)
+
+
+def _save(trainer: Trainer, folder: Path) -> Path:
+    trainer.save_model(os.fspath(folder / "saved"))
+    return folder / "saved"
+
+
+def _generate(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
+    return continuations(trainer.model, trainer.args.process_index)
+
+
+def _inspect(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Whether what a case asks for is there at all: equal losses alone would not show it."""
+    modules = [trainer.model, *trainer.model.modules()]
+    units = [module for module in modules if isinstance(module, FSDPModule)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    return {
+        "classes": {type(module).__name__ for module in modules},
+        "offload": {type(group.offload_policy).__name__ for group in groups if group},
+        "gradient_checkpointing": trainer.model.is_gradient_checkpointing,
+        "state_dict_type": str(trainer.accelerator.state.fsdp_plugin.state_dict_type),
+    }
+
+
+_STEPS = {
+    "train": _train,
+    "resume": _resume,
+    "resume 3": _resume_3,
+    "evaluate": _evaluate,
+    "predict": _predict,
+    "predict 21": _predict_21,
+    "save": _save,
+    "generate": _generate,
+    "inspect": _inspect,
+}
+
+
+class _Recorder(TrainerCallback):
+    def __init__(self, case: Case, result: Result) -> None:
+        self.case, self.result = case, result
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.result.grads:
+            self.result.grads = whole(kwargs["model"], grads=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.case.stop_after
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.case.kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.load_best_model_at_end:
+            self.result.params_at.setdefault(state.global_step, whole(kwargs["model"]))
+
+
+def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
+    """Unsharded copies of all parameters or gradients, by stock name; every rank calls this."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if grads else parameter.detach()
+        if tensor is None:  # frozen
+            continue
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensors[name] = tensor.cpu().clone()
+    packed = pack_factors(model, tensors)
+    return {_WRAPPERS.sub("", name): tensor for name, tensor in packed.items()}
+
+
+def _arguments(case: Case, folder: Path) -> TrainingArguments:
+    batch_size = GLOBAL_BATCH * case.sp // int(os.environ.get("WORLD_SIZE", "1")) // case.split
+    defaults = {
+        "output_dir": os.fspath(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": batch_size,
+        "per_device_eval_batch_size": batch_size,
+        "gradient_accumulation_steps": 2 * case.split,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "max_grad_norm": 0.5,
+        "learning_rate": 3e-3,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**(defaults | case.arguments))
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Any:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run(case: Case, folder: Path) -> Result:
+    result = Result()
+    folder = case.folder or folder / case.name
+    arguments = _arguments(case, folder)  # first: from_pretrained looks for a process group
+    model = _build(case, arguments.process_index)
+    if case.lora:
+        seed = case.seed + 100 * arguments.process_index
+        model = with_lora(model, case.lora, seed=seed, **TARGETS[case.lora_on])
+    if case.ep:
+        patch(model, ep_size=case.ep, sp_size=case.sp)
+    vision = case.rows == "vision"
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        data_collator=collate_vision if vision else None,
+        train_dataset=vision_rows() if vision else training_rows(case.rows),
+        eval_dataset=None if vision else evaluation_rows(),
+        callbacks=[_Recorder(case, result)],
+    )
+    for step in case.steps:
+        result.values[step] = _STEPS[step](trainer, folder)
+    result.log = trainer.state.log_history
+    result.params = whole(trainer.model)
+    return result
+
+
+def main(folder: Path) -> None:
+    poison_empty()
+    torch.set_num_threads(1)
+    gc.freeze()  # every Trainer.train() collects garbage, which costs more than its training here
+    rank = int(os.environ.get("RANK", "0"))
+    for case in torch.load(folder / "cases.pt", weights_only=False):
+        print(f"rank {rank}: {case.name}", flush=True)
+        with _environment(case.environment):
+            try:
+                result = _run(case, folder)
+            except Exception:
+                if not case.fails:
+                    raise
+                result = Result(error=traceback.format_exc())
+        if rank:
+            result.grads, result.params, result.params_at = {}, {}, {}
+        torch.save(result, folder / f"{case.name}.rank{rank}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without destructors: now and then a thread of torch, not joined, aborts the exit (SIGABRT).
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    # Cases were pickled by a parent that imported this file by name.
+    from support.jobs.trainer import main as run_cases
+
+    run_cases(Path(sys.argv[1]))

@@ -1,0 +1,46 @@
+"""Accelerate as its launcher would have set it up, inside a rank of `support.ranks`."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from hf_moe_ep import patch
+
+FP32_BUDGET = 1e-5  # fp32 rounding, grown by three steps
+LAUNCH = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+}
+
+
+@contextlib.contextmanager
+def launched(**settings: str) -> Iterator[None]:
+    """The environment `accelerate launch` makes, and a fresh Accelerate state."""
+    before = dict(os.environ)
+    os.environ.update(LAUNCH | settings)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        AcceleratorState._reset_state(True)
+
+
+def prepared(
+    model: nn.Module,
+    accelerator: Accelerator | None = None,
+    make_optimizer: Any = torch.optim.AdamW,
+    **config: Any,
+) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    accelerator = accelerator or Accelerator(cpu=True)
+    patch(model, **config)
+    optimizer = make_optimizer(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer

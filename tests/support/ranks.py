@@ -1,0 +1,242 @@
+"""Run one function on N ranks of a gloo group, with a hard end.
+
+`run_ranks(fn, 2, x)` starts two processes, joins them through a file (no ports, so parallel runs
+cannot collide), calls `fn(rank, world_size, x)` in each and returns the values in rank order. `fn`
+is a module-level function of an importable module; arguments travel by pickle, values by
+`torch.save`. Ranks are forked from a server that has imported torch and transformers and has done
+nothing else: no thread was started in it, and no rank pays for the imports.
+
+A rank that raises is raised here, with its traceback. A rank that hangs is a failure too: after
+`timeout` seconds of wall clock, imports included, every rank is killed and TimeoutError shows where
+each unfinished rank stood.
+"""
+
+import faulthandler
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from support.poison import poison_empty
+
+_IMPORTED_ONCE = [
+    "accelerate",
+    "hf_moe_ep",
+    "torch.distributed.fsdp",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
+    "transformers.trainer",
+]
+# After one rank failed, the others fail soon (their peer is gone) or hang: how long to wait, in s.
+_GRACE = 3.0
+
+
+class RankError(RuntimeError):
+    """A rank raised or died; the message holds its rank and traceback."""
+
+
+class Outcome(NamedTuple):
+    """What one rank left behind: `value` if ok, else the other fields."""
+
+    ok: bool
+    finished_at: float
+    value: Any = None
+    error_type: str = ""
+    message: str = ""
+    trace: str = ""
+
+
+@dataclass(frozen=True)
+class _Job:
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    group_timeout: float
+    folder: Path
+    environment: dict[str, str]
+
+    def outcome_file(self, rank: int) -> Path:
+        return self.folder / f"outcome{rank}.pt"
+
+    def stack_file(self, rank: int) -> Path:
+        return self.folder / f"stack{rank}.txt"
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 240.0,
+    group_timeout: float = 60.0,
+    expect_errors: bool = False,
+) -> list[Any]:
+    """Return `[fn(rank, world_size, *args) for each rank]`, or raise RankError / TimeoutError.
+
+    `timeout` is the wall clock of everything, `group_timeout` the process group's own (seconds).
+    With `expect_errors` nothing is raised for a rank that raised: the list holds `("ok", value)` or
+    `("error", type name, message)` per rank. A rank that died without raising is a "ProcessDied".
+    """
+    with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
+        job = _Job(fn, args, world_size, group_timeout, Path(folder), dict(os.environ))
+        ranks = _start(job)
+        try:
+            _wait(ranks, job, timeout, stop_on_error=not expect_errors)
+            outcomes = _collect(ranks, job)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+    if expect_errors:
+        return [
+            ("ok", outcome.value) if outcome.ok else ("error", outcome.error_type, outcome.message)
+            for outcome in outcomes.values()
+        ]
+    failed = {rank: outcome for rank, outcome in outcomes.items() if not outcome.ok}
+    if failed:
+        raise RankError(_report(failed, world_size))
+    return [outcome.value for outcome in outcomes.values()]
+
+
+def _start(job: _Job) -> list[BaseProcess]:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    ranks: list[BaseProcess] = [
+        context.Process(target=_child, args=(rank, job), name=f"rank{rank}")
+        for rank in range(job.world_size)
+    ]
+    # OpenMP reads its variable when the server, which starts with its first rank, imports torch.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        for process in ranks:
+            process.start()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    return ranks
+
+
+def _wait(ranks: list[BaseProcess], job: _Job, timeout: float, stop_on_error: bool) -> None:
+    """Return when all ranks ended, or one failed and the others had their grace."""
+    deadline = time.monotonic() + timeout
+    failed = False
+    while alive := [process for process in ranks if process.is_alive()]:
+        if not failed and stop_on_error and any(process.exitcode for process in ranks):
+            failed = True
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            if failed:
+                return
+            raise TimeoutError(_where_they_hang(ranks, job, timeout))
+        wait([process.sentinel for process in alive], remaining)
+
+
+def _collect(ranks: list[BaseProcess], job: _Job) -> dict[int, Outcome]:
+    """Outcomes by rank; a rank still alive here is the victim of a failed one and left out."""
+    outcomes = {}
+    for rank, process in enumerate(ranks):
+        if job.outcome_file(rank).exists():
+            outcomes[rank] = torch.load(job.outcome_file(rank), weights_only=False)
+        elif not process.is_alive():
+            message = f"exit code {process.exitcode}, its stderr may say more"
+            outcomes[rank] = Outcome(False, math.inf, None, "ProcessDied", message)
+    return outcomes
+
+
+def _report(failed: dict[int, Outcome], world_size: int) -> str:
+    """All failures, the first in time on top: the others are mostly its consequences."""
+    in_order = sorted(failed.items(), key=lambda item: item[1].finished_at)
+    return "\n".join(
+        f"rank {rank} of {world_size} raised {failure.error_type}: {failure.message}\n"
+        f"{failure.trace}"
+        for rank, failure in in_order
+    )
+
+
+def _where_they_hang(ranks: list[BaseProcess], job: _Job, timeout: float) -> str:
+    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for rank in hung:
+        if job.stack_file(rank).exists():  # else the handler is not installed: it would kill
+            os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
+    time.sleep(0.3)
+    lines = [f"ranks {hung} of {job.world_size} had not finished after {timeout:g} s"]
+    for rank, process in enumerate(ranks):
+        if job.outcome_file(rank).exists():
+            outcome = torch.load(job.outcome_file(rank), weights_only=False)
+            lines.append(f"rank {rank}: {'returned' if outcome.ok else outcome.trace}")
+        elif rank not in hung:
+            lines.append(f"rank {rank}: died with exit code {process.exitcode}")
+        elif job.stack_file(rank).exists():
+            lines.append(f"rank {rank} stood at:\n{job.stack_file(rank).read_text()}")
+        else:
+            lines.append(f"rank {rank} was still starting")
+    return "\n".join(lines)
+
+
+def _child(rank: int, job: _Job) -> None:
+    os.environ.clear()  # the server's, from when it started
+    os.environ.update(job.environment)
+    with open(job.stack_file(rank), "w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
+        try:
+            _join_group(rank, job)
+            value = job.fn(rank, job.world_size, *job.args)
+            _leave(job, rank, Outcome(True, time.time(), value))
+        except BaseException as error:  # noqa: BLE001  pytest.fail included: the parent reports it
+            trace = traceback.format_exc()
+            outcome = Outcome(False, time.time(), None, type(error).__name__, str(error), trace)
+            _leave(job, rank, outcome)
+            exit_code = 1
+        else:
+            dist.destroy_process_group()
+            exit_code = 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without destructors: threads of a broken group can block the interpreter's exit.
+        os._exit(exit_code)
+
+
+def _join_group(rank: int, job: _Job) -> None:
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    poison_empty()
+    # A hook of FSDP2 that an in-place op of the user's would silently drop.
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(job.folder / "store"), job.world_size),
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.group_timeout),
+    )
+
+
+def _leave(job: _Job, rank: int, outcome: Outcome) -> None:
+    partial = job.folder / f"partial{rank}.pt"
+    torch.save(outcome, partial)
+    partial.rename(job.outcome_file(rank))  # whole or not at all: the parent may kill us any time

@@ -1,0 +1,44 @@
+"""Run a script, plain or under `accelerate launch`, with a hard end.
+
+A script that hangs is a failure: after `timeout` seconds all its processes are killed.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU_4 = ROOT / "examples" / "accelerate" / "cpu_4.yaml"
+
+
+def run_script(
+    script: Path,
+    *arguments: str,
+    output: Path,
+    config_file: Path | None = None,
+    timeout: float = 240.0,
+) -> None:
+    """Raise with the end of what the script printed (kept in `output`) where it failed or hung."""
+    command = [sys.executable, os.fspath(script), *arguments]
+    if config_file is not None:
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", os.fspath(config_file)]
+        command[1:1] = [*launcher, "--main_process_port", "0"]
+    path = os.pathsep.join([os.fspath(ROOT), os.fspath(ROOT / "tests")])
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    with open(output, "wb") as file:
+        process = subprocess.Popen(
+            command, env=os.environ | own, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            code: int | str = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = f"none after {timeout:g} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if code != 0:
+        text = output.read_text()
+        raise AssertionError(f"exit code {code} of {' '.join(command)}:\n{text[-6000:]}")

@@ -1,0 +1,101 @@
+"""Runs of the Trainer against each other: settings, and what has to be the same."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from support.close import assert_close
+from support.hub_files import assert_equal, read_all
+from support.jobs.trainer import STEPS, Result, load_stock
+from support.tiny_models import batch, tiny
+
+FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 6 AdamW steps; a wrong factor is off by 2 or 4
+EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
+NO_ACCUMULATION = {"gradient_accumulation_steps": 1}
+SAVE = {"save_strategy": "steps", "save_steps": 3}
+AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+# The loss falls, so "greater is better" picks the first evaluation and not the last weights.
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,
+}
+FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+Results = dict[str, list[Result]]
+
+
+def assert_same_log(got: Result, want: Result) -> None:
+    for key in ("loss", "grad_norm"):
+        assert len(want.series(key)) == STEPS
+        for step, pair in enumerate(zip(got.series(key), want.series(key), strict=True), start=1):
+            assert_close(f"{key} of step {step}", *pair, FP32_BUDGET)
+
+
+def assert_same_training(got: Result, want: Result) -> None:
+    """Every gradient of the first step, every logged loss and norm."""
+    assert got.grads.keys() == want.grads.keys()
+    for name, grad in want.grads.items():
+        assert_close(f"gradient of {name}", got.grads[name], grad, FP32_BUDGET)
+    assert_same_log(got, want)
+
+
+def assert_same_evaluation(got: Result, want: Result, count: int) -> None:
+    losses = want.series("eval_loss")
+    assert len(losses) == count
+    for index, pair in enumerate(zip(got.series("eval_loss"), losses, strict=True)):
+        assert_close(f"evaluation {index}", *pair, FP32_BUDGET)
+
+
+def assert_same_after_training(got: Result, want: Result) -> None:
+    for key in ("evaluate", "predict"):
+        assert key in want.values
+    for loss in ("evaluate", "predict"):
+        pair = [torch.as_tensor(_loss(result.values[loss])) for result in (got, want)]
+        assert_close(f"loss of {loss}", *pair, FP32_BUDGET)
+    # Parameters differ by up to 1e-4 after AdamW, where a gradient is close to zero.
+    logits = [result.values["predict"]["logits"] for result in (got, want)]
+    assert_close("predicted logits", *logits, 1e-4)
+
+
+def _loss(value: float | dict[str, float]) -> float:
+    return value["loss"] if isinstance(value, dict) else value
+
+
+def assert_loads_in_stock(result: Result, tmp_path: Path) -> PreTrainedModel:
+    """What save_model wrote is what stock itself writes for these weights, bit by bit."""
+    folder = result.values["save"]
+    loaded = load_stock(folder)
+    stock = tiny(dtype=torch.float32)
+    stock.load_state_dict(result.params)
+    assert loaded.state_dict().keys() == result.params.keys()
+    for name, parameter in result.params.items():
+        assert torch.equal(loaded.state_dict()[name], parameter), f"{name} changed on its way"
+    inputs = batch(stock, 3, 9, pad=2)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**inputs).logits, stock.eval()(**inputs).logits)
+    stock.config.use_cache = False  # as the stock Trainer leaves it
+    stock.save_pretrained(tmp_path / "stock")
+    got, want = (
+        json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "stock")
+    )
+    assert got == want and "hf_moe_ep" not in str(got)
+    got = read_all(folder)
+    assert_equal(got, load_file(tmp_path / "stock" / "model.safetensors"))
+    assert "model.layers.1.mlp.experts.7.gate_proj.weight" in got
+    return loaded
+
+
+def assert_resumed(got: Result, want: Result) -> None:
+    """The run that was never interrupted, bit by bit."""
+    assert [entry["step"] for entry in got.log if "loss" in entry] == list(range(1, STEPS + 1))
+    for key in ("loss", "grad_norm"):
+        assert_close(f"{key} after resuming", got.series(key), want.series(key), 0.0)
+    for name, parameter in want.params.items():
+        assert_close(f"{name} after resuming", got.params[name], parameter, 0.0)

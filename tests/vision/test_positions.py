@@ -1,0 +1,135 @@
+"""Positions made in the data loader give stock's outputs, bit for bit."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.needs import needs_vision
+from support.ranks import run_ranks
+from support.tiny_models import Row, tiny, vision_batch
+from torch.utils.data import DataLoader
+
+from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep.vision.positions import PositionCollator
+
+pytestmark = needs_vision
+Batch = dict[str, torch.Tensor]
+MODEL = {"name": "qwen3_vl_moe"}
+TEXT: Row = [9]
+ROWS: dict[str, list[Row]] = {
+    "text": [TEXT, [5]],
+    "image": [[3, (4, 6), 4], TEXT],
+    "images": [[2, (2, 4), 3, (4, 2), 1, (6, 4), 2], [1, (2, 2), 20]],
+    "video": [[2, (3, 4, 2), 5], TEXT],
+    "both": [[3, (2, 2), 1, (2, 2, 4), 2], [2, (2, 2, 2), (4, 2), 1], TEXT],
+}
+
+
+def first(samples: list[Batch]) -> Batch:
+    """Collate function of data sets whose samples are batches."""
+    return dict(samples[0])
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_outputs_equal_stock(rows: str, left: bool) -> None:
+    model = tiny(**MODEL)
+    batch = vision_batch(model, ROWS[rows], left=left)
+    placed = PositionCollator(model, first)([batch])
+    shape = None if rows == "text" else (3, *batch["input_ids"].shape)
+    assert getattr(placed.pop("position_ids", None), "shape", None) == shape
+    assert placed.keys() == batch.keys()
+    with torch.no_grad():
+        want = model(**batch)
+        got = model(**PositionCollator(model, first)([batch]))
+        moved = model(**batch, position_ids=torch.zeros(3, *batch["input_ids"].shape).long())
+    assert torch.equal(got.logits, want.logits) and torch.equal(got.loss, want.loss)
+    assert not torch.equal(moved.logits, want.logits)
+
+
+def test_positions_by_hand() -> None:
+    """Two tokens of text, a picture of 2 x 2 tokens, text again; the second row is shorter."""
+    model = tiny(**MODEL)
+    batch = vision_batch(model, [[2, (4, 4), 1], [3]])
+    got = PositionCollator(model, first)([batch])["position_ids"]
+    pad = [0] * 4
+    want = [
+        [[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, *pad]],
+        [[0, 1, 2, 2, 3, 3, 4], [0, 1, 2, *pad]],
+        [[0, 1, 2, 3, 2, 3, 4], [0, 1, 2, *pad]],
+    ]
+    assert got.tolist() == want
+
+
+def test_without_attention_mask() -> None:
+    model = tiny(**MODEL)
+    batch = vision_batch(model, [ROWS["image"][0]])
+    del batch["attention_mask"]
+    with torch.no_grad():
+        got = model(**PositionCollator(model, first)([batch]))
+        assert torch.equal(got.logits, model(**batch).logits)
+
+
+def test_positions_that_are_there_stay() -> None:
+    model = tiny(**MODEL)
+    batch = vision_batch(model, ROWS["image"])
+    mine = torch.ones(3, *batch["input_ids"].shape).long()
+    got = PositionCollator(model, first)([batch | {"position_ids": mine}])
+    assert got["position_ids"] is mine
+
+
+def test_spawned_workers_are_sent_no_weights() -> None:
+    model = patch(tiny(**MODEL))
+    collator = PositionCollator(model, first)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert len(pickle.dumps(collator)) < 20_000 < weights / 10
+    batches = [vision_batch(model, rows, seed=i) for i, rows in enumerate(ROWS.values())]
+    loader = DataLoader(
+        batches, 1, collate_fn=collator, num_workers=2, multiprocessing_context="spawn"
+    )
+    for got, batch in zip(loader, batches, strict=True):
+        _assert_same(got, collator([batch]))
+
+
+def _assert_same(got: Batch, want: Batch) -> None:
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def _after_sharding(rank: int, world: int) -> None:
+    stock = tiny(**MODEL)
+    batch = vision_batch(stock, ROWS["both"])
+    want = PositionCollator(stock, first)([batch])
+    for model in (tiny(**MODEL), tiny(**MODEL).model):  # with its head, and without
+        apply_ep_fsdp2(model)
+        collator = pickle.loads(pickle.dumps(PositionCollator(model, first)))
+        _assert_same(collator([batch]), want)
+
+
+def test_made_of_a_sharded_model() -> None:
+    run_ranks(_after_sharding, 1)
+
+
+@pytest.mark.parametrize("name", ["", "model"], ids=["with head", "without"])
+def test_made_of_a_model_under_peft(name: str) -> None:
+    stock = tiny(**MODEL)
+    batch = vision_batch(stock, ROWS["both"])
+    wrapped = get_peft_model(
+        tiny(**MODEL).get_submodule(name), LoraConfig(target_modules=["q_proj"])
+    )
+    _assert_same(PositionCollator(wrapped, first)([batch]), PositionCollator(stock, first)([batch]))
+
+
+def test_a_text_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not a vision-language model"):
+        PositionCollator(tiny(), first)
+
+
+def test_pictures_without_token_types_are_refused() -> None:
+    model = tiny(**MODEL)
+    batch: dict[str, Any] = vision_batch(model, ROWS["image"])
+    del batch["mm_token_type_ids"]
+    with pytest.raises(ValueError, match="no mm_token_type_ids, only input_ids, attention_mask"):
+        PositionCollator(model, first)([batch])

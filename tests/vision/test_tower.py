@@ -1,0 +1,281 @@
+"""Qwen3-VL-MoE where ranks differ in modality, against stock in one process, in fp64.
+
+Stock code applies the tower's rotary embedding in fp32 whatever the model's dtype (transformers,
+modeling_qwen3_vl_moe.py, apply_rotary_pos_emb_vision), so where a rounding falls otherwise a value
+moves by 6e-8: cases with pixels have a budget of 1e-6.
+"""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support import parity
+from support.close import assert_close
+from support.fakes.flash import use_fake_flash
+from support.modalities import BOTH, IMAGE, IMAGES, TEXT, VIDEO, modality_by_step, rows_of
+from support.needs import needs_vision
+from support.parity import Batch, Case, run_cases
+from support.ranks import run_ranks
+from support.tiny_models import QWEN3_VL_MOE, Row, tiny, vision_batch
+from torch import nn
+
+from hf_moe_ep import apply_ep_fsdp2, global_token_count, patch, unpatch
+from hf_moe_ep.ranks.collectives import sum_over_ranks
+
+pytestmark = needs_vision
+MODEL = {"name": "qwen3_vl_moe"}
+CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
+REENTRANT = partial(parity.checkpointing, use_reentrant=True)
+
+
+DATA: dict[str, tuple[list[Row], ...]] = {
+    "all text": ([TEXT],),
+    "all image": ([IMAGE],),
+    "image on one rank": ([IMAGE], [TEXT], [TEXT], [TEXT]),
+    "video on one, image on another": ([VIDEO], [IMAGE], [TEXT]),
+    "both on one, nothing on another": ([BOTH], [TEXT]),
+    "several images": ([IMAGES, IMAGE], [TEXT], [IMAGES]),
+}
+# With sp 2 and 4: pictures that end, begin, or lie across where a slice does, and a slice of
+# nothing but a picture.
+EDGES: dict[str, tuple[list[Row], ...]] = {
+    "image at the edge of a slice": ([[2, (4, 4), 6]], [[5, (4, 6), 1]]),
+    "one slice all image": ([[1, (8, 8), 2]], [TEXT]),
+}
+
+
+def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    """Three documents in one row, two of them with images, told apart by their positions."""
+    rows: list[Row] = [IMAGE, [5 + rank], [2, (2, 4), 3]]
+    parts = [vision_batch(model, [row], seed=10 * step + i) for i, row in enumerate(rows)]
+    positions = []
+    for part in parts:
+        ids, types = part["input_ids"], part["mm_token_type_ids"]
+        grid = part.get("image_grid_thw")
+        index, _ = model.model.get_rope_index(ids, types, grid, None, None)
+        positions.append(torch.cat([torch.arange(ids.shape[1]).view(1, 1, -1), index]))
+        part["labels"][:, 0] = -100
+    joined = {
+        name: torch.cat([part[name] for part in parts], 1)
+        for name in ("input_ids", "labels", "mm_token_type_ids")
+    }
+    for name in ("pixel_values", "image_grid_thw"):
+        joined[name] = torch.cat([part[name] for part in parts if name in part])
+    return [{**joined, "position_ids": torch.cat(positions, 2), "use_cache": False}]
+
+
+def left_padded(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
+    rows: list[Row] = [IMAGES, TEXT, [2, (2, 4), 4 + rank]]
+    return [vision_batch(model, rows, seed=10 * step + rank, left=True)]
+
+
+BY_STEP = {"model": MODEL, "micro_batches": modality_by_step, "budget": 1e-6}
+PACKED = {"model": MODEL, "micro_batches": packed, "budget": 1e-6}
+LEFT = {"model": MODEL, "micro_batches": left_padded, "budget": 1e-6}
+FROZEN = {"freeze": ("model.visual",), **BY_STEP}
+
+
+def _cases(
+    world: int,
+    ep: int,
+    replicate: int = 1,
+    sp: int = 1,
+    data: dict[str, tuple[list[Row], ...]] = DATA,
+) -> list[Case]:
+    where = f"{world} ranks, ep {ep}, sp {sp}, {replicate} replicas"
+    return [
+        Case(f"{name}: {where}", world, ep, replicate, sp, model=MODEL).with_(
+            micro_batches=partial(rows_of, by_rank), budget=1e-10 if name == "all text" else 1e-6
+        )
+        for name, by_rank in data.items()
+    ]
+
+
+def _everything(world: int, ep: int, replicate: int = 1, sp: int = 1) -> list[Case]:
+    """All data, all ways to train, at one layout."""
+    layout = (world, ep, replicate, sp)
+    where = f"{world} ranks, ep {ep}, sp {sp}, {replicate} replicas"
+    return [
+        *_cases(*layout, data=DATA | EDGES),
+        Case(f"packed: {where}", *layout).with_(**PACKED),
+        Case(f"padded left: {where}", *layout).with_(**LEFT),
+        Case(f"frozen tower: {where}", *layout).with_(**FROZEN),
+        Case(f"checkpoint: {where}", *layout, prepare=CHECKPOINT).with_(**BY_STEP),
+        Case(f"reentrant: {where}", *layout, prepare=REENTRANT).with_(**BY_STEP),
+    ]
+
+
+ONE_RANK = [Case("1 rank", 1).with_(**BY_STEP)]
+TWO_RANKS = [
+    Case("modality by step, checkpoint", 2, 2, prepare=CHECKPOINT).with_(**BY_STEP),
+    *_cases(2, 1)[-2:],
+]
+TWO_RANKS_SP = [
+    Case("sp 2, modality by step", 2, 1, sp=2).with_(**BY_STEP),
+    Case("sp 2, packed", 2, 1, sp=2).with_(**PACKED),
+    Case("sp 2, flash", 2, 2, sp=2, prepare=use_fake_flash).with_(**BY_STEP),
+    *_cases(2, 2, sp=2)[-1:],
+]
+FOUR_RANKS = [
+    Case("modality by step", 4, 2).with_(**BY_STEP),
+    Case("modality by step, reentrant", 4, 2, prepare=REENTRANT).with_(**BY_STEP),
+    Case("frozen tower", 4, 2).with_(**FROZEN),
+    Case("frozen language model", 4, 2, freeze=("model.language_model",)).with_(**BY_STEP),
+]
+FOUR_RANKS_SP = [
+    Case("sp 2, modality by step, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**BY_STEP),
+    *_cases(4, 2, sp=4, data=EDGES)[:1],
+]
+TWO_RANKS_MORE = [*_everything(2, 1), *_everything(2, 1, sp=2), *_cases(2, 2)]
+FOUR_RANKS_MORE = [
+    *_everything(4, 2),
+    *_cases(4, 4),
+    Case("modality by step, HSDP", 4, 2, 2).with_(**BY_STEP),
+    Case("3 chunks", 4, 2).with_config(dispatch_chunks=3).with_(**BY_STEP),
+]
+FOUR_RANKS_SP_MORE = [
+    case for ep, sp in ((2, 2), (4, 2), (2, 4)) for case in _everything(4, ep, sp=sp)
+]
+EIGHT_RANKS = [
+    Case("8 ranks, ep 2, HSDP", 8, 2, 2).with_(**BY_STEP),
+    *_everything(8, 2, 2, sp=2),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(ONE_RANK, id="1"),
+        pytest.param(TWO_RANKS, id="2"),
+        pytest.param(TWO_RANKS_SP, id="2_sp"),
+        pytest.param(FOUR_RANKS, id="4"),
+        pytest.param(FOUR_RANKS_SP, id="4_sp"),
+        pytest.param(TWO_RANKS_MORE, id="2_more", marks=pytest.mark.slow),
+        pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
+        pytest.param(FOUR_RANKS_SP_MORE, id="4_sp_more", marks=pytest.mark.slow),
+        pytest.param(EIGHT_RANKS, id="8", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_with_different_modalities_equal_one_process(cases: list[Case]) -> None:
+    run_ranks(run_cases, cases[0].world, cases, timeout=900)
+
+
+def _sixty_steps(rank: int, world: int) -> None:
+    """Another modality on every rank in every step, nobody's now and then."""
+    model, reference = tiny(seed=rank, **MODEL), tiny(seed=0, **MODEL)
+    apply_ep_fsdp2(model, ep_size=2)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
+    draws = torch.randint(8, (60, world), generator=torch.Generator().manual_seed(5))
+    kinds = [TEXT, TEXT, TEXT, TEXT, IMAGE, IMAGES, VIDEO, BOTH]
+    assert (draws < 4).all(1).any() and not (draws < 4).all()
+    for step, row in enumerate(draws.tolist()):
+        everyone = [
+            vision_batch(reference, [kinds[draw]], seed=step * world + other)
+            for other, draw in enumerate(row)
+        ]
+        num_tokens = global_token_count(model, everyone[rank]["labels"])
+        loss = model(**everyone[rank], num_items_in_batch=num_tokens).loss
+        (loss * world).backward()
+        want = sum(reference(**one, num_items_in_batch=num_tokens).loss for one in everyone)
+        want.backward()
+        assert_close(f"step {step}: loss", sum_over_ranks(loss), want, 1e-5)
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad
+            assert grad is None or bool(grad.to_local().isfinite().all()), f"step {step}: {name}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_sixty_steps_of_random_modalities_equal_one_process() -> None:
+    run_ranks(_sixty_steps, 4, timeout=240)
+
+
+def _broken_pictures(rank: int, world: int) -> None:
+    """A batch that is wrong on rank 1 alone stops every rank, before anything is exchanged."""
+    model = tiny(seed=rank, **MODEL)
+    apply_ep_fsdp2(model, ep_size=2)
+    good = vision_batch(model, [IMAGE], seed=rank)
+    for change, says in (
+        ({"image_grid_thw": torch.tensor([[1, 2, 6]])}, "has 12 patches, pixel_values has 24 rows"),
+        ({"pixel_values": None, "image_grid_thw": None}, "6 tokens of image_token_id, .* makes 0"),
+        ({"image_grid_thw": None}, "has 0 patches, pixel_values has 24 rows"),
+        ({"pixel_values": None}, "has 24 patches, pixel_values has 0 rows"),
+    ):
+        broken = {name: x for name, x in (good | change).items() if x is not None}
+        with pytest.raises(ValueError, match=says if rank == 1 else "another rank's images"):
+            model(**(broken if rank == 1 else good))
+    assert model(**good).loss.isfinite()
+
+
+def _new_embedding(rank: int, world: int) -> None:
+    """One that took the place of the old after patch() keeps a run without pixels in the graph."""
+    model = tiny(seed=rank, **MODEL)
+    patch(model, ep_size=2)
+    model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
+    apply_ep_fsdp2(model)
+    model(**vision_batch(model, [IMAGE if rank == 0 else TEXT], seed=rank)).loss.backward()
+    assert all(p.grad is not None for p in model.model.visual.parameters())
+
+
+def _frozen_without_autograd(rank: int, world: int) -> None:
+    """Ranks without pixels run a frozen tower as well, and keep nothing of it."""
+    model = tiny(seed=rank, **MODEL)
+    model.model.visual.requires_grad_(False)
+    apply_ep_fsdp2(model, ep_size=2)
+    kept = []
+
+    def record(tower: nn.Module, args: object, outputs: Any) -> None:
+        features = [outputs.pooler_output, *outputs.deepstack_features]
+        kept.append([feature.requires_grad for feature in features])
+
+    model.model.visual.register_forward_hook(record)
+    model(**vision_batch(model, [IMAGE if rank == 0 else TEXT], seed=rank)).loss.backward()
+    assert kept == [[False, False, False]]
+
+
+def _other_pixels(rank: int, world: int) -> None:
+    model = tiny(seed=rank, **MODEL)
+    apply_ep_fsdp2(model, sp_size=2)
+    batch = vision_batch(model, [IMAGE])
+    batch["pixel_values"][0, 0] += rank
+    with pytest.raises(ValueError, match="given different batches"):
+        model(**batch)
+
+
+def _errors(rank: int, world: int) -> None:
+    _broken_pictures(rank, world)
+    _new_embedding(rank, world)
+    _frozen_without_autograd(rank, world)
+    _other_pixels(rank, world)
+
+
+def test_broken_pictures_stop_every_rank_and_a_new_embedding_none() -> None:
+    run_ranks(_errors, 2, timeout=120)
+
+
+def test_heads_of_the_tower_have_to_be_split_too() -> None:
+    tower = {"hidden_size": 24, "num_heads": 3}
+    model = tiny(**MODEL, vision_config=QWEN3_VL_MOE["vision_config"] | tower)
+    with pytest.raises(ValueError, match=r"sp_size \(2\) must divide the attention heads \(3\)"):
+        patch(model, sp_size=2)
+
+
+def test_unpatch_leaves_nothing() -> None:
+    model, stock = tiny(**MODEL), tiny(**MODEL)
+    patch(model, sp_size=2)
+    unpatch(model)
+    for module, other in zip(model.modules(), stock.modules(), strict=True):
+        assert not module._forward_pre_hooks and not module._forward_hooks
+        if hasattr(other, "config"):
+            assert module.config._attn_implementation == other.config._attn_implementation
+
+
+def test_a_model_whose_forward_runs_the_tower_itself_is_refused(monkeypatch) -> None:
+    model = tiny(**MODEL)
+    monkeypatch.setattr(type(model.model), "forward", lambda self, input_ids=None: None)
+    with pytest.raises(ValueError, match=r"needs transformers 5\.23 or newer"):
+        patch(model)
