@@ -13,9 +13,7 @@ def test_readme_is_plain() -> None:
 
 
 def test_readme_names_only_what_exists() -> None:
-    names = set(
-        re.findall(r"`((?:examples|benchmarks|notebooks|hf_moe_ep)/[\w./]*)`", README)
-    )
+    names = set(re.findall(r"`((?:examples|benchmarks|notebooks|hf_moe_ep)/[\w./]*)`", README))
     assert len(names) > 3
     missing = [name for name in names if not (ROOT / name).exists()]
     assert not missing, f"README names {missing}"
