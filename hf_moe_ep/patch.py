@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
 from hf_moe_ep.integrations import install as accelerate
-from hf_moe_ep.lora import attach as lora
+from hf_moe_ep.lora import computed as lora
 from hf_moe_ep.moe.aux_loss import GlobalAuxLoss, RestoreAuxLoss
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute

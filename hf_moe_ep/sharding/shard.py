@@ -38,7 +38,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_moe_ep.lora.attach import stackers
+from hf_moe_ep.lora.computed import stackers
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.units import find_units, keep_last_layer, set_prefetch
 from hf_moe_ep.state import STATE, ModelState, MoELayer

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.checkpoints.storage.json_values import decode, encode
-from hf_moe_ep.lora.attach import stackers
+from hf_moe_ep.lora.computed import stackers
 from hf_moe_ep.lora.factors import is_stacked, pack_a, pack_b
 from hf_moe_ep.upstream.adapters import adapter_parameters, parameter_factors, wraps_for_adapters
 from hf_moe_ep.upstream.models import persistent_buffers

@@ -37,11 +37,11 @@ def install() -> None:
     if classes is None:
         return
     peft_model, tuner, parameter_wrapper = classes
-    wrap_once(parameter_wrapper, "_activate_lora", _activate)
-    wrap_once(tuner, "inject_adapter", _inject_adapter)
-    wrap_once(peft_model, "load_adapter", _load_adapter)
+    wrap_once(parameter_wrapper, "_activate_lora", activate)
+    wrap_once(tuner, "inject_adapter", inject_adapter)
+    wrap_once(peft_model, "load_adapter", load_adapter)
     for name in ("merge_and_unload", "unload", "merge_adapter"):
-        wrap_once(tuner, name, partial(_merge, name))
+        wrap_once(tuner, name, partial(merge, name))
 
 
 def stackers(experts: nn.Module) -> dict[int, Callable[[Tensor], Tensor]]:
@@ -57,7 +57,8 @@ def stackers(experts: nn.Module) -> dict[int, Callable[[Tensor], Tensor]]:
     return found
 
 
-def _activate(original: Callable[..., Any], self: Any, active: list[str]) -> Any:
+def activate(original: Callable[..., Any], self: Any, active: list[str]) -> Any:
+    """Leave the factors on experts that we compute, for one forward (ParamWrapper)."""
     experts = self.get_base_layer()
     if not _computed_here(experts):
         return original(self, active)
@@ -87,9 +88,10 @@ def _leave(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[No
             del vars(experts)[ADAPTERS]
 
 
-def _inject_adapter(
+def inject_adapter(
     original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
+    """Refuse a sharded model; else attach as PEFT does (BaseTuner)."""
     if ranks := _sharded_over(model):
         raise ValueError(
             f"this model is sharded over {ranks} ranks; attach adapters before apply_ep_fsdp2 or "
@@ -98,9 +100,10 @@ def _inject_adapter(
     original(self, model, *args, **kwargs)
 
 
-def _load_adapter(
+def load_adapter(
     original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Refuse a sharded model; else load as PEFT does (PeftModel)."""
     if ranks := _sharded_over(self):
         raise ValueError(
             f"load_adapter on a model that is sharded over {ranks} ranks; load {model_id} before "
@@ -110,7 +113,8 @@ def _load_adapter(
     return original(self, model_id, *args, **kwargs)
 
 
-def _merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a sharded model; else merge or unload as PEFT does (BaseTuner); `name` is which."""
     if ranks := _sharded_over(self):
         raise ValueError(
             f"{name} on a model that is sharded over {ranks} ranks; save the adapter with "
