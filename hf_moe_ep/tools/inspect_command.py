@@ -18,17 +18,17 @@ import torch
 
 from hf_moe_ep.checkpoints.convert import look
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.tools.files_command import print_found
 from hf_moe_ep.tools.memory_plan import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
+from hf_moe_ep.tools.printing import print_found
 from hf_moe_ep.tools.published_models import LORA_TARGETS, known_shapes
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _GIB = 2**30
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of `cli.py`."""
-    parser = commands.add_parser(
+def add_parser(subparsers: Any) -> None:
+    """Add the command to those of `cli.py`."""
+    parser = subparsers.add_parser(
         "inspect",
         help="what a checkpoint is; or how much memory each rank would need to train a model",
         description="Of a folder: what wrote this checkpoint, and at which layout. With --plan: "
@@ -52,8 +52,8 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Print what is asked for.
+def run(options: argparse.Namespace) -> int:
+    """Print what a checkpoint is, or a plan.
 
     Raises:
         ValueError: wrong or missing arguments, and all of `plan_memory`.
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("inspect wants either a folder or --plan SHAPE; see --help")
     if options.folder is not None:
         print_found(options.folder, look(options.folder))
-        return
+        return 0
     if options.world is None:
         raise ValueError("inspect --plan wants --world, the number of processes; try --world 8")
     if options.memory is not None and not options.memory > 0:
@@ -84,6 +84,7 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(as_json(plan, options.memory), indent=2))
     else:
         print("\n".join(_header(plan, options) + _table(plan) + _footer(plan, options.memory)))
+    return 0
 
 
 def as_json(plan: MemoryPlan, memory: float | None = None) -> dict[str, Any]:

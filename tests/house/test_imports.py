@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE, PLUGINS = "hf_moe_ep", "model_patches"
 
 ORDER = (
+    "__main__",
     "__init__",
     "tools",
     "apply",

@@ -521,7 +521,7 @@ def test_a_crash_leaves_no_target(
 
 def test_command_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, single, fused = str(saved), str(tmp_path / "b"), str(tmp_path / "c")
-    command = [sys.executable, "-m", "hf_moe_ep.tools.cli", "export-adapter", source, single]
+    command = [sys.executable, "-m", "hf_moe_ep", "export-adapter", source, single]
     path = os.pathsep.join(
         [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     )

@@ -1,0 +1,40 @@
+"""`hf-moe-ep export-adapter`: an adapter folder for servers that read single experts, and back.
+
+hf-moe-ep export-adapter out/adapter out/adapter-for-vllm
+hf-moe-ep export-adapter out/adapter-for-vllm out/again --to fused
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hf_moe_ep.lora.export import export_adapter, fuse_adapter
+
+_FORMS = {"per-expert": export_adapter, "fused": fuse_adapter}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to those of `cli.py`."""
+    parser = subparsers.add_parser(
+        "export-adapter",
+        help="rewrite LoRA on stacked experts for servers that read single experts, and back",
+        description="Rewrite a PEFT adapter folder without loss: LoRA on stacked experts "
+        "(target_parameters) as LoRA on single experts (target_modules), or back.",
+    )
+    parser.add_argument("source", help="folder with adapter_config.json, adapter_model.safetensors")
+    parser.add_argument("target", help="folder to write; must be missing or empty")
+    parser.add_argument("--to", choices=_FORMS, default="per-expert", help="default: %(default)s")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the folder, and print what is in it and what its reader will not be told."""
+    done = _FORMS[options.to](options.source, options.target)
+    print(
+        f"{options.target}: {done.layers} layers, {done.experts} experts each, {done.tensors} "
+        f"tensors of experts, {done.copied} copied, {done.bytes} bytes"
+    )
+    for note in done.notes:
+        print(f"note: {note}")
+    return 0

@@ -1,0 +1,13 @@
+"""What several commands print in the same way."""
+
+from __future__ import annotations
+
+from hf_moe_ep.checkpoints.convert import Found
+
+
+def print_found(folder: str, found: Found) -> None:
+    """Print a line that says what a folder is, then one fact a line."""
+    print(f"{folder}: {found.what}")
+    width = max(map(len, found.facts), default=0)
+    for name, value in found.facts.items():
+        print(f"  {name:<{width}}  {value}")

@@ -1,0 +1,30 @@
+"""`hf-moe-ep verify`: read a checkpoint and check that it is whole.
+
+hf-moe-ep verify out/model
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hf_moe_ep.checkpoints.convert import verify
+from hf_moe_ep.tools.printing import print_found
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to those of `cli.py`."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="read a checkpoint and check that it is whole",
+        description="Read every file of a checkpoint, of a model or of training, against its "
+        "hashes, its headers and its config.",
+    )
+    parser.add_argument("folder")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what was checked; what is wrong is raised."""
+    print_found(options.folder, verify(options.folder))
+    return 0
