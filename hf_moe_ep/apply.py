@@ -124,19 +124,17 @@ def from_pretrained(
     _check_group("from_pretrained")
     sizes = {f.name for f in fields(ParallelConfig)}
     overrides = {name: options.pop(name) for name in sizes & options.keys()}
-    built: list[tuple[Path, nn.Module]] = []
 
-    def build() -> None:
+    def build() -> tuple[Path, nn.Module]:
         folder = local_folder(name_or_dir, options)
         model = empty_model(folder, model_class, partial(_first_dtype, folder), options)
         # The name, not the folder in the cache: PEFT writes it into the config of an adapter.
         set_source(model, os.fspath(name_or_dir))
         if peft_config is not None:
             model = attach_adapters(model, peft_config)
-        built.append((folder, model))
+        return folder, model
 
-    together(f"from_pretrained({os.fspath(name_or_dir)!r})", build)
-    folder, model = built[0]
+    folder, model = together(f"from_pretrained({os.fspath(name_or_dir)!r})", build)
     return apply_ep_fsdp2(
         model,
         config,

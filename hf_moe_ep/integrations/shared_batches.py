@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler, get_sampler
@@ -33,6 +32,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from hf_moe_ep.config import launched_world_size
 from hf_moe_ep.ranks.mesh import check_world
+from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.training_frameworks import prepared_loaders
 
@@ -119,13 +119,13 @@ def prepare_data_loader(
     elif getattr(sampler, "generator", self) is None and self.num_processes == sharing(self):
         # With one data rank Accelerate sees no need to keep ranks in step.
         sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(_from_rank0(torch.initial_seed() % 2**63, self.device))
+        sampler.generator.manual_seed(_seed_of_rank_0(torch.initial_seed() % 2**63))
     data_loader.worker_init_fn = _seeded_alike(data_loader.worker_init_fn, sharing(self))
     with _options(self, type(sampler) is RandomSampler):
         loader = original(self, data_loader, *args, **kwargs)
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
-        sampler.initial_seed = _from_rank0(sampler.initial_seed, self.device)
+        sampler.initial_seed = _seed_of_rank_0(sampler.initial_seed)
     return loader
 
 
@@ -305,10 +305,8 @@ def _tell(trainer: transformers.Trainer, model: Any) -> None:
         state.sums_losses = trainer.args.average_tokens_across_devices
 
 
-def _from_rank0(number: int, device: torch.device) -> int:
-    told = torch.tensor(number, dtype=torch.int64, device=device)
-    dist.broadcast(told, src=0)
-    return int(told)
+def _seed_of_rank_0(seed: int) -> int:
+    return on_first("accelerator.prepare", lambda: int(seed))
 
 
 def _all_tensors(data: Any) -> bool:

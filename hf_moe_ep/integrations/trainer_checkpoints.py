@@ -39,7 +39,7 @@ from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
-from hf_moe_ep.ranks.together import is_first, together
+from hf_moe_ep.ranks.together import is_first, on_first, together
 from hf_moe_ep.state import find_state, layout_of
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import unwrap
@@ -74,11 +74,10 @@ def _save_checkpoint(
     folder = checkpoint_folder(self, trial)
 
     def begin() -> None:
-        if is_first():
-            manifest.begin(folder)
-            save_configs(self.model, folder)
+        manifest.begin(folder)
+        save_configs(self.model, folder)
 
-    together(f"saving {folder}", begin)
+    on_first(f"saving {folder}", begin)
     with _held_back(self) as held:
         together(f"saving {folder}", lambda: original(self, model, trial))
     manifest.write(folder, layout_of(state))
@@ -101,16 +100,12 @@ def _train(
     if self.model is None or find_state(self.model) is None or not resume_from_checkpoint:
         return original(self, resume_from_checkpoint, *args, **kwargs)
 
-    def choose() -> tuple[Path, bool] | None:
-        if not is_first():
-            return None
+    def choose() -> tuple[Path, bool]:
         if resume_from_checkpoint is True:
             return _newest(Path(self.args.output_dir))
         return _verifiable(Path(os.fspath(resume_from_checkpoint)))
 
-    chosen = together("resuming", choose)[0]
-    assert chosen is not None
-    folder, verifiable = chosen
+    folder, verifiable = on_first("resuming", choose)
     if verifiable:
         manifest.check(folder)
     elif is_first():

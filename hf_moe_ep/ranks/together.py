@@ -3,14 +3,20 @@
 check_everyone_calls   at the store, before the first collective: a rank that stays away is
                        named after five minutes, where a collective would hang
 check_alike            arguments that decide what ranks do together
-together               each rank does its part; the error of one becomes the error of all
+
+Each rank does its part, and the error of one becomes the error of all:
+
+together    returns this rank's own value     folder, model = together("loading", build)
+everyone    returns every rank's              sizes = everyone("counting", count)
+on_first    rank 0 alone works, all get it    newest = on_first("looking", find)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -51,9 +57,9 @@ def check_alike(what: str, **mine: Any) -> None:
     Raises:
         ValueError: it names the argument and two ranks' values.
     """
-    everyone = gather(mine)
-    for name, first in everyone[0].items():
-        for rank, theirs in enumerate(everyone):
+    by_rank = gather(mine)
+    for name, first in by_rank[0].items():
+        for rank, theirs in enumerate(by_rank):
             if theirs[name] != first:
                 raise ValueError(
                     f"ranks called {what} with another {name}: rank 0 with {first!r}, rank {rank} "
@@ -62,45 +68,88 @@ def check_alike(what: str, **mine: Any) -> None:
                 )
 
 
-def together(
-    what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
-) -> list[Value]:
-    """The value of `part` on every rank, in rank order; every rank of `group` calls this.
+def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
+    """Run `part` on every rank and return its value here; every rank of `group` calls this.
 
     Raises:
         ValueError: on every rank, where all errors were ValueErrors (the user's mistake).
         RuntimeError: on every rank, naming each rank that failed and why.
     """
-    mine: Any = None
-    failure: tuple[str, bool] | None = None
+    tried = _try(part)
+    failures = _told_all(what, tried, tried.failure, group)
+    _raise_any(what, failures, tried.cause)
+    return tried.value
+
+
+def everyone(
+    what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
+) -> list[Value]:
+    """Run `part` on every rank and return all values, in rank order; raises as `together`."""
+    tried = _try(part)
+    told = _told_all(what, tried, (tried.failure, tried.value), group)
+    _raise_any(what, [failure for failure, _ in told], tried.cause)
+    return [value for _, value in told]
+
+
+def on_first(what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
+    """Run `part` on rank 0 alone and return its value on every rank; raises as `together`."""
+    return cast(Value, everyone(what, lambda: part() if is_first() else None, group)[0])
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What the other ranks hear of an error."""
+
+    text: str
+    is_value_error: bool
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What came of a rank's part: its value, or an error and what is told of it."""
+
+    value: Any = None
+    failure: _Failure | None = None
     cause: BaseException | None = None
+
+
+def _try(part: Callable[[], Any]) -> _Tried:
     try:
-        mine = part()
+        return _Tried(part())
     # Any error: kept to itself it would leave the other ranks waiting. DCP's is no Exception.
     except (Exception, CheckpointException) as error:  # noqa: BLE001
-        cause, failure = error, (describe(error), isinstance(error, ValueError))
+        failure = _Failure(describe(error), isinstance(error, ValueError))
+        return _Tried(failure=failure, cause=error)
+
+
+def _told_all(
+    what: str, tried: _Tried, told: Value, group: dist.ProcessGroup | None
+) -> list[Value]:
+    """Gather what each rank tells; where that fails too, raise what failed here first."""
     try:
-        everyone = gather((failure, mine), group)
+        return gather(told, group)
     except RuntimeError as error:
-        if failure is None:
+        if tried.failure is None:
             raise
         raise RuntimeError(
-            f"{what} failed on rank {this_rank()}: {failure[0]}; ranks did not meet after that, "
-            f"they wait for this one in a collective: {error}"
-        ) from cause
-    failures = {rank: failed for rank, (failed, _) in enumerate(everyone) if failed is not None}
-    if failures:
-        texts = {rank: text for rank, (text, _) in failures.items()}
-        if all(is_value_error for _, is_value_error in failures.values()):
-            raise ValueError(next(iter(texts.values()))) from cause
-        if len(set(texts.values())) == 1 and cause is not None:  # DCP tells every rank the same
-            texts = {min(texts): next(iter(texts.values()))}
-        lines = "; ".join(
-            text if text.startswith("rank ") else f"rank {rank}: {text}"
-            for rank, text in texts.items()
-        )
-        raise RuntimeError(f"{what} failed on {lines}") from cause
-    return [value for _, value in everyone]
+            f"{what} failed on rank {this_rank()}: {tried.failure.text}; ranks did not meet after "
+            f"that, they wait for this one in a collective: {error}"
+        ) from tried.cause
+
+
+def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException | None) -> None:
+    failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
+    if not failures:
+        return
+    if all(failure.is_value_error for failure in failures.values()):
+        raise ValueError(next(iter(failures.values())).text) from cause
+    texts = {rank: failure.text for rank, failure in failures.items()}
+    if len(set(texts.values())) == 1 and cause is not None:  # DCP tells every rank the same
+        texts = {min(texts): next(iter(texts.values()))}
+    lines = "; ".join(
+        text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in texts.items()
+    )
+    raise RuntimeError(f"{what} failed on {lines}") from cause
 
 
 def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
@@ -116,9 +165,9 @@ def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
             "the process group was destroyed while a save ran in the background; call wait() on "
             "what save_checkpoint returned before destroy_process_group()"
         )
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, value, group=group)
+    return by_rank
 
 
 def is_first() -> bool:

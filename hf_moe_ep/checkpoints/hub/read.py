@@ -30,7 +30,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     same_values,
 )
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.together import is_first, together
+from hf_moe_ep.ranks.together import gather, is_first, together
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.hub import file_name, progress_bar, unexpected_keys
 from hf_moe_ep.upstream.models import persistent_buffers
@@ -51,23 +51,23 @@ def find_weights(
             missing, misshapen, or that the model has no use for (all are named); ranks that see
             other weights.
     """
-    found: dict[str, list[tuple[Piece, Entry]]] = {}
 
-    def find() -> tuple[str, str]:
+    def find() -> tuple[dict[str, list[tuple[Piece, Entry]]], str]:
         entries = read_index(directory)
         try:
-            found.update(_match(model, entries, plan, set(empty)))
+            found = _match(model, entries, plan, set(empty))
         except ValueError as error:
             kind = type(without_adapters(model)).__name__
             raise ValueError(f"{directory} does not fit this {kind}: {error}") from error
-        return fingerprint(entries), os.fspath(directory)
+        return found, fingerprint(entries)
 
-    _check_same_weights(together(f"reading {directory}", find))
+    found, weights = together(f"reading {directory}", find)
+    _check_same_weights(gather((weights, os.fspath(directory))))
     return found
 
 
 def _check_same_weights(seen: list[tuple[str, str]]) -> None:
-    """Of (fingerprint, folder) of every rank: shards of two models would make up a third."""
+    """Raise where ranks saw other (fingerprint, folder): two models' shards make up a third."""
     odd = [rank for rank, (weights, _) in enumerate(seen) if weights != seen[0][0]]
     if odd:
         raise ValueError(

@@ -48,6 +48,7 @@ from hf_moe_ep.ranks.together import (
     check_everyone_calls,
     is_distributed,
     is_first,
+    on_first,
     together,
 )
 from hf_moe_ep.state import ModelState, find_state
@@ -107,13 +108,11 @@ def save_pretrained(
     ]
     files = split_files(sources, parse_size(max_shard_size))
 
-    def begin() -> Path | None:
-        if not is_first():
-            return None
+    def begin() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         return stage_configs(model, folder, first_dtype(sources), others)
 
-    configs = together(f"saving to {folder}", begin)[0]
+    configs = on_first(f"saving to {folder}", begin)
     write_checkpoint(folder, files, writes=is_first(), together=together, configs=configs)
 
 
@@ -184,12 +183,11 @@ def _save_adapters(model: Any, folder: Path, others: Iterable[Any], kwargs: dict
     state_dict = gather_state_dict(model, kwargs.get("save_embedding_layers", "auto"))
 
     def write() -> None:
-        if is_first():
-            model.save_pretrained(os.fspath(folder), state_dict=state_dict, **kwargs)
-            for other in others:
-                other.save_pretrained(folder)
+        model.save_pretrained(os.fspath(folder), state_dict=state_dict, **kwargs)
+        for other in others:
+            other.save_pretrained(folder)
 
-    together(f"saving to {folder}", write)
+    on_first(f"saving to {folder}", write)
 
 
 def distinct_tensors(model: Any) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from hf_moe_ep.checkpoints.storage.atomic import (
     sync_folder,
     write_atomically,
 )
-from hf_moe_ep.ranks.together import is_first, this_rank, together, world_size
+from hf_moe_ep.ranks.together import everyone, on_first, this_rank, together, world_size
 
 MANIFEST = "manifest.json"
 # Written first: tells our unfinished checkpoint from one that never had a manifest.
@@ -71,8 +71,8 @@ def write(
         RuntimeError: on every rank, naming the rank that failed and why; no manifest was written.
     """
     path = Path(folder)
-    sizes = _from_rank0("the list of files", lambda: _list(path), group)
-    parts = together(
+    sizes = on_first("the list of files", lambda: _list(path), group)
+    parts = everyone(
         f"writing {path / MANIFEST}",
         lambda: {name: _entry(path, name) for name in _share(sizes, group)},
         group,
@@ -84,7 +84,7 @@ def write(
         "layout": layout,
         "files": {name: found[name] for name in sorted(found)},
     }
-    _from_rank0(f"writing {path / MANIFEST}", lambda: _commit(path, manifest), group)
+    on_first(f"writing {path / MANIFEST}", lambda: _commit(path, manifest), group)
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def check(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = N
     """
     path = Path(folder)
 
-    def part() -> str:
+    def part() -> None:
         files = read(path)["files"]
         _compare_sizes(path, files)
         for name in _share({name: entry["size"] for name, entry in files.items()}, group):
@@ -137,7 +137,6 @@ def check(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = N
                     f"{path / name} has changed since it was written: sha256 {got}, {MANIFEST} "
                     f"says {wanted}; take an older checkpoint"
                 )
-        return MANIFEST
 
     together(f"reading {path}", part, group)
 
@@ -184,10 +183,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "from source"
     return found
-
-
-def _from_rank0(what: str, part: Any, group: dist.ProcessGroup | None) -> Any:
-    return together(what, lambda: part() if is_first() else None, group)[0]
 
 
 def _list(folder: Path) -> dict[str, int]:

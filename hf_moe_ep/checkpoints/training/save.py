@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ from hf_moe_ep.checkpoints.training.tensors import (
 from hf_moe_ep.ranks.together import (
     check_alike,
     check_everyone_calls,
+    gather,
     is_first,
+    on_first,
     this_rank,
     together,
     world_size,
@@ -126,22 +129,22 @@ def save_checkpoint(
     saver = state.saver = state.saver or Saver()
     saver.wait()
     reshard(model)
-    snapshots: list[_Snapshot] = []
 
-    def prepare() -> str:
+    def prepare() -> tuple[_Snapshot, str]:
         if is_first():
             _check_free(path)
-        snapshots.append(_take(model, optimizer, scheduler, progress, state))
+        snapshot = _take(model, optimizer, scheduler, progress, state)
         if asynchronous:
-            named = snapshots[0].named
+            named = snapshot.named
             named.tensors = {name: host_copy(t) for name, t in named.tensors.items()}
-        return snapshots[0].digest()
+        return snapshot, snapshot.digest()
 
-    _same_everywhere(together("save_checkpoint", prepare))
-    together(f"clearing {path}", lambda: _clear(path, model) if is_first() else None)
+    snapshot, digest = together("save_checkpoint", prepare)
+    _same_everywhere(gather(digest))
+    on_first(f"clearing {path}", lambda: _clear(path, model))
     if asynchronous:
-        return saver.start(path, lambda group: _write(path, snapshots.pop(), group), _device(state))
-    _write(path, snapshots.pop(), None)
+        return saver.start(path, partial(_write, path, snapshot), _device(state))
+    _write(path, snapshot, None)
     return SaveHandle(path)
 
 
@@ -182,18 +185,16 @@ def load_checkpoint(
     path = _find(directory)
     if verify:
         manifest.check(path)
-    document: dict[str, Any] = {}
-    targets: dict[str, Tensor] = {}
 
-    def prepare() -> None:
-        document.update(_read_document(path))
+    def prepare() -> tuple[dict[str, Any], dict[str, Tensor]]:
+        document = _read_document(path)
         check_model(model, document, str(path))
         check_optimizer(model, optimizer, document["rest"], str(path))
         if scheduler is not None and document["scheduler"] is None:
             raise ValueError(f"{path} was saved without a scheduler; call without one")
-        targets.update(_targets(model, optimizer, document))
+        return document, _targets(model, optimizer, document)
 
-    together(f"reading {path}", prepare)
+    document, targets = together(f"reading {path}", prepare)
     together(f"reading {path}", lambda: _read_tensors(path, targets))
 
     def finish() -> None:
@@ -208,10 +209,9 @@ def load_checkpoint(
 
 
 def _find(directory: str | os.PathLike[str]) -> Path:
-    return together(
-        f"looking for a checkpoint in {directory}",
-        lambda: manifest.newest_complete(directory) if is_first() else Path(directory),
-    )[0]
+    return on_first(
+        f"looking for a checkpoint in {directory}", lambda: manifest.newest_complete(directory)
+    )
 
 
 def _same_everywhere(digests: list[str]) -> None:
