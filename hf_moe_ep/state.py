@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.ranks.together import world_size
@@ -72,14 +72,15 @@ class Compute:
     """How one experts module is computed.
 
     Attributes:
-        layout, transposed: of its weights.
+        formula: what an expert computes between its two matrices.
+        transposed: whether the module keeps the transposes of its matrices.
         backend: "torch" or "triton".
         reason: why not triton; empty where it is.
         required: asked for by name, so tensors that Triton cannot take are an error.
         recompute: pre-activations are computed again in backward.
     """
 
-    layout: ExpertsLayout
+    formula: ExpertFormula
     transposed: bool
     backend: str
     reason: str
@@ -89,7 +90,7 @@ class Compute:
     @property
     def parameters(self) -> tuple[str, str]:
         """The stacked matrices of the module: up (gate and up in one) and down."""
-        return "gate_up_proj" if self.layout.gated else "up_proj", "down_proj"
+        return "gate_up_proj" if self.formula.gated else "up_proj", "down_proj"
 
 
 @dataclass

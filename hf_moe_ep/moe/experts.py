@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.lora.factors import ADAPTERS, join
 from hf_moe_ep.ops.expert_mlp import expert_mlp
-from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertsLayout, activate
-from hf_moe_ep.ops.weights import ExpertWeights
+from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertFormula, activate
+from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.state import Compute
 from hf_moe_ep.upstream.experts_interface import (
     ExpertsFlags,
@@ -46,7 +46,7 @@ def choose_compute(module: nn.Module, requested: str, *, recompute: bool) -> Com
     """
     _check_weights(module)
     flags = experts_flags(module)
-    layout = _find_layout(module, flags)
+    formula = _find_formula(module, flags)
     required = requested == "triton"
     reason = "asked for" if requested == "torch" else _why_not_triton(module, flags, required)
     if required and reason:
@@ -55,7 +55,7 @@ def choose_compute(module: nn.Module, requested: str, *, recompute: bool) -> Com
             f"use experts_backend='auto' or 'torch'"
         )
     return Compute(
-        layout,
+        formula,
         transposed=flags.is_transposed,
         backend="torch" if reason else "triton",
         reason=reason,
@@ -88,7 +88,7 @@ def run_experts(
             ids,
             weights_of_pairs,
             weights,
-            compute.layout,
+            compute.formula,
             counts_L=counts_L,
             grad_scale=grad_scale,
             recompute=compute.recompute,
@@ -148,7 +148,7 @@ def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def _find_layout(module: nn.Module, flags: ExpertsFlags) -> ExpertsLayout:
+def _find_formula(module: nn.Module, flags: ExpertsFlags) -> ExpertFormula:
     """The formula that gives what the module's own gate gives, on numbers that tell them apart."""
     alphas, limits = experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
@@ -161,13 +161,13 @@ def _find_layout(module: nn.Module, flags: ExpertsFlags) -> ExpertsLayout:
     others = [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
     limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
     for (name, alpha), (limit, offset) in itertools.product(swishes + others, limits_and_offsets):
-        layout = ExpertsLayout(
+        formula = ExpertFormula(
             flags.has_gate, not flags.is_concatenated, name, alpha, limit, offset
         )
-        got_AF = activate(pre_AG, layout)
+        got_AF = activate(pre_AG, formula)
         # Gates that compute in fp32 whatever they are given differ by its rounding.
         if got_AF.shape == want_AF.shape and torch.allclose(got_AF, want_AF.double(), 1e-5, 1e-5):
-            return layout
+            return formula
     raise ValueError(
         f"the gate of {type(module).__name__} is none of {', '.join(ACTIVATIONS)} (plain or "
         f"clamped); experts_backend='eager' runs the model's own code with ep_size=1"

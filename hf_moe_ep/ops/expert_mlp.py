@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.autograd import mark_without_grad, nothing
-from hf_moe_ep.ops.formula import ExpertsLayout
-from hf_moe_ep.ops.weights import (
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import (
     WEIGHT_NAMES,
     ExpertWeights,
     LateGrads,
@@ -45,7 +45,7 @@ def expert_mlp(
     expert_ids_RK: Tensor,
     weights_RK: Tensor,
     experts: ExpertWeights,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
     *,
     counts_L: list[int] | None = None,
     grad_scale: float = 1.0,
@@ -71,12 +71,12 @@ def expert_mlp(
         *tensors,
         expert_ids_RK,
         counts_L,
-        layout.gated,
-        layout.interleaved,
-        layout.activation,
-        layout.alpha,
-        layout.limit,
-        layout.up_offset,
+        formula.gated,
+        formula.interleaved,
+        formula.activation,
+        formula.alpha,
+        formula.limit,
+        formula.up_offset,
         experts.up_scale,
         experts.down_scale,
         grad_scale,
@@ -176,7 +176,7 @@ def _run_backward(
         replace(ExpertWeights(*tensors[2:]), up_scale=up_scale, down_scale=down_scale),
         Routing(pair_A, slots_RK, offsets, tiles),
         pre_AG if kept_pre else None,
-        ExpertsLayout(*formula),
+        ExpertFormula(*formula),
         grad_scale=grad_scale,
         needs=list(needs),
         later=later,
@@ -210,7 +210,7 @@ def _forward_op(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out_RH, pre_AG (empty unless kept), and the routing: pair_A, slots_RK, offsets, tiles."""
-    layout = ExpertsLayout(gated, interleaved, activation, alpha, limit, up_offset)
+    formula = ExpertFormula(gated, interleaved, activation, alpha, limit, up_offset)
     adapters = (up_a, up_b, down_a, down_b, up_scale, down_scale)
     experts = ExpertWeights(up, up_bias, down, down_bias, *adapters)
     implementation = _implementation(backend)
@@ -219,9 +219,9 @@ def _forward_op(
         from hf_moe_ep.ops.self_check import self_check
 
         num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
-        self_check(weights.shape[1], num_pairs, experts, layout)
+        self_check(weights.shape[1], num_pairs, experts, formula)
     routing = implementation.route(expert_ids, counts_L, experts)
-    out_RH, pre_AG = implementation.forward(rows, weights, experts, routing, layout, keep_pre)
+    out_RH, pre_AG = implementation.forward(rows, weights, experts, routing, formula, keep_pre)
     if not keep_pre:
         pre_AG = rows.new_empty(0)
     return out_RH, pre_AG, routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles

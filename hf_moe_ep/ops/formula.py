@@ -1,4 +1,4 @@
-"""How the weights of an expert are laid out, and the formula between its two matrices.
+"""What an expert computes between its two matrices, and the order of gate and up in the first.
 
     pre  = up_weight x (+ up_bias)                 [2F], or [F] without a gate
     gate, up = the two halves of pre               concatenated: g0 g1 .. u0 u1 ..
@@ -27,7 +27,7 @@ ACTIVATIONS = ("swish", "gelu", "gelu_tanh", "relu2")
 
 
 @dataclass(frozen=True)
-class ExpertsLayout:
+class ExpertFormula:
     """See the module's formula. `limit` is inf where nothing is clamped."""
 
     gated: bool = True
@@ -61,76 +61,76 @@ class ExpertsLayout:
         return pre_size // 2 if self.gated else pre_size
 
 
-def split(pre_AG: Tensor, layout: ExpertsLayout) -> tuple[Tensor, Tensor]:
+def split(pre_AG: Tensor, formula: ExpertFormula) -> tuple[Tensor, Tensor]:
     """gate_AF and up_AF as views; without a gate both are `pre_AG` itself."""
-    if not layout.gated:
+    if not formula.gated:
         return pre_AG, pre_AG
-    if layout.interleaved:
+    if formula.interleaved:
         return pre_AG[:, 0::2], pre_AG[:, 1::2]
     gate_AF, up_AF = pre_AG.chunk(2, dim=1)
     return gate_AF, up_AF
 
 
-def activate(pre_AG: Tensor, layout: ExpertsLayout) -> Tensor:
+def activate(pre_AG: Tensor, formula: ExpertFormula) -> Tensor:
     """act_AF of the module's formula."""
-    gate_AF, up_AF = split(pre_AG, layout)
-    if layout.clamped:
-        gate_AF = gate_AF.clamp(max=layout.limit)
-        up_AF = up_AF.clamp(-layout.limit, layout.limit)
-    f_AF = _f(gate_AF, layout)
-    if not layout.gated:
+    gate_AF, up_AF = split(pre_AG, formula)
+    if formula.clamped:
+        gate_AF = gate_AF.clamp(max=formula.limit)
+        up_AF = up_AF.clamp(-formula.limit, formula.limit)
+    f_AF = _f(gate_AF, formula)
+    if not formula.gated:
         return f_AF
-    return f_AF.mul_(up_AF + layout.up_offset if layout.up_offset else up_AF)
+    return f_AF.mul_(up_AF + formula.up_offset if formula.up_offset else up_AF)
 
 
 def activate_backward(
-    pre_AG: Tensor, grad_AF: Tensor, layout: ExpertsLayout
+    pre_AG: Tensor, grad_AF: Tensor, formula: ExpertFormula
 ) -> tuple[Tensor, Tensor]:
     """act_AF again, and the gradient of pre_AG for `grad_AF`, the gradient of act_AF."""
-    gate_AF, up_AF = split(pre_AG, layout)
+    gate_AF, up_AF = split(pre_AG, formula)
     grad_pre_AG = torch.empty_like(pre_AG)
-    grad_gate_AF, grad_up_AF = split(grad_pre_AG, layout)
+    grad_gate_AF, grad_up_AF = split(grad_pre_AG, formula)
     raw_gate_AF, raw_up_AF = gate_AF, up_AF
-    if layout.clamped:
-        gate_AF = gate_AF.clamp(max=layout.limit)
-        up_AF = up_AF.clamp(-layout.limit, layout.limit)
-    f_AF = _f(gate_AF, layout)
-    if not layout.gated:
-        grad_gate_AF.copy_(_f_backward(grad_AF, gate_AF, layout))
+    if formula.clamped:
+        gate_AF = gate_AF.clamp(max=formula.limit)
+        up_AF = up_AF.clamp(-formula.limit, formula.limit)
+    f_AF = _f(gate_AF, formula)
+    if not formula.gated:
+        grad_gate_AF.copy_(_f_backward(grad_AF, gate_AF, formula))
         act_AF = f_AF
     else:
         torch.mul(grad_AF, f_AF, out=grad_up_AF)
-        factor_AF = up_AF + layout.up_offset if layout.up_offset else up_AF
-        grad_gate_AF.copy_(_f_backward(grad_AF * factor_AF, gate_AF, layout))
+        factor_AF = up_AF + formula.up_offset if formula.up_offset else up_AF
+        grad_gate_AF.copy_(_f_backward(grad_AF * factor_AF, gate_AF, formula))
         act_AF = f_AF.mul_(factor_AF)
-    if layout.clamped:
-        grad_gate_AF.masked_fill_(raw_gate_AF > layout.limit, 0)
-        if layout.gated:
-            grad_up_AF.masked_fill_(raw_up_AF.abs() > layout.limit, 0)
+    if formula.clamped:
+        grad_gate_AF.masked_fill_(raw_gate_AF > formula.limit, 0)
+        if formula.gated:
+            grad_up_AF.masked_fill_(raw_up_AF.abs() > formula.limit, 0)
     return act_AF, grad_pre_AG
 
 
-def _f(gate_AF: Tensor, layout: ExpertsLayout) -> Tensor:
-    if layout.activation == "gelu":
+def _f(gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
+    if formula.activation == "gelu":
         return functional.gelu(gate_AF)
-    if layout.activation == "gelu_tanh":
+    if formula.activation == "gelu_tanh":
         return functional.gelu(gate_AF, approximate="tanh")
-    if layout.activation == "relu2":
+    if formula.activation == "relu2":
         return functional.relu(gate_AF).square()
-    if layout.alpha == 1:
+    if formula.alpha == 1:
         return functional.silu(gate_AF)
-    return gate_AF * torch.sigmoid(gate_AF * layout.alpha)
+    return gate_AF * torch.sigmoid(gate_AF * formula.alpha)
 
 
-def _f_backward(grad_AF: Tensor, gate_AF: Tensor, layout: ExpertsLayout) -> Tensor:
+def _f_backward(grad_AF: Tensor, gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
     aten = torch.ops.aten
-    if layout.activation == "gelu":
+    if formula.activation == "gelu":
         return aten.gelu_backward(grad_AF, gate_AF)
-    if layout.activation == "gelu_tanh":
+    if formula.activation == "gelu_tanh":
         return aten.gelu_backward(grad_AF, gate_AF, approximate="tanh")
-    if layout.activation == "relu2":
+    if formula.activation == "relu2":
         return grad_AF * 2 * functional.relu(gate_AF)
-    if layout.alpha == 1:
+    if formula.alpha == 1:
         return aten.silu_backward(grad_AF, gate_AF)
-    sigmoid_AF = torch.sigmoid(gate_AF * layout.alpha)
-    return grad_AF * sigmoid_AF * (1 + layout.alpha * gate_AF * (1 - sigmoid_AF))
+    sigmoid_AF = torch.sigmoid(gate_AF * formula.alpha)
+    return grad_AF * sigmoid_AF * (1 + formula.alpha * gate_AF * (1 - sigmoid_AF))

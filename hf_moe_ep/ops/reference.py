@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_moe_ep.ops.formula import ExpertsLayout
-from hf_moe_ep.ops.weights import ExpertWeights, LowRank
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights, LowRank
 
 
 def sum_rows(rows_NH: Tensor, token_of_row_N: Tensor, num_tokens: int) -> Tensor:
@@ -24,7 +24,7 @@ def expert_mlp(
     expert_ids_RK: Tensor,
     weights_RK: Tensor,
     experts: ExpertWeights,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
 ) -> Tensor:
     """See `hf_moe_ep.ops.expert_mlp.expert_mlp`; one row and one expert at a time."""
     up, down = (experts.up, experts.up_adapter), (experts.down, experts.down_adapter)
@@ -34,7 +34,7 @@ def expert_mlp(
         for expert, weight in zip(experts_K.tolist(), weights_K, strict=True):
             if expert < experts.up.shape[0]:
                 pre_G = _linear(row_H, _merged(up, expert), experts.up_bias, expert)
-                act_F = _gate(pre_G, layout)
+                act_F = _gate(pre_G, formula)
                 y_H = _linear(act_F, _merged(down, expert), experts.down_bias, expert)
                 out_H = out_H + weight * y_H
         out_RH.append(out_H)
@@ -54,23 +54,23 @@ def _linear(x_I: Tensor, weight_OI: Tensor, bias_LO: Tensor | None, expert: int)
     return out_O if bias_LO is None else out_O + bias_LO[expert]
 
 
-def _gate(pre_G: Tensor, layout: ExpertsLayout) -> Tensor:
-    if not layout.gated:
-        return _activation(pre_G, layout)
-    if layout.interleaved:
+def _gate(pre_G: Tensor, formula: ExpertFormula) -> Tensor:
+    if not formula.gated:
+        return _activation(pre_G, formula)
+    if formula.interleaved:
         gate_F, up_F = pre_G[0::2], pre_G[1::2]
     else:
         gate_F, up_F = pre_G[: len(pre_G) // 2], pre_G[len(pre_G) // 2 :]
-    if layout.limit != math.inf:
-        gate_F = gate_F.clamp(max=layout.limit)
-        up_F = up_F.clamp(min=-layout.limit, max=layout.limit)
-    return _activation(gate_F, layout) * (up_F + layout.up_offset)
+    if formula.limit != math.inf:
+        gate_F = gate_F.clamp(max=formula.limit)
+        up_F = up_F.clamp(min=-formula.limit, max=formula.limit)
+    return _activation(gate_F, formula) * (up_F + formula.up_offset)
 
 
-def _activation(x_F: Tensor, layout: ExpertsLayout) -> Tensor:
-    if layout.activation == "swish":
-        return x_F * torch.sigmoid(layout.alpha * x_F)
-    if layout.activation == "relu2":
+def _activation(x_F: Tensor, formula: ExpertFormula) -> Tensor:
+    if formula.activation == "swish":
+        return x_F * torch.sigmoid(formula.alpha * x_F)
+    if formula.activation == "relu2":
         return torch.relu(x_F) ** 2
-    tanh = layout.activation == "gelu_tanh"
+    tanh = formula.activation == "gelu_tanh"
     return functional.gelu(x_F, approximate="tanh" if tanh else "none")

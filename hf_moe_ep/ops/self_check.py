@@ -2,7 +2,7 @@
 
 A compiler that miscompiles one kernel on one GPU has happened (Triton 3.7.1 on B300: a wrong
 gradient and no error; Liger-Kernel pull request 1294), and nothing but numbers shows it. So the
-first call of a kind runs a small problem of the same dtype, layout, block sizes, alignment and
+first call of a kind runs a small problem of the same dtype, formula, block sizes, alignment and
 ranks of adapters forward and backward on both paths, and raises if they differ. Most of its time
 is compilation that the call needs anyway.
 """
@@ -17,9 +17,9 @@ import triton
 from torch import Tensor
 
 from hf_moe_ep.ops import torch_mlp, triton_mlp
-from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
 from hf_moe_ep.ops.kernels.blocks import FEW_ROWS
-from hf_moe_ep.ops.weights import WEIGHT_NAMES, ExpertWeights
 
 _NAMES = ("out", "rows", "weights", *WEIGHT_NAMES)
 _NUM_EXPERTS = 3
@@ -27,7 +27,7 @@ _NUM_EXPERTS = 3
 _ROUNDINGS = 8
 
 
-def self_check(top_k: int, num_pairs: int, experts: ExpertWeights, layout: ExpertsLayout) -> None:
+def self_check(top_k: int, num_pairs: int, experts: ExpertWeights, formula: ExpertFormula) -> None:
     """Raise RuntimeError where the kernels for such a call compute something else than torch."""
     if triton_mlp.interpreted():
         return
@@ -35,13 +35,13 @@ def self_check(top_k: int, num_pairs: int, experts: ExpertWeights, layout: Exper
     check_once(
         experts.up.device,
         experts.up.dtype,
-        layout,
+        formula,
         experts.up_bias is not None,
         experts.up.stride(2) != 1,
         min(top_k, _NUM_EXPERTS),
         # Divisible by the same powers of two as the real sizes.
         256 + hidden % 256,
-        256 + layout.ffn_size(pre_size) % 256,
+        256 + formula.ffn_size(pre_size) % 256,
         FEW_ROWS // 2 if num_pairs < FEW_ROWS * num_experts else FEW_ROWS * 2,
         tuple(0 if a is None else a.shape[1] for a in (experts.up_a, experts.down_a)),
     )
@@ -51,7 +51,7 @@ def self_check(top_k: int, num_pairs: int, experts: ExpertWeights, layout: Exper
 def check_once(
     device: torch.device,
     dtype: torch.dtype,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
     bias: bool,
     transposed: bool,
     top_k: int,
@@ -78,7 +78,7 @@ def check_once(
         a_LPI = draw(_NUM_EXPERTS, rank, in_size) / in_size**0.5
         return [a_LPI, draw(_NUM_EXPERTS, out_size, rank) / rank**0.5]
 
-    pre_size = 2 * ffn if layout.gated else ffn
+    pre_size = 2 * ffn if formula.gated else ffn
     rows = rows_per_expert * _NUM_EXPERTS // top_k + 1
     up, down = matrix(pre_size, hidden), matrix(hidden, ffn)
     biases = (draw(_NUM_EXPERTS, pre_size), draw(_NUM_EXPERTS, hidden)) if bias else (None, None)
@@ -87,9 +87,9 @@ def check_once(
     tensors = [x if x is None else x.to(dtype) for x in tensors]
     ids_RK = draw(rows, _NUM_EXPERTS).argsort(1)[:, :top_k]
     grad_RH = draw(rows, hidden).to(dtype)
-    got = _run(triton_mlp, tensors, ids_RK, grad_RH, layout)
+    got = _run(triton_mlp, tensors, ids_RK, grad_RH, formula)
     wide = [x if x is None else x.double() for x in tensors]
-    want = _run(torch_mlp, wide, ids_RK, grad_RH.double(), layout)
+    want = _run(torch_mlp, wide, ids_RK, grad_RH.double(), formula)
     limit = _ROUNDINGS * torch.finfo(_product_dtype(dtype)).eps
     for name, mine, true in zip(_NAMES, got, want, strict=True):
         if mine is None or true is None:
@@ -99,7 +99,7 @@ def check_once(
             raise RuntimeError(
                 f"the Triton kernels of hf_moe_ep compute wrong numbers on "
                 f"{_name(device)} with Triton {triton.__version__}: error "
-                f"{error:.1e} in {name} ({layout}, {dtype}), at most {limit:.1e} is rounding. "
+                f"{error:.1e} in {name} ({formula}, {dtype}), at most {limit:.1e} is rounding. "
                 f"Train with experts_backend='torch', and report this line"
             )
 
@@ -118,7 +118,7 @@ def _run(
     tensors: list[Tensor | None],
     ids_RK: Tensor,
     grad_RH: Tensor,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
 ) -> list[Tensor | None]:
     rows_RH, weights_RK, *rest = tensors
     assert rows_RH is not None and weights_RK is not None
@@ -126,7 +126,7 @@ def _run(
     experts = replace(experts, up_scale=0.5, down_scale=2.0)
     routing = implementation.route(ids_RK, None, experts)  # type: ignore[attr-defined]
     out_RH, pre_AG = implementation.forward(  # type: ignore[attr-defined]
-        rows_RH, weights_RK, experts, routing, layout, True
+        rows_RH, weights_RK, experts, routing, formula, True
     )
     grads, _ = implementation.backward(  # type: ignore[attr-defined]
         grad_RH,
@@ -135,7 +135,7 @@ def _run(
         experts,
         routing,
         pre_AG,
-        layout,
+        formula,
         grad_scale=1.0,
         needs=[x is not None for x in tensors],
     )

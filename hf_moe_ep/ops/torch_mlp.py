@@ -20,9 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_moe_ep.ops.formula import ExpertsLayout, activate, activate_backward
+from hf_moe_ep.ops.formula import ExpertFormula, activate, activate_backward
+from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights, LowRank, Routing, WeightGrads
 from hf_moe_ep.ops.permute import count_pairs, invert
-from hf_moe_ep.ops.weights import WEIGHT_NAMES, ExpertWeights, LowRank, Routing, WeightGrads
 
 _BLOCK = 2048
 
@@ -49,7 +49,7 @@ def forward(
     weights_RK: Tensor,
     experts: ExpertWeights,
     routing: Routing,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     """out_RH, and the pre-activations pre_AG if they are to be kept (no rows otherwise)."""
@@ -59,7 +59,7 @@ def forward(
         pre_BG = _pre_activations(
             rows_RH, experts, block, pre_AG[block.pairs] if keep_pre else None
         )
-        act_BF = _scale(activate(pre_BG, layout), block.weight_B)
+        act_BF = _scale(activate(pre_BG, formula), block.weight_B)
         y_BH = _adapted(act_BF, experts.down.transpose(1, 2), experts.down_adapter, block)
         if experts.down_bias is not None:
             for expert, (y, weight) in block.split(y_BH, block.weight_B.to(y_BH)):
@@ -75,7 +75,7 @@ def backward(
     experts: ExpertWeights,
     routing: Routing,
     pre_AG: Tensor | None,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
     *,
     grad_scale: float,
     needs: list[bool],
@@ -103,7 +103,7 @@ def backward(
         grad_BH = grad_RH.index_select(0, block.row_B)
         grad_act_BF = _adapted(grad_BH, experts.down, down_back, block)
         scaled_BF = _scale(grad_act_BF, block.weight_B)
-        act_BF, grad_pre_BG = activate_backward(pre_BG, scaled_BF, layout)
+        act_BF, grad_pre_BG = activate_backward(pre_BG, scaled_BF, formula)
         if grad_weights is not None:
             # Not vecdot: autocast, where backward runs under it, would round that.
             grad_B = (grad_act_BF.to(wide) * act_BF.to(wide)).sum(1)

@@ -26,15 +26,8 @@ import torch
 import triton
 from torch import Tensor
 
-from hf_moe_ep.ops.formula import ExpertsLayout
-from hf_moe_ep.ops.kernels.blocks import Blocks, choose_blocks
-from hf_moe_ep.ops.kernels.dgated import dgated
-from hf_moe_ep.ops.kernels.grouped_mm import grouped_mm, thin_mm
-from hf_moe_ep.ops.kernels.outer import outer
-from hf_moe_ep.ops.kernels.reduce import combine, segment_sum, weight_grads
-from hf_moe_ep.ops.kernels.sort_pairs import max_tiles, sort_pairs
-from hf_moe_ep.ops.kernels.up import up
-from hf_moe_ep.ops.weights import (
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import (
     NO_ADAPTER,
     WEIGHT_NAMES,
     ExpertWeights,
@@ -43,6 +36,13 @@ from hf_moe_ep.ops.weights import (
     Routing,
     WeightGrads,
 )
+from hf_moe_ep.ops.kernels.blocks import Blocks, choose_blocks
+from hf_moe_ep.ops.kernels.dgated import dgated
+from hf_moe_ep.ops.kernels.grouped_mm import grouped_mm, thin_mm
+from hf_moe_ep.ops.kernels.outer import outer
+from hf_moe_ep.ops.kernels.reduce import combine, segment_sum, weight_grads
+from hf_moe_ep.ops.kernels.sort_pairs import max_tiles, sort_pairs
+from hf_moe_ep.ops.kernels.up import up
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -81,7 +81,7 @@ def forward(
     weights_RK: Tensor,
     experts: ExpertWeights,
     routing: Routing,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     """out_RH, and pre_AG, empty unless kept."""
@@ -91,7 +91,7 @@ def forward(
         return torch.zeros_like(rows_RH), rows_RH.new_empty(pre_shape)
     blocks, top_k = choose_blocks(experts.up, num_pairs), weights_RK.shape[1]
     rows_RH = _with_contiguous_rows(rows_RH)
-    act_AF, pre_AG = _activations(rows_RH, top_k, experts, routing, layout, blocks, keep_pre)
+    act_AF, pre_AG = _activations(rows_RH, top_k, experts, routing, formula, blocks, keep_pre)
     low = _low_rows(act_AF, experts.down_adapter, routing, blocks)
     down_LFH, bias_LH = experts.down.transpose(1, 2), experts.down_bias
     y_AH = grouped_mm(act_AF, down_LFH, bias_LH, routing, blocks, low)
@@ -105,7 +105,7 @@ def backward(
     experts: ExpertWeights,
     routing: Routing,
     pre_AG: Tensor | None,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
     *,
     grad_scale: float,
     needs: list[bool],
@@ -129,7 +129,7 @@ def backward(
     rows_RH, grad_RH = _with_contiguous_rows(rows_RH), _with_contiguous_rows(grad_RH)
     weights_RK = weights_RK.contiguous()
     if pre_AG is None:
-        _, pre_AG = _activations(rows_RH, top_k, experts, routing, layout, blocks, keep_pre=True)
+        _, pre_AG = _activations(rows_RH, top_k, experts, routing, formula, blocks, keep_pre=True)
     down_back = experts.down_adapter and experts.down_adapter.transposed()
     down_low = _low_rows(grad_RH, down_back, routing, blocks, gather_top_k=top_k)
     grad_pre_AG, act_AF, partial_CA = dgated(
@@ -139,7 +139,7 @@ def backward(
         experts.down_bias,
         pre_AG,
         routing,
-        layout,
+        formula,
         blocks,
         down_low,
         need_act=bool(need & {"down", "down_a", "down_b"}),
@@ -165,14 +165,14 @@ def _activations(
     top_k: int,
     experts: ExpertWeights,
     routing: Routing,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
     blocks: Blocks,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     """act_AF and pre_AG; the latter is empty unless kept."""
     low = _low_rows(rows_RH, experts.up_adapter, routing, blocks, gather_top_k=top_k)
     weight, bias = experts.up, experts.up_bias
-    return up(rows_RH, top_k, weight, bias, routing, layout, blocks, low, keep_pre=keep_pre)
+    return up(rows_RH, top_k, weight, bias, routing, formula, blocks, low, keep_pre=keep_pre)
 
 
 def _low_rows(

@@ -24,12 +24,12 @@ from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.moe.dispatch.all_to_all import plan_dispatch
 from hf_moe_ep.moe.dispatch.counts import Header
 from hf_moe_ep.ops.expert_mlp import expert_mlp
-from hf_moe_ep.ops.formula import ExpertsLayout
-from hf_moe_ep.ops.weights import ExpertWeights
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
 
 HIDDEN, FFN = 37, 3  # wider than the 2 K columns of routing, to tell the two apart
 NUM_CASES = 200
-LAYOUT = ExpertsLayout()
+FORMULA = ExpertFormula()
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _run(
         rows_RH, w_RK, ids_RK = arrived.finish()
         if weights is not None:
             experts = ExpertWeights(weights[0], None, weights[1], None)
-            rows_RH = expert_mlp(rows_RH, ids_RK, w_RK, experts, LAYOUT, counts_L=arrived.counts_L)
+            rows_RH = expert_mlp(rows_RH, ids_RK, w_RK, experts, FORMULA, counts_L=arrived.counts_L)
         returning.append(arrived.start_combine(rows_RH))
     out_TH = torch.cat([rows.finish() for rows in returning])
     (out_TH * (x_TH.detach() + rank)).sum().backward()

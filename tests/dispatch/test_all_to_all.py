@@ -16,9 +16,9 @@ from hf_moe_ep.moe.dispatch.all_to_all import DispatchedRows, plan_dispatch
 from hf_moe_ep.moe.dispatch.counts import Header
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
-from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.permute import count_pairs
-from hf_moe_ep.ops.weights import ExpertWeights
 
 HIDDEN, FFN = 5, 3
 HERE = Header(
@@ -183,8 +183,8 @@ def _check_gradients(case: Case, rank: int, group: Group) -> None:
     rows, ids_RK, w_RK, state = dispatch(
         x_TH, ids_TK, w_TK, num_experts=case.experts, group=group, header=HERE
     )
-    experts, layout = ExpertWeights(weights[0], None, weights[1], None), ExpertsLayout()
-    rows = expert_mlp(rows, ids_RK, w_RK, experts, layout, counts_L=state.counts_L)
+    experts, formula = ExpertWeights(weights[0], None, weights[1], None), ExpertFormula()
+    rows = expert_mlp(rows, ids_RK, w_RK, experts, formula, counts_L=state.counts_L)
     out_TH = combine(rows, state, group)
     (out_TH * (x_TH.detach() + rank)).sum().backward()
 
@@ -194,7 +194,7 @@ def _check_gradients(case: Case, rank: int, group: Group) -> None:
             continue
         x, w = case.inputs(other)
         all_experts = ExpertWeights(whole[0], None, whole[1], None)
-        want = reference.expert_mlp(x, case.ids_TK(other), w, all_experts, layout)
+        want = reference.expert_mlp(x, case.ids_TK(other), w, all_experts, formula)
         (want * (x.detach() + other)).sum().backward()
         if other == rank:
             assert_close(f"{case.name}: out", out_TH, want, 1e-12)

@@ -14,7 +14,7 @@ from support.close import assert_close
 from torch import Tensor
 
 from hf_moe_ep.moe.experts import choose_compute, run_experts
-from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertFormula
 
 MODELS = Path(transformers.__file__).parent / "models"
 CLASS = re.compile(r"@use_experts_implementation(?:\([^)]*\))?\s*class (\w+)")
@@ -102,36 +102,36 @@ def test_equals_the_module_itself(folder: str, module: str, name: str) -> None:
         assert_close(f"grad of {key}", grad, want_grads[key], budget)
 
 
-LAYOUTS = {
-    "Qwen3MoeExperts": ExpertsLayout(),
-    "GptOssExperts": ExpertsLayout(True, True, "swish", 1.702, 0.8, 1.0),
-    "DeepseekV4Experts": ExpertsLayout(limit=0.8),
-    "NemotronHExperts": ExpertsLayout(gated=False),
+FORMULAS = {
+    "Qwen3MoeExperts": ExpertFormula(),
+    "GptOssExperts": ExpertFormula(True, True, "swish", 1.702, 0.8, 1.0),
+    "DeepseekV4Experts": ExpertFormula(limit=0.8),
+    "NemotronHExperts": ExpertFormula(gated=False),
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_the_layout_is_found(name: str) -> None:
     experts = _build(*next(c for c in CLASSES if c[2] == name))
-    layout = LAYOUTS[name]
+    formula = FORMULAS[name]
     if name == "GptOssExperts":  # a constant before transformers took it from the config
-        layout = replace(layout, limit=experts.limit)
-    assert choose_compute(experts, "auto", recompute=False).layout == layout
+        formula = replace(formula, limit=experts.limit)
+    assert choose_compute(experts, "auto", recompute=False).formula == formula
 
 
 @pytest.mark.parametrize(
-    ("act", "layout"),
+    ("act", "formula"),
     [
-        ("gelu", ExpertsLayout(activation="gelu")),
-        ("gelu_pytorch_tanh", ExpertsLayout(activation="gelu_tanh")),
-        ("gelu_new", ExpertsLayout(activation="gelu_tanh")),
-        ("relu2", ExpertsLayout(activation="relu2")),
+        ("gelu", ExpertFormula(activation="gelu")),
+        ("gelu_pytorch_tanh", ExpertFormula(activation="gelu_tanh")),
+        ("gelu_new", ExpertFormula(activation="gelu_tanh")),
+        ("relu2", ExpertFormula(activation="relu2")),
     ],
 )
-def test_activations_are_told_apart(act: str, layout: ExpertsLayout) -> None:
+def test_activations_are_told_apart(act: str, formula: ExpertFormula) -> None:
     experts = _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
     experts.act_fn = transformers.activations.ACT2FN[act]
-    assert choose_compute(experts, "auto", recompute=False).layout == layout
+    assert choose_compute(experts, "auto", recompute=False).formula == formula
 
 
 def test_finding_the_layout_leaves_the_random_numbers_alone() -> None:

@@ -27,9 +27,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from hf_moe_ep.ops import triton_mlp
-from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, reduce, sort_pairs, up
-from hf_moe_ep.ops.weights import ExpertWeights
 
 KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
 CUOBJDUMP = Path(nvidia_backend).parent / "bin" / "cuobjdump"
@@ -51,10 +51,10 @@ class Launch:
 
 @dataclass
 class Case:
-    """One call of the expert MLP, forward and backward, in one layout."""
+    """One call of the expert MLP, forward and backward, in one formula."""
 
     name: str
-    layout: ExpertsLayout = field(default_factory=ExpertsLayout)
+    formula: ExpertFormula = field(default_factory=ExpertFormula)
     hidden: int = 2048
     ffn: int = 768
     experts: int = 128
@@ -66,7 +66,7 @@ class Case:
     rank: int = 0
 
     def launches(self) -> list[Launch]:
-        pre_size = 2 * self.ffn if self.layout.gated else self.ffn
+        pre_size = 2 * self.ffn if self.formula.gated else self.ffn
 
         def weight(rows: int, columns: int) -> Tensor:
             if self.transposed:
@@ -85,12 +85,12 @@ class Case:
         ids = torch.empty(self.tokens, self.top_k, dtype=torch.int64, device="meta")
         with Recorder() as recorder:
             routing = triton_mlp.route(ids, None, weights)
-            out, pre = triton_mlp.forward(rows, scores, weights, routing, self.layout, True)
+            out, pre = triton_mlp.forward(rows, scores, weights, routing, self.formula, True)
             base = not self.rank
             biases = base and self.bias
             needs = [True, True, base, biases, base, biases, *[not base] * 4]
             triton_mlp.backward(
-                out, rows, scores, weights, routing, pre, self.layout, grad_scale=0.5, needs=needs
+                out, rows, scores, weights, routing, pre, self.formula, grad_scale=0.5, needs=needs
             )
         return recorder.launches
 
@@ -187,8 +187,8 @@ def _kind(value: Any) -> tuple[str, bool]:
 
 
 def cases() -> list[Case]:
-    gpt_oss = ExpertsLayout(interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0)
-    ungated = ExpertsLayout(gated=False, activation="relu2")
+    gpt_oss = ExpertFormula(interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0)
+    ungated = ExpertFormula(gated=False, activation="relu2")
     return [
         Case("qwen3-30b"),
         Case("qwen3-30b few rows", tokens=512),
@@ -197,7 +197,7 @@ def cases() -> list[Case]:
         Case("gpt-oss-20b few rows", gpt_oss, 2880, 2880, 32, 4, 256, bias=True, transposed=True),
         Case("transposed", transposed=True),
         Case("ungated", ungated),
-        Case("gelu, bias", ExpertsLayout(activation="gelu"), bias=True),
+        Case("gelu, bias", ExpertFormula(activation="gelu"), bias=True),
         Case("odd sizes", hidden=2064, ffn=784),
         Case("qwen3-30b r=16", rank=16),
         Case("qwen3-30b r=64", rank=64),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertFormula
 
 TORCH = [("torch", "cpu"), pytest.param("torch", "cuda", marks=pytest.mark.gpu)]
 TRITON = [
@@ -22,7 +22,7 @@ BOTH = TORCH + TRITON
 NAMES = ("rows", "weights", "up", "up_bias", "down", "down_bias")
 ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
 
-GPT_OSS = ExpertsLayout(interleaved=True, alpha=1.702, limit=1.5, up_offset=1.0)
+GPT_OSS = ExpertFormula(interleaved=True, alpha=1.702, limit=1.5, up_offset=1.0)
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Case:
     num_experts: int
     hidden: int = 5
     ffn: int = 3
-    layout: ExpertsLayout = field(default_factory=ExpertsLayout)
+    formula: ExpertFormula = field(default_factory=ExpertFormula)
     bias: bool = False
     transposed: bool = False
 
@@ -48,7 +48,7 @@ class Case:
     def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor | None]:
         """In the order of NAMES; scaled so that outputs are of the size of the rows."""
         (rows, top_k), experts = self.ids_RK().shape, self.num_experts
-        pre_size = 2 * self.ffn if self.layout.gated else self.ffn
+        pre_size = 2 * self.ffn if self.formula.gated else self.ffn
 
         def matrix(out_size: int, in_size: int) -> Tensor:
             values = torch.randn(experts, out_size, in_size, dtype=torch.float64) / in_size**0.5
@@ -89,17 +89,17 @@ CASES = {
 }
 # More pairs than one tile of an expert holds, sizes that are no multiples of a block.
 _IDS = random_ids(45, 2, 3, seed=2)
-LAYOUTS = {
+FORMULAS = {
     "silu": Case(_IDS, 3, 40, 24),
     "silu, bias": Case(_IDS, 3, 40, 24, bias=True),
     "transposed": Case(_IDS, 3, 40, 24, transposed=True),
-    "interleaved": Case(_IDS, 3, 40, 24, ExpertsLayout(interleaved=True)),
-    "clamped": Case(_IDS, 3, 40, 24, ExpertsLayout(limit=0.7)),
+    "interleaved": Case(_IDS, 3, 40, 24, ExpertFormula(interleaved=True)),
+    "clamped": Case(_IDS, 3, 40, 24, ExpertFormula(limit=0.7)),
     "gpt-oss": Case(_IDS, 3, 40, 24, GPT_OSS, bias=True, transposed=True),
-    "gelu": Case(_IDS, 3, 40, 24, ExpertsLayout(activation="gelu")),
-    "gelu_tanh": Case(_IDS, 3, 40, 24, ExpertsLayout(activation="gelu_tanh")),
-    "no gate, relu2": Case(_IDS, 3, 40, 24, ExpertsLayout(gated=False, activation="relu2")),
-    "no gate, bias": Case(_IDS, 3, 40, 24, ExpertsLayout(gated=False), bias=True),
+    "gelu": Case(_IDS, 3, 40, 24, ExpertFormula(activation="gelu")),
+    "gelu_tanh": Case(_IDS, 3, 40, 24, ExpertFormula(activation="gelu_tanh")),
+    "no gate, relu2": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False, activation="relu2")),
+    "no gate, bias": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False), bias=True),
 }
 
 

@@ -15,8 +15,8 @@ from expert_cases import (
     ADAPTERS,
     BOTH,
     CASES,
+    FORMULAS,
     GPT_OSS,
-    LAYOUTS,
     TRITON,
     Case,
     adapted,
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep.ops import reference, torch_mlp, triton_mlp
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
-from hf_moe_ep.ops.weights import WEIGHT_NAMES, ExpertWeights
+from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
 
 Named = dict[str, Tensor | None]
 FROZEN_BASE = ("rows", "weights", *ADAPTERS)
@@ -56,7 +56,9 @@ def _run(
     weights = ExpertWeights(**experts, up_scale=0.5, down_scale=2.0)
     weights = postpone_grads(weights) if late else weights
     rows_RH = leaves["rows"]
-    out_RH = fn(rows_RH, case.ids_RK(rows_RH.device), leaves["weights"], weights, case.layout, **kw)
+    out_RH = fn(
+        rows_RH, case.ids_RK(rows_RH.device), leaves["weights"], weights, case.formula, **kw
+    )
     out_RH.backward(grad_RH.to(out_RH.dtype))
     grads = {name: x.grad for name, x in leaves.items() if x is not None}
     assert {name for name, grad in grads.items() if grad is not None} == set(wanted)
@@ -105,7 +107,7 @@ def _assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("rank", [1, 4])
 @pytest.mark.parametrize("name", ["random", "empty experts", "gpt-oss", "no gate, relu2"])
 def test_fp64_equals_merged_weights(name: str, rank: int, recompute: bool, late: bool) -> None:
-    case = (CASES | LAYOUTS)[name]
+    case = (CASES | FORMULAS)[name]
     named = adapted(case, rank)
     grad_RH = torch.randn_like(named["rows"])
     kw = {"late": late, "recompute": recompute}
@@ -114,7 +116,7 @@ def test_fp64_equals_merged_weights(name: str, rank: int, recompute: bool, late:
 
 
 def _low_precision() -> Iterator[Any]:
-    """The interpreter needs seconds a case: a usual run takes one rank of every layout, and each
+    """The interpreter needs seconds a case: a usual run takes one rank of every formula, and each
     rank at least once; a full run, or one on a GPU, takes all of both."""
     on_cpu = TRITON[0].marks
 
@@ -122,7 +124,7 @@ def _low_precision() -> Iterator[Any]:
         label = f"{name}-{rank}-{device}-{str(dtype).removeprefix('torch.')}"
         return pytest.param(name, rank, device, dtype, marks=marks, id=label)
 
-    for (index, name), rank in itertools.product(enumerate(LAYOUTS), RANKS):
+    for (index, name), rank in itertools.product(enumerate(FORMULAS), RANKS):
         usual = rank == RANKS[index % len(RANKS)]
         marks = on_cpu if usual else [*on_cpu, pytest.mark.slow]
         yield case(name, rank, "cpu", torch.float32, marks)
@@ -136,7 +138,7 @@ def test_triton_is_no_worse_than_the_torch_path(
     name: str, rank: int, device: str, dtype: torch.dtype
 ) -> None:
     """Trained base, every gradient: error against fp64 at most twice that of torch."""
-    case = LAYOUTS[name]
+    case = FORMULAS[name]
     draws = []
     for _ in range(6):
         named = adapted(case, rank, dtype, device)
@@ -291,9 +293,9 @@ def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> Non
     # Below the operator, which hides from the watch what it does.
     with Watch() as watch:
         routing = implementation.route(case.ids_RK(), case.counts_L(), experts)
-        out, pre = implementation.forward(rows, weights, experts, routing, case.layout, True)
+        out, pre = implementation.forward(rows, weights, experts, routing, case.formula, True)
         grads, _ = implementation.backward(
-            grad_RH, rows, weights, experts, routing, pre, case.layout, grad_scale=1.0, needs=needs
+            grad_RH, rows, weights, experts, routing, pre, case.formula, grad_scale=1.0, needs=needs
         )
     assert grads.up is None and grads.up_a is not None
     assert out.numel() <= watch.largest < smallest

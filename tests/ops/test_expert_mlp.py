@@ -12,8 +12,8 @@ from expert_cases import (
     ADAPTERS,
     BOTH,
     CASES,
+    FORMULAS,
     GPT_OSS,
-    LAYOUTS,
     NAMES,
     TORCH,
     TRITON,
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
-from hf_moe_ep.ops.formula import ExpertsLayout
-from hf_moe_ep.ops.weights import ExpertWeights
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
 
 
 def _run(fn, case: Case, inputs, grad_RH: Tensor, wanted=(1,) * 6, **kw):
@@ -39,7 +39,7 @@ def _run(fn, case: Case, inputs, grad_RH: Tensor, wanted=(1,) * 6, **kw):
     ]
     rows_RH, weights_RK, *experts = leaves
     ids_RK = case.ids_RK(rows_RH.device)
-    out_RH = fn(rows_RH, ids_RK, weights_RK, ExpertWeights(*experts), case.layout, **kw)
+    out_RH = fn(rows_RH, ids_RK, weights_RK, ExpertWeights(*experts), case.formula, **kw)
     if out_RH.requires_grad:
         out_RH.backward(grad_RH.to(out_RH.dtype))
     return out_RH.detach(), [None if leaf is None else leaf.grad for leaf in leaves]
@@ -86,15 +86,15 @@ def test_the_example_of_the_docstring_by_hand() -> None:
     row_1 = 4.0 * 7 * silu(torch.tensor(-1.0)) * -3
     want_RH = torch.stack([row_0, row_1]).unsqueeze(1)
     experts = ExpertWeights(up_LGH, None, down_LHF, None)
-    got_RH = expert_mlp(rows_RH, case.ids_RK(), weights_RK, experts, case.layout, counts_L=[2, 1])
+    got_RH = expert_mlp(rows_RH, case.ids_RK(), weights_RK, experts, case.formula, counts_L=[2, 1])
     assert_close("out", got_RH, want_RH, 1e-6)  # fp32: a few units in the last place
 
 
 @pytest.mark.parametrize(("backend", "device"), TORCH)
-@pytest.mark.parametrize("name", [*CASES, *LAYOUTS])
+@pytest.mark.parametrize("name", [*CASES, *FORMULAS])
 def test_fp64_equals_the_reference(name: str, backend: str, device: str) -> None:
     assert hasattr(torch.empty, "poisoned")  # what is left unwritten is NaN here
-    case = CASES.get(name) or LAYOUTS[name]
+    case = CASES.get(name) or FORMULAS[name]
     inputs = case.inputs(torch.float64, device)
     grad_RH = torch.randn_like(inputs[0])
     got = _ours(case, inputs, grad_RH, backend)
@@ -103,7 +103,7 @@ def test_fp64_equals_the_reference(name: str, backend: str, device: str) -> None
 
 @pytest.mark.parametrize("name", ["silu, bias", "gpt-oss", "gelu", "gelu_tanh", "no gate, relu2"])
 def test_gradcheck(name: str) -> None:
-    case = LAYOUTS[name]
+    case = FORMULAS[name]
     inputs = case.inputs(torch.float64)
     # Finite differences must not step over the corners of relu and clamp.
     inputs[0] = inputs[0].round(decimals=1)
@@ -116,15 +116,15 @@ def test_gradcheck(name: str) -> None:
         weights = ExpertWeights(up, up_bias, down, down_bias)
         counts_L = case.counts_L()
         return expert_mlp(
-            rows_RH, case.ids_RK(), weights_RK, weights, case.layout, counts_L=counts_L
+            rows_RH, case.ids_RK(), weights_RK, weights, case.formula, counts_L=counts_L
         )
 
     assert torch.autograd.gradcheck(fn, leaves, fast_mode=True)
 
 
-# The interpreter needs seconds a case: every layout in fp32, a few in fp16 (all of them on a GPU).
+# The interpreter needs seconds a case: every formula in fp32, a few in fp16 (all of them on a GPU).
 LOW_PRECISION = [
-    *((name, backend, device, dtype) for name in LAYOUTS for backend, device, dtype in [
+    *((name, backend, device, dtype) for name in FORMULAS for backend, device, dtype in [
         ("torch", "cpu", torch.float32),
         ("torch", "cpu", torch.bfloat16),
         ("torch", "cpu", torch.float16),
@@ -153,7 +153,7 @@ def test_low_precision_is_no_worse_than_plain_torch(
     """Error against fp64 at most twice that of the reference run in the same dtype."""
     if backend == "triton" and device == "cpu" and torch.cuda.is_available():
         pytest.skip("the real kernels run instead of the interpreter")
-    case = LAYOUTS[name]
+    case = FORMULAS[name]
     draws = [_draw(case, dtype, device) for _ in range(6)]
     # The largest error of a few draws: that of one is luck.
     errors = [_errors(_run(reference.expert_mlp, case, *draw), truth) for *draw, truth in draws]
@@ -245,8 +245,8 @@ def test_postponed_gradients_of_the_experts_are_the_same_bits(
         grad_RH = torch.randn_like(inputs[0])
         kw = {"counts_L": case.counts_L(), "backend": backend}
 
-        def later(rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts, layout, **kw):
-            return expert_mlp(rows_RH, ids_RK, weights_RK, postpone_grads(experts), layout, **kw)
+        def later(rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts, formula, **kw):
+            return expert_mlp(rows_RH, ids_RK, weights_RK, postpone_grads(experts), formula, **kw)
 
         got = _run(later, case, inputs, grad_RH, wanted, **kw)
         _assert_equal(got, _run(expert_mlp, case, inputs, grad_RH, wanted, **kw))
@@ -276,7 +276,7 @@ def test_strided_inputs(backend: str, device: str) -> None:
         experts = ExpertWeights(*leaves[2:])
         kw = {"counts_L": case.counts_L(), "backend": backend}
         ids_RK = case.ids_RK(device)
-        out_RH = expert_mlp(leaves[0], ids_RK, leaves[1], experts, case.layout, **kw)
+        out_RH = expert_mlp(leaves[0], ids_RK, leaves[1], experts, case.formula, **kw)
         out_RH.backward(upstream_RH)
         _assert_same((out_RH.detach(), [leaf.grad for leaf in leaves]), want, 2e-6)  # fp32
 
@@ -306,8 +306,8 @@ def test_rows_without_experts_touch_nothing(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 def test_ten_runs_are_equal_bit_for_bit(backend: str, device: str) -> None:
-    case = LAYOUTS["silu, bias"] if backend == "torch" else CASES["random"]
-    case = LAYOUTS["gpt-oss"] if device == "cuda" else case
+    case = FORMULAS["silu, bias"] if backend == "torch" else CASES["random"]
+    case = FORMULAS["gpt-oss"] if device == "cuda" else case
     inputs = case.inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
     first = _ours(case, inputs, grad_RH, backend)
@@ -347,7 +347,9 @@ def test_saved_for_backward_rows_pre_activations_and_routing(
     kw = {"counts_L": case.counts_L(), "backend": backend, "recompute": recompute}
     ids_RK = case.ids_RK(device)
     got = _saved_bytes(
-        lambda: expert_mlp(rows_RH, ids_RK, weights_RK, ExpertWeights(*experts), case.layout, **kw),
+        lambda: expert_mlp(
+            rows_RH, ids_RK, weights_RK, ExpertWeights(*experts), case.formula, **kw
+        ),
         [experts[0], experts[2]],
     )
     (num_rows, top_k), pairs = weights_RK.shape, sum(case.counts_L())
@@ -400,7 +402,7 @@ def test_saved_bytes_at_the_shape_of_qwen3_30b(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        expert_mlp(rows_RH, ids_RK, weights_RK, experts, ExpertsLayout(), recompute=recompute)
+        expert_mlp(rows_RH, ids_RK, weights_RK, experts, ExpertFormula(), recompute=recompute)
     per_token = sum(size for address, size in saved.items() if address not in own) / tokens
     assert 4096 < per_token <= limit
 
@@ -410,12 +412,12 @@ def test_the_operators_keep_torch_library_rules(backend: str, device: str) -> No
     """Fake shapes equal real ones, no output aliases an input, autograd is registered."""
     case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True, transposed=True)
     rows, weights, *experts = [x.requires_grad_() for x in case.inputs(torch.float32, device)]
-    layout = case.layout
+    formula = case.formula
     named = adapted(case, 2, torch.float32, device)
     adapters = [named[name].requires_grad_() for name in ADAPTERS]
     args = (
-        rows, weights, *experts, *adapters, case.ids_RK(device), case.counts_L(), layout.gated,
-        layout.interleaved, layout.activation, layout.alpha, layout.limit, layout.up_offset,
+        rows, weights, *experts, *adapters, case.ids_RK(device), case.counts_L(), formula.gated,
+        formula.interleaved, formula.activation, formula.alpha, formula.limit, formula.up_offset,
         0.5, 2.0, 0.5, True, backend,
     )  # fmt: skip
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -447,7 +449,7 @@ def test_backward_under_autocast_is_backward() -> None:
     up, down = torch.randn(2, 12, 8).bfloat16(), torch.randn(2, 8, 6).bfloat16()
     grads = []
     for enabled in (False, True):
-        out = expert_mlp(rows, ids, weights, ExpertWeights(up, None, down, None), ExpertsLayout())
+        out = expert_mlp(rows, ids, weights, ExpertWeights(up, None, down, None), ExpertFormula())
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             grads.append(torch.autograd.grad(out.float().square().sum(), (rows, weights)))
     for plain, under in zip(*grads, strict=True):

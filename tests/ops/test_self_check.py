@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hf_moe_ep.ops import self_check, triton_mlp
-from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.self_check import check_once
-from hf_moe_ep.ops.weights import ExpertWeights
 
-KIND = (torch.device("cpu"), torch.float32, ExpertsLayout(), True, False, 2, 32, 16, 8)
+KIND = (torch.device("cpu"), torch.float32, ExpertFormula(), True, False, 2, 32, 16, 8)
 ADAPTED = (*KIND, (2, 3))
 
 
@@ -45,7 +45,7 @@ def test_one_wrong_element_of_any_kernel_is_refused(
 
 
 def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One check for equal dtype, layout, bucket, alignment and ranks; another for a ragged size."""
+    """One check for equal dtype, formula, bucket, alignment and ranks; another for odd sizes."""
     kinds: list[tuple[Any, ...]] = []
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     monkeypatch.setattr(self_check, "check_once", lambda *kind: kinds.append(kind))
@@ -56,7 +56,7 @@ def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
         if rank:
             a_LPF, b_LHP = torch.empty(4, rank, 32), torch.empty(4, hidden, rank)
             experts = replace(experts, down_a=a_LPF, down_b=b_LHP)
-        self_check.self_check(2, pairs, experts, ExpertsLayout())
+        self_check.self_check(2, pairs, experts, ExpertFormula())
 
     for hidden, pairs in ((512, 4000), (2048, 5000), (2064, 5000), (2048, 100)):
         call(hidden, pairs)

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import Blocks, dot_precision, rank_block
 from hf_moe_ep.ops.kernels.gate import activate_backward, add_low_rank, halves
-from hf_moe_ep.ops.weights import NO_ADAPTER, LowRows, Routing
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def dgated(
     down_bias_LH: Tensor | None,
     pre_AG: Tensor,
     routing: Routing,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
     blocks: Blocks,
     low: LowRows = NO_ADAPTER,
     *,
@@ -156,7 +156,7 @@ def dgated(
         weights_RK.shape[1], hidden, ffn, num_pairs,
         grad_RH.stride(0), *down_LHF.stride(),
         0 if down_bias_LH is None else down_bias_LH.stride(0), *low.kernel_arguments(),
-        GATED=layout.gated, INTERLEAVED=layout.interleaved, **layout.kernel_constants(),
+        GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
         HAS_BIAS=down_bias_LH is not None and need_weights, NEED_ACT=need_act,
         NEED_PARTIAL=need_weights,
         RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),

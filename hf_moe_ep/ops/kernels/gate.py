@@ -1,6 +1,6 @@
-"""What the epilogues of the Triton kernels share: adapters, the formula of `layout.py`, halves.
+"""What the epilogues of the Triton kernels share: adapters, the formula of `formula.py`, halves.
 
-fp32 in, fp32 out. Constants arrive as compile-time values: an unclamped layout compiles without a
+fp32 in, fp32 out. Constants arrive as compile-time values: an unclamped formula compiles without a
 clamp, experts without an adapter without its product.
 """
 

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, rank_block
 from hf_moe_ep.ops.kernels.gate import add_low_rank
-from hf_moe_ep.ops.weights import NO_ADAPTER, LowRows, Routing
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_moe_ep.ops.interface import Routing
 from hf_moe_ep.ops.kernels.blocks import Blocks, OuterBlock, dot_precision, rank_block
-from hf_moe_ep.ops.weights import Routing
 
 
 @triton.jit

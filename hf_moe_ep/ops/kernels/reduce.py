@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_moe_ep.ops.weights import Routing
+from hf_moe_ep.ops.interface import Routing
 
 _SUM_ROWS, _SUM_COLUMNS, _FLAT = 32, 128, 256
 

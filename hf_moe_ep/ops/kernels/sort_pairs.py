@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_moe_ep.ops.weights import Routing
+from hf_moe_ep.ops.interface import Routing
 
 _BLOCK = 512
 _CHUNK = 64

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_moe_ep.ops.formula import ExpertsLayout
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, rank_block
 from hf_moe_ep.ops.kernels.gate import activate, add_low_rank, halves
-from hf_moe_ep.ops.weights import NO_ADAPTER, LowRows, Routing
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def up(
     weight_LGH: Tensor,
     bias_LG: Tensor | None,
     routing: Routing,
-    layout: ExpertsLayout,
+    formula: ExpertFormula,
     blocks: Blocks,
     low: LowRows = NO_ADAPTER,
     *,
@@ -127,7 +127,7 @@ def up(
 ) -> tuple[Tensor, Tensor]:
     """act_AF and pre_AG; the latter is empty unless kept. `rows_RH` has contiguous rows."""
     num_pairs, (hidden, pre_size) = routing.pair_A.numel(), (rows_RH.shape[1], weight_LGH.shape[1])
-    ffn = layout.ffn_size(pre_size)
+    ffn = formula.ffn_size(pre_size)
     act_AF = rows_RH.new_empty(num_pairs, ffn)
     pre_AG = rows_RH.new_empty((num_pairs, pre_size) if keep_pre else (0,))
     block: Block = (low.rank and blocks.up_adapted) or blocks.up
@@ -137,7 +137,7 @@ def up(
         act_AF, top_k, hidden, ffn,
         rows_RH.stride(0), *weight_LGH.stride(), 0 if bias_LG is None else bias_LG.stride(0),
         *low.kernel_arguments(),
-        GATED=layout.gated, INTERLEAVED=layout.interleaved, **layout.kernel_constants(),
+        GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
         HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre,
         RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
