@@ -16,25 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.moe.dispatch.all_to_all import DispatchedRows, plan_dispatch
-from hf_moe_ep.moe.dispatch.async_exchange import CombinedRows
+from hf_moe_ep.moe.dispatch.all_to_all import plan_dispatch
 from hf_moe_ep.moe.dispatch.counts import Header
-from hf_moe_ep.moe.dispatch.deepep import DeepEPRows, GroupBuffer, plan_deepep
+from hf_moe_ep.moe.dispatch.deepep import GroupBuffer, plan_deepep
+from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
 from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.recompute import Plan, Routed, watch_checkpoints
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.state import STATE, ModelState, MoELayer
-from hf_moe_ep.upstream.autograd_modes import (
-    StopRecomputation,
-    backward_is_running,
-    hidden_from_modes,
-)
+from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
 
 class ForwardGuard:
@@ -90,38 +85,23 @@ def _ep_forward(
     with hidden:
         plans = _plans(layer, experts.training, x_TH, expert_ids_TK)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
-    sizes = [plan.num_tokens for plan in plans]
-    inputs = zip(
-        x_TH.split(sizes), weights_TK.split(sizes), expert_ids_TK.split(sizes), strict=True
-    )
-    starts = [partial(plan.start, *chunk) for plan, chunk in zip(plans, inputs, strict=True)]
-    arriving: DispatchedRows | DeepEPRows | None = starts.pop(0)()
-    returning: list[CombinedRows] = []
-    while arriving is not None:
-        # One chunk travels while the one before it is computed.
-        arrived, arriving = arriving, starts.pop(0)() if starts else None
-        # Here, so that backward computes their gradients while those of the rows travel.
-        weights = postpone_grads(local_weights(experts, layer.compute, x_TH, first_expert))
-        rows_RH, weights_RK, ids_RK = arrived.finish()
-        try:
-            rows_RH = run_experts(
+    with WayHome() as home:
+        for arriving in overlapped(plans, x_TH, weights_TK, expert_ids_TK):
+            # Here, so that backward computes their gradients while those of the rows travel.
+            weights = postpone_grads(local_weights(experts, layer.compute, x_TH, first_expert))
+            rows_RH, weights_RK, expert_ids_RK = arriving.finish()
+            out_RH = run_experts(
                 experts,
                 layer.compute,
                 rows_RH,
-                ids_RK,
+                expert_ids_RK,
                 weights_RK,
-                counts_L=arrived.counts_L,
+                counts_L=arriving.counts_L,
                 grad_scale=1.0 / meshes.world_size,
                 weights=weights,
             )
-        except StopRecomputation:
-            # Memory of a transfer that nobody waits for stays taken until NCCL looks after it.
-            for rows in returning:
-                rows.wait()
-            raise
-        returning.append(arrived.start_combine(rows_RH))
-    out = [rows.finish() for rows in returning]
-    return out[0] if len(out) == 1 else torch.cat(out)
+            home.send(arriving, out_RH)
+    return home.finish()
 
 
 def _plans(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Sequence[Plan]:

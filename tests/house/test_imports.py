@@ -34,6 +34,7 @@ ORDER = (
     "sequence",
     "lora",
     "state",
+    "dispatcher",
     "architectures",
     "model_patches",
     "ranks",
