@@ -12,7 +12,7 @@
                             of slices; hooks on it, its layers and the tower split and join
 
 It looks at the model only. What depends on the world is checked by `shard.py` when the model is
-sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `accelerate.py`.
+sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `integrations/`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
-from hf_moe_ep.integrations import install as accelerate
-from hf_moe_ep.lora import computed as lora
+from hf_moe_ep.integrations.install import install
 from hf_moe_ep.moe.aux_loss import GlobalAuxLoss, RestoreAuxLoss
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
@@ -125,8 +124,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     _hook_root(without_adapters(model), state)
     if tower is not None:
         _hook_tower(*tower, state)
-    accelerate.install()
-    lora.install()
+    install()
     _log(model, state, list(experts), computes[0])
     return model
 

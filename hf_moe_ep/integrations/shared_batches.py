@@ -10,7 +10,7 @@ each place where it divides by the number of processes, or multiplies, learns be
                           `predict()`; `num_input_tokens_seen`, `total_flos`
 
 The Trainer divides by `get_tp_size()` wherever ranks share a batch, so that is what we answer.
-`accelerate.py` installs these wrappers; each is given what was there before as `original`.
+`install.py` has the table of these wrappers; each is given what was there before as `original`.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
 """The Trainer's own checkpoints of a patched model: complete, or not there.
 
-    Trainer._save_checkpoint     a marker first, a manifest last (`manifest.py`); older checkpoints
-                                 are deleted after that, where stock deletes them before, and torn
-                                 ones do not count as checkpoints to keep; pushed to the hub with
-                                 their manifest
-    Trainer.train                `resume_from_checkpoint=True` takes the newest complete one; one
-                                 that is named is read against its manifest before anything is
-                                 loaded
-    _load_from_checkpoint,       of a model that is not sharded: its experts too. Stock looks in a
-    _load_best_model             file of hub layout for the model's own names, says that those of
-                                 experts are missing, and goes on with what they were before
-    _load_from_checkpoint,       DCP's pickled `.metadata` may build metadata and nothing else,
-    _load_best_model, ...,       where torch runs whatever is in the file
-    Accelerator.load_state
+Saving puts a marker first and a manifest last (`checkpoints/storage/manifest.py`). Older ones are
+deleted after that, where stock deletes them before, and torn ones do not count as checkpoints to
+keep; a push to the hub waits for the manifest too. `resume_from_checkpoint=True` takes the newest
+complete one; one that is named is read against its manifest before anything is loaded.
 
 A checkpoint without our marker was written by stock, or before there were manifests: it is loaded
 with a warning. With the marker and no manifest it was not finished. Models that are not patched
 go through stock code as it is.
+
+A model that is not sharded is loaded with its experts too: stock looks in a file of hub layout for
+the model's own names, says that those of experts are missing, and goes on with what they were
+before. And DCP's pickled `.metadata` may build metadata and nothing else, where torch runs whatever
+is in the file.
 """
 
 from __future__ import annotations
@@ -32,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-import transformers.trainer
-from accelerate import Accelerator
 
 from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
@@ -48,22 +42,11 @@ from hf_moe_ep.upstream.training_frameworks import (
     end_of_checkpoint,
     prepared_models,
 )
-from hf_moe_ep.upstream.wrap import wrap_once
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def install() -> None:
-    """Wrap the functions of the table above, once per process."""
-    wrap_once(transformers.Trainer, "_save_checkpoint", _save_checkpoint)
-    wrap_once(transformers.Trainer, "train", _train)
-    wrap_once(transformers.Trainer, "_load_optimizer_and_scheduler", _load)
-    for name in ("_load_from_checkpoint", "_load_best_model"):
-        wrap_once(transformers.Trainer, name, _load_model)
-    wrap_once(Accelerator, "load_state", _load_state)
-
-
-def _save_checkpoint(
+def save_checkpoint(
     original: Callable[..., Any], self: transformers.Trainer, model: Any, trial: Any
 ) -> None:
     """`Trainer._save_checkpoint`, between a marker and a manifest."""
@@ -84,7 +67,7 @@ def _save_checkpoint(
     together(f"pushing {folder}, deleting older ones", lambda: [call() for call in held])
 
 
-def _train(
+def train(
     original: Callable[..., Any],
     self: transformers.Trainer,
     resume_from_checkpoint: str | bool | None = None,
@@ -117,7 +100,7 @@ def _train(
     return original(self, os.fspath(folder), *args, **kwargs)
 
 
-def _load(
+def load_safely(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
     """What a Trainer loads of a checkpoint, with metadata alone out of `.metadata`."""
@@ -127,14 +110,14 @@ def _load(
         return original(self, *args, **kwargs)
 
 
-def _load_model(
+def load_model(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
     """Every parameter from a checkpoint's hub layout into a model that one process holds."""
     state, model = None if self.model is None else find_state(self.model), unwrap(self.model)
     sharded = self.is_fsdp_enabled or (state is not None and state.meshes is not None)
     if state is None or sharded or has_adapters(model):
-        return _load(original, self, *args, **kwargs)
+        return load_safely(original, self, *args, **kwargs)
     named = [*args, *kwargs.values()]  # none for the best
     folder = named[0] if named else self.state.best_model_checkpoint
     names = [name for name, _ in model.named_parameters()]
@@ -142,7 +125,7 @@ def _load_model(
     return None
 
 
-def _load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """`Accelerator.load_state` of a patched model: no other code out of `.metadata`."""
     if not any(find_state(model) is not None for model in prepared_models(self)):
         return original(self, *args, **kwargs)

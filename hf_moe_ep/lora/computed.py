@@ -7,13 +7,10 @@ module, and `ops.expert_mlp` adds two thin products to each expert's own.
 
 The factors stay parameters of PEFT's wrappers. When the model is sharded they are split over ep
 with their experts, in the same FSDP2 unit (`factors.py` has the layouts); what is saved is packed
-as PEFT packs it, so it is a stock adapter. `install` wraps, once per process:
+as PEFT packs it, so it is a stock adapter.
 
-    ParamWrapper._activate_lora      leaves the factors, for experts that we compute
-    BaseTuner.inject_adapter,
-    merge_and_unload, unload,        refuse a sharded model: what they would add or change is
-    merge_adapter,                   neither split nor kept in step between ranks
-    PeftModel.load_adapter
+`integrations/install.py` puts `activate`, `inject_adapter`, `load_adapter` and `merge` in front of
+PEFT's own functions.
 """
 
 from __future__ import annotations
@@ -27,21 +24,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.lora.factors import ADAPTERS, Adapter, stack_a, stack_b
 from hf_moe_ep.state import STATE, MoELayer, find_state
-from hf_moe_ep.upstream.adapters import parameter_factors, peft_classes
-from hf_moe_ep.upstream.wrap import wrap_once
-
-
-def install() -> None:
-    """Wrap the functions of the table above, once per process."""
-    classes = peft_classes()
-    if classes is None:
-        return
-    peft_model, tuner, parameter_wrapper = classes
-    wrap_once(parameter_wrapper, "_activate_lora", activate)
-    wrap_once(tuner, "inject_adapter", inject_adapter)
-    wrap_once(peft_model, "load_adapter", load_adapter)
-    for name in ("merge_and_unload", "unload", "merge_adapter"):
-        wrap_once(tuner, name, partial(merge, name))
+from hf_moe_ep.upstream.adapters import parameter_factors
 
 
 def stackers(experts: nn.Module) -> dict[int, Callable[[Tensor], Tensor]]:
@@ -57,14 +40,14 @@ def stackers(experts: nn.Module) -> dict[int, Callable[[Tensor], Tensor]]:
     return found
 
 
-def activate(original: Callable[..., Any], self: Any, active: list[str]) -> Any:
+def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
     """Leave the factors on experts that we compute, for one forward (ParamWrapper)."""
     experts = self.get_base_layer()
     if not _computed_here(experts):
-        return original(self, active)
+        return original(self, active_adapters)
     adapters = [
         Adapter(self.lora_A[n].weight, self.lora_B[n].weight, self.scaling[n], self.num_experts)
-        for n in active
+        for n in active_adapters
         if n in self.lora_A
     ]
     return _leave(experts, self.parameter_name, adapters)

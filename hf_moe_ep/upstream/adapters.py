@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,17 +68,6 @@ def canonical_modules(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         delattr(model, "named_modules")
-
-
-def peft_classes() -> tuple[Any, Any, Any] | None:
-    """PeftModel, BaseTuner and ParamWrapper (peft/tuners), None where PEFT is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        return None
-    from peft import PeftModel
-    from peft.tuners.lora.layer import ParamWrapper
-    from peft.tuners.tuners_utils import BaseTuner
-
-    return PeftModel, BaseTuner, ParamWrapper
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,80 @@
-"""How a function of another project gets one of ours in front of it."""
+"""How a function of another project gets one of ours in front of it, named by a string.
+
+    Wrap("transformers.trainer:Trainer.save_model", ours, "writes hub layout")
+
+`module:Class.function`, or `module:function` for one that a module holds; functions that stand in
+classes are found in the class that is named, also where it inherits them. Any name may be a private
+one: this string is where it stands. `ours(original, *args, **kwargs)` is called in place of it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 
-def wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Let `wrapper(original, *args, **kwargs)` stand for `owner.name`, once per process."""
+@dataclass(frozen=True)
+class Wrap:
+    """One function to stand in front of.
+
+    Attributes:
+        target: where it is, as in the module's docstring.
+        wrapper: ours, which is given what was there before as its first argument.
+        why: what would be wrong without it.
+        optional: its package may be missing, and then nothing is wrapped.
+    """
+
+    target: str
+    wrapper: Callable[..., Any]
+    why: str
+    optional: bool = False
+
+    @property
+    def package(self) -> str:
+        return self.target.partition(":")[0].partition(".")[0]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to wrap: a package that may be missing is installed."""
+        return not self.optional or importlib.util.find_spec(self.package) is not None
+
+
+def find_owner(wrap: Wrap) -> tuple[Any, str]:
+    """The module or class that holds the target of `wrap`, and the target's name in it.
+
+    Raises:
+        ImportError: the installed version has no such function.
+    """
+    module, _, path = wrap.target.partition(":")
+    *classes, name = path.split(".")
+    try:
+        owner = functools.reduce(getattr, classes, importlib.import_module(module))
+        getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"{wrap.target} is not in {wrap.package} {_version(wrap.package)}, where it is wrapped "
+            f"because: {wrap.why}; install a version that has it ({error})"
+        ) from error
+    return owner, name
+
+
+def wrap_all(wraps: Iterable[Wrap]) -> None:
+    """Put every wrapper in front of its target, once per process; all of them or none.
+
+    Raises:
+        ImportError: the installed version has one of the targets not.
+    """
+    found = [(*find_owner(wrap), wrap.wrapper) for wrap in wraps if wrap.is_needed]
+    for owner, name, wrapper in found:
+        _wrap_once(owner, name, wrapper)
+
+
+def _wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     original = getattr(owner, name)
     if hasattr(original, "_hf_moe_ep_wrapper"):
         return
@@ -19,3 +85,10 @@ def wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
     wrapped._hf_moe_ep_wrapper = wrapper  # type: ignore[attr-defined]
     setattr(owner, name, wrapped)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import describe, global_token_count, patch
-from hf_moe_ep.integrations.install import _check_parallelism, fsdp_on_cpu
+from hf_moe_ep.integrations.prepare import check_parallelism, fsdp_on_cpu
 from hf_moe_ep.state import find_state
 
 WORLD = 2
@@ -231,11 +231,11 @@ def test_parallelism_config_that_does_not_combine() -> None:
     state = find_state(patch(tiny(), dp_replicate_size=2))
     assert state is not None
     with pytest.raises(ValueError, match=r"tp_size=2.*set it to 1"):
-        _check_parallelism(ParallelismConfig(tp_size=2, dp_shard_size=2), state)
+        check_parallelism(ParallelismConfig(tp_size=2, dp_shard_size=2), state)
     with pytest.raises(ValueError, match=r"dp_replicate_size=4 .* dp_replicate_size=2"):
-        _check_parallelism(ParallelismConfig(dp_replicate_size=4, dp_shard_size=2), state)
-    _check_parallelism(ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), state)
-    _check_parallelism(None, state)
+        check_parallelism(ParallelismConfig(dp_replicate_size=4, dp_shard_size=2), state)
+    check_parallelism(ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), state)
+    check_parallelism(None, state)
 
 
 def test_plugin_given_by_hand_is_kept() -> None:

@@ -1,0 +1,156 @@
+"""What `accelerator.prepare` does with a patched model, and on which launches it can.
+
+Accelerate takes the model apart and puts it together as it would with FSDP2 alone; the optimizer's
+swap before and after, clip, no_sync and DCP are then its own. Here is what stands in for
+`fsdp2_prepare_model` in the middle of that, the checks in front of it, and `fsdp_on_cpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
+from accelerate.utils.fsdp_utils import get_parameters_from_modules
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.config import launched_with_fsdp, launched_world_size
+from hf_moe_ep.integrations import shared_batches
+from hf_moe_ep.ranks.together import together
+from hf_moe_ep.sharding.shard import ShardOptions, shard_model
+from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.module_names import unwrap
+from hf_moe_ep.upstream.training_frameworks import declare_fsdp
+
+
+def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    """Let FSDP2 run on CPU ranks, where Accelerate starts plain multi-process training.
+
+    Only where the launch config asks for FSDP (`distributed_type: FSDP`, `use_cpu: true`): then
+    the same path as on GPUs runs, sharding, clip, checkpoints and all.
+    """
+    if state.distributed_type != DistributedType.MULTI_CPU or not launched_with_fsdp():
+        return
+    plugin = plugin or FullyShardedDataParallelPlugin()
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    declare_fsdp(state)
+
+
+def init_state(original: Callable[..., Any], self: AcceleratorState, *args: Any, **kw: Any) -> None:
+    """`AcceleratorState.__init__`, and FSDP on CPU ranks where the launch asks for it."""
+    original(self, *args, **kw)
+    fsdp_on_cpu(self, kw.get("fsdp_plugin"))
+
+
+def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare`, behind checks that the launch shards what it is given.
+
+    Raises:
+        ValueError: a launch or parallelism under which nothing would be sharded, or not so.
+    """
+    states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
+    patched = [state for state in states if state is not None]
+    if patched:
+        fsdp_on_cpu(self.state, None)
+        _check_launch(self)
+        check_parallelism(self.parallelism_config, patched[0])
+        shared_batches.share_batches(self, patched[0])
+        if patched[0].meshes is not None and self.state.fsdp_plugin is not None:
+            together("accelerator.prepare", partial(_check_no_empty_shards, args))
+            # Its layers have other classes now than the policy looks for, and nothing to wrap.
+            self.state.fsdp_plugin.auto_wrap_policy = None
+    return original(self, *args, **kwargs)
+
+
+def _check_no_empty_shards(args: tuple[Any, ...]) -> None:
+    """Accelerate knows an optimizer's parameters by their addresses, and nothing has none."""
+    for model in args:
+        for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+            if isinstance(parameter, DTensor) and parameter.to_local().numel() == 0:
+                raise ValueError(
+                    f"{name} {tuple(parameter.shape)} leaves a rank without a share, and "
+                    f"Accelerate cannot take a model that is sharded so; load it with "
+                    f"transformers' from_pretrained and call patch(model)"
+                )
+
+
+def prepare_model(
+    original: Callable[..., Any], accelerator: Accelerator, model: nn.Module
+) -> nn.Module:
+    """`fsdp2_prepare_model`: shard a patched model, unless it was sharded before."""
+    state = find_state(model)
+    if state is None:
+        return original(accelerator, model)
+    if state.meshes is None:
+        inner = unwrap(model)
+        shard_model(inner, state, options_of(accelerator, inner), accelerator.device)
+    return model
+
+
+def options_of(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
+    plugin = accelerator.state.fsdp_plugin
+    ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
+    quantized = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
+    # Packed 4-bit bytes do not survive being split; a floating storage dtype does.
+    ignored |= {p for p in quantized if not p.requires_grad and not p.is_floating_point()}
+    return ShardOptions(
+        mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        offload_policy=_offload_policy(plugin.cpu_offload, accelerator.device),
+        fp32_masters=accelerator.mixed_precision != "no" and not quantized,
+        reshard_after_forward=plugin.reshard_after_forward,
+        ignored_params=frozenset(ignored),
+    )
+
+
+def _offload_policy(policy: OffloadPolicy | None, device: torch.device) -> OffloadPolicy:
+    if isinstance(policy, CPUOffloadPolicy) and device.type == "cpu":
+        return CPUOffloadPolicy(pin_memory=False)  # there is no accelerator to pin memory for
+    return policy or OffloadPolicy()
+
+
+def _check_launch(accelerator: Accelerator) -> None:
+    kind, processes = accelerator.distributed_type, launched_world_size()
+    if kind == DistributedType.NO and processes > 1:
+        raise ValueError(
+            f"{processes} processes were launched but this Accelerator sees 1, so each would train "
+            "alone; on CPU write Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
+        )
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        version = accelerator.state.fsdp_plugin.fsdp_version
+        raise ValueError(
+            f"the launch config asks for FSDP version {version}, but a patched model needs version "
+            "2: write `fsdp_version: 2` in its fsdp_config"
+        )
+
+
+def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
+    if parallelism is None:
+        return
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if getattr(parallelism, name, 1) > 1:
+            raise ValueError(
+                f"the launch config's parallelism_config has {name}={getattr(parallelism, name)}, "
+                f"which does not combine with a patched model; set it to 1"
+            )
+    theirs, ours = parallelism.dp_replicate_size, state.config.dp_replicate_size
+    if theirs not in (1, ours):
+        raise ValueError(
+            f"parallelism_config has dp_replicate_size={theirs} but the model was patched with "
+            f"dp_replicate_size={ours}; write patch(model, dp_replicate_size={theirs})"
+        )
