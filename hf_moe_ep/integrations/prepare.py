@@ -7,7 +7,8 @@ swap before and after, clip, no_sync and DCP are then its own. Here is what stan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -66,16 +67,34 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     """
     states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
     patched = [state for state in states if state is not None]
-    if patched:
-        fsdp_on_cpu(self.state, None)
-        _check_launch(self)
-        check_parallelism(self.parallelism_config, patched[0])
-        shared_batches.share_batches(self, patched[0])
-        if patched[0].meshes is not None and self.state.fsdp_plugin is not None:
-            together("accelerator.prepare", partial(_check_no_empty_shards, args))
-            # Its layers have other classes now than the policy looks for, and nothing to wrap.
-            self.state.fsdp_plugin.auto_wrap_policy = None
-    return original(self, *args, **kwargs)
+    if not patched:
+        return original(self, *args, **kwargs)
+    state = patched[0]
+    fsdp_on_cpu(self.state, None)
+    _check_launch(self)
+    check_parallelism(self.parallelism_config, state)
+    shared_batches.share_batches(self, state)
+    plugin = self.state.fsdp_plugin
+    if state.meshes is None or plugin is None:
+        return original(self, *args, **kwargs)
+    together("accelerator.prepare", partial(_check_no_empty_shards, args))
+    with _nothing_to_wrap(plugin):
+        return original(self, *args, **kwargs)
+
+
+@contextmanager
+def _nothing_to_wrap(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
+    """Let Accelerate look for no layers in a model that is sharded already.
+
+    They have other classes now than the user's policy names. The next model, such as a stock
+    reference, needs that policy again.
+    """
+    before = plugin.auto_wrap_policy
+    plugin.auto_wrap_policy = None
+    try:
+        yield
+    finally:
+        plugin.auto_wrap_policy = before
 
 
 def _check_no_empty_shards(args: tuple[Any, ...]) -> None:
