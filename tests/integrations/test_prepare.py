@@ -14,7 +14,7 @@ WORLD = 2
 
 
 def test_a_stock_model_prepared_after_ours_has_a_unit_per_layer() -> None:
-    """A reference model of DPO or GRPO would be gathered whole in each forward with a root alone."""
+    """A reference model of DPO or GRPO with a root alone is gathered whole in each forward."""
     run_ranks(_sharded_then_stock, WORLD)
 
 
