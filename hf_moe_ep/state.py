@@ -45,8 +45,24 @@ class ModelState:
     frame: Any = None
     # The save that runs in the background (checkpoints.training.background.Saver), if any.
     saver: Any = None
+    # One per experts module, in order; each of them has its own as STATE.
+    moe_layers: list[MoELayer] = field(default_factory=list)
     # (module, attribute, what was there before; None for nothing)
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
+
+    def replace(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of a module until `unpatch`, which puts back what was there."""
+        self.undo.append((module, name, vars(module).get(name)))
+        setattr(module, name, value)
+
+    def restore(self) -> None:
+        """Put back whatever `replace` replaced."""
+        while self.undo:
+            module, name, value = self.undo.pop()
+            if value is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
 
     def check_ready(self) -> None:
         """Raise where training would silently ignore what the config asks for."""
@@ -100,6 +116,10 @@ class MoELayer:
     index: int
     model: ModelState
     compute: Compute | None
+
+
+class Ours:
+    """Marks a hook on a module as one of ours: `unpatch` takes off whatever inherits it."""
 
 
 def find_state(model: nn.Module) -> ModelState | None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
 from hf_moe_ep import ParallelConfig, describe, patch, unpatch
-from hf_moe_ep.state import STATE
+from hf_moe_ep.state import STATE, Ours
 
 
 def _ours(value: object) -> bool:
@@ -254,6 +254,22 @@ def test_models_from_one_config_object_are_independent() -> None:
     assert getattr(second, STATE) is not None and _traces(first) == []
 
 
+def test_every_hook_of_ours_is_marked() -> None:
+    """By the mark `unpatch` finds them; one without would stay."""
+    model = tiny(**SIZES["aux loss"])
+    model(**_inputs())
+    patch(model, sp_size=2)
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if _ours(hook)
+    ]
+    kinds = {type(hook).__name__ for hook in hooks}
+    assert kinds >= {"ForwardGuard", "GlobalAuxLoss", "SplitSequence", "TakeSlice"}, kinds
+    assert all(isinstance(hook, Ours) for hook in hooks), kinds
+
+
 def test_patching_twice_is_patching_once() -> None:
     model = tiny(**SIZES["aux loss"])
     model(**_inputs())
@@ -293,6 +309,18 @@ def test_a_refused_patch_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"'triton' cannot run Qwen3MoeExperts.*multiples of 16"):
         patch(tiny(), experts_backend="triton")
     assert _snapshot(model) == snapshot and _traces(model) == []
+
+
+def test_attention_that_cannot_be_split_is_refused_before_anything_changes() -> None:
+    model = tiny(attn_implementation="eager")
+    snapshot = _snapshot(model)
+    with pytest.raises(ValueError, match="attn_implementation='eager'"):
+        patch(model, sp_size=2)
+    assert _snapshot(model) == snapshot and _traces(model) == []
+    patch(model)
+    with pytest.raises(ValueError, match="attn_implementation='eager'"):
+        patch(model, sp_size=2)
+    assert getattr(model, STATE).config == ParallelConfig(1, 1, 1)
 
 
 def test_patching_a_part_of_a_patched_model() -> None:

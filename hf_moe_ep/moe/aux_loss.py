@@ -37,13 +37,13 @@ from torch import Tensor, nn
 from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.state import ModelState
+from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import forward_globals, fused_head_globals, is_fused_head
 
 _FUNCTION = "load_balancing_loss_func"
 
 
-class GlobalAuxLoss:
+class GlobalAuxLoss(Ours):
     """Pre-forward hook of the causal LM: its forward will call `global_aux_loss`."""
 
     def __init__(self, state: ModelState, coefficient: str) -> None:
@@ -72,7 +72,7 @@ class GlobalAuxLoss:
             setattr(holder, self.name, coefficient / meshes.data_parallel_size)
 
 
-class RestoreAuxLoss:
+class RestoreAuxLoss(Ours):
     """Forward hook, also called when forward raised: undoes what `GlobalAuxLoss` did."""
 
     def __init__(self, swapped: GlobalAuxLoss) -> None:

@@ -28,11 +28,11 @@ from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
 from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.recompute import Plan, Routed, watch_checkpoints
 from hf_moe_ep.ops.expert_mlp import postpone_grads
-from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
 
-class ForwardGuard:
+class ForwardGuard(Ours):
     """Pre-forward hook of the root: checks that the model is sharded, counts forwards."""
 
     def __init__(self, state: ModelState) -> None:

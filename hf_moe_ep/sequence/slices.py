@@ -4,10 +4,10 @@ With `sp` ranks and a length of S tokens every rank has ceil(S / sp) tokens of e
 ones padded. All exchanges are equal parts between the ranks of the group, differentiable, and their
 backward is the exchange the other way:
 
-    own_heads       (B, heads, S / sp, D)   to   (B, heads / sp, S, D)
-    own_tokens      (B, S, heads / sp, D)   to   (B, S / sp, heads, D)
     gather_slices   (B, S / sp, V)          to   (B, S, V) on every rank
     sum_slices      a number of each slice  to   their sum on every rank
+
+What attention exchanges stands in `ulysses.py`.
 """
 
 from __future__ import annotations
@@ -63,20 +63,6 @@ class Slice:
         return self._shared[id(whole[0])][1]
 
 
-def own_heads(query: Tensor, key: Tensor, value: Tensor, part: Slice) -> tuple[Tensor, ...]:
-    """(B, heads, S / sp, D) each, to this rank's heads of all tokens: (B, heads / sp, S, D)."""
-    # One message: each rank's heads of all three, one rank after the other.
-    packed = torch.cat([x.unflatten(1, (part.size, -1)) for x in (query, key, value)], dim=2)
-    whole = _HeadsToSequence.apply(packed, part)[:, :, : part.length]
-    return whole.split([x.shape[1] // part.size for x in (query, key, value)], dim=1)
-
-
-def own_tokens(out_BSHD: Tensor, part: Slice) -> Tensor:
-    """The way back: (B, S, heads / sp, D) to (B, S / sp, heads, D)."""
-    out: Tensor = _SequenceToHeads.apply(out_BSHD, part)
-    return out
-
-
 def gather_slices(x: Tensor, part: Slice) -> Tensor:
     """(B, S / sp, V) of every rank to (B, S, V) on all; the gradients of all ranks are added."""
     whole: Tensor = _Gather.apply(x, part)
@@ -87,41 +73,6 @@ def sum_slices(x: Tensor, part: Slice) -> Tensor:
     """The sum of a scalar over the group; its backward adds the gradients of all ranks as well."""
     total: Tensor = _Sum.apply(x, part)
     return total
-
-
-class _HeadsToSequence(torch.autograd.Function):
-    """(B, sp, heads, S / sp, D), by owner of the heads, to (B, heads, S, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, part: Slice) -> Tensor:
-        ctx.part = part
-        arrived = swap_slices(packed.movedim(1, 0), part.group)
-        return arrived.movedim(0, 2).flatten(2, 3)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        by_owner = grad.unflatten(2, (ctx.part.size, -1)).movedim(2, 0)
-        return swap_slices(by_owner, ctx.part.group).movedim(0, 1), None
-
-
-class _SequenceToHeads(torch.autograd.Function):
-    """(B, S without padding, heads / sp, D) to (B, S / sp, heads, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, part: Slice) -> Tensor:
-        ctx.part = part
-        padded = functional.pad(out, (0, 0, 0, 0, 0, part.local * part.size - part.length))
-        arrived = swap_slices(padded.unflatten(1, (part.size, -1)).movedim(1, 0), part.group)
-        return arrived.movedim(0, 2).flatten(2, 3)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        part = ctx.part
-        by_owner = grad.unflatten(2, (part.size, -1)).movedim(2, 0)
-        arrived = swap_slices(by_owner, part.group).movedim(0, 1).flatten(1, 2)
-        return arrived[:, : part.length], None
 
 
 class _Gather(torch.autograd.Function):

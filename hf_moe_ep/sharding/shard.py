@@ -117,7 +117,7 @@ def shard_units(
     model: nn.Module, state: ModelState, options: ShardOptions, meshes: Meshes
 ) -> nn.Module:
     """What `shard_model` does once ranks are known to agree."""
-    units = find_units(model, state.plan)
+    units = find_units(model)
     _check_frozen(model, units.experts.values())
     # Before anything is changed: fully_shard cannot be taken back.
     for experts in units.experts.values():

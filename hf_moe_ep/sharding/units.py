@@ -10,10 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.upstream.adapters import wraps_for_adapters
-from hf_moe_ep.upstream.models import input_embedding, output_head
-from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.architectures import find_parts
 
 
 @dataclass(frozen=True)
@@ -30,32 +27,20 @@ class Units:
     tied: bool
 
 
-def find_units(model: nn.Module, plan: ModelPlan) -> Units:
-    """The units of a model that is not sharded yet."""
-    modules: dict[str, nn.Module] = {}
-    outermost: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        outermost.setdefault(stock_name(name), module)
-        if not wraps_for_adapters(module):
-            modules.setdefault(stock_name(name), module)
-    names = [name for name in modules if matches(plan.layers, name)]
-    experts = {
-        index: outermost[name]
-        for index, layer in enumerate(names)
-        for name in modules
-        if name.startswith(f"{layer}.") and matches(plan.experts, name)
-    }
-    embedding = input_embedding(model)
-    head = output_head(model)
-    # Any of their parameters: a copy that PEFT trains stands in front of what is tied.
-    tied = head is not None and embedding is not None and _share_parameters(head, embedding)
-    norms = [module for name, module in modules.items() if matches(plan.final_norm, name)]
-    tail = [m for m in (embedding if tied else None, *norms, head) if m is not None]
-    vision = []
-    if plan.vision is not None:
-        for pattern in (plan.vision.blocks, plan.vision.tower):
-            vision += [module for name, module in modules.items() if matches(pattern, name)]
-    return Units([modules[name] for name in names], experts, vision, embedding, tail, tied)
+def find_units(model: nn.Module) -> Units:
+    """Find the units of a model that is not sharded yet."""
+    parts = find_parts(model)
+    in_front_of_tail = [parts.embedding] if parts.tied and parts.embedding is not None else []
+    head = [] if parts.head is None else [parts.head]
+    tower = [] if parts.tower is None else [*parts.tower.blocks, parts.tower.module]
+    return Units(
+        layers=list(parts.layers),
+        experts=parts.adapted_experts,
+        vision=tower,
+        embedding=parts.embedding,
+        tail=[*in_front_of_tail, *parts.final_norm, *head],
+        tied=parts.tied,
+    )
 
 
 def keep_last_layer(units: Units, root: nn.Module) -> None:
@@ -126,7 +111,3 @@ def set_prefetch(units: Units) -> None:
 
 def _has_grads(unit: Any) -> bool:
     return any(parameter.requires_grad for parameter in unit.parameters())
-
-
-def _share_parameters(one: nn.Module, other: nn.Module) -> bool:
-    return not {id(p) for p in one.parameters()}.isdisjoint(id(p) for p in other.parameters())

@@ -200,7 +200,7 @@ class _Sharded:
         self.policy, fp32_masters = MixedPrecisionPolicy(), False
         if request.masters == "fp32":
             self.policy, fp32_masters = default_policy(model)
-        self.units: Units = find_units(model, self.state.plan)
+        self.units: Units = find_units(model)
         options = ShardOptions(
             mp_policy=self.policy,
             offload_policy=OffloadPolicy(),

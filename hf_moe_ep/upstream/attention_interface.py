@@ -28,13 +28,8 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
     Raises:
         ValueError: the model's attention is not in transformers' interface.
     """
+    check_attention(config)
     stock = config._attn_implementation
-    known = ALL_ATTENTION_FUNCTIONS.valid_keys()
-    if stock not in known or stock == "eager":
-        raise ValueError(
-            f"sp_size > 1 splits attention by heads, which attn_implementation={stock!r} does not "
-            f"allow; load the model with attn_implementation='sdpa' or 'flash_attention_2'"
-        )
     name = f"{EXPERTS_IMPLEMENTATION}_{'flash_frames_' if frames else ''}{stock}"
     how = {"varlen": "flash" in stock} if frames else {}
     ALL_ATTENTION_FUNCTIONS.register(name, wrap(ALL_ATTENTION_FUNCTIONS[stock], **how))
@@ -43,6 +38,16 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
     own._attn_implementation_internal = name
     setattr(own, _STOCK_CONFIG, config)
     return own
+
+
+def check_attention(config: Any) -> None:
+    """Raise where a model's attention, ours or stock, is not in transformers' interface."""
+    stock = getattr(config, _STOCK_CONFIG, config)._attn_implementation
+    if stock not in ALL_ATTENTION_FUNCTIONS.valid_keys() or stock == "eager":
+        raise ValueError(
+            f"sp_size > 1 splits attention by heads, which attn_implementation={stock!r} does not "
+            f"allow; load the model with attn_implementation='sdpa' or 'flash_attention_2'"
+        )
 
 
 def stock_attention(module: nn.Module) -> Any:

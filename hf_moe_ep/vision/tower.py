@@ -12,22 +12,12 @@ whether they have pixels:
 Which ranks hold which modality, and how many tiles, changes nothing else: in a sharded model the
 inner forward takes the tower's outputs as `mm_encoder_outputs` and places them itself.
 
-Within an sp group all ranks have the same pictures. Each takes its slice of all their patches, in
-whole merge units (2 x 2 patches become one token), attends over whole pictures for some of the
-heads (`slices.py`), and the merged features are gathered once, behind the tower. 2 ranks, pictures
-of 3 and 2 tokens:
-
-    rank 0   AAAA AAAA AAAA      patches, blocks, mergers      features of A and B, whole
-    rank 1   BBBB BBBB (pad)
-
-The language model's embeddings take them for the whole sequence; of the deepstack features, which
-its first layers add, each rank keeps the rows of its slice of the text.
+Within an sp group each rank takes a slice of the patches: `patches.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,17 +27,16 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_moe_ep.ops.autograd import nothing
 from hf_moe_ep.ranks.collectives import sum_over_ranks
-from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, own_heads, own_tokens
-from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream.attention_interface import stock_attention
+from hf_moe_ep.sequence.slices import SLICE, Slice
+from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import bind_forward, input_embedding
 from hf_moe_ep.upstream.towers import (
     TOWER_OUTPUTS,
     run_tower,
     split_tower_outputs,
     tower_sizes,
-    tower_tables,
 )
+from hf_moe_ep.vision.patches import PatchSlice
 
 # What the inner model's forward calls pixels and their grids; what its config calls their token.
 _MODALITIES = {
@@ -56,19 +45,7 @@ _MODALITIES = {
 }
 
 
-class PatchSlice(Slice):
-    """How the patches of all pictures are split; `frames` are the patches of each frame."""
-
-    def __init__(self, sequence: Slice, frames: list[int], unit: int) -> None:
-        super().__init__(sequence.group, sequence.rank, sequence.size, sum(frames), unit)
-        self.frames = frames
-
-    def of_features(self) -> Slice:
-        """The same for what the mergers make of each unit."""
-        return Slice(self.group, self.rank, self.size, self.length // self.unit)
-
-
-class TowerOnce:
+class TowerOnce(Ours):
     """Pre-forward hook of the model that holds the tower: runs it, on every rank or on none."""
 
     def __init__(self, state: ModelState, tower: nn.Module) -> None:
@@ -164,102 +141,6 @@ class TowerOnce:
         merge, values = tower_sizes(self.tower)
         pixels = torch.zeros(merge * merge, values, device=device)
         return pixels, torch.tensor([[1, merge, merge]], device=device)
-
-
-class TakePatches:
-    """Pre-forward hook of the tower: pixels and what is made of `grid_thw` become the slice."""
-
-    @torch.compiler.disable
-    def __call__(
-        self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        part: PatchSlice | None = kwargs.get(SLICE)
-        if part is None:
-            return None
-        tables = tower_tables(tower, kwargs["grid_thw"])
-        mine: dict[str, Any] = {name: part.take(table, 0) for name, table in tables.items()}
-        # Known here, so that no layer waits for it.
-        mine["max_seqlen"] = max(part.frames)
-        return (part.take(args[0], 0), *args[1:]), {**kwargs, **mine}
-
-
-class JoinFeatures:
-    """Forward hook of the tower: what its mergers made, of all patches, in one exchange."""
-
-    @torch.compiler.disable
-    def __call__(
-        self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
-    ) -> Any:
-        part: PatchSlice | None = kwargs.get(SLICE)
-        if part is None:
-            return None
-        mine = torch.stack([outputs.pooler_output, *outputs.deepstack_features])
-        whole = gather_slices(mine, part.of_features())
-        # Copies, because FSDP2's hook on a view would be lost to an in-place op.
-        pooled, *deepstack = (features.clone() for features in whole)
-        return type(outputs)(pooler_output=pooled, deepstack_features=deepstack)
-
-
-class TakeDeepstack:
-    """Pre-forward hook of the language model: deepstack features of its slice of the text."""
-
-    @torch.compiler.disable
-    def __call__(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        part: Slice | None = kwargs.get(SLICE)
-        features = kwargs.get("deepstack_visual_embeds")
-        if part is None or features is None:
-            return None
-        seen_BS: Tensor = kwargs["visual_pos_masks"]
-        row_BS = seen_BS.flatten().cumsum(0).view_as(seen_BS) - 1
-        mine_BS = part.take(seen_BS, 1)
-        rows = part.take(row_BS, 1)[mine_BS]
-        deepstack = [feature[rows] for feature in features]
-        return args, {
-            **kwargs,
-            "visual_pos_masks": mine_BS,
-            "deepstack_visual_embeds": deepstack,
-        }
-
-
-def patch_attention(
-    stock: Callable[..., Any],
-    varlen: bool,
-    module: nn.Module,
-    query: Tensor,  # (1, heads, patches / sp, D)
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Tensor,
-    max_length_q: int,
-    max_length_k: int,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention within each frame, for this rank's heads; registered with transformers.
-
-    `varlen`: whether the stock function takes frames as `cu_seq_lens_q`, or one at a time.
-    """
-    part: PatchSlice | None = kwargs.pop(SLICE, None)
-    module = stock_attention(module)
-    if part is not None:
-        query, key, value = own_heads(query, key, value, part)
-    if varlen:
-        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-        kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
-        out, _ = stock(module, query, key, value, attention_mask, **kwargs)
-    else:
-        frames = part.frames if part is not None else cu_seq_lens_q.diff().tolist()
-        each = zip(*(x.split(frames, 2) for x in (query, key, value)), strict=True)
-        out = torch.cat([stock(module, *qkv, attention_mask, **kwargs)[0] for qkv in each], 1)
-    return (out if part is None else own_tokens(out, part)), None
-
-
-def patch_attention_with(stock: Callable[..., Any], *, varlen: bool) -> Callable[..., Any]:
-    """`patch_attention` around a stock attention function."""
-    return partial(patch_attention, stock, varlen)
 
 
 class _Tie(torch.autograd.Function):

@@ -1,0 +1,68 @@
+"""What `patch` does for the MoE layers: choose how each is computed, and send it through us.
+
+every experts module    its own copy of the config, which selects our forward in transformers'
+                        experts interface, and its place in the model (`MoELayer`)
+the root                a pre-forward hook that refuses to train unsharded
+the causal LM           two hooks around forward that make the router's aux loss global
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_moe_ep.architectures import Parts
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.moe.aux_loss import GlobalAuxLoss, RestoreAuxLoss
+from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
+from hf_moe_ep.moe.experts import choose_compute
+from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
+from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
+from hf_moe_ep.upstream.experts_interface import (
+    EXPERTS_IMPLEMENTATION,
+    own_experts_config,
+    register_experts_forward,
+)
+
+
+def check(parts: Parts, state: ModelState) -> None:
+    """Settle how every MoE layer is computed; raise where one cannot be."""
+    _check_ep_size(parts, state.config)
+    if state.config.dispatcher == "deepep":
+        load_deep_ep()
+    for index, experts in enumerate(parts.experts.values()):
+        state.moe_layers.append(MoELayer(index, state, _compute_of(experts, state.config)))
+
+
+def attach(parts: Parts, state: ModelState) -> None:
+    """Let every experts module call `moe_forward`, and hook the root and the causal LM."""
+    register_experts_forward(moe_forward)
+    implementation = EXPERTS_IMPLEMENTATION
+    if state.config.experts_backend == "eager":
+        implementation = "eager"
+    experts = list(parts.experts.values())
+    own_config = own_experts_config(experts[0].config, implementation)
+    for module, layer in zip(experts, state.moe_layers, strict=True):
+        state.replace(module, "config", own_config)
+        setattr(module, STATE, layer)
+    parts.root.register_forward_pre_hook(ForwardGuard(state))
+    coefficient = parts.plan.aux_loss_coef
+    if coefficient is not None and parts.causal_lm is not None:
+        swap = GlobalAuxLoss(state, coefficient)
+        parts.causal_lm.register_forward_pre_hook(swap, with_kwargs=True)
+        parts.causal_lm.register_forward_hook(RestoreAuxLoss(swap), always_call=True)
+
+
+def _check_ep_size(parts: Parts, config: ParallelConfig) -> None:
+    num_experts, ep_size = parts.num_experts, config.ep_size or 1
+    if num_experts % ep_size:
+        sizes = [str(size) for size in range(1, num_experts + 1) if num_experts % size == 0]
+        raise ValueError(
+            f"ep_size ({ep_size}) must divide num_experts ({num_experts}) of "
+            f"{parts.plan.model_type}; try {', '.join(sizes)}"
+        )
+
+
+def _compute_of(experts: nn.Module, config: ParallelConfig) -> Compute | None:
+    if config.experts_backend == "eager":
+        return None
+    return choose_compute(experts, config.experts_backend, recompute=config.recompute_activations)

@@ -1,0 +1,55 @@
+"""What `patch` does for sequence parallelism, with sp_size > 1:
+
+the causal LM         hooks that split the batch and join the outputs; a loss of slices
+every decoder layer   a hook that takes the slice of what is for the whole sequence
+attention modules     their own copy of the config, which selects `split_attention`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hf_moe_ep.architectures import Parts
+from hf_moe_ep.sequence.split import JoinLogits, SplitSequence, TakeSlice, split_loss
+from hf_moe_ep.sequence.ulysses import attention_with, check_heads
+from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream.attention_interface import check_attention, own_attention_config
+
+
+def check(parts: Parts, state: ModelState) -> None:
+    """Raise where this model's sequences cannot be split."""
+    sp_size = state.config.sp_size or 1
+    if sp_size == 1:
+        return
+    check_heads(parts.config.num_attention_heads, parts.config.num_key_value_heads, sp_size)
+    if parts.causal_lm is None:
+        raise ValueError(
+            f"sp_size ({sp_size}) > 1 needs a model with a language modelling head, which "
+            f"{type(parts.root).__name__} has not; load it as a causal LM, or leave sp_size at 1"
+        )
+    check_attention(parts.attention[0].config)
+
+
+def attach(parts: Parts, state: ModelState) -> None:
+    """Hook the causal LM and its layers, and let attention be computed by heads."""
+    if state.config.sp_size == 1:
+        return
+    select_attention(parts.attention, state, attention_with)
+    for index, layer in enumerate(parts.layers):
+        layer.register_forward_pre_hook(TakeSlice(first=index == 0), with_kwargs=True)
+    causal_lm = parts.causal_lm
+    causal_lm.register_forward_pre_hook(SplitSequence(state), with_kwargs=True)
+    causal_lm.register_forward_hook(JoinLogits(state), with_kwargs=True)
+    # Where the user has set no loss, the model has no such attribute (modeling_utils.py).
+    state.replace(causal_lm, "_loss_function", partial(split_loss, causal_lm.loss_function))
+
+
+def select_attention(
+    modules: Sequence[Any], state: ModelState, wrap: Callable[..., Any], *, frames: bool = False
+) -> None:
+    """Give attention modules a config that selects `wrap(their stock function)`."""
+    own_config = own_attention_config(modules[0].config, wrap, frames=frames)
+    for module in modules:
+        state.replace(module, "config", own_config)

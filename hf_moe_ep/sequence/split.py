@@ -1,0 +1,202 @@
+"""Where a forward is split into slices of its sequence, and where its outputs are joined again.
+
+    causal LM, before     SplitSequence: every rank of the group has the same batch; a `Slice` goes
+                          down with it, masks and positions are made for the whole sequence
+    decoder layers        TakeSlice: the first cuts the hidden states, each its position embeddings
+    loss                  split_loss: labels are shifted, then cut; losses of slices are added
+    causal LM, behind     JoinLogits: whole outputs where nobody asked for a loss
+
+How one forward is split travels with it, as a keyword argument from the causal LM down to attention
+and loss, so that a recompute in backward finds what its own forward had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_moe_ep.sequence.same_batch import check_same_batch
+from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices
+from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, is_fused_head
+
+
+class SplitSequence(Ours):
+    """Pre-forward hook of the causal LM: decides whether this forward is split.
+
+    It is in training and with labels; without both, where `use_cache=False` asks for no cache and
+    `logits_to_keep` for no single positions, as `generate` does.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    @torch.compiler.disable
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        meshes = self.state.meshes
+        if meshes is None or meshes.sp_size == 1:
+            return None
+        given = bind_forward(model, args, kwargs)
+        keep = given.get("logits_to_keep", 0)
+        picks = isinstance(keep, Tensor) or bool(keep)
+        learns = model.training or given.get("labels") is not None
+        split = learns or (given.get("use_cache") is False and not picks)
+        if given.get("past_key_values") is not None or not split:
+            return None
+        if picks:
+            raise ValueError(
+                f"logits_to_keep={keep} picks positions of a sequence that sp_size="
+                f"{meshes.sp_size} splits in training and with labels; leave it out"
+            )
+        name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        tokens: Tensor = given[name]
+        group = meshes.sp.get_group()
+        check_same_batch(given, tokens, group)
+        rank = meshes.sp.get_local_rank()
+        part = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
+        given[SLICE] = part
+        if is_fused_head(given):
+            given["shift_labels"] = _next_labels(
+                given.pop("labels", None), given.get("shift_labels"), part
+            )
+        given["use_cache"] = False
+        given["attention_mask"] = _mask_beside(
+            given.get("position_ids"), given.get("attention_mask")
+        )
+        return (), given
+
+
+class JoinLogits(Ours):
+    """Forward hook of the causal LM: whole outputs, or none where a loss was asked for."""
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    @torch.compiler.disable
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        part: Slice | None = kwargs.get(SLICE)
+        if part is None:
+            return None
+        if is_fused_head(kwargs):
+            return _join_fused(output, part)
+        if isinstance(output, tuple):
+            raise ValueError("return_dict=False does not go with sp_size > 1; leave it out")
+        whole = kwargs.get("labels") is None
+        whole |= self.state.config.gather_logits or self.state.gather_logits
+        # None, because a wrong accuracy from a slice would be worse than a crash.
+        return replace(
+            output,
+            **{
+                name: _join(output.get(name), part) if whole else None
+                for name in ("logits", "hidden_states", "attentions", "router_logits")
+                if name in output
+            },
+        )
+
+
+def _join(x: Any, part: Slice) -> Any:
+    """Whole (B, S, V) of slices, whole (B * S, V) of flat slices, or tuples of either."""
+    if not isinstance(x, Tensor):
+        return None if x is None else tuple(_join(one, part) for one in x)
+    flat = x.ndim == 2
+    slices = x.unflatten(0, (-1, part.local)) if flat else x
+    whole = gather_slices(slices, part)
+    return whole.flatten(0, 1).clone() if flat else whole
+
+
+class TakeSlice(Ours):
+    """Pre-forward hook of a decoder layer: what is for the whole sequence becomes the slice."""
+
+    def __init__(self, *, first: bool) -> None:
+        self.first = first
+
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        part: Slice | None = kwargs.get(SLICE)
+        if part is None:
+            return None
+        if self.first:
+            args = (part.take(args[0], 1), *args[1:])
+        mine = part.take_shared(kwargs["position_embeddings"])
+        return args, {**kwargs, "position_embeddings": mine}
+
+
+def split_loss(
+    stock: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kw: Any
+) -> Tensor:
+    """The loss of the whole sequence from this rank's logits, the same on all ranks of the group.
+
+    Its gradient is that of the group's loss times sp: as for any rank of data parallelism, the
+    mean over all ranks is what counts.
+    """
+    part: Slice | None = kw.pop(SLICE, None)
+    if part is None:
+        return stock(logits, labels, *args, **kw)
+    shifted, count = kw.pop("shift_labels", None), kw.pop("num_items_in_batch", None)
+    if count is None:
+        counted = labels[:, 1:] if shifted is None else shifted
+        count = (counted != IGNORED_LABEL).sum()
+    mine = _next_labels(labels, shifted, part)
+    loss = stock(logits, None, *args, shift_labels=mine, num_items_in_batch=count, **kw)
+    return sum_slices(loss, part)
+
+
+def _next_labels(labels: Tensor | None, shifted: Tensor | None, part: Slice) -> Tensor:
+    """What each token of this rank's slice is to predict; -100 behind the end."""
+    if shifted is None:
+        assert labels is not None
+        shifted = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+    return part.take(shifted, 1, fill=IGNORED_LABEL).contiguous()
+
+
+def _join_fused(output: Any, part: Slice) -> Any:
+    """What TRL's head tells of each token, whole on every rank; its own loss, of a slice, is gone.
+
+    One entry per token, the last of which has no label, where TRL without sp has one less.
+    """
+    whole = {
+        name: _gather_numbers(x, part)
+        for name, x in output.items()
+        if isinstance(x, Tensor) and x.ndim == 2
+    }
+    return replace(output, **whole, loss=None)
+
+
+def _gather_numbers(x: Tensor, part: Slice) -> Tensor:
+    """(B, S / sp) of every rank to (B, S) on all."""
+    numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
+    # A copy, because FSDP2 warns of an output that is a view.
+    return gather_slices(numbers.unsqueeze(-1), part).squeeze(-1).to(x.dtype, copy=True)
+
+
+def _mask_beside(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """The mask to pass on: none of all ones, with which stock code does not look at positions.
+
+    Documents packed into one row are told apart by positions that start again; beside a mask they
+    would silently see each other (transformers, masking_utils.py, _preprocess_mask_arguments).
+    """
+    if positions is None or mask is None or mask.ndim != 2:
+        return mask
+    if positions.ndim == 3:
+        if positions.shape[0] != 4:  # of pictures only (temporal, height, width): none of the text
+            return mask
+        positions = positions[0]
+    both = (mask[:, 1:] * mask[:, :-1]).bool()
+    restarts, whole = torch.stack([(both & (positions.diff() <= 0)).any(), mask.all()]).tolist()
+    if restarts and not whole:
+        raise ValueError(
+            "position_ids start again within a row, which means packed documents, but the "
+            "attention_mask has zeros, with which stock code takes a row for one document; leave "
+            "the mask out and fill up rows with a document whose labels are -100"
+        )
+    return None if restarts else mask
