@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from support.checks import Found, selected_checks
 from support.poison import poison_empty
 
 # Before anything imports triton, and inherited by spawned ranks and by subprocesses.
@@ -19,6 +20,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, torch sees none"))
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> Found:
+    """What the module's checks on N ranks found: `support.checks`."""
+    return Found(selected_checks(request))
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 from support import parity
-from support.needs import CHECKPOINTS_FORWARD
-from support.parity import Case, run_cases
-from support.ranks import run_ranks
+from support.checks import Check, Found
+from support.needs import REENTRANT_TWICE
+from support.parity import Case, on_ranks
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 REENTRANT = partial(parity.checkpointing, use_reentrant=True)
@@ -22,14 +22,12 @@ TWO_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
 
 ONE_RANK = [Case("1 rank", 1)]
 TWO_RANKS = [
-    Case("ep 1", 2),
-    Case("ep 2", 2, 2),
-    Case("two forwards, reentrant checkpoint, stock experts", 2, 1, prepare=REENTRANT)
+    Case("2 ranks, ep 1", 2),
+    Case("2 ranks, ep 2", 2, 2),
+    Case("two forwards, reentrant checkpoint, stock experts", 2, 1, needs=REENTRANT_TWICE)
     .with_config(experts_backend="eager")
-    .with_(**TWO_FORWARDS),
+    .with_(prepare=REENTRANT, **TWO_FORWARDS),
 ]
-if not CHECKPOINTS_FORWARD:
-    TWO_RANKS.pop()
 THREE_RANKS = [
     Case("3 ranks, ep 1", 3, budget=1e-6),
     Case("3 ranks, ep 3", 3, 3, model={"num_experts": 6}, budget=1e-6),
@@ -38,7 +36,9 @@ FOUR_RANKS = [
     Case("ep 2", 4, 2),
     Case("ep 4", 4, 4),
     Case("ep 2, HSDP", 4, 2, 2),
-    Case("two forwards, reentrant checkpoint", 4, 2, prepare=REENTRANT).with_(**TWO_FORWARDS),
+    Case("two forwards, reentrant checkpoint", 4, 2, needs=REENTRANT_TWICE).with_(
+        prepare=REENTRANT, **TWO_FORWARDS
+    ),
     Case("3 chunks, two forwards, checkpoint", 4, 2, prepare=CHECKPOINT)
     .with_config(dispatch_chunks=3)
     .with_(**TWO_FORWARDS),
@@ -48,8 +48,6 @@ FOUR_RANKS = [
     Case("2 experts, ep 2", 4, 2, model=TWO_EXPERTS),
     Case("tied embeddings", 4, 2, model={"tie_word_embeddings": True}),
 ]
-if not CHECKPOINTS_FORWARD:
-    FOUR_RANKS = [case for case in FOUR_RANKS if case.name != "two forwards, reentrant checkpoint"]
 FOUR_RANKS_MORE = [
     Case("ep 1", 4),
     Case("shard dim 0", 4, 2).with_config(expert_shard_dim=0),
@@ -75,16 +73,11 @@ FOUR_RANKS_MORE = [
 EIGHT_RANKS = [Case("8 ranks, ep 2, HSDP", 8, 2, 2), Case("8 ranks, ep 8", 8, 8)]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(ONE_RANK, id="1"),
-        pytest.param(TWO_RANKS, id="2"),
-        pytest.param(FOUR_RANKS, id="4"),
-        pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
-        pytest.param(THREE_RANKS, id="3", marks=pytest.mark.slow),
-        pytest.param(EIGHT_RANKS, id="8", marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_equal_one_process(cases: list[Case]) -> None:
-    run_ranks(run_cases, cases[0].world, cases, timeout=400)
+@pytest.mark.parametrize("claim", on_ranks(ONE_RANK + TWO_RANKS + FOUR_RANKS))
+def test_ranks_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", on_ranks(THREE_RANKS + FOUR_RANKS_MORE + EIGHT_RANKS, slow=True))
+def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

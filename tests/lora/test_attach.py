@@ -8,13 +8,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from support import parity
+from support import checks, parity
 from support.adapters import EXPERTS, TARGETS, with_lora
+from support.checks import Check, Found
 from support.close import assert_close
 from support.modalities import modality_by_step
-from support.needs import VISION
-from support.parity import Case, run_cases
-from support.ranks import run_ranks
+from support.needs import VISION_MODEL
+from support.parity import Case, on_ranks
 from support.tiny_models import batch, tiny
 from torch import nn
 
@@ -44,7 +44,12 @@ ROUTER_AND_HEAD = partial(
 )
 TOKENS = partial(with_lora, trainable_token_indices=[1, 2, 3])
 PICTURES = partial(with_lora, modules=("q_proj", "qkv"))
-MODALITIES = {"model": {"name": "qwen3_vl_moe"}, "micro_batches": modality_by_step, "budget": 1e-6}
+MODALITIES = {
+    "model": {"name": "qwen3_vl_moe"},
+    "micro_batches": modality_by_step,
+    "budget": 1e-6,  # stock rotates in fp32 in its vision tower
+    "needs": VISION_MODEL,
+}
 TWO_RANKS = [
     Case("ep 2", 2, 2, wrap=BOTH),
     Case("ep 1, rank 1, experts only", 2, 1, wrap=partial(with_lora, r=1, modules=())),
@@ -73,8 +78,6 @@ FOUR_RANKS_MORE = [
     Case("transformers' own add_adapter", 4, 2, wrap=added_by_transformers),
     Case("trained tokens, tied", 4, 2, wrap=TOKENS, model={"tie_word_embeddings": True}),
 ]
-if not VISION:
-    FOUR_RANKS_MORE = [case for case in FOUR_RANKS_MORE if not case.name.startswith("pictures")]
 # Every rank and target at every ep; each with accumulation over uneven micro-batches.
 MATRIX = [
     Case(f"ep {ep}, rank {r}, {what}", 4, ep, wrap=partial(with_lora, r=r, **TARGETS[what])).with_(
@@ -86,17 +89,14 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(TWO_RANKS, id="2"),
-        pytest.param(FOUR_RANKS, id="4"),
-        pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
-        pytest.param(MATRIX, id="4_matrix", marks=pytest.mark.slow),
-    ],
-)
-def test_adapters_equal_one_process(cases: list[Case]) -> None:
-    run_ranks(run_cases, cases[0].world, cases, timeout=600)
+@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS + FOUR_RANKS))
+def test_adapters_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", on_ranks(FOUR_RANKS_MORE + MATRIX, slow=True))
+def test_more_adapters_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def test_adapters_switched_off_added_and_merged_as_in_stock() -> None:
@@ -141,7 +141,7 @@ def test_adapters_attached_after_patch() -> None:
     assert_close("logits", got, want, 1e-10)
 
 
-def _reference_pass_first(rank: int, world: int) -> None:
+def a_reference_pass_before_the_step(rank: int, world: int) -> None:
     """What preference training does: a forward of the base, or of another adapter, then a step."""
     stock, model = with_lora(tiny(), seed=0), with_lora(tiny(), seed=0)
     for one in (stock, model):
@@ -171,10 +171,6 @@ def _reference_pass_first(rank: int, world: int) -> None:
         assert_close(name, tensor, stock.get_parameter(name), 1e-10)
 
 
-def test_a_reference_pass_before_the_step() -> None:
-    run_ranks(_reference_pass_first, 2)
-
-
 def test_an_adapter_that_is_not_active_is_in_the_training_state(tmp_path: Path) -> None:
     """Two adapters trained in turn; each is frozen while the other is active."""
 
@@ -199,7 +195,7 @@ def test_an_adapter_that_is_not_active_is_in_the_training_state(tmp_path: Path) 
             assert torch.equal(model.get_parameter(name), parameter), (adapter, name)
 
 
-def _generates_first(rank: int, world: int) -> None:
+def generate_before_anything_else(rank: int, world: int) -> None:
     for patch_first in (False, True):
         stock = with_lora(tiny(), seed=0)
         model = with_lora(patch(tiny(), ep_size=world) if patch_first else tiny(), seed=0)
@@ -210,8 +206,11 @@ def _generates_first(rank: int, world: int) -> None:
         assert torch.equal(got, want), patch_first
 
 
-def test_generate_before_anything_else() -> None:
-    run_ranks(_generates_first, 2)
+@pytest.mark.parametrize(
+    "claim", checks.on_ranks(2, a_reference_pass_before_the_step, generate_before_anything_else)
+)
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def test_a_merged_model_is_patched_itself() -> None:

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from support import parity
+from support import checks, parity
+from support.checks import Check, Found
 from support.close import assert_close
 from support.fakes.flash import use_fake_flash
-from support.parity import Batch, Case, run_cases
-from support.ranks import run_ranks
+from support.parity import Batch, Case, on_ranks
 from support.tiny_models import batch, tiny
 from torch import nn
 
@@ -16,6 +16,8 @@ from hf_moe_ep import apply_ep_fsdp2, data_parallel_size, global_token_count, pa
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 REENTRANT = partial(parity.checkpointing, use_reentrant=True)
+# transformers casts logits to fp32 before the loss, and counts the aux loss's pairs in fp32.
+FP32_LOSS = 1e-6
 TWO_FORWARDS = {
     "micro_batches": parity.three_micro_batches,
     "backward": parity.two_forwards_backward,
@@ -83,20 +85,17 @@ FOUR_RANKS_MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(TWO_RANKS, id="2"),
-        pytest.param(FOUR_RANKS, id="4"),
-        pytest.param(TWO_RANKS_MORE, id="2_more", marks=pytest.mark.slow),
-        pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
-    ],
-)
-def test_split_sequences_equal_one_process(cases: list[Case]) -> None:
-    run_ranks(run_cases, cases[0].world, cases, timeout=400)
+@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS + FOUR_RANKS))
+def test_split_sequences_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
-def _documents_alone(rank: int, world: int) -> None:
+@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS_MORE + FOUR_RANKS_MORE, slow=True))
+def test_more_splits_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def a_packed_row_is_its_documents_alone(rank: int, world: int) -> None:
     """The loss of a packed row is that of its documents, each run alone by stock code."""
     model, reference = tiny(seed=rank), tiny(seed=0)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
@@ -104,16 +103,16 @@ def _documents_alone(rank: int, world: int) -> None:
     got = model(**micro, num_items_in_batch=10).loss
     parts = zip(micro["input_ids"].split([5, 3, 4], 1), micro["labels"].split([5, 3, 4], 1))
     want = sum(reference(input_ids=i, labels=t, num_items_in_batch=10).loss for i, t in parts)
-    assert_close("loss of three documents", got, want, 1e-6)
+    assert_close("loss of three documents", got, want, FP32_LOSS)
     mask = torch.ones_like(micro["input_ids"])
     got = model(**micro, attention_mask=mask, num_items_in_batch=10).loss
-    assert_close("loss beside a mask of ones", got, want, 1e-6)
+    assert_close("loss beside a mask of ones", got, want, FP32_LOSS)
     mask[:, -1] = 0
     with pytest.raises(ValueError, match="packed documents, but the attention_mask has zeros"):
         model(**micro, attention_mask=mask)
 
 
-def _aux_loss(rank: int, world: int) -> None:
+def aux_loss_counts_no_padding(rank: int, world: int) -> None:
     """Padding of the slices counts for nobody; loss and router gradients as stock's."""
     sizes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model, reference = tiny(seed=rank, **sizes), tiny(seed=0, **sizes)
@@ -124,53 +123,68 @@ def _aux_loss(rank: int, world: int) -> None:
         reference.zero_grad()
         extra = {} if count is None else {"num_items_in_batch": count}
         got, want = model(**micro, **extra), reference(**micro, **extra)
-        assert_close("aux loss", got.aux_loss, want.aux_loss, 1e-6)  # stock counts in fp32
-        assert_close("loss with aux", got.loss, want.loss, 1e-6)
+        assert_close("aux loss", got.aux_loss, want.aux_loss, FP32_LOSS)
+        assert_close("loss with aux", got.loss, want.loss, FP32_LOSS)
         (got.loss * data_parallel_size(model)).backward()
         want.loss.backward()
         for name, parameter in reference.named_parameters():
             if ".gate." in name:
                 grad = model.get_parameter(name).grad.full_tensor()
-                assert_close(f"{name}, count {count}", grad, parameter.grad, 1e-6)
+                assert_close(f"{name}, count {count}", grad, parameter.grad, FP32_LOSS)
 
 
-def _errors_and_generation(rank: int, world: int) -> None:
-    model, reference = tiny(seed=rank), tiny(seed=0).eval()
-    apply_ep_fsdp2(model, ep_size=2, sp_size=2)
-    micro = batch(reference, 2, 9)
+def errors_say_what_to_do_instead(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(tiny(seed=rank), ep_size=2, sp_size=2)
     with pytest.raises(ValueError, match="given different batches"):
-        model(**batch(reference, 2, 9, seed=rank))
+        model(**batch(model, 2, 9, seed=rank))
+    micro = batch(model, 2, 9)
     with pytest.raises(ValueError, match="logits_to_keep=1 picks positions"):
         model(**micro, logits_to_keep=1)
     with pytest.raises(ValueError, match="return_dict=False does not go"):
         model(**micro, return_dict=False)
+
+
+def shifted_labels_and_states_equal_stock(rank: int, world: int) -> None:
+    """Labels shifted by the caller; hidden states and router logits only without labels."""
+    model, reference = tiny(seed=rank), tiny(seed=0).eval()
+    apply_ep_fsdp2(model, ep_size=2, sp_size=2)
+    micro = batch(reference, 2, 9)
     outputs = model(**micro, output_hidden_states=True)
     assert outputs.keys() == {"loss"}, "slices of logits or states are nobody's"
     shifted = torch.nn.functional.pad(micro["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     want = reference(**micro, shift_labels=shifted, output_hidden_states=True)
-    assert_close("shifted labels", model(**micro, shift_labels=shifted).loss, want.loss, 1e-6)
+    got = model(**micro, shift_labels=shifted).loss
+    assert_close("shifted labels", got, want.loss, FP32_LOSS)
     unlabelled = {name: x for name, x in micro.items() if name != "labels"}
     got = model(**unlabelled, output_hidden_states=True, output_router_logits=True)
     for state, other in zip(got.hidden_states, want.hidden_states, strict=True):
         assert_close("hidden states", state, other, 1e-10)
     assert got.router_logits[0].shape[0] == micro["input_ids"].numel()
-    model.eval()
-    # With a cache nothing is split: each rank may have a prompt of its own.
+
+
+def every_rank_generates_its_own_text(rank: int, world: int) -> None:
+    """With a cache nothing is split: each rank may have a prompt of its own."""
+    model, reference = tiny(seed=rank), tiny(seed=0).eval()
+    apply_ep_fsdp2(model, ep_size=2, sp_size=2).eval()
     prompt = batch(reference, 1, 4, seed=rank)["input_ids"]
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for use_cache in (True, False):
         both = (m.generate(prompt, **settings, use_cache=use_cache) for m in (model, reference))
-        assert torch.equal(*both)
+        assert torch.equal(*both), f"use_cache={use_cache}"
 
 
-def _more_on_two_ranks(rank: int, world: int) -> None:
-    _documents_alone(rank, world)
-    _aux_loss(rank, world)
-    _errors_and_generation(rank, world)
+ON_TWO_RANKS = [
+    a_packed_row_is_its_documents_alone,
+    aux_loss_counts_no_padding,
+    errors_say_what_to_do_instead,
+    shifted_labels_and_states_equal_stock,
+    every_rank_generates_its_own_text,
+]
 
 
-def test_packed_rows_aux_loss_errors_and_generation() -> None:
-    run_ranks(_more_on_two_ranks, 2, timeout=200)
+@pytest.mark.parametrize("claim", checks.on_ranks(2, *ON_TWO_RANKS))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def test_unpatch_leaves_nothing() -> None:

@@ -7,6 +7,7 @@ the other with one global token count: the concatenated batch without padding it
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hf_moe_ep import (
     global_token_count,
 )
 from hf_moe_ep.lora.factors import pack_factors
+from support.checks import Check
 from support.close import assert_close
 from support.tiny_models import batch, tiny
 
@@ -36,7 +38,8 @@ class Case:
     `micro_batches(model, rank, world, step)` are the batches of one optimizer step on one rank (of
     those with different data: with `sp` there are fewer); `freeze` names modules without gradients;
     `wrap` is done to the reference too, each under its own seed.
-    `budget` is design's 1e-10, or 1e-6 where the number of ranks is no power of two.
+    `budget` is design's 1e-10, or 1e-6 where the number of ranks is no power of two; `needs` is
+    what the versions at hand lack for it, if they do.
     """
 
     name: str
@@ -52,12 +55,23 @@ class Case:
     freeze: tuple[str, ...] = ()
     backward: Callable[[nn.Module, list[Batch], Tensor, int], None] | None = None
     budget: float = 1e-10
+    needs: str = ""
 
     def with_(self, **changes: Any) -> "Case":
         return replace(self, **changes)
 
     def with_config(self, **config: Any) -> "Case":
         return replace(self, config=config)
+
+
+def on_ranks(cases: list[Case], **options: Any) -> list[Any]:
+    """Parameters for `parametrize`: each case is a test, those of one world share a spawn."""
+    return [
+        Check(
+            case.name, case.world, partial(run_case, case), skip=case.needs, **options
+        ).as_parameter()
+        for case in cases
+    ]
 
 
 def run_case(case: Case, rank: int, world: int) -> None:
@@ -199,9 +213,3 @@ def _compare_grads(where: str, model: nn.Module, reference: nn.Module, budget: f
         assert (got is None) == (want is None), f"{where}: grad of {name}: {got}, want {want}"
         if want is not None:
             assert_close(f"{where}: grad of {name}", got, want, budget)
-
-
-def run_cases(rank: int, world: int, cases: list[Case]) -> None:
-    for case in cases:
-        run_case(case, rank, world)
-        dist.barrier()

@@ -8,7 +8,7 @@ nothing else: no thread was started in it, and no rank pays for the imports.
 
 A rank that raises is raised here, with its traceback. A rank that hangs is a failure too: after
 `timeout` seconds of wall clock, imports included, every rank is killed and TimeoutError shows where
-each unfinished rank stood.
+each unfinished rank stood. `begin_time_anew` gives a rank's next piece of work that time again.
 """
 
 import faulthandler
@@ -44,6 +44,8 @@ _IMPORTED_ONCE = [
 ]
 # After one rank failed, the others fail soon (their peer is gone) or hang: how long to wait, in s.
 _GRACE = 3.0
+# On a rank: the file whose modification time says from when its `timeout` counts.
+_time_file: Path | None = None
 
 
 class RankError(RuntimeError):
@@ -76,6 +78,9 @@ class _Job:
     def stack_file(self, rank: int) -> Path:
         return self.folder / f"stack{rank}.txt"
 
+    def time_file(self) -> Path:
+        return self.folder / "time"
+
 
 def run_ranks(
     fn: Callable[..., Any],
@@ -83,16 +88,21 @@ def run_ranks(
     *args: Any,
     timeout: float = 240.0,
     group_timeout: float = 60.0,
+    time_to_start: float = 0.0,
     expect_errors: bool = False,
 ) -> list[Any]:
     """Return `[fn(rank, world_size, *args) for each rank]`, or raise RankError / TimeoutError.
 
-    `timeout` is the wall clock of everything, `group_timeout` the process group's own (seconds).
+    `timeout` is the wall clock of everything, `group_timeout` the process group's own (seconds);
+    a `fn` that calls `begin_time_anew` has `time_to_start` in addition until it does.
     With `expect_errors` nothing is raised for a rank that raised: the list holds `("ok", value)` or
     `("error", type name, message)` per rank. A rank that died without raising is a "ProcessDied".
     """
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         job = _Job(fn, args, world_size, group_timeout, Path(folder), dict(os.environ))
+        job.time_file().touch()
+        counts_from = time.time() + time_to_start
+        os.utime(job.time_file(), (counts_from, counts_from))
         ranks = _start(job)
         try:
             _wait(ranks, job, timeout, stop_on_error=not expect_errors)
@@ -110,6 +120,12 @@ def run_ranks(
     if failed:
         raise RankError(_report(failed, world_size))
     return [outcome.value for outcome in outcomes.values()]
+
+
+def begin_time_anew() -> None:
+    """Called on a rank of `run_ranks`: its `timeout` counts from here."""
+    assert _time_file is not None, "no rank of run_ranks"
+    _time_file.touch()
 
 
 def _start(job: _Job) -> list[BaseProcess]:
@@ -135,18 +151,17 @@ def _start(job: _Job) -> list[BaseProcess]:
 
 def _wait(ranks: list[BaseProcess], job: _Job, timeout: float, stop_on_error: bool) -> None:
     """Return when all ranks ended, or one failed and the others had their grace."""
-    deadline = time.monotonic() + timeout
-    failed = False
+    given_up_at = math.inf
     while alive := [process for process in ranks if process.is_alive()]:
-        if not failed and stop_on_error and any(process.exitcode for process in ranks):
-            failed = True
-            deadline = min(deadline, time.monotonic() + _GRACE)
-        remaining = deadline - time.monotonic()
+        if stop_on_error and any(process.exitcode for process in ranks):
+            given_up_at = min(given_up_at, time.time() + _GRACE)
+        if time.time() >= given_up_at:
+            return
+        remaining = job.time_file().stat().st_mtime + timeout - time.time()
         if remaining <= 0:
-            if failed:
-                return
             raise TimeoutError(_where_they_hang(ranks, job, timeout))
-        wait([process.sentinel for process in alive], remaining)
+        # A rank may begin its time anew meanwhile: look again every second.
+        wait([process.sentinel for process in alive], min(remaining, 1.0))
 
 
 def _collect(ranks: list[BaseProcess], job: _Job) -> dict[int, Outcome]:
@@ -192,6 +207,8 @@ def _where_they_hang(ranks: list[BaseProcess], job: _Job, timeout: float) -> str
 
 
 def _child(rank: int, job: _Job) -> None:
+    global _time_file
+    _time_file = job.time_file()
     os.environ.clear()  # the server's, from when it started
     os.environ.update(job.environment)
     with open(job.stack_file(rank), "w") as stack_file:

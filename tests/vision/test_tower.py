@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import parity
+from support import checks, parity
+from support.checks import Check, Found
 from support.close import assert_close
 from support.fakes.flash import use_fake_flash
 from support.modalities import BOTH, IMAGE, IMAGES, TEXT, VIDEO, modality_by_step, rows_of
 from support.needs import needs_vision
-from support.parity import Batch, Case, run_cases
+from support.parity import Batch, Case, on_ranks
 from support.ranks import run_ranks
 from support.tiny_models import QWEN3_VL_MOE, Row, tiny, vision_batch
 from torch import nn
@@ -144,22 +145,18 @@ EIGHT_RANKS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(ONE_RANK, id="1"),
-        pytest.param(TWO_RANKS, id="2"),
-        pytest.param(TWO_RANKS_SP, id="2_sp"),
-        pytest.param(FOUR_RANKS, id="4"),
-        pytest.param(FOUR_RANKS_SP, id="4_sp"),
-        pytest.param(TWO_RANKS_MORE, id="2_more", marks=pytest.mark.slow),
-        pytest.param(FOUR_RANKS_MORE, id="4_more", marks=pytest.mark.slow),
-        pytest.param(FOUR_RANKS_SP_MORE, id="4_sp_more", marks=pytest.mark.slow),
-        pytest.param(EIGHT_RANKS, id="8", marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_with_different_modalities_equal_one_process(cases: list[Case]) -> None:
-    run_ranks(run_cases, cases[0].world, cases, timeout=900)
+FEW = ONE_RANK + TWO_RANKS + TWO_RANKS_SP + FOUR_RANKS + FOUR_RANKS_SP
+MORE = TWO_RANKS_MORE + FOUR_RANKS_MORE + FOUR_RANKS_SP_MORE + EIGHT_RANKS
+
+
+@pytest.mark.parametrize("claim", on_ranks(FEW))
+def test_ranks_with_different_modalities_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", on_ranks(MORE, slow=True))
+def test_more_layouts_and_pictures_equal_one_process(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def _sixty_steps(rank: int, world: int) -> None:
@@ -194,7 +191,7 @@ def test_sixty_steps_of_random_modalities_equal_one_process() -> None:
     run_ranks(_sixty_steps, 4, timeout=240)
 
 
-def _broken_pictures(rank: int, world: int) -> None:
+def broken_pictures_stop_every_rank(rank: int, world: int) -> None:
     """A batch that is wrong on rank 1 alone stops every rank, before anything is exchanged."""
     model = tiny(seed=rank, **MODEL)
     apply_ep_fsdp2(model, ep_size=2)
@@ -211,7 +208,7 @@ def _broken_pictures(rank: int, world: int) -> None:
     assert model(**good).loss.isfinite()
 
 
-def _new_embedding(rank: int, world: int) -> None:
+def a_new_embedding_keeps_the_tower_in_the_graph(rank: int, world: int) -> None:
     """One that took the place of the old after patch() keeps a run without pixels in the graph."""
     model = tiny(seed=rank, **MODEL)
     patch(model, ep_size=2)
@@ -221,7 +218,7 @@ def _new_embedding(rank: int, world: int) -> None:
     assert all(p.grad is not None for p in model.model.visual.parameters())
 
 
-def _frozen_without_autograd(rank: int, world: int) -> None:
+def a_frozen_tower_keeps_nothing_for_backward(rank: int, world: int) -> None:
     """Ranks without pixels run a frozen tower as well, and keep nothing of it."""
     model = tiny(seed=rank, **MODEL)
     model.model.visual.requires_grad_(False)
@@ -237,7 +234,7 @@ def _frozen_without_autograd(rank: int, world: int) -> None:
     assert kept == [[False, False, False]]
 
 
-def _other_pixels(rank: int, world: int) -> None:
+def different_pixels_on_the_ranks_of_a_sequence_are_an_error(rank: int, world: int) -> None:
     model = tiny(seed=rank, **MODEL)
     apply_ep_fsdp2(model, sp_size=2)
     batch = vision_batch(model, [IMAGE])
@@ -246,15 +243,17 @@ def _other_pixels(rank: int, world: int) -> None:
         model(**batch)
 
 
-def _errors(rank: int, world: int) -> None:
-    _broken_pictures(rank, world)
-    _new_embedding(rank, world)
-    _frozen_without_autograd(rank, world)
-    _other_pixels(rank, world)
+ON_TWO_RANKS = [
+    broken_pictures_stop_every_rank,
+    a_new_embedding_keeps_the_tower_in_the_graph,
+    a_frozen_tower_keeps_nothing_for_backward,
+    different_pixels_on_the_ranks_of_a_sequence_are_an_error,
+]
 
 
-def test_broken_pictures_stop_every_rank_and_a_new_embedding_none() -> None:
-    run_ranks(_errors, 2, timeout=120)
+@pytest.mark.parametrize("claim", checks.on_ranks(2, *ON_TWO_RANKS))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def test_heads_of_the_tower_have_to_be_split_too() -> None:

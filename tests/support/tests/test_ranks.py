@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import RankError, run_ranks
+from support.ranks import RankError, begin_time_anew, run_ranks
 
 
 def _values(rank: int, world_size: int, scale: torch.Tensor) -> dict[str, object]:
@@ -34,6 +34,7 @@ def _all_raise_but_the_last(rank: int, world_size: int) -> torch.Tensor:
 
 
 def _one_sleeps(rank: int, world_size: int) -> None:
+    begin_time_anew()
     if rank == 0:
         time.sleep(600)
 
@@ -68,9 +69,9 @@ def test_expected_errors_are_returned_per_rank() -> None:
 
 def test_a_hang_names_the_rank_and_the_line() -> None:
     with pytest.raises(
-        TimeoutError, match=r"ranks \[0\] of 2 had not finished after 20 s"
+        TimeoutError, match=r"ranks \[0\] of 2 had not finished after 3 s"
     ) as caught:
-        run_ranks(_one_sleeps, 2, timeout=20)
+        run_ranks(_one_sleeps, 2, timeout=3, time_to_start=60)
     assert "rank 0 stood at" in str(caught.value) and "in _one_sleeps" in str(caught.value)
     assert "rank 1: returned" in str(caught.value)
 
