@@ -143,6 +143,37 @@ def launched_with_fsdp() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
+# What decides how ranks start and what this package makes of them; `hf-moe-ep doctor` shows them.
+_LAUNCH_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_MIXED_PRECISION",
+    "FSDP_VERSION",
+)
+_OURS = ("HF_MOE_EP_EP_SIZE", "HF_MOE_EP_SP_SIZE")
+
+
+def launch_environment() -> dict[str, str]:
+    """The variables of a launch that are set, and all that begin with HF_MOE_EP_."""
+    ours = sorted(name for name in os.environ if name.startswith("HF_MOE_EP_"))
+    return {name: os.environ[name] for name in (*_LAUNCH_VARIABLES, *ours) if name in os.environ}
+
+
+def check_environment() -> None:
+    """Raise ValueError where a variable of ours has a value or a name that means nothing."""
+    for name in launch_environment():
+        if name.startswith("HF_MOE_EP_") and name not in _OURS:
+            raise ValueError(f"{name} is set and is none of {', '.join(_OURS)}; correct its name")
+    for name in _OURS:
+        _size_from_environment(name)
+
+
 def _size_from_environment(variable: str) -> int | None:
     text = os.environ.get(variable, "").strip()
     if not text:

@@ -1,5 +1,6 @@
 """The command `hf-moe-ep`, also `python -m hf_moe_ep`.
 
+    hf-moe-ep doctor
     hf-moe-ep export-adapter out/adapter out/adapter-for-vllm
     hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
     hf-moe-ep verify out/model
@@ -18,12 +19,19 @@ from collections.abc import Sequence
 
 from hf_moe_ep.tools import (
     convert_command,
+    doctor_command,
     export_adapter_command,
     inspect_command,
     verify_command,
 )
 
-COMMANDS = (export_adapter_command, convert_command, verify_command, inspect_command)
+COMMANDS = (
+    doctor_command,
+    inspect_command,
+    verify_command,
+    convert_command,
+    export_adapter_command,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

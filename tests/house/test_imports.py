@@ -51,6 +51,7 @@ THIRD_PARTY = {
     "moe.dispatch.deepep": "deep_ep",
     "ops": "triton",
     "tools.published_models": "peft transformers",
+    "tools.requirements": "packaging",
     "upstream": "accelerate huggingface_hub peft transformers trl",
 }
 WITHOUT_TORCH = {"config", "plan"}

@@ -1,0 +1,75 @@
+"""Which versions of other packages we allow, and which are there.
+
+The allowed ranges stand once, in setup.cfg; an installed package carries them in its metadata, and
+they are read from there:
+
+    transformers 5.10.0, allowed >=5.17,<6     too old
+    transformers 6.1.0                         too new
+    peft, of the extra of that name            missing, which only LoRA minds
+
+Nothing is imported to find a version: a package that is broken still has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+DISTRIBUTION = "hf_moe_ep"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """One package that we declare; `extra` is the one that asks for it, "" where it is always."""
+
+    name: str
+    versions: SpecifierSet
+    extra: str = ""
+
+    def problem(self, version: str | None) -> str:
+        """Return "missing", "too old", "too new", or "" for a version in the range."""
+        if version is None:
+            return "missing"
+        if self.versions.contains(version, prereleases=True):
+            return ""
+        lower = SpecifierSet(",".join(str(s) for s in self.versions if s.operator[0] in ">~="))
+        return "too new" if lower.contains(version, prereleases=True) else "too old"
+
+    @property
+    def for_pip(self) -> str:
+        """What to write after `pip install`, quoted for a shell."""
+        return f"'{self.name}{self.range}'" if self.range else self.name
+
+    @property
+    def range(self) -> str:
+        """The versions in the order in which one says them: >=5.17,<6."""
+        return ",".join(sorted(map(str, self.versions), reverse=True))
+
+
+def allowed_packages() -> list[Allowed] | None:
+    """What the installed hf_moe_ep declares for this Python and system; None if not installed."""
+    try:
+        found = metadata.metadata(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return None
+    extras = ("", *(found.get_all("Provides-Extra") or ()))
+    packages: dict[str, Allowed] = {}
+    for line in metadata.requires(DISTRIBUTION) or ():
+        wanted = Requirement(line)
+        for extra in extras:
+            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+                package = Allowed(wanted.name, wanted.specifier, extra)
+                packages.setdefault(wanted.name, package)
+                break
+    return list(packages.values())
+
+
+def installed_version(name: str) -> str | None:
+    """The version that a package's metadata gives; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
