@@ -5,18 +5,37 @@
     model = AutoModelForCausalLM.from_pretrained(...)
     patch(model, ep_size=8)          # then Trainer(model=model) or accelerator.prepare(...)
 
-Importing this package changes nothing; `patch` does.
+Importing this package changes nothing; `patch` does. Where another package is broken, or of a
+version that lacks what we need, it is the first use of a name that raises: `hf-moe-ep doctor` is in
+this package too, and has to start.
 """
 
-from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
-from hf_moe_ep.checkpoints.hub.save import save_pretrained
-from hf_moe_ep.checkpoints.training.save import load_checkpoint, save_checkpoint
-from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.data_parallel import data_parallel_rank, data_parallel_size, global_token_count
-from hf_moe_ep.describe import describe
-from hf_moe_ep.patch import patch, unpatch
-from hf_moe_ep.sharding.clip import clip_grad_norm_
-from hf_moe_ep.vision.positions import PositionCollator
+from typing import NoReturn
+
+try:
+    from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
+    from hf_moe_ep.checkpoints.hub.save import save_pretrained
+    from hf_moe_ep.checkpoints.training.save import load_checkpoint, save_checkpoint
+    from hf_moe_ep.config import ParallelConfig
+    from hf_moe_ep.data_parallel import data_parallel_rank, data_parallel_size, global_token_count
+    from hf_moe_ep.describe import describe
+    from hf_moe_ep.patch import patch, unpatch
+    from hf_moe_ep.sharding.clip import clip_grad_norm_
+    from hf_moe_ep.vision.positions import PositionCollator
+except Exception as error:  # noqa: BLE001  a broken package may raise anything at import
+    _broken = error
+
+    def _refuse(name: str) -> NoReturn:
+        if name not in __all__:
+            raise AttributeError(f"module 'hf_moe_ep' has no attribute {name!r}")
+        raise ImportError(
+            f"hf_moe_ep cannot be used: {type(_broken).__name__}: {_broken}; "
+            f"`hf-moe-ep doctor` says which versions are wrong, or which package is broken"
+        ) from _broken
+
+    # Not defined by its name, or type checkers would let every name pass.
+    globals()["__getattr__"] = _refuse
+
 
 __all__ = [
     "ParallelConfig",
@@ -34,3 +53,8 @@ __all__ = [
     "save_pretrained",
     "unpatch",
 ]
+
+if "_broken" in globals():
+    # Modules of the same names, which were complete before another failed.
+    for _name in __all__:
+        globals().pop(_name, None)

@@ -6,9 +6,8 @@
     hf-moe-ep verify out/model
     hf-moe-ep inspect --plan out/config.json --world 64 --ep 8
 
-One file per command: each module of `COMMANDS` has `add_parser(subparsers)` and
-`run(options) -> int`, the exit code. A wrong argument or folder ends with exit code 2 and one line
-on stderr.
+One file per command: each module has `add_parser(subparsers)` and `run(options) -> int`, the exit
+code. A wrong argument or folder ends with exit code 2 and one line on stderr.
 """
 
 from __future__ import annotations
@@ -16,30 +15,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
-from hf_moe_ep.tools import (
-    convert_command,
-    doctor_command,
-    export_adapter_command,
-    inspect_command,
-    verify_command,
-)
-
-COMMANDS = (
-    doctor_command,
-    inspect_command,
-    verify_command,
-    convert_command,
-    export_adapter_command,
-)
+from hf_moe_ep.tools import doctor_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default that of `sys.argv`; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="hf-moe-ep", description=__doc__.partition("\n")[0])
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    doctor_command.add_parser(subparsers)
+    if arguments[:1] != ["doctor"]:
+        for command in _other_commands():
+            command.add_parser(subparsers)
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -47,6 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"hf-moe-ep: error: {error}", file=sys.stderr)
         return 2
     return code
+
+
+def _other_commands() -> tuple[ModuleType, ...]:
+    """Those that import the whole package, which fails where the doctor is called for."""
+    from hf_moe_ep.tools import (
+        convert_command,
+        export_adapter_command,
+        inspect_command,
+        verify_command,
+    )
+
+    return inspect_command, verify_command, convert_command, export_adapter_command
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 
 Every finding is one line with a mark: "ok", "--" for something that is absent and may be, "FAIL"
 for what training would die of; the text of a FAIL names the fix. An optional package whose import
-breaks is a finding, not the end. Not here: a model, its sizes, a network between machines.
+breaks is a finding, not the end: what may break is imported inside a function, and a section that
+dies is one line. Not here: a model, its sizes, a network between machines.
 """
 
 from __future__ import annotations
@@ -22,11 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from hf_moe_ep.config import check_environment, launch_environment
-from hf_moe_ep.integrations.install import wraps
 from hf_moe_ep.tools.requirements import (
     DISTRIBUTION,
     Allowed,
@@ -37,13 +34,16 @@ from hf_moe_ep.upstream.launch_config import default_launch_config
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
 
-# What is lost without a package that may be absent.
+# What is lost without a package that may be absent. A broken one is worse than none where
+# transformers or torch import it by themselves.
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
     "trl": "SFTTrainer: not available, pip install trl",
     "triton": "experts run on the torch path, pip install triton",
 }
-_FSDP2 = "distributed_type: FSDP with fsdp_version: 2 in its fsdp_config, see examples/accelerate"
+_REINSTALL = "reinstall or uninstall it"
+_IMPORTED_BY_OTHERS = ("peft", "triton")
+_FSDP2 = "distributed_type: FSDP and fsdp_version: 2 in its fsdp_config"
 _Result = TypeVar("_Result")
 
 
@@ -68,7 +68,7 @@ def examine() -> list[Section]:
     """Look at everything; a section that cannot be looked at is a finding itself."""
     parts: dict[str, Callable[[], list[Finding]]] = {
         "packages": _packages,
-        "wraps": _wraps,
+        "wraps": _wrapped_functions,
         "machine": _machine,
         "launch": _launch,
     }
@@ -101,13 +101,16 @@ def _packages() -> list[Finding]:
     if allowed is None:
         text = f"at {here}, not installed, so that allowed versions are not known: pip install ."
         return [Finding(NOTE, DISTRIBUTION, text), _python()]
-    ours = Finding(OK, DISTRIBUTION, f"{installed_version(DISTRIBUTION)} at {here}")
+    ours = Finding(OK, DISTRIBUTION, f"{installed_version(DISTRIBUTION):<16} at {here}")
+    _, error = _attempt(lambda: importlib.import_module("hf_moe_ep.apply"))
+    if error:
+        ours = Finding(FAIL, DISTRIBUTION, f"at {here} cannot be imported: {error}")
     shown = [package for package in allowed if not package.extra or package.name in _WITHOUT]
     return [ours, _python(), *map(_package, shown)]
 
 
 def _python() -> Finding:
-    return Finding(OK, "python", f"{platform.python_version()} on {platform.platform()}")
+    return Finding(OK, "python", f"{platform.python_version():<16} {platform.platform()}")
 
 
 def _package(package: Allowed) -> Finding:
@@ -123,12 +126,14 @@ def _package(package: Allowed) -> Finding:
     if package.name in _WITHOUT:
         _, error = _attempt(lambda: importlib.import_module(package.name))
         if error:
-            text = f"{version} is broken: {error}; reinstall or uninstall it: {fix}"
-            return Finding(FAIL, package.name, text)
+            mark = FAIL if package.name in _IMPORTED_BY_OTHERS else NOTE
+            return Finding(mark, package.name, f"{version} is broken: {error}; {_REINSTALL}")
     return Finding(OK, package.name, f"{version:<16} allowed {package.range or 'any'}")
 
 
-def _wraps() -> list[Finding]:
+def _wrapped_functions() -> list[Finding]:
+    from hf_moe_ep.integrations.install import wraps
+
     rows = wraps()
     resolved = sum(row.resolved for row in rows)
     left_out = sum(not row.resolved and not row.error for row in rows)
@@ -150,6 +155,8 @@ def _machine() -> list[Finding]:
 
 
 def _gpus() -> list[Finding]:
+    import torch
+
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         text = f"none seen by a torch {built}: ranks are CPU processes that talk over gloo"
@@ -172,6 +179,8 @@ def _kernels() -> Finding:
 
 def why_no_kernels() -> str:
     """Why no model's experts can run on the Triton kernels here; empty if they can."""
+    import torch
+
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not torch.cuda.is_available():
@@ -181,6 +190,9 @@ def why_no_kernels() -> str:
 
 
 def _backends() -> list[Finding]:
+    import torch
+    from torch import distributed as dist
+
     if not dist.is_available():
         return [
             Finding(FAIL, "ranks", "this torch is built without torch.distributed: use another")
@@ -207,22 +219,25 @@ def _backends() -> list[Finding]:
 
 
 def _deep_ep() -> Finding:
-    without = "dispatcher='deepep' is refused, 'all_to_all' (the default) runs"
-    return _optional_import("deep_ep", "DeepEP", without, "dispatcher='deepep' may be asked for")
+    name, without = "DeepEP", "dispatcher='deepep' is refused, 'all_to_all' (the default) runs"
+    if importlib.util.find_spec("deep_ep") is None:
+        return Finding(NOTE, name, f"not installed: {without}")
+    _, error = _attempt(lambda: importlib.import_module("deep_ep"))
+    if error:
+        return Finding(NOTE, name, f"broken: {error}; {without}")
+    return Finding(OK, name, f"{installed_version('deep_ep') or ''} dispatcher='deepep' may run")
 
 
 def _flash_attention() -> Finding:
-    without = "load models with attn_implementation='sdpa' (the default)"
-    return _optional_import("flash_attn", "flash-attn", without, "models may be loaded with it")
-
-
-def _optional_import(module: str, name: str, without: str, there: str) -> Finding:
-    if importlib.util.find_spec(module) is None:
-        return Finding(NOTE, name, f"not installed: {without}")
-    _, error = _attempt(lambda: importlib.import_module(module))
-    if error:
-        return Finding(NOTE, name, f"installed but broken ({error}): {without}")
-    return Finding(OK, name, f"{installed_version(module) or 'version unknown'}: {there}")
+    name = "flash-attn"
+    if importlib.util.find_spec("flash_attn") is None:
+        text = "not installed: models are loaded with attn_implementation='sdpa' (the default)"
+        return Finding(NOTE, name, text)
+    _, error = _attempt(lambda: importlib.import_module("flash_attn"))
+    if error:  # transformers imports it wherever it is
+        return Finding(FAIL, name, f"broken: {error}; {_REINSTALL}")
+    version = installed_version("flash_attn") or ""
+    return Finding(OK, name, f"{version} attn_implementation='flash_attention_2' may run")
 
 
 def _launch() -> list[Finding]:
@@ -265,7 +280,7 @@ def _next_launch() -> Finding:
         fix = "mend the file, or remove it and name another with --config_file"
         return Finding(FAIL, name, f"the default accelerate config cannot be read: {error}; {fix}")
     if found is None:
-        text = "no default accelerate config: accelerate launch --config_file FILE, see examples/"
+        text = "no default accelerate config; name a file: accelerate launch --config_file FILE"
         return Finding(NOTE, name, text)
     path, config = found
     shown = os.fspath(path)

@@ -43,14 +43,11 @@ def as_text(sections: list[Section]) -> str:
     for section in sections:
         lines.append(section.title)
         for found in section.findings:
-            label = f"  {found.mark:<4}  {found.name:<17} "
-            rest = f"{label} {found.text}"
-            indent = " " * _INDENT
+            label = f"  {found.mark:<4}  {found.name:<16}  "
             lines += textwrap.wrap(
-                rest,
+                label + found.text,
                 _WIDTH,
-                subsequent_indent=indent,
-                drop_whitespace=True,
+                subsequent_indent=" " * _INDENT,
                 break_long_words=False,
                 break_on_hyphens=False,
             )
