@@ -5,7 +5,7 @@
 
 Four gloo ranks, forward + backward, no model and no matrix product around it:
 
-    ours      plan_dispatch, start, finish, start_combine, finish
+    ours      AllToAll.plan, start, finish, start_combine, finish
               (hf_moe_ep/moe/dispatch/all_to_all.py): one row per token and rank, weighted
               where the experts are
     theirs    AllToAllEP (transformers/distributed/expert_parallel.py), called directly: what a
@@ -55,8 +55,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.distributed.expert_parallel import AllToAllEP
 
-from hf_moe_ep.moe.dispatch.all_to_all import plan_dispatch
-from hf_moe_ep.moe.dispatch.counts import Header
+from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 
 SIDES = ("ours", "theirs")
 KINDS = ("rows", "routing", "counts")
@@ -140,8 +140,8 @@ class Problem:
     def _ours(self, identity: bool) -> Tensor:
         header = Header(*HERE, self.ids_TK.shape[1], self.x_TH.element_size())
         group, num_experts = self.mesh["ep"].get_group(), len(self.scale_E)
-        (plan,) = plan_dispatch(self.ids_TK, num_experts=num_experts, group=group, header=header)
-        arrived = plan.start(self.x_TH, self.weights_TK, self.ids_TK)
+        (exchange,) = AllToAll(group, num_experts).plan(self.ids_TK, header)
+        arrived = exchange.start(self.x_TH, self.weights_TK, self.ids_TK)
         rows_RH, weights_RK, ids_RK = arrived.finish()
         scale_L = torch.ones(self.local) if identity else self.scale_L
         # Id L is "not here".

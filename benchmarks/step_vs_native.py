@@ -50,7 +50,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_moe_ep import clip_grad_norm_, from_pretrained
-from hf_moe_ep.moe import layer as moe
+from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 
 WORLD = 4
 SIDES = ("ours", "native")
@@ -193,19 +193,19 @@ class SentBytes(TorchDispatchMode):
 def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
     """Count the storages that autograd saves inside every experts module's forward.
 
-    Ours keeps its dispatch plans besides, outside autograd's list.
+    Ours keeps its exchanges besides, outside autograd's list.
     """
     total: Counter[str] = Counter()
-    make_plans = moe.plan_dispatch
+    plan = AllToAll.plan
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        plans = make_plans(*args, **kwargs)
-        kept = [value for plan in plans for value in vars(plan).values()]
+        exchanges = plan(*args, **kwargs)
+        kept = [value for exchange in exchanges for value in vars(exchange).values()]
         total["bytes"] += sum(value.nbytes for value in kept if isinstance(value, Tensor))
-        return plans
+        return exchanges
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(moe, "plan_dispatch", counted))
+        stack.enter_context(patch.object(AllToAll, "plan", counted))
         for module in model.modules():
             if "gate_up_proj" in module._parameters:
                 watching = _watch(module, module.forward, total)

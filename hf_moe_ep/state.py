@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.dispatcher import CheckpointFrame, Dispatcher
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.mesh import Meshes
@@ -39,10 +40,10 @@ class ModelState:
     sums_losses: bool = True
     # Besides config.gather_logits: while the Trainer predicts.
     gather_logits: bool = False
-    # DeepEP's buffer (hf_moe_ep.moe.dispatch.deepep.GroupBuffer), once it was needed.
-    deepep: Any = None
-    # The checkpointed layer that runs now (hf_moe_ep.moe.recompute.Frame).
-    frame: Any = None
+    # Set when sharded with ep_size > 1.
+    dispatcher: Dispatcher | None = None
+    # The checkpointed layer that runs now.
+    frame: CheckpointFrame | None = None
     # The save that runs in the background (checkpoints.training.background.Saver), if any.
     saver: Any = None
     # One per experts module, in order; each of them has its own as STATE.

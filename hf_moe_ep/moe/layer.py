@@ -21,12 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.moe.dispatch.all_to_all import plan_dispatch
-from hf_moe_ep.moe.dispatch.counts import Header
-from hf_moe_ep.moe.dispatch.deepep import GroupBuffer, plan_deepep
+from hf_moe_ep.dispatcher import Exchange, Header
 from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
 from hf_moe_ep.moe.experts import local_weights, run_experts
-from hf_moe_ep.moe.recompute import Plan, Routed, watch_checkpoints
+from hf_moe_ep.moe.recompute import watch_checkpoints
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
@@ -83,10 +81,10 @@ def _ep_forward(
     # Selective checkpointing must not see what a recompute leaves out.
     hidden = nullcontext() if state.frame is None else hidden_from_modes()
     with hidden:
-        plans = _plans(layer, experts.training, x_TH, expert_ids_TK)
+        exchanges = _exchanges(layer, experts.training, x_TH, expert_ids_TK)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     with WayHome() as home:
-        for arriving in overlapped(plans, x_TH, weights_TK, expert_ids_TK):
+        for arriving in overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
             # Here, so that backward computes their gradients while those of the rows travel.
             weights = postpone_grads(local_weights(experts, layer.compute, x_TH, first_expert))
             rows_RH, weights_RK, expert_ids_RK = arriving.finish()
@@ -104,36 +102,20 @@ def _ep_forward(
     return home.finish()
 
 
-def _plans(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Sequence[Plan]:
+def _exchanges(
+    layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor
+) -> Sequence[Exchange]:
+    """Plan what goes where; a checkpoint's later run takes what its first run has planned."""
     state, frame = layer.model, layer.model.frame
     if frame is not None and frame.replaying:
         return frame.take(layer.index, expert_ids_TK)
-    assert state.meshes is not None
-    group, config = state.meshes.ep.get_group(), state.config
+    assert state.dispatcher is not None
     header = _header(layer, training, x_TH, expert_ids_TK)
-    limits: dict[str, Any] = {
-        "num_chunks": config.dispatch_chunks,
-        "max_rows": config.max_tokens_per_rank,
-    }
-    plans: Sequence[Plan]
-    if config.dispatcher == "deepep":
-        if state.deepep is None:
-            state.deepep = GroupBuffer(group, num_sms=config.deepep_num_sms)
-        plans = plan_deepep(
-            expert_ids_TK,
-            num_experts=state.num_experts,
-            buffer=state.deepep,
-            hidden_bytes=x_TH.shape[1] * x_TH.element_size(),
-            where=Header.describe(header.as_list()),
-            **limits,
-        )
-    else:
-        plans = plan_dispatch(
-            expert_ids_TK, num_experts=state.num_experts, group=group, header=header, **limits
-        )
+    hidden_bytes = x_TH.shape[1] * x_TH.element_size()
+    exchanges = state.dispatcher.plan(expert_ids_TK, header, hidden_bytes=hidden_bytes)
     if frame is not None:
-        frame.keep(Routed(layer.index, expert_ids_TK.detach(), plans))
-    return plans
+        frame.keep(layer.index, expert_ids_TK.detach(), exchanges)
+    return exchanges
 
 
 def _header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Header:

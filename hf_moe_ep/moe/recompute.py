@@ -5,13 +5,12 @@ not ask anew what goes where: another exchange of counts costs a host sync, and 
 decides otherwise by a rounding (or by noise) would give backward rows that forward never saw.
 
 So the functions that Transformers and torch call to checkpoint a layer are wrapped: what they are
-given to run is a `Frame`, which keeps the dispatch plans of its first run and hands them out, in
-the same order, in every later one. While it does, `torch.topk` over the experts returns the
-indices that were chosen before with the values that stand there now, so the router's weights, and
-their gradients, are those of the rows that travelled.
+given to run is a `Frame`, which keeps the exchanges that its first run planned and hands them out,
+in the same order, in every later one. While it does, the router chooses what it chose before
+(`chosen_topk.py`), so its weights, and their gradients, are those of the rows that travelled.
 
 Selective checkpointing (torch's `context_fn`) counts the operators of both runs, so what only one
-of them needs, plans in the first and the taking of values in the others, is hidden from it.
+of them needs, planning in the first and the taking of values in the others, is hidden from it.
 
 Checkpoints of other making have no frame: their second run exchanges counts again, on all ranks
 alike.
@@ -19,7 +18,6 @@ alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,15 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
-from hf_moe_ep.moe.dispatch.all_to_all import DispatchPlan
-from hf_moe_ep.moe.dispatch.deepep import DeepEPPlan
+from hf_moe_ep.dispatcher import CheckpointFrame, Exchange
+from hf_moe_ep.moe.chosen_topk import ChosenTopK
 from hf_moe_ep.state import ModelState
-from hf_moe_ep.upstream.autograd_modes import assert_later, hidden_from_modes
-
-Plan = DispatchPlan | DeepEPPlan
+from hf_moe_ep.upstream.autograd_modes import assert_later
 
 # Where transformers (modeling_layers.py) and torch (CheckpointWrapper) keep what checkpoints.
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -43,14 +37,14 @@ _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 @dataclass(frozen=True)
 class Routed:
-    """One MoE layer's first run: the router's choice, and the plans made from it."""
+    """One MoE layer's first run: the router's choice, and the exchanges planned from it."""
 
     layer: int
     expert_ids_TK: Tensor
-    plans: Sequence[Plan]
+    exchanges: Sequence[Exchange]
 
 
-class Frame:
+class Frame(CheckpointFrame):
     """What a checkpoint runs, twice or more; the first run is the one that counts."""
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
@@ -66,35 +60,24 @@ class Frame:
             self._next = 0
             if torch.compiler.is_compiling():
                 return self._function(*args, **kwargs)
-            with _SameTopK(self, self._state.num_experts):
+            with ChosenTopK(self._state.num_experts, self._upcoming_ids):
                 return self._function(*args, **kwargs)
         finally:
             self._state.frame, self._next = outer, None
-
-    @property
-    def running(self) -> bool:
-        """Whether no checkpoint within this one runs now."""
-        return self._state.frame is self
 
     @property
     def replaying(self) -> bool:
         """Whether this is a later run."""
         return self._next is not None
 
-    @property
-    def upcoming(self) -> Routed | None:
-        """The next MoE layer of a later run; None behind the last one."""
-        assert self._next is not None
-        return self._routed[self._next] if self._next < len(self._routed) else None
-
-    def keep(self, routed: Routed) -> None:
+    def keep(self, layer: int, expert_ids_TK: Tensor, exchanges: Sequence[Exchange]) -> None:
         """Remember a layer of the first run."""
-        self._routed.append(routed)
+        self._routed.append(Routed(layer, expert_ids_TK, exchanges))
 
-    def take(self, layer: int, expert_ids_TK: Tensor) -> Sequence[Plan]:
-        """The plans of the upcoming layer, whose router must have chosen what it chose before."""
+    def take(self, layer: int, expert_ids_TK: Tensor) -> Sequence[Exchange]:
+        """Return what was kept of the upcoming layer, whose router must have chosen the same."""
         assert self._next is not None
-        routed = self.upcoming
+        routed = self._upcoming()
         if (
             routed is None
             or routed.layer != layer
@@ -110,62 +93,24 @@ class Frame:
             )
         self._next += 1
         if routed.expert_ids_TK is expert_ids_TK:
-            return routed.plans
+            return routed.exchanges
         assert_later(
             (routed.expert_ids_TK == expert_ids_TK).all(),
             f"recomputing MoE layer {layer}, the router chose other experts than in forward and "
             "does not choose by torch.topk, so its choice cannot be repeated; make it "
             "deterministic, or train without activation checkpointing",
         )
-        return routed.plans
+        return routed.exchanges
 
+    def _upcoming(self) -> Routed | None:
+        """Find the next MoE layer of a later run; None behind the last one."""
+        assert self._next is not None
+        return self._routed[self._next] if self._next < len(self._routed) else None
 
-class _SameTopK(TorchFunctionMode):
-    """`topk` over the experts gives the indices of the frame's upcoming layer."""
-
-    def __init__(self, frame: Frame, num_experts: int) -> None:
-        super().__init__()
-        self._frame, self._num_experts = frame, num_experts
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in (torch.topk, Tensor.topk) or not self._frame.running:
-            return func(*args, **kwargs)
-        routed = self._frame.upcoming
-        if routed is None:
-            return func(*args, **kwargs)
-        scores, k = (*args, *(kwargs[name] for name in ("input", "k") if name in kwargs))[:2]
-        ids_TK = routed.expert_ids_TK
-        shape = (*scores.shape[:-1], k)
-        if scores.shape[-1] != self._num_experts or math.prod(shape) != ids_TK.numel():
-            return func(*args, **kwargs)
-        ids = ids_TK if ids_TK.shape == shape else ids_TK.view(shape)
-        with hidden_from_modes():
-            return torch.return_types.topk((_Take.apply(scores, ids), ids))
-
-
-class _Take(torch.autograd.Function):
-    """`scores.gather(-1, ids)` that keeps for backward what topk keeps, the indices alone:
-    checkpointing counts the tensors that both runs keep.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.shape = scores.shape
-        return scores.gather(-1, ids)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (ids,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).scatter_(-1, ids, grad), None
+    def _upcoming_ids(self) -> Tensor | None:
+        """Say what the next router of a later run chooses; None in a checkpoint within this one."""
+        routed = self._upcoming() if self._state.frame is self else None
+        return None if routed is None else routed.expert_ids_TK
 
 
 @torch.compiler.disable

@@ -39,6 +39,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep.lora.computed import stackers
+from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.units import find_units, keep_last_layer, set_prefetch
 from hf_moe_ep.state import STATE, ModelState, MoELayer
@@ -110,7 +111,9 @@ def shard_model(
             are missing.
     """
     _check_ranks_agree(model, state, options)
-    return shard_units(model, state, options, build_meshes(state.config, device))
+    meshes = build_meshes(state.config, device)
+    state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
+    return shard_units(model, state, options, meshes)
 
 
 def shard_units(

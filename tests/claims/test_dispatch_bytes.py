@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.moe.dispatch.all_to_all import plan_dispatch
-from hf_moe_ep.moe.dispatch.counts import Header
+from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
@@ -90,17 +90,11 @@ def _run(
     rank = dist.get_rank(group)
     x_TH, w_TK = case.inputs(rank, options.get("dtype", torch.float64))
     ids_TK = options.get("ids_TK", case.ids_TK(rank))
-    plans = plan_dispatch(
-        ids_TK,
-        num_experts=case.experts,
-        group=group,
-        header=case.header(),
-        num_chunks=case.chunks,
-        max_rows=options.get("max_rows"),
-    )
-    sizes = [plan.num_tokens for plan in plans]
+    dispatcher = AllToAll(group, case.experts, case.chunks, options.get("max_rows"))
+    exchanges = dispatcher.plan(ids_TK, case.header())
+    sizes = [exchange.num_tokens for exchange in exchanges]
     inputs = zip(x_TH.split(sizes), w_TK.split(sizes), ids_TK.split(sizes), strict=True)
-    arriving = [plan.start(*chunk) for plan, chunk in zip(plans, inputs, strict=True)]
+    arriving = [exchange.start(*chunk) for exchange, chunk in zip(exchanges, inputs, strict=True)]
     returning = []
     for arrived in arriving:
         rows_RH, w_RK, ids_RK = arrived.finish()

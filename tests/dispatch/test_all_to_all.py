@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from support.close import assert_close
 from support.ranks import run_ranks
 from torch import Tensor
 
-from hf_moe_ep.moe.dispatch.all_to_all import DispatchedRows, plan_dispatch
-from hf_moe_ep.moe.dispatch.counts import Header
+from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.moe.dispatch.all_to_all import AllToAll, AllToAllExchange, order_rows
+from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
@@ -34,18 +35,26 @@ HERE = Header(
 Group = dist.ProcessGroup
 
 
+class Arrived(NamedTuple):
+    """What one exchange brought, nothing overlapping."""
+
+    exchange: AllToAllExchange
+    rows: DispatchedRows
+    counts_L: list[int]
+
+
 def dispatch(
     x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor, *, num_experts: int, group: Group, header: Header
-) -> tuple[Tensor, Tensor, Tensor, DispatchedRows]:
-    """Rows, ids and weights of this rank's experts; one chunk, nothing overlaps."""
-    (plan,) = plan_dispatch(ids_TK, num_experts=num_experts, group=group, header=header)
-    arriving = plan.start(x_TH, w_TK, ids_TK)
+) -> tuple[Tensor, Tensor, Tensor, Arrived]:
+    """Rows, ids and weights of this rank's experts; one chunk."""
+    (exchange,) = AllToAll(group, num_experts).plan(ids_TK, header)
+    arriving = exchange.start(x_TH, w_TK, ids_TK)
     rows_RH, w_RK, ids_RK = arriving.finish()
-    return rows_RH, ids_RK, w_RK, arriving
+    return rows_RH, ids_RK, w_RK, Arrived(exchange, arriving, arriving.counts_L)
 
 
-def combine(rows_RH: Tensor, arrived: DispatchedRows, group: Group) -> Tensor:
-    return arrived.start_combine(rows_RH).finish()
+def combine(rows_RH: Tensor, arrived: Arrived, group: Group) -> Tensor:
+    return arrived.rows.start_combine(rows_RH).finish()
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ CASES = [
 
 
 def _by_hand(rank: int, group: Group) -> None:
-    """The example of dispatch.py; rank 1 has one token for experts 1 and 2."""
+    """The example of all_to_all.py; rank 1 has one token for experts 1 and 2."""
     ids_TK = torch.tensor([[[0, 3], [2, 3]], [[1, 2]]][rank] if rank == 0 else [[1, 2]])
     x_TH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]] if rank == 0 else [[7.0, 8.0, 9.0]])
     w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else [[8.0, 16.0]])
@@ -99,12 +108,12 @@ def _by_hand(rank: int, group: Group) -> None:
         x_TH, ids_TK, w_TK, num_experts=4, group=group, header=HERE
     )
     sent = (
-        state.plan.token_of_row_N.tolist(),
-        state.plan.slots_TJ.tolist(),
-        state.plan.send_counts,
-        state.plan.num_own,
+        state.exchange.token_of_row_N.tolist(),
+        state.exchange.slots_TJ.tolist(),
+        state.exchange.send_counts,
+        state.exchange.num_own,
     )
-    received = (state.plan.recv_counts, state.counts_L)
+    received = (state.exchange.recv_counts, state.counts_L)
     if rank == 0:
         assert sent == ([0, 1, 0], [[0, 2], [1, 3]], [0, 2], 1)  # 3 = "no row"
         assert received == ([0, 1], [1, 1])
@@ -120,6 +129,20 @@ def _by_hand(rank: int, group: Group) -> None:
     back = combine(rows * (10 ** (rank + 1)), state, group)
     want = [[110, 220, 330], [400, 500, 600]] if rank == 0 else [[770, 880, 990]]
     assert back.tolist() == want
+
+
+def test_the_rows_of_the_example_in_order() -> None:
+    """The table of `Order`'s docstring; rank 1 has its own places, its own one last."""
+    sends_DT = torch.tensor([[True, False], [True, True]])
+    order = order_rows(sends_DT, rank=0)
+    assert order.token_Y.tolist() == [0, 1, 0, 1]
+    assert order.place_Y.tolist() == [0, 0, 1, 1]
+    assert order.slot_DT.tolist() == [[0, 0], [1, 0]]
+    # If rank 1 had those tokens: place 0 is rank 0, so (0, t1) is the cell that is no row.
+    order = order_rows(sends_DT, rank=1)
+    assert order.token_Y.tolist() == [0, 0, 1, 1]
+    assert order.place_Y.tolist() == [0, 1, 1, 0]
+    assert order.slot_DT.tolist() == [[0, -1], [1, 0]]
 
 
 @contextmanager
@@ -151,11 +174,11 @@ def _check_case(case: Case, rank: int, group: Group) -> None:
     # Distinct (token, rank) pairs, counted one token at a time.
     visits = [{expert // local for expert in experts} for experts in ids_TK.tolist()]
     distinct = [sum(other in seen for seen in visits) for other in range(ranks)]
-    assert state.plan.num_own == distinct[rank], case.name
+    assert state.exchange.num_own == distinct[rank], case.name
     distinct[rank] = 0
-    assert state.plan.send_counts == distinct, case.name
+    assert state.exchange.send_counts == distinct, case.name
     # Rows and routing there, rows back; then all three again the other way. None to oneself.
-    sent, received = sum(distinct), rows_RH.shape[0] - state.plan.num_own
+    sent, received = sum(distinct), rows_RH.shape[0] - state.exchange.num_own
     moved = [rows for rows, _ in calls]
     assert moved == [sent, sent, received, sent, received, received], f"{case.name}: {moved}"
     visits_T = torch.tensor([len(seen) for seen in visits], dtype=torch.float64)
@@ -163,9 +186,8 @@ def _check_case(case: Case, rank: int, group: Group) -> None:
     assert x_TH.grad is not None
     assert torch.equal(x_TH.grad, visits_T.unsqueeze(1).expand_as(x_TH))
     # What arrived: ids of this rank's experts or the sentinel, none of a row all sentinel.
-    assert (
-        ids_RK.shape == (received + state.plan.num_own, case.top_k) and ids_RK.dtype == torch.int64
-    )
+    assert ids_RK.shape == (received + state.exchange.num_own, case.top_k)
+    assert ids_RK.dtype == torch.int64
     assert ((ids_RK >= 0) & (ids_RK <= local)).all() and (ids_RK < local).any(1).all()
     assert count_pairs(ids_RK, local + 1)[:local].tolist() == state.counts_L
     assert w_RK.dtype == torch.float64

@@ -1,13 +1,14 @@
-"""DeepEP behind dispatch.py's contract: against plain dispatch, on 2 and 4 ranks, by a stand-in.
+"""DeepEP as a dispatcher: against plain dispatch, on 2 and 4 ranks, by a stand-in.
 
-fake_deepep.py plays the package `deep_ep`. Plain dispatch is the truth: the same rows with the same
-ids and weights at the same ranks, the same output, the same gradients.
+support/fakes/deepep.py plays the package `deep_ep`. Plain dispatch is the truth: the same rows with
+the same ids and weights at the same ranks, the same output, the same gradients.
 """
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -22,9 +23,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep import apply_ep_fsdp2, patch
-from hf_moe_ep.moe.dispatch.all_to_all import DispatchPlan, plan_dispatch
-from hf_moe_ep.moe.dispatch.counts import Header
-from hf_moe_ep.moe.dispatch.deepep import DeepEPPlan, GroupBuffer, load_deep_ep, plan_deepep
+from hf_moe_ep.dispatcher import Exchange, Header
+from hf_moe_ep.moe.dispatch.all_to_all import AllToAll, AllToAllExchange
+from hf_moe_ep.moe.dispatch.deepep import DeepEP, GroupBuffer, load_deep_ep
 from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
 from hf_moe_ep.state import STATE
 
@@ -43,7 +44,7 @@ HERE = Header(
     itemsize=2,
 )
 Group = dist.ProcessGroup
-Plans = list[DeepEPPlan] | list[DispatchPlan]
+Exchanges = Sequence[Exchange]
 
 
 @dataclass(frozen=True)
@@ -89,27 +90,27 @@ def _column_major(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
 
 
-def _plans(case: Case, rank: int, group: Group, buffer: GroupBuffer | None, chunks: int) -> Plans:
+def _exchanges(
+    case: Case, rank: int, group: Group, buffer: GroupBuffer | None, chunks: int
+) -> Exchanges:
     ids_TK, experts = case.ids_TK(rank), case.experts
     if buffer is None:
-        return plan_dispatch(
-            ids_TK, num_experts=experts, group=group, header=HERE, num_chunks=chunks
-        )
-    return plan_deepep(
-        ids_TK, num_experts=experts, buffer=buffer, hidden_bytes=BYTES, num_chunks=chunks
-    )
+        return AllToAll(group, experts, chunks).plan(ids_TK, HERE)
+    return DeepEP(buffer, experts, chunks).plan(ids_TK, HERE, hidden_bytes=BYTES)
 
 
-def _layer(plans: Plans, x_TH: Tensor, w_TK: Tensor, ids_TK: Tensor, sees: list[Any]) -> Tensor:
+def _layer(
+    exchanges: Exchanges, x_TH: Tensor, w_TK: Tensor, ids_TK: Tensor, sees: list[Any]
+) -> Tensor:
     """The layer's loop, with experts that read everything; `sees` takes what arrives."""
     x_TH, w_TK = _column_major(x_TH), _column_major(w_TK)
     with WayHome() as home:
-        for arriving in overlapped(plans, x_TH, w_TK, ids_TK):
+        for arriving in overlapped(exchanges, x_TH, w_TK, ids_TK):
             rows_RH, w_RK, ids_RK = arriving.finish()
             local = len(arriving.counts_L)
             sees.append((rows_RH.detach(), w_RK.detach(), ids_RK, arriving.counts_L))
             # DeepEP's weights of experts elsewhere are 0 and take no gradient: it needs no mask.
-            if isinstance(plans[0], DispatchPlan):
+            if isinstance(exchanges[0], AllToAllExchange):
                 w_RK = w_RK.masked_fill(ids_RK == local, 0)
             scale_R = (w_RK * (ids_RK + 1)).sum(1, keepdim=True)
             rows_RH = (rows_RH.float() * scale_R + rows_RH.float().square()).bfloat16()
@@ -130,7 +131,7 @@ def _check_case(case: Case, rank: int, group: Group, buffer: GroupBuffer, chunks
     for there in (None, buffer):
         x_TH, w_TK = case.inputs(rank)
         sees: list[Any] = []
-        out_TH = _layer(_plans(case, rank, group, there, chunks), x_TH, w_TK, ids_TK, sees)
+        out_TH = _layer(_exchanges(case, rank, group, there, chunks), x_TH, w_TK, ids_TK, sees)
         generator = torch.Generator().manual_seed(30 + rank)
         out_TH.backward(torch.randn(out_TH.shape, generator=generator).bfloat16())
         runs.append((sees, out_TH, x_TH.grad, w_TK.grad))
@@ -155,8 +156,8 @@ def _by_hand(rank: int, buffer: GroupBuffer) -> None:
     ids_TK = torch.tensor([[0, 3], [2, 3]] if rank == 0 else []).view(-1, 2).long()
     w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else []).view(-1, 2)
     x_TH = torch.tensor([1.0, 2.0] if rank == 0 else []).bfloat16().unsqueeze(1).repeat(1, HIDDEN)
-    (plan,) = plan_deepep(ids_TK, num_experts=4, buffer=buffer, hidden_bytes=BYTES)
-    arriving = plan.start(x_TH, w_TK, ids_TK)
+    (exchange,) = DeepEP(buffer, 4).plan(ids_TK, HERE, hidden_bytes=BYTES)
+    arriving = exchange.start(x_TH, w_TK, ids_TK)
     rows_RH, w_RK, ids_RK = arriving.finish()
     got = (rows_RH[:, 0].tolist(), ids_RK.tolist(), w_RK.tolist(), arriving.counts_L)
     if rank == 0:
@@ -168,13 +169,13 @@ def _by_hand(rank: int, buffer: GroupBuffer) -> None:
 
 
 def _check_recompute(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> None:
-    """A plan started twice brings the same rows; under checkpointing, gradients stay the same."""
-    plans, ids_TK = _plans(case, rank, group, buffer, 2), case.ids_TK(rank)
+    """An exchange started twice brings the same rows; checkpointed, gradients are the same."""
+    exchanges, ids_TK = _exchanges(case, rank, group, buffer, 2), case.ids_TK(rank)
     runs = []
     for recompute in (False, True):
         x_TH, w_TK = case.inputs(rank)
         sees: list[Any] = []
-        inputs = (plans, x_TH, w_TK, ids_TK, sees)
+        inputs = (exchanges, x_TH, w_TK, ids_TK, sees)
         out_TH = checkpoint(_layer, *inputs, use_reentrant=False) if recompute else _layer(*inputs)
         out_TH.square().sum().backward()
         assert len(sees) == (4 if recompute else 2)
@@ -198,10 +199,10 @@ def _check_frozen(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> N
             x_TH, w_TK = (t.detach() for t in case.inputs(rank))
             x_TH.requires_grad_(needs[0])
             w_TK.requires_grad_(needs[1])
-            plans = _plans(case, rank, group, there, 1)
-            rows_RH, w_RK, _ = plans[0].start(x_TH, w_TK, ids_TK).finish()
+            exchanges = _exchanges(case, rank, group, there, 1)
+            rows_RH, w_RK, _ = exchanges[0].start(x_TH, w_TK, ids_TK).finish()
             assert (rows_RH.requires_grad, w_RK.requires_grad) == needs
-            out_TH = _layer(plans, x_TH, w_TK, ids_TK, [])
+            out_TH = _layer(exchanges, x_TH, w_TK, ids_TK, [])
             assert out_TH.requires_grad == any(needs)
             if any(needs):
                 out_TH.sum().backward()
@@ -216,7 +217,9 @@ def _check_weight_dtypes(case: Case, rank: int, group: Group, buffer: GroupBuffe
     """bf16 weights travel as fp32; their gradient comes back in bf16."""
     x_TH, w_TK = case.inputs(rank)
     w_TK = w_TK.detach().bfloat16().requires_grad_()
-    _layer(_plans(case, rank, group, buffer, 1), x_TH, w_TK, case.ids_TK(rank), []).sum().backward()
+    _layer(
+        _exchanges(case, rank, group, buffer, 1), x_TH, w_TK, case.ids_TK(rank), []
+    ).sum().backward()
     assert w_TK.grad is not None and w_TK.grad.dtype == torch.bfloat16
     assert w_TK.grad.isfinite().all() and (w_TK.grad != 0).any()
 
@@ -225,9 +228,9 @@ def _check_order(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> No
     """What overlaps: a chunk sets out before the one before it is waited for, backward as well."""
     log = fake_deepep.Buffer.log
     x_TH, w_TK = case.inputs(rank)
-    plans = _plans(case, rank, group, buffer, 2)
+    exchanges = _exchanges(case, rank, group, buffer, 2)
     log.clear()
-    out_TH = _layer(plans, x_TH, w_TK, case.ids_TK(rank), [])
+    out_TH = _layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
     out, back = "dispatch", "combine"
     start, wait = "start {}".format, "wait {}".format
     chunk = [wait(out), start(back)]
@@ -245,9 +248,7 @@ def _raises(error: type[Exception], match: str, call: Callable[[], Any], group: 
 
 def _check_errors(group: Group, buffer: GroupBuffer) -> None:
     ids_TK, w_TK = torch.tensor([[0, 1]]), torch.ones(1, 2)
-    plan: Callable[..., Any] = lambda ids, **options: plan_deepep(  # noqa: E731
-        ids, num_experts=4, buffer=buffer, hidden_bytes=BYTES, **options
-    )
+    plan = partial(DeepEP(buffer, 4).plan, header=HERE, hidden_bytes=BYTES)
     (here,) = plan(ids_TK)
     for dtype in (torch.float32, torch.float16, torch.float64):
         x_TH = torch.ones(1, HIDDEN, dtype=dtype)
@@ -279,17 +280,17 @@ def _check_max_rows(rank: int, group: Group, buffer: GroupBuffer) -> None:
     ids_TK = torch.full((3, 1), worst)  # one expert per rank
     log = fake_deepep.Buffer.log
     for chunks in (1, 2):
-        options = {"num_experts": ranks, "buffer": buffer, "hidden_bytes": BYTES}
-        options |= {"num_chunks": chunks, "where": "MoE layer 7"}
         log.clear()
         match = (
-            f"MoE layer 7: rank {dist.get_process_group_ranks(group)[worst]} would get {3 * ranks} "
-            f"rows, more than max_tokens_per_rank={3 * ranks - 1} "
+            f"MoE layer 0 of forward 1 .*: rank {dist.get_process_group_ranks(group)[worst]} "
+            f"would get {3 * ranks} rows, more than max_tokens_per_rank={3 * ranks - 1} "
         )
-        limited = {**options, "max_rows": 3 * ranks - 1}
-        _raises(RuntimeError, match, lambda o=limited: plan_deepep(ids_TK, **o), group)
+        limited = DeepEP(buffer, ranks, chunks, 3 * ranks - 1)
+        plan = partial(limited.plan, ids_TK, HERE, hidden_bytes=BYTES)
+        _raises(RuntimeError, match, plan, group)
         assert not log
-        assert len(plan_deepep(ids_TK, max_rows=3 * ranks, **options)) == chunks
+        enough = DeepEP(buffer, ranks, chunks, 3 * ranks)
+        assert len(enough.plan(ids_TK, HERE, hidden_bytes=BYTES)) == chunks
 
 
 def _check_life(case: Case, rank: int, group: Group) -> None:
@@ -298,11 +299,11 @@ def _check_life(case: Case, rank: int, group: Group) -> None:
     buffer = GroupBuffer(group, num_sms=8)
     assert fake_deepep.Buffer.made == made
     x_TH, w_TK = case.inputs(rank)
-    plans = _plans(case, rank, group, buffer, 1)
+    exchanges = _exchanges(case, rank, group, buffer, 1)
     small = buffer.alive
-    _plans(case, rank, group, buffer, 1)
+    _exchanges(case, rank, group, buffer, 1)
     assert fake_deepep.Buffer.made == made + 1 and buffer.alive is small
-    out_TH = _layer(plans, x_TH, w_TK, case.ids_TK(rank), [])
+    out_TH = _layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
     # Another model's choice must not change the configs of rows under way.
     fake_deepep.Buffer.set_num_sms(24)
     buffer.reserve(4 * BYTES)
@@ -311,14 +312,14 @@ def _check_life(case: Case, rank: int, group: Group) -> None:
     out_TH.sum().backward()
     assert x_TH.grad is not None and x_TH.grad.isfinite().all()
     large = buffer.alive
-    out_TH = _layer(plans, x_TH, w_TK, case.ids_TK(rank), [])
+    out_TH = _layer(exchanges, x_TH, w_TK, case.ids_TK(rank), [])
     buffer.free()
     buffer.free()
     assert large.destroyed
     _raises(RuntimeError, "buffer was freed", lambda: out_TH.sum().backward(), group)
     x, w, ids = x_TH.detach(), w_TK.detach(), case.ids_TK(rank)
-    _raises(RuntimeError, "^this ep group's DeepEP", lambda: plans[0].start(x, w, ids), group)
-    _layer(_plans(case, rank, group, buffer, 1), x_TH, w_TK, ids, [])
+    _raises(RuntimeError, "^this ep group's DeepEP", lambda: exchanges[0].start(x, w, ids), group)
+    _layer(_exchanges(case, rank, group, buffer, 1), x_TH, w_TK, ids, [])
     assert fake_deepep.Buffer.made == made + 3
     buffer.free()
 
@@ -334,17 +335,15 @@ def _check_group_size(rank: int) -> None:
 def _check_lost_rank(group: Group, buffer: GroupBuffer) -> None:
     """DeepEP's time-out names the place."""
     ids_TK = torch.tensor([[0, 1]])
-    (plan,) = plan_deepep(
-        ids_TK, num_experts=4, buffer=buffer, hidden_bytes=BYTES, where="MoE layer 7"
-    )
+    (exchange,) = DeepEP(buffer, 4).plan(ids_TK, HERE, hidden_bytes=BYTES)
     x_TH = torch.ones(1, HIDDEN, dtype=torch.bfloat16)
 
     def timeout(*_: Any, **__: Any) -> None:
         raise RuntimeError("DeepEP error: CPU recv timeout")
 
     original, buffer.alive.dispatch = buffer.alive.dispatch, timeout
-    match = "MoE layer 7: .*never reached this layer.*CPU recv timeout"
-    _raises(RuntimeError, match, lambda: plan.start(x_TH, torch.ones(1, 2), ids_TK), group)
+    match = "MoE layer 0 of forward 1 .*: .*never reached this layer.*CPU recv timeout"
+    _raises(RuntimeError, match, lambda: exchange.start(x_TH, torch.ones(1, 2), ids_TK), group)
     buffer.alive.dispatch = original
 
 
@@ -354,10 +353,12 @@ def _model_grads(**config: Any) -> dict[str, Tensor]:
     parity.checkpointing(model, False)
     apply_ep_fsdp2(model, ep_size=2, **config)
     model(**batch(model, 2, 9 + 2 * dist.get_rank(), seed=dist.get_rank())).loss.backward()
+    dispatcher = getattr(model, STATE).dispatcher
     if config["dispatcher"] == "deepep":
-        state = getattr(model, STATE)
-        assert copy.deepcopy(state.deepep) is state.deepep
-        state.deepep.free()
+        assert copy.deepcopy(dispatcher).buffer is dispatcher.buffer
+        dispatcher.buffer.free()
+    else:
+        assert copy.deepcopy(dispatcher).group is dispatcher.group
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
-from hf_moe_ep.moe.recompute import Frame, Routed, watch_checkpoints
+from hf_moe_ep.moe.recompute import Frame, watch_checkpoints
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.torch_mlp import _add_expert_grads
 from hf_moe_ep.ranks import collectives as comm
@@ -275,7 +275,7 @@ def test_a_function_that_does_something_else_the_second_time_is_refused() -> Non
     model = patch(tiny())
     frame = Frame(getattr(model, STATE), lambda: None)
     ids = torch.tensor([[0, 1]])
-    frame.keep(Routed(0, ids, []))
+    frame.keep(0, ids, [])
     frame._next = 0
     with pytest.raises(RuntimeError, match=r"reached MoE layer 1 .*forward had there: 0, \(1, 2\)"):
         frame.take(1, ids)
@@ -294,7 +294,7 @@ def test_topk_of_a_checkpoint_within_is_its_own() -> None:
         if state.frame.replaying:
             Frame(state, lambda: chosen.append(torch.topk(scores, 2).indices))()
         else:
-            state.frame.keep(Routed(0, ids, []))
+            state.frame.keep(0, ids, [])
 
     frame = Frame(state, outer)
     frame()

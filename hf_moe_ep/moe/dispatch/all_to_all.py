@@ -11,13 +11,13 @@ sent. Two ranks, experts {0 1} and {2 3}, top-2, rank 0 has two tokens:
 Rows lie destination by destination, in token order within one, those that stay last:
 `token_of_row_N = [0, 1, 0]`. Rows that arrive lie in the order of their senders, own ones last.
 
-`plan_dispatch` decides what goes where. Before any row travels, ranks gather one small vector each
-(`header.py`): rows per destination, pairs per expert. It tells every rank how much it receives, and
+`AllToAll.plan` decides what goes where. Before any row travels, ranks gather one small vector each
+(`counts.py`): rows per destination, pairs per expert. It tells every rank how much it receives, and
 it is the layer's only host sync.
 
-`start` and `start_combine` return at once, `finish` waits. Each is an autograd node, so backward
-starts a transfer where forward waited for it and waits where forward started it: what overlaps in
-forward overlaps in backward.
+`start` and `start_combine` return at once, `finish` waits. Each is an autograd node
+(`async_exchange.py`), so backward starts a transfer where forward waited for it and waits where
+forward started it: what overlaps in forward overlaps in backward.
 
     forward     start  >  finish  >  experts  >  start_combine  >  finish
     backward    wait   <  start   <  experts  <      wait       <  start
@@ -29,22 +29,98 @@ Between the last two of backward the gradients of the experts' weights are compu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.moe.dispatch.async_exchange import CombinedRows, Wire
-from hf_moe_ep.moe.dispatch.counts import Header, check_max_rows, exchange_counts
-from hf_moe_ep.ops.autograd import mark_without_grad, nothing
+from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows, Wire
+from hf_moe_ep.moe.dispatch.counts import check_max_rows, exchange_counts
 from hf_moe_ep.ops.permute import add_rows, count_pairs, invert
 from hf_moe_ep.ranks.collectives import start_all_to_all
 
 
 @dataclass(frozen=True)
-class DispatchPlan:
+class AllToAll:
+    """The dispatcher of one ep group; see `hf_moe_ep.dispatcher.Dispatcher`.
+
+    Args:
+        num_experts: of all ranks together, the first ones on the first rank.
+        num_chunks: parts in which the tokens travel.
+        max_rows: what a rank may receive in one layer; None = no limit.
+    """
+
+    group: dist.ProcessGroup
+    num_experts: int
+    num_chunks: int = 1
+    max_rows: int | None = None
+
+    def plan(
+        self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int = 0
+    ) -> list[AllToAllExchange]:
+        """Plan an exchange per chunk, all from one exchange of counts."""
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        sends_DT = _destinations(expert_ids_TK // (self.num_experts // ranks), ranks)
+        sends_of_chunks = sends_DT.tensor_split(self.num_chunks, dim=1)
+        ids_of_chunks = expert_ids_TK.tensor_split(self.num_chunks)
+        counts = []
+        for sends, ids in zip(sends_of_chunks, ids_of_chunks, strict=True):
+            counts += [sends.sum(1), count_pairs(ids, self.num_experts)]
+        # All that needs no counts is asked for before the host waits for them.
+        orders = [order_rows(sends, rank) for sends in sends_of_chunks]
+        gathered = exchange_counts(torch.cat(counts), self.group, header)
+        size = ranks + self.num_experts
+        # tables[chunk][r] is what rank r told: rows per destination, then pairs per expert.
+        tables = [
+            [told[first : first + size] for told in gathered]
+            for first in range(0, self.num_chunks * size, size)
+        ]
+        where = str(header)
+        if self.max_rows is not None:
+            everything = [told for table in tables for told in table]
+            rows_D = [sum(told[rank] for told in everything) for rank in range(ranks)]
+            check_max_rows(rows_D, self.max_rows, self.group, where)
+        num_slots = min(ranks, expert_ids_TK.shape[1])
+        return [
+            self._exchange(order, table, rank, num_slots, where)
+            for order, table in zip(orders, tables, strict=True)
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AllToAll:
+        """The copy of a model runs in the same group."""
+        return self
+
+    def _exchange(
+        self, order: Order, table: list[list[int]], rank: int, num_slots: int, where: str
+    ) -> AllToAllExchange:
+        """Read off what goes where, now that every rank has told."""
+        ranks, num_tokens = order.slot_DT.shape
+        local = self.num_experts // ranks
+        first = ranks + rank * local
+        send_counts = list(table[rank][:ranks])
+        recv_counts = [told[rank] for told in table]
+        num_own = send_counts[rank]
+        send_counts[rank] = recv_counts[rank] = 0
+        num_rows = sum(send_counts) + num_own
+        token_of_row_N, place_N = order.token_Y[:num_rows], order.place_Y[:num_rows]
+        slot_N = order.slot_DT[place_N, token_of_row_N]
+        return AllToAllExchange(
+            group=self.group,
+            token_of_row_N=token_of_row_N,
+            destination_N=torch.where(place_N == ranks - 1, rank, place_N + (place_N >= rank)),
+            slots_TJ=invert(token_of_row_N, slot_N, (num_tokens, num_slots)),
+            send_counts=send_counts,
+            recv_counts=recv_counts,
+            num_own=num_own,
+            counts_L=[sum(told[first + expert] for told in table) for expert in range(local)],
+            where=where,
+        )
+
+
+@dataclass(frozen=True)
+class AllToAllExchange:
     """Where the rows of some tokens go, and what this rank gets.
 
     Attributes:
@@ -68,11 +144,9 @@ class DispatchPlan:
     where: str
 
     def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DispatchedRows:
-        """Send every token to the ranks of its experts; differentiable in tokens and weights."""
+        """Send every token to the ranks of its experts; weights in fp32 or wider."""
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        wire = _RowWire(self)
-        *rows, ids_RK = _StartDispatch.apply(wire, x_TH, weights_TK.to(wide), expert_ids_TK)
-        return DispatchedRows(wire, tuple(rows), ids_RK)
+        return DispatchedRows(_RowWire(self), x_TH, weights_TK.to(wide), expert_ids_TK)
 
     @property
     def num_tokens(self) -> int:
@@ -87,103 +161,56 @@ class DispatchPlan:
         return sum(self.recv_counts)
 
 
-def plan_dispatch(
-    expert_ids_TK: Tensor,
-    *,
-    num_experts: int,
-    group: dist.ProcessGroup,
-    header: Header,
-    num_chunks: int = 1,
-    max_rows: int | None = None,
-) -> list[DispatchPlan]:
-    """One plan for each of `num_chunks` consecutive parts of the tokens, from one exchange.
-
-    Raises:
-        RuntimeError: on every rank of the group, where ranks are at different places of the
-            model, or where one would get more than `max_rows` rows in this layer.
-    """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    sends_DT = _destinations(expert_ids_TK // (num_experts // ranks), ranks)
-    parts = list(
-        zip(
-            sends_DT.tensor_split(num_chunks, dim=1),
-            expert_ids_TK.tensor_split(num_chunks),
-            strict=True,
-        )
-    )
-    counts = [torch.cat([sends.sum(1), count_pairs(ids, num_experts)]) for sends, ids in parts]
-    # All that needs no counts is asked for before the host waits for them.
-    orders = [_order(sends_DT, rank) for sends_DT, _ in parts]
-    gathered = exchange_counts(torch.cat(counts), group, header)
-    size = ranks + num_experts
-    tables = [[row[i : i + size] for row in gathered] for i in range(0, num_chunks * size, size)]
-    where = Header.describe(header.as_list())
-    if max_rows is not None:
-        check_max_rows(tables, max_rows, group, where)
-    num_slots = min(ranks, expert_ids_TK.shape[1])
-    return [
-        _plan(order, table, rank, num_slots, group, where)
-        for order, table in zip(orders, tables, strict=True)
-    ]
-
-
-class DispatchedRows:
-    """Rows on their way to the ranks of their experts; made by `DispatchPlan.start`."""
-
-    def __init__(self, wire: _RowWire, rows: tuple[Tensor, Tensor], ids_RK: Tensor) -> None:
-        self.plan = wire.plan
-        self._wire, self._rows, self._ids_RK = wire, rows, ids_RK
-
-    @property
-    def counts_L(self) -> list[int]:
-        """(row, expert) pairs per local expert; to be read after `finish`."""
-        return self.plan.counts_L
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """rows_RH, weights_RK in fp32 or wider, and expert_ids_RK: local, L = "not here"."""
-        rows_RH, weights_RK = _FinishDispatch.apply(self._wire, *self._rows)
-        return rows_RH, weights_RK, self._ids_RK.long()
-
-    def start_combine(self, rows_RH: Tensor) -> CombinedRows:
-        """Send the experts' result of every row back to the rank of its token."""
-        return CombinedRows(_RowWire(self.plan), rows_RH)
-
-
 class _RowWire(Wire):
-    def __init__(self, plan: DispatchPlan) -> None:
+    """Rows by all-to-all, tokens expanded into rows before and added up behind it."""
+
+    def __init__(self, exchange: AllToAllExchange) -> None:
         super().__init__()
-        self.plan = plan
+        self.exchange, self.counts_L = exchange, exchange.counts_L
 
-    def send_results(self, rows_RH: Tensor) -> Tensor:
-        return self.back(rows_RH)
+    def homeward(self) -> _RowWire:
+        return _RowWire(self.exchange)
 
-    def take_results(self, arrived: Tensor) -> Tensor:
-        return self.add(arrived)
+    def send_tokens(
+        self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        exchange, top_k, local = self.exchange, ids_TK.shape[1], len(self.counts_L)
+        rows_RH = self._send_out(x_TH)
+        ids_NK = ids_TK.index_select(0, exchange.token_of_row_N)
+        ids_NK = ids_NK - (exchange.destination_N * local).unsqueeze(1)
+        ids_NK = ids_NK.masked_fill((ids_NK < 0) | (ids_NK >= local), local)
+        weights_NK = weights_TK.index_select(0, exchange.token_of_row_N)
+        # Ids ride along as floats (exact below 2**24): one message less per layer.
+        routing_NX = torch.cat([weights_NK, ids_NK.to(weights_NK)], dim=1)
+        routing_RX = self._travel(routing_NX, exchange.send_counts, exchange.recv_counts)
+        return rows_RH, routing_RX[:, :top_k], routing_RX[:, top_k:]
 
-    def send_grads(self, grad_TH: Tensor) -> Tensor:
-        return self.out(grad_TH)
+    def local_ids(self, ids_RK: Tensor) -> Tensor:
+        return ids_RK.long()
 
-    def out(self, x_TX: Tensor) -> Tensor:
-        """received_RX, filled once the transfer is done: tokens to the ranks of their experts."""
-        plan, sent, here = self.plan, self.plan.num_sent, self.plan.num_received
-        received_RX = x_TX.new_empty(here + plan.num_own, *x_TX.shape[1:])
-        rows_NX = x_TX.index_select(0, plan.token_of_row_N[:sent])
-        self._start(rows_NX, received_RX[:here], plan.send_counts, plan.recv_counts)
-        torch.index_select(x_TX, 0, plan.token_of_row_N[sent:], out=received_RX[here:])
-        return received_RX
+    def send_row_grads(self, grad_RH: Tensor | None, grad_RK: Tensor | None) -> list[Tensor | None]:
+        return [None if grad is None else self.send_results(grad) for grad in (grad_RH, grad_RK)]
 
-    def out_rows(self, rows_NX: Tensor) -> Tensor:
-        """The same for rows that differ by destination."""
-        return self._travel(rows_NX, self.plan.send_counts, self.plan.recv_counts)
+    def send_results(self, rows_RX: Tensor) -> Tensor:
+        return self._travel(rows_RX, self.exchange.recv_counts, self.exchange.send_counts)
 
-    def back(self, rows_RX: Tensor) -> Tensor:
-        """received_NX, filled once the transfer is done: rows to the ranks of their tokens."""
-        return self._travel(rows_RX, self.plan.recv_counts, self.plan.send_counts)
+    def add_results(self, rows_NX: Tensor) -> Tensor:
+        return add_rows(rows_NX, self.exchange.token_of_row_N, self.exchange.slots_TJ)
 
-    def add(self, rows_NX: Tensor) -> Tensor:
-        return add_rows(rows_NX, self.plan.token_of_row_N, self.plan.slots_TJ)
+    def send_result_grads(self, grad_TH: Tensor) -> Tensor:
+        return self._send_out(grad_TH)
+
+    def _send_out(self, x_TH: Tensor) -> Tensor:
+        """Send tokens to the ranks of their experts; what stays is copied meanwhile."""
+        exchange, sent, here = self.exchange, self.exchange.num_sent, self.exchange.num_received
+        received_RH = x_TH.new_empty(here + exchange.num_own, x_TH.shape[1])
+        rows_NH = x_TH.index_select(0, exchange.token_of_row_N[:sent])
+        self._start(rows_NH, received_RH[:here], exchange.send_counts, exchange.recv_counts)
+        torch.index_select(x_TH, 0, exchange.token_of_row_N[sent:], out=received_RH[here:])
+        return received_RH
 
     def _travel(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """Send rows as they are, those that stay being the last ones on both sides."""
         gone, come = sum(sends), sum(receives)
         received = rows.new_empty(come + len(rows) - gone, *rows.shape[1:])
         self._start(rows[:gone], received[:come], sends, receives)
@@ -191,114 +218,51 @@ class _RowWire(Wire):
         return received
 
     def _start(self, rows: Tensor, out: Tensor, sends: list[int], receives: list[int]) -> None:
-        group, where = self.plan.group, self.plan.where
-        self.transfers.append(
-            start_all_to_all(
-                out, rows, send_counts=sends, recv_counts=receives, group=group, where=where
-            )
+        transfer = start_all_to_all(
+            out,
+            rows,
+            send_counts=sends,
+            recv_counts=receives,
+            group=self.exchange.group,
+            where=self.exchange.where,
         )
-
-
-class _StartDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, wire: _RowWire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.wire, plan, top_k = wire, wire.plan, ids_TK.shape[1]
-        wire.needs = ctx.needs_input_grad[1:3]
-        rows_RH = wire.out(x_TH)
-        local = len(plan.counts_L)
-        ids_NK = ids_TK.index_select(0, plan.token_of_row_N)
-        ids_NK = ids_NK - (plan.destination_N * local).unsqueeze(1)
-        ids_NK = ids_NK.masked_fill((ids_NK < 0) | (ids_NK >= local), local)
-        weights_NK = weights_TK.index_select(0, plan.token_of_row_N)
-        # Ids ride along as floats (exact below 2**24): one message less per layer.
-        routing_R2K = wire.out_rows(torch.cat([weights_NK, ids_NK.to(weights_NK)], dim=1))
-        weights_RK, ids_RK = routing_R2K[:, :top_k], routing_R2K[:, top_k:]
-        mark_without_grad(ctx, (rows_RH, weights_RK, ids_RK), (*wire.needs, False))
-        return rows_RH, weights_RK, ids_RK
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [None if rows is None else ctx.wire.add(rows) for rows in ctx.wire.wait()]
-        return (None, *grads, None)
-
-
-class _FinishDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, wire: _RowWire, rows_RH: Tensor, weights_RK: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.wire = wire
-        ctx.set_materialize_grads(False)
-        wire.wait()
-        weights_RK = weights_RK.contiguous()
-        ctx.like = rows_RH.new_empty(0), weights_RK.new_empty(0)
-        ctx.shapes = rows_RH.shape, weights_RK.shape
-        mark_without_grad(ctx, (rows_RH, weights_RK), ctx.needs_input_grad[1:])
-        return rows_RH, weights_RK
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        wire: _RowWire = ctx.wire
-        inputs = list(zip(grads, ctx.like, ctx.shapes, wire.needs, strict=True))
-        # A gradient that is zero is sent too: every rank takes part in the same exchanges.
-        wire.brought = [
-            wire.back(like.new_zeros(shape) if grad is None else grad) if needed else None
-            for grad, like, shape, needed in inputs
-        ]
-        return (
-            None,
-            *(nothing(like, shape) if needed else None for _, like, shape, needed in inputs),
-        )
+        self.transfers.append(transfer)
 
 
 def _destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:
+    """Mark in sends_DT which rank gets which token."""
     sends_TD = rank_of_pair_TK.new_zeros(rank_of_pair_TK.shape[0], ranks, dtype=torch.bool)
     return sends_TD.scatter_(1, rank_of_pair_TK, True).t()
 
 
-def _order(sends_DT: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cells (token, place of its destination, own rank last) that send a row, in the order of the
-    rows and followed by those that do not; and the rows of each token before a cell's.
+class Order(NamedTuple):
+    """In which order rows lie: the cells (place, token) of a table, those that are rows first.
+
+    Places are the ranks in order but the own one last. Rank 0 of the module's example:
+
+        table    t0 t1     cells    (0, t0)  (0, t1)  (1, t0)    and (1, t1), which is no row
+        rank 1    x  x     token_Y    0        1        0          1
+        rank 0    x  .     place_Y    0        0        1          1
+
+        slot_DT = [[0, 0], [1, 0]]: the row (1, t0) is t0's second, all others are first ones
+
+    How many cells are rows only the counts say, so all of them stay here; the first N of token_Y
+    are `token_of_row_N`. At `[place, token]` of a row slot_DT has its column in `slots_TJ`.
     """
+
+    token_Y: Tensor
+    place_Y: Tensor
+    slot_DT: Tensor
+
+
+def order_rows(sends_DT: Tensor, rank: int) -> Order:
+    """Order the rows that `rank` sends or keeps, without asking the device how many there are."""
     num_tokens = max(sends_DT.shape[1], 1)
     sends_DT = torch.cat([sends_DT[:rank], sends_DT[rank + 1 :], sends_DT[rank : rank + 1]])
-    # argsort, because nonzero() would ask the device how many there are.
-    cells = (~sends_DT).flatten().to(torch.uint8).argsort(stable=True)
-    return cells % num_tokens, cells // num_tokens, sends_DT.cumsum(0) - 1
-
-
-def _plan(
-    order: tuple[Tensor, Tensor, Tensor],
-    table: list[list[int]],
-    rank: int,
-    num_slots: int,
-    group: dist.ProcessGroup,
-    where: str,
-) -> DispatchPlan:
-    """`table[r]` is what rank r told: rows per destination, then pairs per expert."""
-    token, place, slot_DT = order
-    ranks, num_tokens = slot_DT.shape
-    local = (len(table[0]) - ranks) // ranks
-    first = ranks + rank * local
-    own = table[rank][rank]
-    send_counts = [0 if other == rank else table[rank][other] for other in range(ranks)]
-    recv_counts = [0 if other == rank else table[other][rank] for other in range(ranks)]
-    num_rows = sum(send_counts) + own
-    token_of_row_N, place_N = token[:num_rows], place[:num_rows]
-    destination_N = torch.where(place_N == ranks - 1, rank, place_N + (place_N >= rank))
-    slots_TJ = invert(token_of_row_N, slot_DT[place_N, token_of_row_N], (num_tokens, num_slots))
-    return DispatchPlan(
-        group=group,
-        token_of_row_N=token_of_row_N,
-        destination_N=destination_N,
-        slots_TJ=slots_TJ,
-        send_counts=send_counts,
-        recv_counts=recv_counts,
-        num_own=own,
-        counts_L=[sum(row[first + expert] for row in table) for expert in range(local)],
-        where=where,
+    # argsort, because nonzero() would make the host wait.
+    cell_Y = (~sends_DT).flatten().to(torch.uint8).argsort(stable=True)
+    return Order(
+        token_Y=cell_Y % num_tokens,
+        place_Y=cell_Y // num_tokens,
+        slot_DT=sends_DT.cumsum(0) - 1,
     )

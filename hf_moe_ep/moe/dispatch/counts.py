@@ -7,57 +7,26 @@ error, each on every rank, instead of each other's tokens or a hang.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_moe_ep.dispatcher import Header
 from hf_moe_ep.ranks.collectives import gather_counts
 
 
-@dataclass(frozen=True)
-class Header:
-    """Where a rank is, and what it sends; equal on all ranks of an ep group."""
-
-    forward: int
-    layer: int
-    training: bool
-    grad: bool
-    checkpointed: bool
-    recompute: bool
-    top_k: int
-    itemsize: int
-
-    def as_list(self) -> list[int]:
-        return [int(getattr(self, field.name)) for field in fields(self)]
-
-    @staticmethod
-    def describe(values: list[int]) -> str:
-        forward, layer, training, grad, checkpointed, recompute, top_k, itemsize = values
-        mode = ["training" if training else "evaluation"]
-        mode += [] if grad else ["no_grad"]
-        mode += ["checkpointed"] if checkpointed else []
-        mode += ["recompute"] if recompute else []
-        sizes = f"top-{top_k}, {itemsize} bytes per element"
-        return f"MoE layer {layer} of forward {forward} ({', '.join(mode)}; {sizes})"
-
-
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) -> list[list[int]]:
-    """`counts` of every rank; raises on all of them where one is at another place."""
+    """Gather `counts` of every rank; raise on all of them where one is at another place."""
     mine = header.as_list()
-    where = Header.describe(mine)
     # Pinned, because a copy from pageable memory would make the host wait for the GPU once more.
     place = torch.tensor(mine, dtype=counts.dtype, pin_memory=counts.is_cuda)
     vector = torch.cat([place.to(counts.device, non_blocking=True), counts])
-    gathered = gather_counts(vector, group, where=where)
+    gathered = gather_counts(vector, group, where=str(header))
     told = [row[: len(mine)] for row in gathered]
     if any(place != mine for place in told):
         ranks = dist.get_process_group_ranks(group)
-        lines = [
-            f"  rank {rank}: {Header.describe(place)}"
-            for rank, place in zip(ranks, told, strict=True)
-        ]
+        headers = [Header.from_list(place) for place in told]
+        lines = [f"  rank {rank}: {header}" for rank, header in zip(ranks, headers, strict=True)]
         raise RuntimeError(
             "ranks of one ep group are at different places of the model:\n"
             + "\n".join(lines)
@@ -67,14 +36,13 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) ->
     return [row[len(mine) :] for row in gathered]
 
 
-def check_max_rows(
-    tables: list[list[list[int]]], max_rows: int, group: dist.ProcessGroup, where: str
-) -> None:
-    """`tables[chunk][rank]` starts with rows per destination; every rank knows what every rank
-    gets, so all raise together and before allocating.
+def check_max_rows(rows: list[int], max_rows: int, group: dist.ProcessGroup, where: str) -> None:
+    """Raise where a rank of the group would get more than `max_rows` rows.
+
+    `rows` are those that each rank gets in one layer. Every rank knows them all, so all raise
+    together and before they allocate.
     """
     ranks = dist.get_process_group_ranks(group)
-    rows = [sum(row[i] for table in tables for row in table) for i in range(len(ranks))]
     if max(rows) > max_rows:
         worst = rows.index(max(rows))
         raise RuntimeError(

@@ -1,9 +1,9 @@
-"""Dispatch and combine by DeepEP's kernels, behind the contract of dispatch.py.
+"""Dispatch and combine by DeepEP's kernels, behind the contract of `hf_moe_ep/dispatcher.py`.
 
 `dispatcher="deepep"`: rows go from GPU to GPU over NVLink (and RDMA between nodes) through a buffer
-that DeepEP owns, instead of through NCCL. Three things differ from dispatch.py. Rows arrive in the
-order of their senders, own ones among them. Weights of experts that are not here arrive as 0. And
-`start` is where the host waits, once per chunk, for how many rows come. Two ranks with experts
+that DeepEP owns, instead of through NCCL. Three things differ from all_to_all.py. Rows arrive in
+the order of their senders, own ones among them. Weights of experts that are not here arrive as 0.
+And `start` is where the host waits, once per chunk, for how many rows come. Two ranks with experts
 {0 1} and {2 3}, rank 0 with t0 -> [0, 3], t1 -> [2, 3] and weights [.5, .25], [2, 4], rank 1 with
 no token; L = 2 is "not here":
 
@@ -32,10 +32,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hf_moe_ep.moe.dispatch.async_exchange import CombinedRows, Wire
-from hf_moe_ep.ops.autograd import mark_without_grad, nothing
+from hf_moe_ep.dispatcher import Header
+from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows, Wire
+from hf_moe_ep.moe.dispatch.counts import check_max_rows
 from hf_moe_ep.ranks.collectives import gather_counts
 
 # Ranks that are one node to DeepEP, and its default of queue pairs: between nodes as many as SMs.
@@ -53,7 +53,7 @@ _REMEDY = 'or use dispatcher="all_to_all", which works everywhere'
 
 
 def load_deep_ep() -> Any:
-    """The class `deep_ep.Buffer`, imported when it is first asked for."""
+    """Import the class `deep_ep.Buffer`, when it is first asked for."""
     try:
         from deep_ep import Buffer
     except ImportError as error:
@@ -74,8 +74,8 @@ def _not_installed(why: str) -> str:
 class GroupBuffer:
     """DeepEP's buffer of one ep group: the one place that sizes, makes and frees it.
 
-    Kept by what keeps the group, the state of a patched model: nothing is global. Its GPU memory is
-    not torch's: by DeepEP's formula 126 MB for 8 ranks, 20 SMs and hidden 2048.
+    Kept by the dispatcher that the state of a model keeps: nothing is global. Its GPU memory is not
+    torch's: by DeepEP's formula 126 MB for 8 ranks, 20 SMs and hidden 2048.
 
     Args:
         group: 2, 4 or 8 ranks of one node, or a multiple of 8 whose consecutive eights are nodes.
@@ -137,12 +137,16 @@ class GroupBuffer:
 
     @property
     def alive(self) -> Any:
-        """The `deep_ep.Buffer` that is there now."""
+        """The `deep_ep.Buffer` that is there now; raises where there is none."""
+        self.check_alive()
+        return self._buffer
+
+    def check_alive(self) -> None:
+        """Raise where the buffer was freed."""
         if self._buffer is None:
             raise RuntimeError(
                 "this ep group's DeepEP buffer was freed; free it behind the last backward only"
             )
-        return self._buffer
 
     def check_rows(self, rows_XH: Tensor) -> None:
         """Raise what DeepEP answers with an assertion of its own, or with the process's end."""
@@ -157,7 +161,8 @@ class GroupBuffer:
                 f"DeepEP needs a hidden size that is a multiple of {_HIDDEN_MULTIPLE}, got "
                 f"{hidden}; try {hidden + -hidden % _HIDDEN_MULTIPLE}, {_REMEDY}"
             )
-        if self.alive and num_bytes > self.hidden_bytes:
+        self.check_alive()
+        if num_bytes > self.hidden_bytes:
             raise ValueError(
                 f"rows of {num_bytes} bytes do not fit the buffer, which was reserved for "
                 f"hidden_bytes={self.hidden_bytes}; plan with the size of these hidden states"
@@ -165,8 +170,57 @@ class GroupBuffer:
 
 
 @dataclass(frozen=True)
-class DeepEPPlan:
-    """Where the rows of some tokens go; may be started again and again, with the same outcome.
+class DeepEP:
+    """The dispatcher of one ep group; see `hf_moe_ep.dispatcher.Dispatcher`.
+
+    Args:
+        num_experts: of all ranks together, the first ones on the first rank.
+        num_chunks: parts in which the tokens travel.
+        max_rows: what a rank may receive in one layer; None = no limit. A limit costs a host sync:
+            ranks gather how many rows they are going to send.
+    """
+
+    buffer: GroupBuffer
+    num_experts: int
+    num_chunks: int = 1
+    max_rows: int | None = None
+
+    def plan(
+        self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int
+    ) -> list[DeepEPExchange]:
+        """Plan an exchange per chunk and have room for its rows; ids are int64.
+
+        Raises:
+            ValueError: more experts per token than DeepEP can carry.
+            RuntimeError: on every rank of the group and before it allocates a row, where one would
+                get more than `max_rows` of them in this layer.
+        """
+        top_k, where = expert_ids_TK.shape[1], str(header)
+        if top_k > _MAX_TOP_K:
+            raise ValueError(
+                f"DeepEP carries at most {_MAX_TOP_K} experts per token, this router chooses "
+                f"{top_k}; choose fewer, {_REMEDY}"
+            )
+        self.buffer.reserve(hidden_bytes)
+        chunks = [ids.contiguous() for ids in expert_ids_TK.tensor_split(self.num_chunks)]
+        find_layout = self.buffer.alive.get_dispatch_layout
+        layouts = [dict(zip(_LAYOUT, find_layout(ids, self.num_experts))) for ids in chunks]
+        if self.max_rows is not None:
+            # What a rank sends only that rank knows: each tells all.
+            sent_D = torch.stack([layout["num_tokens_per_rank"] for layout in layouts]).sum(0)
+            sent_DD = gather_counts(sent_D, self.buffer.group, where=where)
+            rows_D = [sum(column) for column in zip(*sent_DD, strict=True)]
+            check_max_rows(rows_D, self.max_rows, self.buffer.group, where)
+        num_local = self.num_experts // self.buffer.num_ranks
+        return [
+            DeepEPExchange(self.buffer, len(ids), num_local, layout, where)
+            for ids, layout in zip(chunks, layouts, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class DeepEPExchange:
+    """Where the rows of some tokens go.
 
     Attributes:
         num_local: experts of this rank.
@@ -180,84 +234,9 @@ class DeepEPPlan:
     layout: dict[str, Any]
     where: str
 
-    def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DeepEPRows:
-        """Send every token to the ranks of its experts; differentiable in tokens and weights.
-
-        `expert_ids_TK` is what the plan was made from. Weights travel in fp32.
-        """
-        self.buffer.check_rows(x_TH)
-        wire = _BufferWire(self)
-        try:
-            *rows, ids_RK = _StartDispatch.apply(wire, x_TH, weights_TK.float(), expert_ids_TK)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self.where}: DeepEP could not exchange rows; a rank of this ep group stopped, "
-                f"or never reached this layer within DeepEP's time-out ({error})"
-            ) from error
-        return DeepEPRows(wire, tuple(rows), ids_RK)
-
-
-def plan_deepep(
-    expert_ids_TK: Tensor,
-    *,
-    num_experts: int,
-    buffer: GroupBuffer,
-    hidden_bytes: int,
-    num_chunks: int = 1,
-    max_rows: int | None = None,
-    where: str = "a MoE layer",
-) -> list[DeepEPPlan]:
-    """One plan for each of `num_chunks` consecutive parts of the tokens; no row travels yet.
-
-    `hidden_bytes` is the size of one token's hidden states; ids are int64. `max_rows` costs a host
-    sync: ranks gather how many rows they are going to send.
-
-    Raises:
-        ValueError: more experts per token than DeepEP can carry.
-        RuntimeError: on every rank of the group and before it allocates a row, where one would get
-            more than `max_rows` of them in this layer.
-    """
-    top_k = expert_ids_TK.shape[1]
-    if top_k > _MAX_TOP_K:
-        raise ValueError(
-            f"DeepEP carries at most {_MAX_TOP_K} experts per token, this router chooses {top_k}; "
-            f"choose fewer, {_REMEDY}"
-        )
-    buffer.reserve(hidden_bytes)
-    parts = [ids.contiguous() for ids in expert_ids_TK.tensor_split(num_chunks)]
-    find_layout = buffer.alive.get_dispatch_layout
-    layouts = [dict(zip(_LAYOUT, find_layout(ids, num_experts))) for ids in parts]
-    if max_rows is not None:
-        _check_max_rows(layouts, max_rows, buffer.group, where)
-    return [
-        DeepEPPlan(buffer, len(ids), num_experts // buffer.num_ranks, layout, where)
-        for ids, layout in zip(parts, layouts, strict=True)
-    ]
-
-
-class DeepEPRows:
-    """Rows on their way to the ranks of their experts; made by `DeepEPPlan.start`."""
-
-    def __init__(self, wire: _BufferWire, rows: tuple[Tensor, ...], ids_RK: Tensor) -> None:
-        self.plan = wire.plan
-        self._wire, self._rows, self._ids_RK = wire, rows, ids_RK
-
-    @property
-    def counts_L(self) -> list[int]:
-        """(row, expert) pairs per local expert."""
-        return self._wire.counts_L
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """rows_RH, weights_RK in fp32, and expert_ids_RK: local, L = "not here"."""
-        rows_RH, weights_RK = _FinishDispatch.apply(self._wire, *self._rows)
-        self._wire.absent_RK = self._ids_RK < 0
-        ids_RK = self._ids_RK.masked_fill(self._wire.absent_RK, self.plan.num_local)
-        return rows_RH, weights_RK, ids_RK
-
-    def start_combine(self, rows_RH: Tensor) -> CombinedRows:
-        """Send the experts' result of every row back to the rank of its token."""
-        self.plan.buffer.check_rows(rows_RH)
-        return CombinedRows(_BufferWire(self.plan, handle=self._wire.handle), rows_RH)
+    def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DispatchedRows:
+        """Send every token to the ranks of its experts; weights travel in fp32."""
+        return DispatchedRows(_BufferWire(self), x_TH, weights_TK.float(), expert_ids_TK)
 
 
 @dataclass
@@ -272,95 +251,83 @@ class _Event:
 
 
 class _BufferWire(Wire):
-    def __init__(self, plan: DeepEPPlan, handle: Any = None) -> None:
+    """Rows through DeepEP's buffer, which copies tokens on the way out and adds on the way home.
+
+    Attributes:
+        handle: DeepEP's memory of a way out, which every other way of the same rows asks for.
+        absent_RK: (row, slot) pairs whose expert is not on this rank.
+    """
+
+    def __init__(self, exchange: DeepEPExchange, handle: Any = None) -> None:
         super().__init__()
-        self.plan, self.handle = plan, handle
-        self.counts_L: list[int] = []
+        self.exchange, self.handle = exchange, handle
         self.absent_RK: Tensor | None = None
+        self._hidden = 0
+
+    def homeward(self) -> _BufferWire:
+        return _BufferWire(self.exchange, self.handle)
+
+    def send_tokens(
+        self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.exchange.buffer.check_rows(x_TH)
+        self._hidden = x_TH.shape[1]
+        routing = {"topk_idx": ids_TK.contiguous(), "topk_weights": weights_TK.contiguous()}
+        try:
+            sent = self._dispatch(x_TH, **routing, **self.exchange.layout)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self.exchange.where}: DeepEP could not exchange rows; a rank of this ep group "
+                f"stopped, or never reached this layer within DeepEP's time-out ({error})"
+            ) from error
+        rows_RH, ids_RK, weights_RK, self.counts_L, self.handle = sent
+        return rows_RH, weights_RK, ids_RK
+
+    def local_ids(self, ids_RK: Tensor) -> Tensor:
+        self.absent_RK = ids_RK < 0
+        return ids_RK.masked_fill(self.absent_RK, self.exchange.num_local)
+
+    def send_row_grads(
+        self, grad_RH: Tensor | None, grad_RK: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        assert self.absent_RK is not None
+        if grad_RK is not None:
+            # A weight arrived at one rank, and as 0 at the others: no gradient comes from those.
+            grad_RK = grad_RK.masked_fill(self.absent_RK, 0)
+        if grad_RH is not None:
+            return self._combine(grad_RH, grad_RK)
+        # DeepEP sends no weights without rows.
+        shape = len(self.absent_RK), self._hidden
+        rows_RH = self.absent_RK.new_zeros(shape, dtype=torch.bfloat16)
+        return None, self._combine(rows_RH, grad_RK)[1]
 
     def send_results(self, rows_RH: Tensor) -> Tensor:
-        out_TH, _ = self.back(rows_RH)
-        assert out_TH is not None
-        return out_TH
+        self.exchange.buffer.check_rows(rows_RH)
+        return self._combine(rows_RH)[0]
 
-    def take_results(self, arrived: Tensor) -> Tensor:
+    def add_results(self, arrived: Tensor) -> Tensor:
         return arrived
 
-    def send_grads(self, grad_TH: Tensor) -> Tensor:
-        rows_RH, *_ = self.out(grad_TH, handle=self.handle)
+    def send_result_grads(self, grad_TH: Tensor) -> Tensor:
+        rows_RH: Tensor = self._dispatch(grad_TH, handle=self.handle)[0]
         return rows_RH
 
-    def out(self, x_TH: Tensor, **arguments: Any) -> list[Any]:
-        """[rows, ids, weights, counts, handle], filled once `wait` has returned."""
-        buffer, x_TH = self.plan.buffer, x_TH.contiguous()
+    def _dispatch(self, x_TH: Tensor, **arguments: Any) -> list[Any]:
+        """Start a way out: rows, ids, weights, counts and handle, filled once waited for."""
+        buffer, x_TH = self.exchange.buffer, x_TH.contiguous()
         arguments = {"config": buffer.dispatch_config, "async_finish": True, **arguments}
         *results, event = buffer.alive.dispatch(x_TH, **arguments)
         self.transfers.append(_Event(event, (x_TH, arguments, results)))
         return results
 
-    def back(self, rows_RH: Tensor, weights_RK: Tensor | None = None) -> list[Tensor | None]:
-        """[tokens, weights or None], filled once `wait` has returned."""
-        buffer, rows_RH = self.plan.buffer, rows_RH.contiguous()
+    def _combine(
+        self, rows_RH: Tensor, weights_RK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Start a way home: tokens, and weights if there are any, filled once waited for."""
+        buffer, rows_RH = self.exchange.buffer, rows_RH.contiguous()
         arguments = {"config": buffer.combine_config, "async_finish": True}
         if weights_RK is not None:
             arguments["topk_weights"] = weights_RK.contiguous()
-        *results, event = buffer.alive.combine(rows_RH, self.handle, **arguments)
-        self.transfers.append(_Event(event, (rows_RH, arguments, results)))
-        return results
-
-
-class _StartDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, wire: _BufferWire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.wire, wire.needs = wire, ctx.needs_input_grad[1:3]
-        routing = {"topk_idx": ids_TK.contiguous(), "topk_weights": weights_TK.contiguous()}
-        rows_RH, ids_RK, weights_RK, wire.counts_L, wire.handle = wire.out(
-            x_TH, **routing, **wire.plan.layout
-        )
-        mark_without_grad(ctx, (rows_RH, weights_RK, ids_RK), (*wire.needs, False))
-        return rows_RH, weights_RK, ids_RK
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.wire.wait(), None)
-
-
-class _FinishDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, wire: _BufferWire, rows_RH: Tensor, weights_RK: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.wire = wire
-        wire.wait()
-        mark_without_grad(ctx, (rows_RH, weights_RK), ctx.needs_input_grad[1:])
-        return rows_RH, weights_RK
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RH: Tensor, grad_RK: Tensor) -> tuple[Tensor | None, ...]:
-        wire: _BufferWire = ctx.wire
-        assert wire.absent_RK is not None
-        # A weight arrived at one rank, and as 0 at the others: no gradient comes from those.
-        grad_RK = grad_RK.masked_fill(wire.absent_RK, 0)
-        tokens_TH, weights_TK = wire.back(grad_RH, grad_RK if wire.needs[1] else None)
-        wire.brought = (tokens_TH if wire.needs[0] else None, weights_TK)
-        return None, nothing(grad_RH, grad_RH.shape), nothing(grad_RK, grad_RK.shape)
-
-
-def _check_max_rows(
-    layouts: list[dict[str, Any]], max_rows: int, group: dist.ProcessGroup, where: str
-) -> None:
-    """What a rank sends where only that rank knows: each tells all, and all raise together."""
-    sent_D = torch.stack([layout["num_tokens_per_rank"] for layout in layouts]).sum(0)
-    rows = [sum(column) for column in zip(*gather_counts(sent_D, group, where=where), strict=True)]
-    if max(rows) > max_rows:
-        worst = dist.get_process_group_ranks(group)[rows.index(max(rows))]
-        raise RuntimeError(
-            f"{where}: rank {worst} would get {max(rows)} rows, more than max_tokens_per_rank="
-            f"{max_rows} (rows by rank of the ep group: {rows}). The router sends too many tokens "
-            "to this rank's experts: raise max_tokens_per_rank, lower the batch size, or add the "
-            "router's load-balancing loss"
-        )
+        x_TH, weights_TK, event = buffer.alive.combine(rows_RH, self.handle, **arguments)
+        self.transfers.append(_Event(event, (rows_RH, arguments, (x_TH, weights_TK))))
+        return x_TH, weights_TK

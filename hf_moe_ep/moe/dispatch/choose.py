@@ -1,0 +1,27 @@
+"""Which dispatcher a model gets; the one place that knows them all by name."""
+
+from __future__ import annotations
+
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.dispatcher import Dispatcher
+from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
+from hf_moe_ep.moe.dispatch.deepep import DeepEP, GroupBuffer
+from hf_moe_ep.ranks.mesh import Meshes
+
+
+def make_dispatcher(
+    config: ParallelConfig, meshes: Meshes, *, num_experts: int
+) -> Dispatcher | None:
+    """Make what the config asks for over the ep group of `meshes`; None where it is one rank.
+
+    Raises:
+        ImportError, ValueError: DeepEP is not there, or has no settings for so many ranks.
+    """
+    if meshes.ep_size == 1:
+        return None
+    group = meshes.ep.get_group()
+    chunks, limit = config.dispatch_chunks, config.max_tokens_per_rank
+    if config.dispatcher == "deepep":
+        buffer = GroupBuffer(group, num_sms=config.deepep_num_sms)
+        return DeepEP(buffer, num_experts, num_chunks=chunks, max_rows=limit)
+    return AllToAll(group, num_experts, num_chunks=chunks, max_rows=limit)
