@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,39 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.adapters import EXPERTS, with_lora
+from support.checks import Check, Found, on_ranks
 from support.gathers import gathered_units
+from support.largest_tensor import LargestTensor
 from support.launched import launched, prepared
-from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
 from hf_moe_ep.ranks import together as meet
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that is made, parameters excluded."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.known:
-                size = x.untyped_storage().nbytes() // x.itemsize
-                self.elements = max(self.elements, size)
-        return out
-
-
 def _largest_of_a_step(model: nn.Module) -> int:
-    with Largest(model) as largest:
+    with LargestTensor(model.parameters()) as largest:
         model(**batch(model, 1, 6), use_cache=False).loss.backward()
     return largest.elements
 
@@ -60,7 +40,7 @@ def test_no_tensor_of_the_size_of_the_experts() -> None:
     assert _largest_of_a_step(model) < smallest
 
 
-def _gathers_in_backward(rank: int, world: int) -> None:
+def backward_gathers_only_what_gradients_pass(rank: int, world: int) -> None:
     """Units gathered in backward: those that gradients pass, once, and none below them."""
     layers = {name: [f"{name}", f"{name}.mlp.experts"] for name in ("layers.0", "layers.1")}
     for trained in (("layers.0", "layers.1"), ("layers.1",)):
@@ -76,11 +56,7 @@ def _gathers_in_backward(rank: int, world: int) -> None:
         assert sorted(gathered) == sorted(want), f"adapters on {trained}"
 
 
-def test_backward_gathers_only_what_gradients_pass() -> None:
-    run_ranks(_gathers_in_backward, 2)
-
-
-def _nothing_merged(rank: int, world: int) -> None:
+def a_step_with_a_frozen_base_makes_no_merged_weight(rank: int, world: int) -> None:
     """PEFT's parametrization, which merges, is never there; AdamW's state is of shards alone."""
     torch.manual_seed(0)
     model = with_lora(tiny(dtype=torch.float32), r=2)
@@ -99,10 +75,6 @@ def _nothing_merged(rank: int, world: int) -> None:
     assert sum(moments) == sum(p.to_local().numel() for p in trained)
     whole = sum(p.numel() for p in trained)
     assert sum(moments) < 0.6 * whole, "each of two ranks has about a half"
-
-
-def test_a_step_with_a_frozen_base_makes_no_merged_weight() -> None:
-    run_ranks(_nothing_merged, 2)
 
 
 class Refused:
@@ -129,7 +101,7 @@ class Refused:
         model.load_adapter("out/adapter", "default")
 
 
-def _refused_when_sharded(rank: int, world: int) -> None:
+def what_would_not_do_what_it_says_is_refused_when_sharded(rank: int, world: int) -> None:
     model = with_lora(tiny(dtype=torch.float32), r=2)
     apply_ep_fsdp2(model, ep_size=world)
     with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
@@ -145,11 +117,7 @@ def _refused_when_sharded(rank: int, world: int) -> None:
         with_lora(plain)
 
 
-def test_what_is_refused_when_sharded() -> None:
-    run_ranks(_refused_when_sharded, 2)
-
-
-def _mixed_dtypes(rank: int, world: int) -> None:
+def trained_parameters_of_two_dtypes_are_an_error_that_says_so(rank: int, world: int) -> None:
     """PEFT makes fp32 factors, and copies modules_to_save in the model's dtype."""
     for saved in (["post_attention_layernorm"], None):
         model = with_lora(tiny(dtype=torch.bfloat16), modules_to_save=saved)
@@ -159,10 +127,6 @@ def _mixed_dtypes(rank: int, world: int) -> None:
                 continue
             with pytest.raises(ValueError, match=r"torch.bfloat16 and torch.float32.*wants one"):
                 prepared(model, ep_size=world)
-
-
-def test_trained_parameters_of_two_dtypes_are_an_error_that_says_so() -> None:
-    run_ranks(_mixed_dtypes, 2)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +148,7 @@ def test_quantised_experts_are_refused() -> None:
         patch(model)
 
 
-def _trainable_beside_quantised(rank: int, world: int) -> None:
+def experts_that_a_quantization_left_trainable_are_refused(rank: int, world: int) -> None:
     """What bitsandbytes leaves behind: packed linear layers, experts as they were."""
     model = tiny(dtype=torch.bfloat16)
     model.is_quantized = True
@@ -193,11 +157,7 @@ def _trainable_beside_quantised(rank: int, world: int) -> None:
     apply_ep_fsdp2(with_lora(model), ep_size=world)
 
 
-def test_experts_that_a_quantization_left_trainable_are_refused() -> None:
-    run_ranks(_trainable_beside_quantised, 2)
-
-
-def _saved_by_one_rank(rank: int, world: int, folder: str) -> None:
+def saving_on_one_rank_is_an_error_and_no_hang(rank: int, world: int, folder: str) -> None:
     """A plain collective would wait for the process group's timeout."""
     model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32), r=2), ep_size=world)
     with mock.patch.object(meet, "_PATIENCE", timedelta(seconds=2)):
@@ -210,5 +170,16 @@ def _saved_by_one_rank(rank: int, world: int, folder: str) -> None:
         save_pretrained(model, folder)
 
 
-def test_saving_on_one_rank_is_an_error_and_no_hang(tmp_path: Path) -> None:
-    run_ranks(_saved_by_one_rank, 2, str(tmp_path / "adapter"))
+ON_TWO_RANKS = [
+    backward_gathers_only_what_gradients_pass,
+    a_step_with_a_frozen_base_makes_no_merged_weight,
+    what_would_not_do_what_it_says_is_refused_when_sharded,
+    trained_parameters_of_two_dtypes_are_an_error_that_says_so,
+    experts_that_a_quantization_left_trainable_are_refused,
+    saving_on_one_rank_is_an_error_and_no_hang,
+]
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, *ON_TWO_RANKS))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

@@ -1,4 +1,4 @@
-"""bf16 compute with fp32 masters: no less exact than stock's own bf16."""
+"""bf16 compute with fp32 masters is at most twice as far from the truth as stock's own bf16."""
 
 import torch
 from support.parity import Batch, full_tensor, uneven_batches

@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.checks import Check, Found, on_ranks
 from support.close import assert_close
-from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -107,7 +108,7 @@ def _check_nonfinite(name: str, model: nn.Module, rank: int) -> list[str]:
     return problems
 
 
-def _check_token_count(rank: int, world: int) -> None:
+def labels_are_counted_over_all_ranks(rank: int, world: int) -> None:
     model = nn.Identity()
     ignored = torch.full((2, 5), -100)
     labels = torch.arange(10).view(2, 5) + rank  # 4 targets a row
@@ -123,27 +124,28 @@ def _check_token_count(rank: int, world: int) -> None:
     assert global_token_count(model, ignored).item() == 0
 
 
-def _on_four_ranks(rank: int, world: int) -> list[str]:
-    problems = []
-    for name, (layout, sizes) in LAYOUTS.items():
-        model = _trained(layout, sizes, rank)
-        _check_clip(name, model, rank)
-        if name in ("ep 2, dim 0", "HSDP"):
-            problems += _check_nonfinite(name, model, rank)
-    _check_token_count(rank, world)
-    return problems
+def norm_and_clip_are_torchs(layout: str, rank: int, world: int) -> None:
+    _check_clip(layout, _trained(*LAYOUTS[layout], rank), rank)
 
 
-@pytest.fixture(scope="module")
-def problems_on_four_ranks() -> list[str]:
-    return run_ranks(_on_four_ranks, 4)[0]
+def a_bad_element_in_any_shard_raises_on_every_rank(layout: str, rank: int, world: int) -> None:
+    problems = _check_nonfinite(layout, _trained(*LAYOUTS[layout], rank), rank)
+    assert not problems, "\n".join(problems)
 
 
-def test_norm_clip_token_count_and_bad_elements_on_four_ranks(
-    problems_on_four_ranks: list[str],
-) -> None:
-    """A wrong number raises on its rank, in the fixture; the list is what nan and inf did."""
-    assert not problems_on_four_ranks, "\n".join(problems_on_four_ranks)
+ON_FOUR_RANKS = {
+    **{f"norm and clip: {name}": partial(norm_and_clip_are_torchs, name) for name in LAYOUTS},
+    **{
+        f"bad element: {name}": partial(a_bad_element_in_any_shard_raises_on_every_rank, name)
+        for name in ("ep 2, dim 0", "HSDP")
+    },
+    "token count": labels_are_counted_over_all_ranks,
+}
+
+
+@pytest.mark.parametrize("claim", on_ranks(4, ON_FOUR_RANKS))
+def test_on_four_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def _single(dtype: torch.dtype = torch.float64) -> nn.Module:
