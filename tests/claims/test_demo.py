@@ -1,4 +1,4 @@
-"""`make demo`, with the same training in one stock process beside it.
+"""`make demo` trains as one stock process does beside it.
 
 The report itself exits with an error where the held-out loss is not below that of a bigram model,
 where the reloaded checkpoint has another loss than the Trainer logged, where one of the first 20

@@ -1,4 +1,4 @@
-"""examples/finetune_lora.py on four ranks; its adapter in a stock process, both ways it is read."""
+"""The adapter of examples/finetune_lora.py on four ranks opens in a stock process, in both ways."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Gradients, norm and parameters of N ranks against stock in one process, in fp64.
+"""Gradients, norm and parameters of N ranks are those of stock in one process, in fp64.
 
 The budget is design's 1e-10 where the number of ranks is a power of two; else the loss factor
 rounds in fp32, because transformers casts logits to fp32 for the loss.

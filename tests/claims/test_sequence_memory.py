@@ -1,4 +1,4 @@
-"""What splitting a sequence saves: activations as 1 / sp, and a sequence that fits for it alone."""
+"""Splitting a sequence divides its activations by sp: one that is too long alone then fits."""
 
 import resource
 from pathlib import Path
