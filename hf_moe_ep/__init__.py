@@ -15,7 +15,8 @@ from typing import NoReturn
 try:
     from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
     from hf_moe_ep.checkpoints.hub.save import save_pretrained
-    from hf_moe_ep.checkpoints.training.save import load_checkpoint, save_checkpoint
+    from hf_moe_ep.checkpoints.training.load import load_checkpoint
+    from hf_moe_ep.checkpoints.training.save import save_checkpoint
     from hf_moe_ep.config import ParallelConfig
     from hf_moe_ep.data_parallel import data_parallel_rank, data_parallel_size, global_token_count
     from hf_moe_ep.describe import describe

@@ -17,8 +17,8 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.dispatcher import CheckpointFrame, Dispatcher
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.background import Saver
 from hf_moe_ep.ranks.mesh import Meshes
-from hf_moe_ep.ranks.together import world_size
 from hf_moe_ep.upstream.sharded_models import inside_ddp_forward
 
 STATE = "_hf_moe_ep"
@@ -44,8 +44,8 @@ class ModelState:
     dispatcher: Dispatcher | None = None
     # The checkpointed layer that runs now.
     frame: CheckpointFrame | None = None
-    # The save that runs in the background (checkpoints.training.background.Saver), if any.
-    saver: Any = None
+    # Of saves in the background, from the first one on.
+    saver: Saver | None = None
     # One per experts module, in order; each of them has its own as STATE.
     moe_layers: list[MoELayer] = field(default_factory=list)
     # (module, attribute, what was there before; None for nothing)
@@ -64,6 +64,11 @@ class ModelState:
                 delattr(module, name)
             else:
                 setattr(module, name, value)
+
+    @property
+    def device(self) -> torch.device:
+        """Where a rank computes; the host for a model that is not sharded."""
+        return torch.device("cpu") if self.meshes is None else self.meshes.device
 
     def check_ready(self) -> None:
         """Raise where training would silently ignore what the config asks for."""
@@ -134,14 +139,9 @@ def find_state(model: nn.Module) -> ModelState | None:
     return None
 
 
-def layout_of(state: ModelState) -> dict[str, Any]:
-    """How a model lies, for the manifest."""
-    config = state.config
-    return {
-        "world_size": world_size(),
-        "ep_size": config.ep_size or 1,
-        "sp_size": config.sp_size or 1,
-        "dp_replicate_size": config.dp_replicate_size or 1,
-        "expert_shard_dim": config.expert_shard_dim,
-        "sharded": state.meshes is not None,
-    }
+def patched_state(model: nn.Module) -> ModelState:
+    """The state of a model; ValueError where it is not patched."""
+    state = find_state(model)
+    if state is None:
+        raise ValueError("this model is not patched; call patch(model) or apply_ep_fsdp2(model)")
+    return state

@@ -33,8 +33,9 @@ from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
+from hf_moe_ep.checkpoints.training.folder import layout_of
 from hf_moe_ep.ranks.together import is_first, on_first, together
-from hf_moe_ep.state import find_state, layout_of
+from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.training_frameworks import (

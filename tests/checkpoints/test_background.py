@@ -12,7 +12,7 @@ from support.jobs.resume import Layout, start, step
 from support.ranks import run_ranks
 
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.training import save as training_state
+from hf_moe_ep.checkpoints.training import folder as training_folder
 from hf_moe_ep.checkpoints.training.save import save_checkpoint
 
 ONE = Layout("unsharded", 1)
@@ -20,14 +20,14 @@ TWO = Layout("two", 2, {"ep_size": 2})
 
 
 def _destroyed(rank: int, world: int, folder: str, when: str) -> str:
-    run, gone, stock = start("full", TWO), threading.Event(), getattr(training_state, when)
+    run, gone, stock = start("full", TWO), threading.Event(), getattr(training_folder, when)
     step(run, 0)
 
     def late(*args: Any, **kwargs: Any) -> Any:
         assert gone.wait(30)
         return stock(*args, **kwargs)
 
-    with mock.patch.object(training_state, when, late):
+    with mock.patch.object(training_folder, when, late):
         handle = save_checkpoint(folder, run.model, run.optimizer, asynchronous=True)
         dist.destroy_process_group()
         gone.set()
@@ -38,7 +38,7 @@ def _destroyed(rank: int, world: int, folder: str, when: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("when", ["save", "_write_json"])
+@pytest.mark.parametrize("when", ["write_tensors", "write_json"])
 def test_a_destroyed_group_commits_nothing(tmp_path: Path, when: str) -> None:
     """Without a group every rank would be rank 0, alone, and write a manifest of its own."""
     folder = tmp_path / "one"
@@ -51,7 +51,7 @@ def test_an_error_is_logged_though_nobody_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start("full", ONE)
-    full = mock.patch.object(training_state, "_write_json", side_effect=OSError(28, "disk full"))
+    full = mock.patch.object(training_folder, "write_json", side_effect=OSError(28, "disk full"))
     with full, caplog.at_level(logging.ERROR, "hf_moe_ep"):
         handle = save_checkpoint(tmp_path / "one", run.model, run.optimizer, asynchronous=True)
         assert handle._thread is not None
@@ -61,7 +61,7 @@ def test_an_error_is_logged_though_nobody_waits(
 
 
 def test_a_change_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, write, stock = start("full", ONE), threading.Event(), training_state._write
+    run, write, stock = start("full", ONE), threading.Event(), training_folder.write_tensors
 
     def late(*args: Any) -> None:
         assert write.wait(30)
@@ -69,7 +69,7 @@ def test_a_change_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    with mock.patch.object(training_state, "_write", late):
+    with mock.patch.object(training_folder, "write_tensors", late):
         handle = save_checkpoint("x", run.model, run.optimizer, asynchronous=True)
         monkeypatch.chdir(tmp_path / "elsewhere")
         write.set()
@@ -81,13 +81,13 @@ def test_a_change_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 def test_two_models_to_one_directory(tmp_path: Path) -> None:
     """What the first is writing is no unfinished save that the second may remove."""
     one, two, write = start("full", ONE), start("full", ONE, seed=1), threading.Event()
-    stock = training_state._write
+    stock = training_folder.write_tensors
 
     def late(*args: Any) -> None:
         assert write.wait(30)
         stock(*args)
 
-    with mock.patch.object(training_state, "_write", late):
+    with mock.patch.object(training_folder, "write_tensors", late):
         handle = save_checkpoint(tmp_path / "x", one.model, one.optimizer, asynchronous=True)
         with pytest.raises(ValueError, match=r"another model is being saved to .*x; save each"):
             save_checkpoint(f"{tmp_path}/x", two.model, two.optimizer)

@@ -24,8 +24,9 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.training import save as training_state
-from hf_moe_ep.checkpoints.training.save import load_checkpoint, save_checkpoint
+from hf_moe_ep.checkpoints.training import folder as training_folder
+from hf_moe_ep.checkpoints.training.load import load_checkpoint
+from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.ranks import together as meet
 
 BUDGET = 1e-10  # fp64, other orders of summation
@@ -164,13 +165,13 @@ def _background(rank: int, world: int, folder: str) -> None:
     run = start("full", TWO)
     step(run, 0)
     want, began = everything(run), threading.Event()
-    stock = training_state._write
+    stock = training_folder.write_tensors
 
     def late(*args: Any) -> None:
         assert began.wait(30)
         stock(*args)
 
-    with mock.patch.object(training_state, "_write", late):
+    with mock.patch.object(training_folder, "write_tensors", late):
         handle = _save_run(run, f"{folder}/one", asynchronous=True, progress={"step": 1})
         step(run, 1)  # collectives of the step and of the save at the same time
         began.set()
@@ -203,8 +204,8 @@ def _full_disk(rank: int, world: int, folder: str, real: bool) -> list[str]:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    write = full if rank == 1 and not real else training_state._write_json
-    with mock.patch.object(training_state, "_write_json", write):
+    write = full if rank == 1 and not real else training_folder.write_json
+    with mock.patch.object(training_folder, "write_json", write):
         for how in ("at once", "wait", "next save"):
             with pytest.raises(RuntimeError) as caught:
                 handle = _save_run(run, f"{folder}/two", asynchronous=how != "at once")

@@ -19,13 +19,14 @@ from support.killing import kill_later
 from support.ranks import RankError, run_ranks
 
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.training import save as training_state
-from hf_moe_ep.checkpoints.training.save import load_checkpoint, save_checkpoint
+from hf_moe_ep.checkpoints.training import folder as training_folder
+from hf_moe_ep.checkpoints.training.load import load_checkpoint
+from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.ranks import together as meet
 
 LAYOUTS = (Layout("ep2", 2, {"ep_size": 2}), Layout("ep1", 2, {"ep_size": 1}))
 SMALL = {"num_hidden_layers": 1}
-MODULES = {"training_state": training_state, "manifest": manifest}
+MODULES = {"folder": training_folder, "manifest": manifest}
 # Which rank dies, when (seconds into a save, or the call of a function), in which save of a round.
 Kill = tuple[int, float | str, int]
 BUDGET = 1e-9  # fp32 logits in transformers' loss, summed by other ranks
@@ -56,6 +57,8 @@ def _go_on(rank: int, world: int, root: str, round_: int, kill: Kill) -> None:
             with open(f"{root}/losses", "a") as log:
                 log.write(f"{number} {loss!r} {round_}\n")
         if rank == victim and number == first + after:
+            if isinstance(moment, str):
+                handle.wait()  # not in the save before, which may still run
             _die(moment)
         handle = save_checkpoint(
             f"{root}/step-{number + 1}",
@@ -118,9 +121,9 @@ def _check(root: Path, kills: list[Kill]) -> tuple[dict[str, int], int]:
 
 def test_four_kills(tmp_path: Path) -> None:
     """At the moments between the parts of a save, so that each leaves a torn folder."""
-    points = ("training_state.save", "training_state._write_json", "manifest.write")
+    points = ("folder.write_tensors", "folder.write_json", "manifest.write")
     kills: list[Kill] = [(index % 2, point, 1) for index, point in enumerate(points)]
-    seen, last = _check(tmp_path / "run", [*kills, (0, "manifest._commit", 1)])
+    seen, last = _check(tmp_path / "run", [*kills, (0, "manifest.write_atomically", 1)])
     assert seen == {"died": 4, "torn": 4, "resumed": 3} and last >= 4, (seen, last)
 
 

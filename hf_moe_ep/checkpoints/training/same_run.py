@@ -6,53 +6,65 @@ names what differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_moe_ep.checkpoints.training.tensors import kind_of, model_slots, parameter_names
+from hf_moe_ep.checkpoints.training.state_file import OptimizerState, StateFile, TensorForm
+from hf_moe_ep.checkpoints.training.tensors import Slot, kind_of, model_slots, parameter_names
 
+_OF_MODEL = "model."
 _SHOWN = 5
 
 
-def check_model(model: nn.Module, document: dict[str, Any], where: str) -> None:
+def check_model(model: nn.Module, saved: StateFile, where: str) -> None:
     """Raise ValueError where parameters and buffers are not those of the checkpoint."""
-    index, scalars = document["tensors"], document["rest"]["scalars"]
     slots = model_slots(model)
-    saved = {name.removeprefix("model.") for name in index if name.startswith("model.")}
-    saved |= scalars.keys()
+    forms = {
+        name.removeprefix(_OF_MODEL): form
+        for name, form in saved.tensors.items()
+        if name.startswith(_OF_MODEL)
+    }
+    names = forms.keys() | saved.scalars.keys()
     problems = []
-    if missing := slots.keys() - saved:
+    if missing := slots.keys() - names:
         problems.append(f"it lacks {_some(missing)}")
-    if unexpected := saved - slots.keys():
+    if unexpected := names - slots.keys():
         problems.append(f"the model lacks {_some(unexpected)}")
-    wrong = []
-    for name in sorted(slots.keys() & saved):
-        slot = slots[name]
-        if not slot.tensor.ndim or f"model.{name}" not in index:
-            if slot.tensor.ndim or name not in scalars:
-                wrong.append(f"{name} is a single number on one side only")
-            continue
-        entry, shape = index[f"model.{name}"], slot.file_shape()
-        if shape != entry["shape"]:
-            wrong.append(f"{name} has shape {entry['shape']}, the model's {shape}")
-        dtype, mine = getattr(torch, entry["dtype"]), slot.tensor.dtype
-        if torch.promote_types(dtype, mine) != mine:
-            wrong.append(
-                f"{name} is {dtype}, which the model's {mine} would round (a checkpoint of "
-                f"fp32 masters wants model.float() or apply_ep_fsdp2(model))"
-            )
+    wrong: list[str] = []
+    for name in sorted(slots.keys() & names):
+        is_scalar = not slots[name].tensor.ndim
+        if is_scalar != (name in saved.scalars):
+            wrong.append(f"{name} is a single number on one side only")
+        elif not is_scalar:
+            wrong += _differences(name, slots[name], forms[name])
     if wrong:
         problems.append("; ".join(wrong[:_SHOWN]) + _more(wrong))
     if problems:
         raise ValueError(f"{where} is a checkpoint of another model: " + "; ".join(problems))
 
 
-def check_optimizer(model: nn.Module, optimizer: Any, rest: dict[str, Any], where: str) -> None:
+def _differences(name: str, slot: Slot, saved: TensorForm) -> Iterator[str]:
+    shape = slot.file_shape()
+    if shape != saved.shape:
+        yield f"{name} has shape {saved.shape}, the model's {shape}"
+    mine = slot.tensor.dtype
+    if torch.promote_types(saved.dtype, mine) != mine:
+        yield (
+            f"{name} is {saved.dtype}, which the model's {mine} would round (a checkpoint of "
+            f"fp32 masters wants model.float() or apply_ep_fsdp2(model))"
+        )
+
+
+def check_optimizer(
+    model: nn.Module, optimizer: Any, saved: OptimizerState | None, where: str
+) -> None:
     """Raise ValueError where it is another optimizer, or has other parameters in its groups."""
-    was, now = rest.get("kind"), kind_of(optimizer)
+    if saved is None:
+        raise ValueError(f"{where} was saved without an optimizer; call with optimizer=None")
+    was, now = saved.kind, kind_of(optimizer)
     if was not in (None, now):
         raise ValueError(
             f"{where} was saved with {was}, this optimizer is {now}, which would go on with the "
@@ -60,7 +72,7 @@ def check_optimizer(model: nn.Module, optimizer: Any, rest: dict[str, Any], wher
         )
     names, _ = parameter_names(model, optimizer)
     mine = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
-    theirs = [set(group["names"]) for group in rest["groups"]]
+    theirs = [set(group.names) for group in saved.groups]
     if len(mine) != len(theirs):
         raise ValueError(
             f"{where} was saved with {len(theirs)} groups of parameters, this optimizer has "

@@ -2,7 +2,7 @@
 
     model.<parameter>             parameters (a tied one once, by its first name), buffers
     optimizer.<key>.<parameter>   what the optimizer keeps in the parameter's shape: exp_avg, ...
-    everything else               JSON (`plain.py`): scalar state like `step`, options of groups
+    everything else               JSON (`state_file.py`): single numbers like `step`, options
 
 Sharded tensors are DTensors of global shape, so torch.distributed.checkpoint cuts them for any
 other layout. LoRA factors of experts are kept as a sharded model has them, [E, r, in] and
@@ -15,19 +15,20 @@ leaves `step` at 1, so a run saved before its first step would go on with other 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.checkpoints.storage.json_values import decode, encode
+from hf_moe_ep.checkpoints.training.state_file import Group, Kept, OptimizerState, TensorForm
 from hf_moe_ep.lora.computed import stackers
 from hf_moe_ep.lora.factors import is_stacked, pack_a, pack_b
 from hf_moe_ep.upstream.adapters import adapter_parameters, parameter_factors, wraps_for_adapters
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+from hf_moe_ep.upstream.sharded_models import with_local
 
 Convert = Callable[[Tensor], Tensor]
 
@@ -57,21 +58,23 @@ class Slot:
 
 @dataclass
 class NamedState:
-    """Tensors by name, and the rest, as `plain.encode` makes it."""
+    """The tensors of a training state by name, and what else there is of model and optimizer."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor]
+    scalars: dict[str, Tensor]
+    optimizer: OptimizerState | None
 
-    def index(self) -> dict[str, Any]:
+    def forms(self) -> dict[str, TensorForm]:
         """Global shape and dtype of every tensor."""
         return {
-            name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
-            for name, t in self.tensors.items()
+            name: TensorForm(list(tensor.shape), tensor.dtype)
+            for name, tensor in self.tensors.items()
         }
 
     def files(self, limit: int) -> dict[str, int]:
         """Which file each tensor goes to, from 1; the next begins after `limit` bytes."""
-        numbers, so_far = {}, 0
+        numbers: dict[str, int] = {}
+        so_far = 0
         for name, tensor in self.tensors.items():
             numbers[name] = 1 + so_far // limit
             so_far += tensor.numel() * tensor.element_size()
@@ -92,21 +95,37 @@ def model_slots(model: nn.Module) -> dict[str, Slot]:
     return found | {canonical_name(name): Slot(b.detach()) for name, b in persistent_buffers(inner)}
 
 
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory, sharded as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    local = tensor.to_local().detach().to("cpu", copy=True)
+    return with_local(tensor, local)
+
+
 def collect(model: nn.Module, optimizer: Any) -> NamedState:
-    """All state of a resharded model and its optimizer; tensors may be the model's own.
+    """Gather all state of a resharded model and its optimizer; tensors may be the model's own.
 
     Raises:
         ValueError: the optimizer keeps something that this cannot name or hold.
     """
-    state = NamedState()
-    scalars: dict[str, Any] = {}
-    for name, slot in model_slots(model).items():
-        if slot.tensor.ndim:
-            state.tensors[f"model.{name}"] = slot.saved(slot.tensor)
-        else:
-            scalars[name] = encode(slot.tensor, name)
+    slots = model_slots(model)
+    tensors = {
+        f"model.{name}": slot.saved(slot.tensor) for name, slot in slots.items() if slot.tensor.ndim
+    }
+    scalars = {name: slot.tensor for name, slot in slots.items() if not slot.tensor.ndim}
+    if optimizer is None:
+        return NamedState(tensors, scalars, None)
+    moments, state = _collect_optimizer(model, optimizer)
+    return NamedState(tensors | moments, scalars, state)
+
+
+def _collect_optimizer(
+    model: nn.Module, optimizer: Any
+) -> tuple[dict[str, Tensor], OptimizerState]:
     names, slots = parameter_names(model, optimizer)
-    kept: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    kept: dict[str, dict[str, Kept]] = {}
     for parameter, values in optimizer.state.items():
         if not isinstance(parameter, Tensor):
             raise ValueError(f"the optimizer keeps {parameter!r} beside its parameters")
@@ -118,32 +137,42 @@ def collect(model: nn.Module, optimizer: Any) -> NamedState:
             )
         kept[name] = {}
         for key, value in values.items():
-            where = f"{key} of {name} in {type(optimizer).__name__}"
             if isinstance(value, Tensor) and value.ndim:
+                where = f"{key} of {name} in {type(optimizer).__name__}"
                 _check_like(where, value, parameter)
-                state.tensors[f"optimizer.{key}.{name}"] = slots[name].saved(value.detach())
-                kept[name][key] = {"__in_file__": f"optimizer.{key}.{name}"}
+                in_file = f"optimizer.{key}.{name}"
+                tensors[in_file] = slots[name].saved(value.detach())
+                kept[name][key] = Kept(in_file=in_file)
             elif isinstance(value, Tensor):
-                on = "host" if value.device.type == "cpu" else "parameter"
-                kept[name][key] = {"on": on, "value": encode(value.detach(), where)}
+                beside = value.device.type != "cpu"
+                kept[name][key] = Kept(value=value.detach(), beside_parameter=beside)
             else:
-                kept[name][key] = {"value": encode(value, where)}
+                kept[name][key] = Kept(value=value)
     groups = [
-        {"names": [names[id(p)] for p in group["params"]], "options": _options(group, index)}
-        for index, group in enumerate(optimizer.param_groups)
+        Group([names[id(parameter)] for parameter in group["params"]], _options(group))
+        for group in optimizer.param_groups
     ]
-    state.rest = {
-        "kind": kind_of(optimizer),
-        "scalars": scalars,
-        "optimizer": kept,
-        "groups": groups,
-    }
-    return state
+    return tensors, OptimizerState(kind_of(optimizer), bases_of(optimizer), kept, groups)
 
 
 def kind_of(optimizer: Any) -> str:
     """The class of an optimizer, behind Accelerate's wrapper."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
+
+
+def bases_of(optimizer: Any) -> list[str]:
+    """The classes that an optimizer's derives from, up to the first of torch's own.
+
+    No further: torch's AdamW derives from its Adam, and is another optimizer all the same.
+    """
+    found: list[str] = []
+    for kind in type(getattr(optimizer, "optimizer", optimizer)).__mro__:
+        if kind in (torch.optim.Optimizer, object):
+            break
+        found.append(kind.__name__)
+        if kind.__module__.startswith("torch.optim."):
+            break
+    return found[1:]
 
 
 def parameter_names(model: nn.Module, optimizer: Any) -> tuple[dict[int, str], dict[str, Slot]]:
@@ -168,24 +197,22 @@ def parameter_names(model: nn.Module, optimizer: Any) -> tuple[dict[int, str], d
     return names, slots
 
 
-def new_moment(slot: Slot, dtype: str, parameter_dtype: str | None) -> Tensor:
-    """Room for optimizer state of a parameter, laid out as the file's form of it.
+def new_moment(slot: Slot, dtype: torch.dtype, parameter_dtype: torch.dtype | None) -> Tensor:
+    """Make room for optimizer state of a parameter, laid out as the file's form of it.
 
     In the parameter's dtype where it was so when saved, else in the one that it was saved in.
     """
     own = dtype == parameter_dtype
-    return torch.zeros_like(
-        slot.saved(slot.tensor), dtype=slot.tensor.dtype if own else getattr(torch, dtype)
-    )
+    return torch.zeros_like(slot.saved(slot.tensor), dtype=slot.tensor.dtype if own else dtype)
 
 
 def put_optimizer(
-    model: nn.Module, optimizer: Any, rest: dict[str, Any], tensors: dict[str, Tensor]
+    model: nn.Module, optimizer: Any, saved: OptimizerState, tensors: dict[str, Tensor]
 ) -> None:
     """Replace the optimizer's state and options by what was read."""
     names, slots = parameter_names(model, optimizer)
-    for group, saved in zip(optimizer.param_groups, rest["groups"], strict=True):
-        for key, value in decode(saved["options"]).items():
+    for group, of_file in zip(optimizer.param_groups, saved.groups, strict=True):
+        for key, value in of_file.options.items():
             now = group.get(key)
             if isinstance(now, Tensor) and isinstance(value, Tensor):
                 now.copy_(value)
@@ -195,24 +222,23 @@ def put_optimizer(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            if name not in rest["optimizer"]:
-                continue
-            values = {}
-            for key, entry in rest["optimizer"][name].items():
-                if "__in_file__" in entry:
-                    value = slots[name].fit(tensors[entry["__in_file__"]])
-                else:
-                    value = decode(entry["value"])
-                    if entry.get("on") == "parameter":
-                        value = value.to(parameter.device)
-                values[key] = value
-            optimizer.state[parameter] = values
+            if name in saved.kept:
+                optimizer.state[parameter] = {
+                    key: _put(kept, slots[name], parameter, tensors)
+                    for key, kept in saved.kept[name].items()
+                }
 
 
-def _options(group: dict[str, Any], index: int) -> Any:
+def _put(kept: Kept, slot: Slot, parameter: Tensor, tensors: dict[str, Tensor]) -> Any:
+    """What the optimizer is to keep of `parameter`."""
+    if kept.in_file is not None:
+        return slot.fit(tensors[kept.in_file])
+    return kept.value.to(parameter.device) if kept.beside_parameter else kept.value
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a group of parameters: lr, betas, whatever a scheduler left there."""
-    found = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return encode(found, f"param_groups[{index}]")
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _converters(model: nn.Module) -> dict[int, tuple[Convert, Convert]]:

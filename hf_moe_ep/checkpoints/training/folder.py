@@ -1,0 +1,164 @@
+"""What lies in the folder of a training checkpoint, and how each kind of file is written and read.
+
+    manifest.json            last: what is there, sizes, hashes (`manifest.py`)
+    hf_moe_ep.json           first: this folder is ours
+    tensors/shard-*          parameters, buffers, moments (`tensors.py`): safetensors, written and
+                             read by torch.distributed.checkpoint, each rank its own part
+    state.json               everything else (`state_file.py`)
+    random-00003.json        the random generators of rank 3
+    config.json, ..          of the model, for `hf-moe-ep convert`
+
+No file is a pickle. Nothing is renamed but the manifest: a folder without one is not there, and
+an older checkpoint stays the newest.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from hf_moe_ep.checkpoints.hub.configs import BESIDE, CONFIGS, save_configs
+from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.training import state_file
+from hf_moe_ep.checkpoints.training.state_file import StateFile
+from hf_moe_ep.ranks.background import is_written
+from hf_moe_ep.ranks.together import world_size
+from hf_moe_ep.state import ModelState
+
+TENSORS, STATE = "tensors", "state.json"
+
+
+def random_file(rank: int) -> str:
+    """The name of the file that holds the random generators of a rank."""
+    return f"random-{rank:05d}.json"
+
+
+def layout_of(state: ModelState) -> dict[str, Any]:
+    """How a model lies, for the manifest and for `data_ranks`."""
+    config = state.config
+    return {
+        "world_size": world_size(),
+        "ep_size": config.ep_size or 1,
+        "sp_size": config.sp_size or 1,
+        "dp_replicate_size": config.dp_replicate_size or 1,
+        "expert_shard_dim": config.expert_shard_dim,
+        "sharded": state.meshes is not None,
+    }
+
+
+def check_free(path: Path) -> None:
+    """Raise ValueError where a save to `path` would remove what is no torn checkpoint of ours."""
+    if is_written(path):
+        raise ValueError(f"another model is being saved to {path}; save each to its own directory")
+    if (path / manifest.MANIFEST).exists():
+        manifest.check_sizes(path)
+        raise ValueError(f"{path} holds a complete checkpoint; save to another directory")
+    found = {item.name for item in path.iterdir()} if path.exists() else set()
+    # Names like config.json are others' too: without the marker, which comes first, none is ours.
+    marked = manifest.STARTED in found
+    others = [name for name in found if not (marked and _is_known(name))]
+    if others:
+        raise ValueError(
+            f"{path} holds {', '.join(sorted(others)[:5])}, no part of a checkpoint; save to a "
+            f"directory of its own, like {path / 'step-100'}"
+        )
+
+
+def _is_known(name: str) -> bool:
+    known = (TENSORS, STATE, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
+    return name in known or name.startswith(BESIDE) or Path(name).match("random-*.json")
+
+
+def clear(path: Path, model: nn.Module) -> None:
+    """Make an empty folder that is marked as ours, with the model's config in it."""
+    for item in path.iterdir() if path.exists() else ():
+        if item.name == manifest.STARTED:  # stays: a kill here leaves a folder known as ours
+            continue
+        if item.is_dir():
+            shutil.rmtree(item)
+        else:
+            item.unlink()
+    manifest.begin(path)
+    (path / TENSORS).mkdir()
+    save_configs(model, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file of `folder`; the manifest has it on disk later."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+
+
+def write_tensors(
+    path: Path,
+    tensors: dict[str, Tensor],
+    files: dict[str, int],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write each rank's part of `tensors`; `files` numbers the file of each, from 1."""
+    if not tensors:
+        return
+    with _in_one_process_too():
+        save(
+            tensors,
+            storage_writer=HuggingFaceStorageWriter(
+                str(path / TENSORS), files, save_distributed=True
+            ),
+            planner=DefaultSavePlanner(),
+            process_group=group,
+        )
+
+
+def read_tensors(path: Path, targets: dict[str, Tensor]) -> None:
+    """Fill `targets`, each as this rank holds it."""
+    with _in_one_process_too():
+        load(
+            targets,
+            storage_reader=HuggingFaceStorageReader(str(path / TENSORS)),
+            planner=DefaultLoadPlanner(),
+        )
+
+
+def read_state(path: Path) -> StateFile:
+    """The state of a complete checkpoint of `save_checkpoint`.
+
+    Raises:
+        ValueError: the Trainer wrote it; it is damaged; a file that nobody named lies beside the
+            tensors, all of which DCP reads.
+    """
+    known = manifest.read(path)["files"]
+    if STATE not in known:
+        raise ValueError(
+            f"{path} was written by the Trainer, not by save_checkpoint; go on from it by "
+            f"trainer.train(resume_from_checkpoint={str(path)!r})"
+        )
+    for file in sorted((path / TENSORS).iterdir()):
+        if f"{TENSORS}/{file.name}" not in known:
+            raise ValueError(f"{file} is not in {manifest.MANIFEST}; remove it")
+    return state_file.read(path / STATE)
+
+
+@contextmanager
+def _in_one_process_too() -> Iterator[None]:
+    """Without what DCP says where there is no process group, which is fine here."""
+    if dist.is_initialized():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
