@@ -23,6 +23,7 @@ from hf_moe_ep.checkpoints.training import folder as training_folder
 from hf_moe_ep.checkpoints.training.load import load_checkpoint
 from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.ranks import together as meet
+from hf_moe_ep.ranks.background import SaveHandle
 
 LAYOUTS = (Layout("ep2", 2, {"ep_size": 2}), Layout("ep1", 2, {"ep_size": 1}))
 SMALL = {"num_hidden_layers": 1}
@@ -51,6 +52,7 @@ def _go_on(rank: int, world: int, root: str, round_: int, kill: Kill) -> None:
     else:
         run = start("full", LAYOUTS[round_ % 2], **SMALL)
     meet._PATIENCE = timedelta(seconds=5)  # a survivor is not to wait for the dead for minutes
+    handle = SaveHandle(Path(root))  # of no save
     for number in range(first, first + 4):
         loss = step(run, number)
         if rank == 0:
