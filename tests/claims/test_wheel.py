@@ -1,0 +1,226 @@
+"""The wheel holds the whole package, and its declared requirements are enough to train with it.
+
+It is built from a copy of the checkout and installed into environments that have nothing but what
+its metadata asks for: links to those packages of the running environment. No network, no checkout
+on the path.
+"""
+
+import email
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_COPIED = (".git", ".venv*", "out", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+# The notebook draws; matplotlib is none of its requirements.
+NO_DRAWING = """
+import sys
+from unittest.mock import MagicMock
+drawing = MagicMock()
+drawing.pyplot.subplots.return_value = (MagicMock(), [MagicMock(), MagicMock()])
+sys.modules |= {"matplotlib": drawing, "matplotlib.pyplot": drawing.pyplot}
+"""
+LORA = """
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from hf_moe_ep import describe, patch
+
+config = Qwen3MoeConfig(
+    vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_experts=4,
+    num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+)
+base = Qwen3MoeForCausalLM(config)
+experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+lora = LoraConfig(r=2, target_parameters=experts, target_modules=["q_proj"])
+model = get_peft_model(patch(base), lora)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+ids = torch.arange(48).view(2, 24)
+losses = []
+for _ in range(4):
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] - 0.1, losses
+model.save_pretrained("adapter")
+again = PeftModel.from_pretrained(Qwen3MoeForCausalLM(config), "adapter")
+"""
+MISSING = """
+import importlib.util
+found = [n for n in {names!r} if importlib.util.find_spec(n) is not None]
+assert not found, f"not asked for, and there: {{found}}"
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `pip wheel .` does, of a copy: setuptools writes into what it builds."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_COPIED))
+    _run(
+        [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation"]
+        + ["--disable-pip-version-check", "--no-index", "-w", os.fspath(folder)],
+        folder / "source",
+    )
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_every_folder_and_no_tests(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+        scripts = next(name for name in names if name.endswith("entry_points.txt"))
+        assert "hf-moe-ep = hf_moe_ep.tools.cli:main" in file.read(scripts).decode()
+    own = {name for name in names if ".dist-info/" not in name}
+    want = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("hf_moe_ep", "model_patches")
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert own == want
+    data = {name for name in own if not name.endswith(".py")}
+    assert data == {"hf_moe_ep/py.typed", "hf_moe_ep/tools/published_models.json"}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel and what it requires, and a folder to work in."""
+
+    python: Path
+    work: Path
+
+    def run(self, *command: str, code: int = 0) -> str:
+        """Run a program of the environment in `work`; return what it printed."""
+        return _run([os.fspath(self.python.with_name(command[0])), *command[1:]], self.work, code)
+
+
+@pytest.fixture(scope="module")
+def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """`pip install WHEEL`."""
+    return _install(wheel, "", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def with_peft(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """`pip install WHEEL[peft]`."""
+    return _install(wheel, "peft", tmp_path_factory.mktemp("peft"))
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_from_the_wheel(plain: Installed) -> None:
+    (notebook,) = (ROOT / "notebooks").glob("*quickstart.ipynb")
+    cells = json.loads(notebook.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    script = [NO_DRAWING, MISSING.format(names=["peft", "trl", "pytest", "ruff"]), *code]
+    script.append("import hf_moe_ep, json")
+    script.append("print(json.dumps([hf_moe_ep.__file__, stock_losses, patched_losses]))")
+    (plain.work / "quickstart.py").write_text("\n\n".join(script))
+    where, stock, patched = json.loads(plain.run("python", "quickstart.py").splitlines()[-1])
+    assert Path(where).is_relative_to(plain.python.parents[1]), where
+    assert patched[-1] < 0.6 * patched[0]
+    # fp64 but for the cross-entropy, whose fp32 rounding a last bit of the logits may flip.
+    assert max(abs(a - b) for a, b in zip(stock, patched)) < 1e-5
+
+
+def test_the_doctor_runs_from_the_wheel(plain: Installed) -> None:
+    text = plain.run("hf-moe-ep", "doctor")
+    assert text.splitlines()[-1] == "training can run here"
+    assert f"at {plain.python.parents[1]}" in " ".join(text.split())
+    assert "LoRA: not available, pip install 'hf_moe_ep[peft]'" in text
+    assert "Qwen3-30B-shape" in plain.run("hf-moe-ep", "inspect", "--help")
+
+
+@pytest.mark.slow
+def test_the_extra_peft_is_enough_for_lora(with_peft: Installed) -> None:
+    others = ["trl", "matplotlib", "sklearn", "pytest", "ruff"]
+    (with_peft.work / "lora.py").write_text(MISSING.format(names=others) + LORA)
+    with_peft.run("python", "lora.py")
+    text = with_peft.run("hf-moe-ep", "export-adapter", "adapter", "single")
+    assert "single: 2 layers, 4 experts each" in text
+
+
+@pytest.mark.slow
+def test_the_examples_train_from_the_wheel(with_peft: Installed) -> None:
+    """Both example scripts under accelerate launch, experts split over two ranks."""
+    shutil.copytree(ROOT / "examples", with_peft.work / "examples")
+    with_peft.run("python", "examples/make_small_model.py", "start")
+    arguments = "--model start --block_size 32 --eval_blocks 8 --eval_multiple 8 --use_cpu"
+    arguments += " --max_steps 2 --ep_size 2 --report_to none --logging_steps 1"
+    for script in ("finetune_text", "finetune_lora"):
+        with_peft.run(
+            *("python", "-m", "accelerate.commands.launch", "--num_processes", "2"),
+            *("--config_file", "examples/accelerate/cpu_4.yaml", f"examples/{script}.py"),
+            *(*arguments.split(), "--output_dir", script),
+        )
+        assert list((with_peft.work / script).glob("*.safetensors")), script
+
+
+def _install(wheel: Path, extra: str, folder: Path) -> Installed:
+    """A virtual environment with the wheel, and links to what it requires with `extra`."""
+    _run([sys.executable, "-m", "venv", "--without-pip", os.fspath(folder / "venv")], folder)
+    python = folder / "venv" / "bin" / "python"
+    _run(
+        [sys.executable, "-m", "pip", "--python", os.fspath(python), "install", "--no-deps"]
+        + ["--no-index", "--disable-pip-version-check", "--quiet", os.fspath(wheel)],
+        folder,
+    )
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    for distribution in _required(_requirements(wheel), extra):
+        for entry in {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}:
+            there = Path(str(distribution.locate_file(entry)))
+            if entry != "__pycache__" and not (site / entry).exists():
+                (site / entry).symlink_to(there, target_is_directory=there.is_dir())
+    (folder / "work").mkdir()
+    return Installed(python, folder / "work")
+
+
+def _requirements(wheel: Path) -> list[Requirement]:
+    with zipfile.ZipFile(wheel) as file:
+        name = next(name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = email.message_from_bytes(file.read(name)).get_all("Requires-Dist") or []
+    return [Requirement(line) for line in lines]
+
+
+def _required(wanted: Iterable[Requirement], extra: str) -> list[metadata.Distribution]:
+    """What pip would install for `wanted`, transitively, of what is installed here."""
+    todo = [(requirement, frozenset({extra})) for requirement in wanted]
+    found: dict[str, metadata.Distribution] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while todo:
+        requirement, extras = todo.pop()
+        marker = requirement.marker
+        if marker and not any(marker.evaluate({"extra": extra}) for extra in {"", *extras}):
+            continue
+        name, asked = canonicalize_name(requirement.name), frozenset(requirement.extras)
+        if (name, asked) in seen:
+            continue
+        seen.add((name, asked))
+        found[name] = metadata.distribution(name)
+        todo += [(Requirement(line), asked) for line in found[name].requires or ()]
+    return list(found.values())
+
+
+def _run(command: list[str], folder: Path, code: int = 0) -> str:
+    """Run without a checkout on the path; raise with all output where the exit code differs."""
+    dropped = ("PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": os.fspath(folder / "home")}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == code, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
