@@ -121,6 +121,43 @@ def test_own_loop(tmp_path: Path) -> None:
     assert "ep_fsdp 1 x ep 2; this rank: experts 0 .. 3" in values["done.stdout"]
 
 
+def test_checkpoints(tmp_path: Path) -> None:
+    values = _run(
+        "3_checkpoints.ipynb",
+        tmp_path,
+        "[done.returncode, exit_codes]",
+        "[killed, resumed, undisturbed]",
+        "progress",
+        "weights",
+        "[refusal, victim.name]",
+        "[difference, identical, len(saved)]",
+        "[os.path.exists(f'out/step-{step}/manifest.json') for step in (6, 8)]",
+    )
+    returncode, exit_codes = values["[done.returncode, exit_codes]"]
+    assert returncode != 0
+    assert exit_codes == [0, 2, 0]  # verify the whole one, the torn one; convert
+    assert values["[os.path.exists(f'out/step-{step}/manifest.json') for step in (6, 8)]"] == [
+        True,
+        False,
+    ]
+    assert values["progress"] == {"step": 6}
+
+    killed, resumed, undisturbed = values["[killed, resumed, undisturbed]"]
+    assert len(killed) == 8 and len(resumed) == 8 and len(undisturbed) == 14
+    # The loss is fp32; weights are fp64 and differ by the order of sums.
+    for found, want in ((killed, undisturbed[:8]), (resumed, undisturbed[6:])):
+        assert max(abs(a - b) / b for a, b in zip(found, want)) < 1e-6
+    assert 0 < values["weights"] < 1e-10
+    assert undisturbed[-1] < undisturbed[0] - 0.5
+
+    refusal, victim = values["[refusal, victim.name]"]
+    assert victim in refusal and "has changed since it was written" in refusal
+    difference, identical, number = values["[difference, identical, len(saved)]"]
+    assert difference < 1e-10 and identical
+    # Per layer 8 experts of 3 matrices, a router, attention (4 and 2 norms), 2 norms; 3 outside.
+    assert number == 2 * (8 * 3 + 1 + 4 + 2 + 2) + 3
+
+
 def test_lora(tmp_path: Path) -> None:
     values = _run(
         "4_lora.ipynb",
@@ -135,7 +172,7 @@ def test_lora(tmp_path: Path) -> None:
     stock, sharded = values["stock_losses"], values["sharded"]["losses"]
     assert len(stock) == len(sharded) == 20
     assert max(abs(a - b) / b for a, b in zip(sharded, stock)) < 1e-6  # the loss is fp32
-    assert sharded[-1] < sharded[0] - 0.5
+    assert sharded[-1] < sharded[0] - 0.2
     whole, on_rank_0 = values["[whole, on_rank_0]"]
     assert 2 * on_rank_0 == whole
     same, effect = values["[same, effect]"]
