@@ -11,6 +11,7 @@ that. Sizes that depend on the model or on the world are checked where those are
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -87,10 +88,10 @@ class ParallelConfig:
             "recompute_activations",
             "reshard_after_forward",
         ):
-            _check_choice(name, getattr(self, name), (False, True))
-        _check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
-        _check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
-        _check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
+            check_choice(name, getattr(self, name), (False, True))
+        check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
+        check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
+        check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
         if (self.deepep_num_sms or 0) % 2:
             raise ValueError(
                 f"deepep_num_sms must be even, DeepEP moves rows by pairs of SMs; got "
@@ -189,7 +190,9 @@ def _check_size(name: str, size: int | None) -> None:
         raise ValueError(f"{name} must be None or a whole number >= 1, got {size!r}; try {name}=1")
 
 
-def _check_choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+def check_choice(name: str, value: object, allowed: Iterable[Any]) -> None:
+    """Raise ValueError where `value` is none of `allowed`; True is not 1."""
+    allowed = tuple(allowed)
     if not any(value == choice and type(value) is type(choice) for choice in allowed):
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{name}={value!r} is not supported by this version; use {choices}")
+        raise ValueError(f"{name}={value!r} is not known; use {choices}")

@@ -15,7 +15,8 @@ import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.save import gather_state_dict, save_pretrained, save_state_dict
+from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
+from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state

@@ -156,7 +156,7 @@ def _newest(root: Path) -> tuple[Path, bool]:
 
 def _verifiable(folder: Path) -> tuple[Path, bool]:
     """`folder` and whether it has a manifest; ValueError where it is known to be torn."""
-    if (folder / manifest.MANIFEST).exists() or (folder / manifest.STARTED).exists():
+    if manifest.is_ours(folder):
         manifest.check_sizes(folder)
         return folder, True
     if not folder.is_dir() or not any(folder.iterdir()):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_moe_ep.checkpoints.convert import look
+from hf_moe_ep.checkpoints.verify import look
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.tools.memory_plan import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
 from hf_moe_ep.tools.printing import print_found

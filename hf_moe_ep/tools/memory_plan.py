@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.config import ParallelConfig, check_choice
 from hf_moe_ep.patch import patch
 from hf_moe_ep.ranks.mesh import build_meshes
 from hf_moe_ep.sharding.shard import ShardOptions, default_policy, shard_units
@@ -142,8 +142,8 @@ def plan_memory(
         ValueError: an unknown choice, a process group that exists already, and what `patch` and
             sharding raise where sizes do not fit the model or the world.
     """
-    _check_choice("masters", masters, MASTERS)
-    _check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
+    check_choice("masters", masters, MASTERS)
+    check_choice("optimizer", optimizer, OPTIMIZERS)
     if world_size < 1:
         raise ValueError(f"world_size ({world_size}) must be 1 or more")
     if dist.is_initialized():
@@ -347,8 +347,3 @@ def _numel(parameters: Iterable[DTensor]) -> int:
 
 def _largest_pair(stages: Sequence[int]) -> int:
     return max((sum(pair) for pair in pairwise(stages)), default=sum(stages))
-
-
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not known; use {', '.join(allowed)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_moe_ep.checkpoints.convert import Found
+from hf_moe_ep.checkpoints.verify import Found
 
 
 def print_found(folder: str, found: Found) -> None:

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from hf_moe_ep.config import check_choice
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.hub import on_meta
 from hf_moe_ep.upstream.models import takes_images
@@ -85,8 +86,7 @@ def attach_lora(model: nn.Module, plan: ModelPlan, rank: int, targets: str) -> n
     Raises:
         ValueError: no such targets; a rank below 1; PEFT is not installed.
     """
-    if targets not in LORA_TARGETS:
-        raise ValueError(f"lora_targets={targets!r} is not known; use {', '.join(LORA_TARGETS)}")
+    check_choice("lora_targets", targets, LORA_TARGETS)
     if rank < 1:
         raise ValueError(f"lora_rank ({rank}) must be 1 or more; try lora_rank=8")
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hf_moe_ep.checkpoints.convert import verify
+from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.tools.printing import print_found
 
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_checkpoint, save_pretrained
-from hf_moe_ep.checkpoints import convert as hub_convert
-from hf_moe_ep.checkpoints.hub import write as hub_write
+from hf_moe_ep.checkpoints.convert import convert
+from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
+from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.tools import cli
 
 MODELS = ("qwen3_moe", "qwen3_vl_moe") if VISION else ("qwen3_moe",)
@@ -103,20 +104,22 @@ def _alive() -> int:
     """Bytes of all tensors of this process."""
     # By their very type: fake tensors of torch.compile have no memory, lazy modules no attributes.
     tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and not x.is_meta]
-    return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
+    )
 
 
 def test_one_tensor_is_in_memory_at_a_time(saved: Path, tmp_path: Path) -> None:
-    alive, stock = [], hub_write._write_slab
+    alive, stock = [], Writer.write
 
-    def watched(file: Any, source: Any, box: Any, slab: Tensor) -> None:
-        alive.append(_alive() - slab.nbytes)
-        stock(file, source, box, slab)
+    def watched(file: Writer, tensor: Tensor) -> None:
+        alive.append(_alive() - tensor.untyped_storage().nbytes())
+        stock(file, tensor)
 
     gc.collect()
     before = _alive()
-    with mock.patch.object(hub_write, "_write_slab", watched):
-        hub_convert.convert(saved / "ours qwen3_moe", tmp_path / "model")
+    with mock.patch.object(Writer, "write", watched):
+        convert(saved / "ours qwen3_moe", tmp_path / "model")
     largest = max(p.nbytes for p in tiny(dtype=torch.float32).parameters())
     assert max(alive) - before < 0.25 * largest, "beside the tensor that is written"
 
@@ -190,7 +193,7 @@ def test_verify_checks_the_files_that_are_read(
     model = tiny(dtype=torch.float32)
     save_pretrained(patch(model), tmp_path)
     tiny(dtype=torch.float32, seed=1).save_pretrained(tmp_path)
-    assert (tmp_path / hub_convert.INDEX).is_file()
+    assert (tmp_path / INDEX).is_file()
     assert _run("verify", tmp_path) == 0
     assert "none are known" in capsys.readouterr().out
 
@@ -216,11 +219,11 @@ def test_what_no_safetensors_file_says_is_an_error_that_names_it(tmp_path: Path)
         path = tmp_path / "model.safetensors"
         path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(32))
         with pytest.raises(ValueError, match=r"model.safetensors has a damaged header"):
-            hub_convert.verify(tmp_path)
+            verify(tmp_path)
         with pytest.raises(SafetensorError):
             load_file(path)
     path.unlink()
     for text in ('{"weight_map": {"a', "{}", "[]", '{"weight_map": []}'):
-        (tmp_path / hub_convert.INDEX).write_text(text)
-        with pytest.raises(ValueError, match=rf"{hub_convert.INDEX} is no index or damaged"):
-            hub_convert.verify(tmp_path)
+        (tmp_path / INDEX).write_text(text)
+        with pytest.raises(ValueError, match=rf"{INDEX} is no index or damaged"):
+            verify(tmp_path)

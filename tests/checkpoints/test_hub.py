@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
-from hf_moe_ep.checkpoints.hub import save as checkpoint
+from hf_moe_ep.checkpoints.hub import gather as hub_gather
 from hf_moe_ep.checkpoints.storage import safetensors_file
 from hf_moe_ep.lora import factors
 
@@ -72,7 +72,7 @@ def _round_trip(rank: int, world: int, folder: str, name: str) -> dict[str, Any]
             model = from_pretrained(f"{folder}/{name}", **sizes)
         reads[layout] = counted.read
         # Norms are gathered whole here, everything else part by part.
-        with mock.patch.object(checkpoint, "_SMALL", 1000):
+        with mock.patch.object(hub_gather, "SMALL", 1000):
             save_pretrained(model, f"{folder}/{name} {layout}", max_shard_size=20_000)
     return reads
 

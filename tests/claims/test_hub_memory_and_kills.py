@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
 from hf_moe_ep.checkpoints.hub import save as checkpoint
 from hf_moe_ep.checkpoints.hub.pieces import Piece
-from hf_moe_ep.checkpoints.hub.write import Source, whole, write_checkpoint
+from hf_moe_ep.checkpoints.hub.write import Source, write_checkpoint
 from hf_moe_ep.checkpoints.storage import safetensors_file
+from hf_moe_ep.checkpoints.storage.boxes import whole
 from hf_moe_ep.ranks import together as meet
 
 INDEX = "model.safetensors.index.json"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_pretrained
-from hf_moe_ep.checkpoints.hub.save import gather_state_dict
+from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
 from hf_moe_ep.lora import factors
 
 BUDGET = 1e-5  # fp32

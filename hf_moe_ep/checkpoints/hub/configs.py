@@ -14,7 +14,8 @@ from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.sharded_models import stock_class
 
-CONFIGS = ("config.json", "generation_config.json")
+CONFIG = "config.json"
+CONFIGS = (CONFIG, "generation_config.json")
 BESIDE = ".configs-"
 
 

@@ -16,14 +16,16 @@ an experts module has another that does not, and all of them are read the same w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
-from hf_moe_ep.checkpoints.storage.safetensors_file import Box, Entry
+from hf_moe_ep.checkpoints.storage.boxes import Box
+from hf_moe_ep.checkpoints.storage.safetensors_file import Entry
 from hf_moe_ep.plan import ModelPlan, Stored, matches
+from hf_moe_ep.upstream.module_names import canonical_name
 
 _SHOWN = 5
 
@@ -59,56 +61,18 @@ class Piece:
         return tensor.transpose(-1, -2) if self.transposed else tensor
 
 
-def overlap(one: Box, other: Box) -> Box | None:
-    """The elements that both hold, None without any."""
-    pairs = zip(one, other, strict=True)
-    box = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs)
-    return box if all(start < stop for start, stop in box) else None
-
-
-def slices(part: Box, origin: Box) -> tuple[slice, ...]:
-    """Where `part` of a parameter lies in a tensor that holds `origin` of it."""
-    pairs = zip(part, origin, strict=True)
-    return tuple(slice(a - at, b - at) for (a, b), (at, _) in pairs)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_box(tensor: Tensor) -> Box:
-    """Which part of a parameter this rank holds, as `shard.py` and FSDP2 cut it."""
-    if not isinstance(tensor, DTensor):
-        return tuple((0, size) for size in tensor.shape)
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    box = box_at(tensor, coordinate)
-    held, local = tuple(stop - start for start, stop in box), tuple(tensor.to_local().shape)
-    assert held == local, f"{held} is not {local}"
-    return box
-
-
-def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """Which part of a parameter the rank at `coordinate` of its mesh holds."""
-    box, mesh = [(0, size) for size in tensor.shape], tensor.device_mesh
-    # The ep axis is the last one and was cut first; FSDP2 cuts what it left.
-    for axis in reversed(range(mesh.ndim)):
-        placement = tensor.placements[axis]
-        if isinstance(placement, Replicate):
-            continue
-        dim = placement.dim  # type: ignore[attr-defined]
-        start, stop = box[dim]
-        share = -(-(stop - start) // mesh.size(axis))
-        cut = [min(start + (coordinate[axis] + i) * share, stop) for i in (0, 1)]
-        box[dim] = (cut[0], cut[1])
-    return tuple(box)
-
-
 def hub_pieces(name: str, shape: tuple[int, ...], plan: ModelPlan) -> list[Piece]:
     """The tensors that a checkpoint of the hub has for a parameter, in the order they are saved."""
     stored = plan.stored.get(name.rpartition(".")[2]) if _is_stacked(name, plan) else None
     return _pieces(name, shape, stored or Stored())
+
+
+def distinct_tensors(model: Any) -> dict[str, Tensor]:
+    """All that a checkpoint holds, by canonical name; tied weights once."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (canonical_name(name), tensor))
+    return dict(found.values())
 
 
 def find_pieces(

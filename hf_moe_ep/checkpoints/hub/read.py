@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.pieces import (
-    Piece,
-    describe,
-    find_pieces,
-    local_box,
-    local_tensor,
-    overlap,
-    slices,
-)
+from hf_moe_ep.architectures import find_plan
+from hf_moe_ep.checkpoints.hub.pieces import Piece, describe, find_pieces
+from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor, overlap, slices
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     Entry,
     Reader,
@@ -32,9 +27,15 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.together import gather, is_first, together
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.hub import file_name, progress_bar, unexpected_keys
+from hf_moe_ep.upstream.hub import empty_model, file_name, progress_bar, unexpected_keys
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.modules import allocate_meta
+
+
+def described_model(folder: Path) -> tuple[nn.Module, ModelPlan]:
+    """The model that a folder's config describes, on the meta device, and its plan."""
+    model = empty_model(folder, None, torch.get_default_dtype, {})
+    return model, find_plan(model)[0]
 
 
 def find_weights(

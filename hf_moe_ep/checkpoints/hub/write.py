@@ -28,10 +28,12 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.configs import publish
-from hf_moe_ep.checkpoints.hub.pieces import Piece, overlap, slices
+from hf_moe_ep.checkpoints.hub.pieces import Piece, hub_pieces
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
-from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, Box, Writer
-from hf_moe_ep.upstream.hub import progress_bar
+from hf_moe_ep.checkpoints.storage.boxes import Box, overlap, slices
+from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, Writer
+from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.upstream.hub import file_name, progress_bar
 
 HASHES = "hf_moe_ep_sha256"
 # Of ours and of transformers; model-ema.safetensors and its like are the user's.
@@ -58,6 +60,19 @@ class Source:
     @property
     def bytes(self) -> int:
         return sum(math.prod(piece.shape) for piece in self.pieces) * self.dtype.itemsize
+
+
+def source_of(
+    name: str,
+    tensor: Tensor,
+    plan: ModelPlan,
+    dtype: torch.dtype | None,
+    slabs: Callable[[], Iterable[tuple[Box, Tensor | None]]],
+) -> Source:
+    """A tensor of a model as the hub has it; `dtype`, if any, is that of floating point ones."""
+    pieces = hub_pieces(file_name(name), tuple(tensor.shape), plan)
+    kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return Source(pieces, kept, slabs)
 
 
 def parse_size(size: int | str) -> int:
@@ -214,8 +229,3 @@ class _HubWriter:
             is_shard = _SHARD.fullmatch(path.name) or path.name == SINGLE
             if is_shard and unwanted(path.name):
                 path.unlink()
-
-
-def whole(tensor: Tensor) -> Iterator[tuple[Box, Any]]:
-    """The slabs of a tensor that rank 0 has: itself."""
-    yield tuple((0, size) for size in tensor.shape), tensor

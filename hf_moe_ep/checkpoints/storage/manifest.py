@@ -42,6 +42,11 @@ PARTIAL = partial_name(Path(MANIFEST)).name
 _FORMAT = 1
 
 
+def is_ours(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a checkpoint with a manifest, or one that was not finished."""
+    return Path(folder, MANIFEST).exists() or Path(folder, STARTED).exists()
+
+
 def begin(folder: str | os.PathLike[str]) -> None:
     """Declare a folder unfinished: from here to `write` no reader takes it; one rank calls this."""
     path = Path(folder)
@@ -142,7 +147,7 @@ def check(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = N
 
 
 def check_sizes(folder: str | os.PathLike[str]) -> None:
-    """As `check`, without reading the files: the manifest is there and all sizes are right."""
+    """Check as `check` does, but by sizes alone, without reading the files."""
     _compare_sizes(Path(folder), read(folder)["files"])
 
 
@@ -153,7 +158,7 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
         ValueError: there is none; it lists what was there instead.
     """
     path, seen = Path(root), []
-    if (path / MANIFEST).exists() or (path / STARTED).exists():
+    if is_ours(path):
         check_sizes(path)
         return path
     complete: list[tuple[float, str, Path]] = []
@@ -175,7 +180,7 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that a checkpoint depends on."""
+    """The versions of the packages that a checkpoint depends on."""
     found = {}
     for package in ("hf_moe_ep", "torch", "transformers"):
         try:

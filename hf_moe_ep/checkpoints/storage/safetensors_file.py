@@ -26,10 +26,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from hf_moe_ep.checkpoints.storage.boxes import Box
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# [start, stop) of every dim.
-Box = tuple[tuple[int, int], ...]
 
 _DTYPES = {
     "F64": torch.float64,

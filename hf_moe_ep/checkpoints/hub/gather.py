@@ -1,0 +1,122 @@
+"""What ranks hold of a model, brought to rank 0: part by part, or whole where it is small.
+
+A tensor's parts come one after the other. A part travels along one mesh axis at a time, by
+broadcast within that axis. So no rank holds more than another rank's part of one tensor beyond its
+shards, and rank 0, where parts are cut along dim 1, the experts of one ep rank. For a stacked
+weight on (ep_fsdp 2, ep 2), ranks [[0, 1], [2, 3]]:
+
+    experts   held by    along ep_fsdp   along ep
+    first     rank 0     -               -
+    second    rank 2     2 to 0          -
+    third     rank 1     -               1 to 0
+    fourth    rank 3     3 to 1          1 to 0
+
+An all-gather would need memory for the whole tensor on every rank, and gloo's for two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from hf_moe_ep.checkpoints.storage.boxes import Box, box_at, slices, whole
+from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.ranks.together import is_first, on_first
+from hf_moe_ep.upstream.adapters import adapter_names
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+
+# Bytes of a tensor that is gathered in one collective, for speed: norms, routers.
+SMALL = 2**20
+
+
+@torch.no_grad()
+def gather_state_dict(
+    model: nn.Module, save_embedding_layers: str | bool = "auto"
+) -> dict[str, Tensor]:
+    """Full tensors on the host of rank 0, empty elsewhere; every rank calls this.
+
+    Of a model with adapters what PEFT saves, packed as PEFT packs it: the base stays where it is.
+    `save_embedding_layers` as in PEFT's save_pretrained.
+    """
+    keep = is_first()
+    full: dict[str, Tensor] = {}
+    model = unwrap(model)
+    state_dict = model.state_dict()
+    # Rank 0 decides: PEFT looks into files that others may not have.
+    names = on_first(
+        "gathering adapters", lambda: adapter_names(model, state_dict, save_embedding_layers)
+    )
+    for name in state_dict if names is None else names:
+        tensor = state_dict[name]
+        gathered = gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
+        if keep:
+            full[canonical_name(name)] = gathered.detach().cpu()
+    return pack_factors(model, full)
+
+
+@torch.no_grad()
+def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
+    """Yield the values of a parameter for rank 0, on its host; every rank runs this to the end."""
+    if not isinstance(tensor, DTensor):
+        yield from whole(tensor.detach().cpu())
+        return
+    if tensor.numel() * tensor.element_size() <= SMALL:
+        gathered = gather_whole(tensor)
+        yield from whole(gathered.detach().cpu()) if is_first() else ()
+        return
+    slab: Tensor | None = None
+    for box, part in _parts(tensor):
+        rows = (box[0], *((0, size) for size in tensor.shape[1:]))
+        if part is not None and box == rows:
+            slab = part.cpu()
+        elif part is not None:
+            if slab is None:
+                slab = torch.empty([stop - start for start, stop in rows], dtype=part.dtype)
+            slab[slices(box, rows)].copy_(part)
+        del part
+        if all(stop == end for (_, stop), (_, end) in zip(box, rows, strict=True)):
+            yield rows, slab
+            slab = None
+
+
+def _parts(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
+    """Yield what each rank holds of a parameter, in order, with its values on rank 0."""
+    mesh = tensor.device_mesh
+    here = tuple(mesh.get_coordinate() or ())
+    # Parameters that FSDP2 offloads are on the host, their groups are not.
+    mine = tensor.to_local().detach().contiguous().to(mesh.device_type)
+    sharded = [i for i, one in enumerate(tensor.placements) if not isinstance(one, Replicate)]
+    sizes = [mesh.size(axis) if axis in sharded else 1 for axis in range(mesh.ndim)]
+    boxes = {at: box_at(tensor, at) for at in product(*map(range, sizes))}
+    for owner, box in sorted(boxes.items(), key=lambda item: item[1]):
+        shape = [stop - start for start, stop in box]
+        if 0 in shape:
+            continue
+        part = mine if owner == here else None
+        # Towards rank 0, which is at the origin.
+        at = list(owner)
+        for axis in sharded:
+            source, at[axis] = int(mesh.mesh[tuple(at)]), 0
+            in_line = all(here[i] == at[i] for i in range(mesh.ndim) if i != axis)
+            if owner[axis] == 0 or not in_line:
+                continue
+            if part is None:
+                part = torch.empty(shape, dtype=mine.dtype, device=mine.device)
+            dist.broadcast(part, src=source, group=mesh.get_group(axis))
+        yield box, part if is_first() else None
+        del part
+
+
+def gather_whole(tensor: DTensor) -> Tensor:
+    """Gather a tensor onto every rank that holds a part of it."""
+    # One mesh axis at a time: DTensor warns on every rank when it has to order several itself.
+    for axis in range(tensor.device_mesh.ndim):
+        placements = list(tensor.placements)
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
