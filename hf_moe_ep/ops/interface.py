@@ -90,9 +90,10 @@ class ExpertWeights:
             return None
         return LowRank(self.down_a, self.down_b, self.down_scale)
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them, in the order of WEIGHT_NAMES."""
-        return tuple(getattr(self, name) for name in WEIGHT_NAMES)
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name, in the order of WEIGHT_NAMES."""
+        named = {name: getattr(self, name) for name in WEIGHT_NAMES}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 @dataclass
@@ -126,6 +127,3 @@ class WeightGrads:
     up_b: Tensor | None = None
     down_a: Tensor | None = None
     down_b: Tensor | None = None
-
-    def as_list(self) -> list[Tensor | None]:
-        return [self.rows, self.weights, *(getattr(self, name) for name in WEIGHT_NAMES)]

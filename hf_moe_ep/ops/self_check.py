@@ -21,7 +21,7 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
 from hf_moe_ep.ops.kernels.blocks import FEW_ROWS
 
-_NAMES = ("out", "rows", "weights", *WEIGHT_NAMES)
+_GRADS = ("rows", "weights", *WEIGHT_NAMES)
 _NUM_EXPERTS = 3
 # Largest error, relative to the largest element, in roundings of the dtype.
 _ROUNDINGS = 8
@@ -91,7 +91,7 @@ def check_once(
     wide = [x if x is None else x.double() for x in tensors]
     want = _run(torch_mlp, wide, ids_RK, grad_RH.double(), formula)
     limit = _ROUNDINGS * torch.finfo(_product_dtype(dtype)).eps
-    for name, mine, true in zip(_NAMES, got, want, strict=True):
+    for name, mine, true in zip(("out", *_GRADS), got, want, strict=True):
         if mine is None or true is None:
             continue
         error = ((mine.double() - true).abs().max() / true.abs().max()).item()
@@ -137,6 +137,6 @@ def _run(
         pre_AG,
         formula,
         grad_scale=1.0,
-        needs=[x is not None for x in tensors],
+        need={"rows", "weights", *experts.named_tensors()},
     )
-    return [out_RH, *grads.as_list()]
+    return [out_RH, *(getattr(grads, name) for name in _GRADS)]

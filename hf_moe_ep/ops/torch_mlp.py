@@ -7,7 +7,7 @@ reading it is this path's one host sync.
 
 On a CPU the experts are taken in blocks of about `_BLOCK` pairs, so that what lies between the
 matrix products stays in the cache and its memory is used again instead of being asked for anew.
-Dimension names: B pairs of a block, A all pairs.
+Dimension names: M pairs of a block, A all pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula, activate, activate_backward
-from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights, LowRank, Routing, WeightGrads
+from hf_moe_ep.ops.interface import ExpertWeights, LowRank, Routing, WeightGrads
 from hf_moe_ep.ops.permute import count_pairs, invert
 
 _BLOCK = 2048
@@ -56,15 +56,15 @@ def forward(
     pre_AG = rows_RH.new_empty(len(routing.pair_A) if keep_pre else 0, experts.up.shape[1])
     out_RH = _wide_zeros(rows_RH)
     for block in _blocks(routing, weights_RK):
-        pre_BG = _pre_activations(
+        pre_MG = _pre_activations(
             rows_RH, experts, block, pre_AG[block.pairs] if keep_pre else None
         )
-        act_BF = _scale(activate(pre_BG, formula), block.weight_B)
-        y_BH = _adapted(act_BF, experts.down.transpose(1, 2), experts.down_adapter, block)
+        act_MF = _scale(activate(pre_MG, formula), block.weight_M)
+        y_MH = _adapted(act_MF, experts.down.transpose(1, 2), experts.down_adapter, block)
         if experts.down_bias is not None:
-            for expert, (y, weight) in block.split(y_BH, block.weight_B.to(y_BH)):
+            for expert, (y, weight) in block.split(y_MH, block.weight_M.to(y_MH)):
                 y.addcmul_(weight.unsqueeze(1), experts.down_bias[expert])
-        _add_to_rows(y_BH, out_RH, block)
+        _add_to_rows(y_MH, out_RH, block)
     return out_RH.to(rows_RH.dtype), pre_AG
 
 
@@ -78,42 +78,40 @@ def backward(
     formula: ExpertFormula,
     *,
     grad_scale: float,
-    needs: list[bool],
+    need: set[str],
     later: bool = False,
 ) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
-    """Gradients of rows, weights and the experts' tensors; None where not in `needs`.
+    """Gradients of rows, weights and the experts' tensors; None where not in `need`.
 
     `pre_AG` None computes the pre-activations again. With `later` the gradients of the experts are
     left to the function that is returned; what they are made of is kept until it is called, for
     every pair: its gradient, its activation and the gradient of its pre-activations.
     """
-    need_rows, need_weights = needs[:2]
     wide = weights_RK.dtype
-    grad_weights = weights_RK.new_zeros(weights_RK.numel()) if need_weights else None
-    grad_rows_RH = _wide_zeros(rows_RH) if need_rows else None
-    grads = WeightGrads() if later else _empty_expert_grads(experts, routing, needs)
+    grad_weights = weights_RK.new_zeros(weights_RK.numel()) if "weights" in need else None
+    grad_rows_RH = _wide_zeros(rows_RH) if "rows" in need else None
+    grads = WeightGrads() if later else _empty_expert_grads(experts, routing, need)
     add = partial(_add_expert_grads, rows_RH=rows_RH, experts=experts, scale=grad_scale)
-    up_back, down_back = (
-        adapter and adapter.transposed() for adapter in (experts.up_adapter, experts.down_adapter)
-    )
+    up_back = experts.up_adapter and experts.up_adapter.transposed()
+    down_back = experts.down_adapter and experts.down_adapter.transposed()
     kept: list[_Step] = []
     for block in _blocks(routing, weights_RK):
         kept_pre = None if pre_AG is None else pre_AG[block.pairs]
-        pre_BG = _pre_activations(rows_RH, experts, block) if kept_pre is None else kept_pre
-        grad_BH = grad_RH.index_select(0, block.row_B)
-        grad_act_BF = _adapted(grad_BH, experts.down, down_back, block)
-        scaled_BF = _scale(grad_act_BF, block.weight_B)
-        act_BF, grad_pre_BG = activate_backward(pre_BG, scaled_BF, formula)
+        pre_MG = _pre_activations(rows_RH, experts, block) if kept_pre is None else kept_pre
+        grad_MH = grad_RH.index_select(0, block.row_M)
+        grad_act_MF = _adapted(grad_MH, experts.down, down_back, block)
+        scaled_MF = _scale(grad_act_MF, block.weight_M)
+        act_MF, grad_pre_MG = activate_backward(pre_MG, scaled_MF, formula)
         if grad_weights is not None:
             # Not vecdot: autocast, where backward runs under it, would round that.
-            grad_B = (grad_act_BF.to(wide) * act_BF.to(wide)).sum(1)
+            grad_M = (grad_act_MF.to(wide) * act_MF.to(wide)).sum(1)
             if experts.down_bias is not None:
-                for expert, (grad, upstream) in block.split(grad_B, grad_BH):
+                for expert, (grad, upstream) in block.split(grad_M, grad_MH):
                     grad += upstream.to(wide) @ experts.down_bias[expert].to(wide)
-            grad_weights.index_copy_(0, block.pair_B, grad_B)
+            grad_weights.index_copy_(0, block.pair_M, grad_M)
         if grad_rows_RH is not None:
-            _add_to_rows(_adapted(grad_pre_BG, experts.up, up_back, block), grad_rows_RH, block)
-        step = _Step(block, grad_BH, act_BF, grad_pre_BG)
+            _add_to_rows(_adapted(grad_pre_MG, experts.up, up_back, block), grad_rows_RH, block)
+        step = _Step(block, grad_MH, act_MF, grad_pre_MG)
         if later:
             kept.append(step)
         else:
@@ -122,7 +120,7 @@ def backward(
     grads.weights = None if grad_weights is None else grad_weights.view_as(weights_RK)
 
     def finish() -> WeightGrads:
-        expert_grads = _empty_expert_grads(experts, routing, needs)
+        expert_grads = _empty_expert_grads(experts, routing, need)
         for step in kept:
             add(step, expert_grads)
         return expert_grads
@@ -134,23 +132,23 @@ def _add_expert_grads(
     step: _Step, grads: WeightGrads, *, rows_RH: Tensor, experts: ExpertWeights, scale: float
 ) -> None:
     """The gradients of the experts of one block, in place."""
-    block, grad_BH = step.block, step.grad_BH
+    block, grad_MH = step.block, step.grad_MH
     if grads.down_bias is not None:
-        _sum(_scale(grad_BH, block.weight_B), grads.down_bias, block, scale)
+        _sum(_scale(grad_MH, block.weight_M), grads.down_bias, block, scale)
     if grads.up_bias is not None:
-        _sum(step.grad_pre_BG, grads.up_bias, block, scale)
+        _sum(step.grad_pre_MG, grads.up_bias, block, scale)
     if any(grad is not None for grad in (grads.down, grads.down_a, grads.down_b)):
-        act_BF = _scale(step.act_BF, block.weight_B)
+        act_MF = _scale(step.act_MF, block.weight_M)
         if grads.down is not None:
-            _outer(grad_BH, act_BF, grads.down, block, scale)
+            _outer(grad_MH, act_MF, grads.down, block, scale)
         into = (grads.down_a, grads.down_b)
-        _add_low_rank_grads(act_BF, grad_BH, experts.down_adapter, into, block, scale)
+        _add_low_rank_grads(act_MF, grad_MH, experts.down_adapter, into, block, scale)
     if any(grad is not None for grad in (grads.up, grads.up_a, grads.up_b)):
-        x_BH = rows_RH.index_select(0, block.row_B)
+        x_MH = rows_RH.index_select(0, block.row_M)
         if grads.up is not None:
-            _outer(step.grad_pre_BG, x_BH, grads.up, block, scale)
+            _outer(step.grad_pre_MG, x_MH, grads.up, block, scale)
         into = (grads.up_a, grads.up_b)
-        _add_low_rank_grads(x_BH, step.grad_pre_BG, experts.up_adapter, into, block, scale)
+        _add_low_rank_grads(x_MH, step.grad_pre_MG, experts.up_adapter, into, block, scale)
 
 
 @dataclass(frozen=True)
@@ -160,9 +158,9 @@ class _Block:
     pairs: slice
     experts: list[int]
     sizes: list[int]
-    pair_B: Tensor
-    row_B: Tensor
-    weight_B: Tensor
+    pair_M: Tensor
+    row_M: Tensor
+    weight_M: Tensor
 
     def split(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Each expert with its part of every tensor."""
@@ -175,9 +173,9 @@ class _Step:
     """Backward through one block: what the gradients of its experts are made of."""
 
     block: _Block
-    grad_BH: Tensor
-    act_BF: Tensor
-    grad_pre_BG: Tensor
+    grad_MH: Tensor
+    act_MF: Tensor
+    grad_pre_MG: Tensor
 
 
 def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[_Block]:
@@ -192,61 +190,61 @@ def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[_Block]:
         if end > ends[expert]:
             experts.append(expert)
         if experts and (end - first >= smallest or end == ends[-1]):
-            pair_B = pair_A[first:end]
-            row_B, weight_B = pair_B // weights_RK.shape[1], weights.index_select(0, pair_B)
+            pair_M = pair_A[first:end]
+            row_M, weight_M = pair_M // weights_RK.shape[1], weights.index_select(0, pair_M)
             sizes = [ends[i + 1] - ends[i] for i in experts]
-            yield _Block(slice(first, end), experts, sizes, pair_B, row_B, weight_B)
+            yield _Block(slice(first, end), experts, sizes, pair_M, row_M, weight_M)
             experts, first = [], end
 
 
 def _pre_activations(
-    rows_RH: Tensor, experts: ExpertWeights, block: _Block, out_BG: Tensor | None = None
+    rows_RH: Tensor, experts: ExpertWeights, block: _Block, out_MG: Tensor | None = None
 ) -> Tensor:
-    x_BH = rows_RH.index_select(0, block.row_B)
+    x_MH = rows_RH.index_select(0, block.row_M)
     matrix_LHG = experts.up.transpose(1, 2)
-    pre_BG = _per_expert(x_BH, matrix_LHG, block, bias_LO=experts.up_bias, out_BO=out_BG)
-    _add_low_rank(x_BH, experts.up_adapter, pre_BG, block)
-    return pre_BG
+    pre_MG = _per_expert(x_MH, matrix_LHG, block, bias_LO=experts.up_bias, out_MO=out_MG)
+    _add_low_rank(x_MH, experts.up_adapter, pre_MG, block)
+    return pre_MG
 
 
 def _per_expert(
-    rows_BI: Tensor,
+    rows_MI: Tensor,
     matrix_LIO: Tensor,
     block: _Block,
     *,
     bias_LO: Tensor | None = None,
-    out_BO: Tensor | None = None,
+    out_MO: Tensor | None = None,
 ) -> Tensor:
     """Each pair's row times the matrix of its expert."""
-    if out_BO is None:
-        out_BO = rows_BI.new_empty(len(rows_BI), matrix_LIO.shape[2])
-    for expert, (rows, out) in block.split(rows_BI, out_BO):
+    if out_MO is None:
+        out_MO = rows_MI.new_empty(len(rows_MI), matrix_LIO.shape[2])
+    for expert, (rows, out) in block.split(rows_MI, out_MO):
         if bias_LO is None:
             torch.mm(rows, matrix_LIO[expert], out=out)
         else:
             torch.addmm(bias_LO[expert], rows, matrix_LIO[expert], out=out)
-    return out_BO
+    return out_MO
 
 
-def _adapted(rows_BI: Tensor, matrix_LIO: Tensor, adapter: LowRank | None, block: _Block) -> Tensor:
+def _adapted(rows_MI: Tensor, matrix_LIO: Tensor, adapter: LowRank | None, block: _Block) -> Tensor:
     """Each pair's row times the matrix of its expert and what is beside it."""
-    out_BO = _per_expert(rows_BI, matrix_LIO, block)
-    _add_low_rank(rows_BI, adapter, out_BO, block)
-    return out_BO
+    out_MO = _per_expert(rows_MI, matrix_LIO, block)
+    _add_low_rank(rows_MI, adapter, out_MO, block)
+    return out_MO
 
 
-def _add_low_rank(rows_BI: Tensor, adapter: LowRank | None, out_BO: Tensor, block: _Block) -> None:
+def _add_low_rank(rows_MI: Tensor, adapter: LowRank | None, out_MO: Tensor, block: _Block) -> None:
     """What each expert's adapter adds to the product with its matrix, in place."""
     if adapter is None:
         return
-    for expert, (rows, out) in block.split(rows_BI, out_BO):
-        low_BP = rows @ adapter.a_LPI[expert].t()
-        out.addmm_(low_BP, adapter.b_LOP[expert].t(), alpha=adapter.scale)
+    for expert, (rows, out) in block.split(rows_MI, out_MO):
+        low_MP = rows @ adapter.a_LPI[expert].t()
+        out.addmm_(low_MP, adapter.b_LOP[expert].t(), alpha=adapter.scale)
 
 
 def _add_low_rank_grads(
-    rows_BI: Tensor,
-    grad_BO: Tensor,
+    rows_MI: Tensor,
+    grad_MO: Tensor,
     adapter: LowRank | None,
     into: tuple[Tensor | None, Tensor | None],
     block: _Block,
@@ -257,57 +255,57 @@ def _add_low_rank_grads(
         return
     a_LPI, b_LOP = into
     scale = scale * adapter.scale
-    for expert, (rows, grad) in block.split(rows_BI, grad_BO):
+    for expert, (rows, grad) in block.split(rows_MI, grad_MO):
         if a_LPI is not None:
-            back_BP = grad @ adapter.b_LOP[expert]
-            torch.addmm(a_LPI[expert], back_BP.t(), rows, beta=0, alpha=scale, out=a_LPI[expert])
+            back_MP = grad @ adapter.b_LOP[expert]
+            torch.addmm(a_LPI[expert], back_MP.t(), rows, beta=0, alpha=scale, out=a_LPI[expert])
         if b_LOP is not None:
-            low_BP = rows @ adapter.a_LPI[expert].t()
-            torch.addmm(b_LOP[expert], grad.t(), low_BP, beta=0, alpha=scale, out=b_LOP[expert])
+            low_MP = rows @ adapter.a_LPI[expert].t()
+            torch.addmm(b_LOP[expert], grad.t(), low_MP, beta=0, alpha=scale, out=b_LOP[expert])
 
 
-def _empty_expert_grads(experts: ExpertWeights, routing: Routing, needs: list[bool]) -> WeightGrads:
+def _empty_expert_grads(experts: ExpertWeights, routing: Routing, need: set[str]) -> WeightGrads:
     """Memory for the gradients asked for; zero for experts without pairs."""
-    wanted = needs[2:] + [False] * (len(WEIGHT_NAMES) - len(needs[2:]))
-    grads = [
-        torch.empty_like(tensor) if tensor is not None and need else None
-        for tensor, need in zip(experts.tensors(), wanted, strict=True)
-    ]
+    grads = {
+        name: torch.empty_like(tensor)
+        for name, tensor in experts.named_tensors().items()
+        if name in need
+    }
     for expert, (start, end) in enumerate(itertools.pairwise(routing.offsets.tolist())):
-        for grad in grads:
-            if start == end and grad is not None:
+        if start == end:
+            for grad in grads.values():
                 grad[expert].zero_()
-    return WeightGrads(None, None, *grads)
+    return WeightGrads(**grads)
 
 
 def _wide_zeros(rows_RH: Tensor) -> Tensor:
     return torch.zeros_like(rows_RH, dtype=torch.promote_types(rows_RH.dtype, torch.float32))
 
 
-def _add_to_rows(y_BH: Tensor, sum_RH: Tensor, block: _Block) -> None:
+def _add_to_rows(y_MH: Tensor, sum_RH: Tensor, block: _Block) -> None:
     """Adds each pair's vector to its row, in the order of the pairs."""
-    if not y_BH.is_cuda:
-        sum_RH.index_add_(0, block.row_B, y_BH.to(sum_RH.dtype))
+    if not y_MH.is_cuda:
+        sum_RH.index_add_(0, block.row_M, y_MH.to(sum_RH.dtype))
         return
     # On a GPU index_add_ is atomic, in any order; within one expert no two additions meet.
-    for _, (y, row) in block.split(y_BH, block.row_B):
+    for _, (y, row) in block.split(y_MH, block.row_M):
         sum_RH.index_add_(0, row, y.to(sum_RH.dtype))
 
 
-def _outer(left_BO: Tensor, right_BI: Tensor, out_LOI: Tensor, block: _Block, scale: float) -> None:
+def _outer(left_MO: Tensor, right_MI: Tensor, out_LOI: Tensor, block: _Block, scale: float) -> None:
     """`scale * left^T right` over the pairs of each expert of the block."""
-    for expert, (left, right) in block.split(left_BO, right_BI):
+    for expert, (left, right) in block.split(left_MO, right_MI):
         out = out_LOI[expert]
         torch.addmm(out, left.t(), right, beta=0, alpha=scale, out=out)
 
 
-def _sum(rows_BO: Tensor, out_LO: Tensor, block: _Block, scale: float) -> None:
+def _sum(rows_MO: Tensor, out_LO: Tensor, block: _Block, scale: float) -> None:
     """The gradient of a bias: the sum over the pairs of each expert, in fp32 or wider."""
-    wide = torch.promote_types(rows_BO.dtype, torch.float32)
-    for expert, (rows,) in block.split(rows_BO):
+    wide = torch.promote_types(rows_MO.dtype, torch.float32)
+    for expert, (rows,) in block.split(rows_MO):
         out_LO[expert] = rows.sum(0, dtype=wide) * scale
 
 
-def _scale(act_BF: Tensor, weight_B: Tensor) -> Tensor:
+def _scale(act_MF: Tensor, weight_M: Tensor) -> Tensor:
     # Formed in the weights' fp32 and rounded once.
-    return (act_BF * weight_B.unsqueeze(1)).to(act_BF.dtype)
+    return (act_MF * weight_M.unsqueeze(1)).to(act_MF.dtype)

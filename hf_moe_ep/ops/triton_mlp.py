@@ -29,7 +29,6 @@ from torch import Tensor
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import (
     NO_ADAPTER,
-    WEIGHT_NAMES,
     ExpertWeights,
     LowRank,
     LowRows,
@@ -108,21 +107,20 @@ def backward(
     formula: ExpertFormula,
     *,
     grad_scale: float,
-    needs: list[bool],
+    need: set[str],
     later: bool = False,
 ) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
-    """Gradients of rows, weights and the experts' tensors; None where not in `needs`.
+    """Gradients of rows, weights and the experts' tensors; None where not in `need`.
 
     `pre_AG` None computes the pre-activations again. With `later` the gradients of the experts are
     left to the function that is returned.
     """
-    names = ("rows", "weights", *WEIGHT_NAMES)
-    need = {name for name, wanted in zip(names, needs, strict=False) if wanted}
-    num_pairs, top_k = routing.pair_A.numel(), weights_RK.shape[1]
+    num_pairs = routing.pair_A.numel()
+    top_k = weights_RK.shape[1]
     if num_pairs == 0:
-        inputs = zip(names, (rows_RH, weights_RK, *experts.tensors()), strict=True)
-        wanted = ((name, x) for name, x in inputs if name in need and x is not None)
-        grads = WeightGrads(**{name: torch.zeros_like(x) for name, x in wanted})
+        inputs = {"rows": rows_RH, "weights": weights_RK, **experts.named_tensors()}
+        zeros = {name: torch.zeros_like(x) for name, x in inputs.items() if name in need}
+        grads = WeightGrads(**zeros)
         return grads, (lambda: grads) if later else None
     experts = _with_contiguous_biases(experts)
     blocks = choose_blocks(experts.up, num_pairs)

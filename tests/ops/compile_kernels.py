@@ -33,6 +33,8 @@ from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, reduce, sor
 
 KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
 CUOBJDUMP = Path(nvidia_backend).parent / "bin" / "cuobjdump"
+MATRICES_AND_BIASES = {"up", "up_bias", "down", "down_bias"}
+ADAPTERS = {"up_a", "up_b", "down_a", "down_b"}
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -86,11 +88,10 @@ class Case:
         with Recorder() as recorder:
             routing = triton_mlp.route(ids, None, weights)
             out, pre = triton_mlp.forward(rows, scores, weights, routing, self.formula, True)
-            base = not self.rank
-            biases = base and self.bias
-            needs = [True, True, base, biases, base, biases, *[not base] * 4]
+            trained = ADAPTERS if self.rank else MATRICES_AND_BIASES
+            need = {"rows", "weights", *trained.intersection(weights.named_tensors())}
             triton_mlp.backward(
-                out, rows, scores, weights, routing, pre, self.formula, grad_scale=0.5, needs=needs
+                out, rows, scores, weights, routing, pre, self.formula, grad_scale=0.5, need=need
             )
         return recorder.launches
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops import reference, torch_mlp, triton_mlp
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
-from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
+from hf_moe_ep.ops.interface import ExpertWeights
 
 Named = dict[str, Tensor | None]
 FROZEN_BASE = ("rows", "weights", *ADAPTERS)
@@ -278,13 +278,13 @@ def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> Non
     largest = LargestTensor(x for x in named.values() if x is not None)
     rows, weights = named.pop("rows"), named.pop("weights")
     experts, grad_RH = ExpertWeights(**named), torch.randn_like(rows)
-    needs = [True, True, *(name in ADAPTERS for name in WEIGHT_NAMES)]
+    need = {"rows", "weights", *ADAPTERS}
     # Below the operator, which hides from the watch what it does.
     with largest:
         routing = implementation.route(case.ids_RK(), case.counts_L(), experts)
         out, pre = implementation.forward(rows, weights, experts, routing, case.formula, True)
         grads, _ = implementation.backward(
-            grad_RH, rows, weights, experts, routing, pre, case.formula, grad_scale=1.0, needs=needs
+            grad_RH, rows, weights, experts, routing, pre, case.formula, grad_scale=1.0, need=need
         )
     assert grads.up is None and grads.up_a is not None
     assert out.numel() <= largest.elements < smallest

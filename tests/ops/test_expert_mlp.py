@@ -29,6 +29,7 @@ from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.spec import ExpertSpec
 
 
 def _run(fn, case: Case, inputs, grad_RH: Tensor, wanted=(1,) * 6, **kw):
@@ -412,21 +413,16 @@ def test_the_operators_keep_torch_library_rules(backend: str, device: str) -> No
     """Fake shapes equal real ones, no output aliases an input, autograd is registered."""
     case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True, transposed=True)
     rows, weights, *experts = [x.requires_grad_() for x in case.inputs(torch.float32, device)]
-    formula = case.formula
     named = adapted(case, 2, torch.float32, device)
-    adapters = [named[name].requires_grad_() for name in ADAPTERS]
-    args = (
-        rows, weights, *experts, *adapters, case.ids_RK(device), case.counts_L(), formula.gated,
-        formula.interleaved, formula.activation, formula.alpha, formula.limit, formula.up_offset,
-        0.5, 2.0, 0.5, True, backend,
-    )  # fmt: skip
+    tensors = [*experts, *(named[name].requires_grad_() for name in ADAPTERS)]
+    spec = ExpertSpec(case.formula, (*NAMES[2:], *ADAPTERS), 0.5, 2.0, 0.5, True, backend)
+    args = (rows, weights, tensors, case.ids_RK(device), case.counts_L(), spec.to_text())
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp.default, args, test_utils=tests)
     out, *saved = torch.ops.hf_moe_ep.expert_mlp(*args)
-    inputs = (torch.randn_like(out), rows, weights, *experts, *adapters, *saved)
-    tensors = [None if x is None else x.detach() for x in inputs]
-    needs = [True, True, True, False, True, True, *[True] * len(adapters)]
-    back = (*tensors, *args[12:], needs)
+    kept = [x.detach() for x in (rows, weights, *tensors, *saved)]
+    needs = [name != "up_bias" for name in spec.names]
+    back = (torch.randn_like(out), kept, spec.to_text(), needs)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp_backward.default, back, test_utils=tests)
 
@@ -438,6 +434,17 @@ def test_compiled_without_a_graph_break_equals_eager() -> None:
     compiled = torch.compile(expert_mlp, fullgraph=True, backend="aot_eager")
     want = _ours(case, inputs, grad_RH, "torch", counts_L=None)
     _assert_equal(_run(compiled, case, inputs, grad_RH), want)
+
+
+def test_one_compiled_function_takes_several_scales() -> None:
+    """torch.compile makes a number that changes an input of its graph: layers' own scales may."""
+    case = Case([[1, 0], [2, 1], [0, 2], [1, 2]], 3, hidden=8, ffn=4)
+    inputs = case.inputs(torch.float32)
+    grad_RH = torch.randn_like(inputs[0])
+    compiled = torch.compile(expert_mlp, fullgraph=True, backend="aot_eager")
+    for scale in (0.5, 1 / 3, 0.1):
+        want = _ours(case, inputs, grad_RH, "torch", counts_L=None, scale=scale)
+        _assert_equal(_run(compiled, case, inputs, grad_RH, grad_scale=scale), want)
 
 
 def test_backward_under_autocast_is_backward() -> None:

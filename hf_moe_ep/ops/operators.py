@@ -1,0 +1,162 @@
+"""The expert MLP as two operators of torch.library, and the gradient that joins them.
+
+torch.compile and activation checkpointing see `hf_moe_ep::expert_mlp` and its backward, and
+nothing inside them.
+
+    expert_mlp(rows, weights, experts[], expert_ids, counts, spec) -> out, *made
+    expert_mlp_backward(grad, saved[], spec, needs[]) -> grads[]
+
+    experts    the tensors that there are, of WEIGHT_NAMES: `Tensor[]`. A `Tensor?[]` with None in
+               it gets no gradients from torch.library (it takes only lists of tensors apart), so
+               `spec` says which tensors these are
+    made       for backward: pre_AG (empty unless kept), pair_A, slots_RK, offsets, tiles
+    saved      rows, weights, *experts, *made
+    spec       everything else: `spec.ExpertSpec`, as text
+    needs      of rows, weights and each of experts: whether its gradient is wanted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops.interface import Routing, WeightGrads
+from hf_moe_ep.ops.spec import ExpertSpec
+
+
+def _implementation(backend: str) -> Any:
+    if backend == "triton":
+        # Triton is imported by those who can use it.
+        from hf_moe_ep.ops import triton_mlp
+
+        return triton_mlp
+    return torch_mlp
+
+
+@torch.library.custom_op("hf_moe_ep::expert_mlp", mutates_args=())
+def _forward_op(
+    rows: Tensor,
+    weights: Tensor,
+    experts: Sequence[Tensor],
+    expert_ids: Tensor,
+    counts: Sequence[int] | None,
+    spec: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out_RH and what backward needs; see the module."""
+    call = ExpertSpec.from_text(spec)
+    implementation = _implementation(call.backend)
+    named = call.experts(experts)
+    counts_L = None if counts is None else list(counts)
+    if call.backend == "triton":
+        from hf_moe_ep.ops.self_check import self_check
+
+        num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
+        self_check(weights.shape[1], num_pairs, named, call.formula)
+    routing = implementation.route(expert_ids, counts_L, named)
+    out_RH, pre_AG = implementation.forward(
+        rows, weights, named, routing, call.formula, call.keep_pre
+    )
+    if not call.keep_pre:
+        pre_AG = rows.new_empty(0)
+    return out_RH, pre_AG, routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles
+
+
+@_forward_op.register_fake
+def _(
+    rows: Tensor,
+    weights: Tensor,
+    experts: Sequence[Tensor],
+    expert_ids: Tensor,
+    counts: Sequence[int] | None,
+    spec: str,
+) -> tuple[Tensor, ...]:
+    call = ExpertSpec.from_text(spec)
+    up = call.experts(experts).up
+    num_pairs = expert_ids.numel() if counts is None else sum(counts)
+    pre = rows.new_empty(num_pairs, up.shape[1]) if call.keep_pre else rows.new_empty(0)
+    slots = expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
+    shapes = _implementation(call.backend).routing_shapes(num_pairs, up)
+    device = "cpu" if call.backend == "torch" else rows.device
+    pair, offsets, tiles = (
+        torch.empty(shape, dtype=torch.int32, device=where)
+        for shape, where in zip(shapes, (rows.device, device, device), strict=True)
+    )
+    return torch.empty_like(rows), pre, pair, slots, offsets, tiles
+
+
+@torch.library.custom_op("hf_moe_ep::expert_mlp_backward", mutates_args=())
+def _backward_op(
+    grad: Tensor, saved: Sequence[Tensor], spec: str, needs: Sequence[bool]
+) -> list[Tensor]:
+    """Gradients of rows, weights and each of the experts' tensors; empty where not in `needs`."""
+    names = ExpertSpec.from_text(spec).names
+    grads, _ = run_backward(grad, saved, spec, needs)
+    found = (getattr(grads, name) for name in names)
+    return [grad.new_empty(0) if g is None else g for g in found]
+
+
+@_backward_op.register_fake
+def _(grad: Tensor, saved: Sequence[Tensor], spec: str, needs: Sequence[bool]) -> list[Tensor]:
+    inputs = saved[: len(needs)]
+    return [
+        torch.empty_like(tensor) if need else grad.new_empty(0)
+        for tensor, need in zip(inputs, needs, strict=True)
+    ]
+
+
+def run_backward(
+    grad_RH: Tensor,
+    saved: Sequence[Tensor],
+    spec: str,
+    needs: Sequence[bool],
+    *,
+    later: bool = False,
+) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
+    """What the implementation's backward returns, from what `save` keeps."""
+    call = ExpertSpec.from_text(spec)
+    names = call.names
+    rows_RH, weights_RK, *experts = saved[: len(names)]
+    pre_AG, *routing = saved[len(names) :]
+    return _implementation(call.backend).backward(
+        grad_RH,
+        rows_RH,
+        weights_RK,
+        call.experts(experts),
+        Routing(*routing),
+        pre_AG if call.keep_pre else None,
+        call.formula,
+        grad_scale=call.grad_scale,
+        need={name for name, wanted in zip(names, needs, strict=True) if wanted},
+        later=later,
+    )
+
+
+def save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    """Keep in `ctx` what backward takes, from the forward's inputs and output."""
+    rows, weights, experts, _, _, spec = inputs
+    _, *made = output
+    ctx.save_for_backward(rows, weights, *experts, *made)
+    ctx.mark_non_differentiable(*made)
+    ctx.set_materialize_grads(False)
+    ctx.spec = spec
+
+
+def _backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Any, ...]:
+    """Gradients in the structure of the forward's inputs."""
+    need_rows, need_weights, need_experts, *_ = ctx.needs_input_grad
+    needs = [need_rows, need_weights, *need_experts]
+    if grad_RH is None:
+        wanted: list[Tensor | None] = [None] * len(needs)
+    else:
+        backward = torch.ops.hf_moe_ep.expert_mlp_backward
+        grads = backward(grad_RH, ctx.saved_tensors, ctx.spec, needs)
+        wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+    rows, weights, *experts = wanted
+    return rows, weights, experts, None, None, None
+
+
+_forward_op.register_autograd(_backward, setup_context=save)
