@@ -4,11 +4,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.checks import Check, Found, on_ranks
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import nn
@@ -158,7 +160,7 @@ def _everywhere(match: str, call: Callable[[], Any], kind: type[Exception] = Val
     dist.barrier()
 
 
-def _check_worlds_and_repeats() -> None:
+def impossible_worlds_and_a_second_sharding(rank: int, world: int) -> None:
     text = r"ep_size \(4\).*2 / 1 = 2.*try 1, 2,.*multiple of 4"
     _everywhere(text, lambda: apply_ep_fsdp2(tiny(), ep_size=4))
     six = {"num_experts": 6}
@@ -184,14 +186,14 @@ def _check_worlds_and_repeats() -> None:
     _everywhere("sharded over 2 ranks; unpatch it before", lambda: unpatch(refused))
 
 
-def _check_ddp(rank: int) -> None:
+def a_model_inside_ddp(rank: int, world: int) -> None:
     model = DistributedDataParallel(patch(tiny()))
     inputs = batch(tiny(), 2, 5, seed=rank)
     _everywhere(f"inside DistributedDataParallel.*{LAUNCH}", lambda: model(**inputs))
     model.module(**inputs)  # outside of DDP's forward it is one process's model
 
 
-def _check_meta(rank: int) -> None:
+def weights_on_meta(rank: int, world: int) -> None:
     text = r"of rank 0 are on the meta device.*from_pretrained"
     _everywhere(text, lambda: apply_ep_fsdp2(tiny().to("meta"), ep_size=2))
     half = tiny()
@@ -207,7 +209,7 @@ def _check_meta(rank: int) -> None:
     model(**batch(want, 2, 5, seed=rank)).loss.backward()
 
 
-def _check_disagreement(rank: int) -> None:
+def ranks_that_disagree(rank: int, world: int) -> None:
     def differ(match: str, *options: dict[str, Any], **sizes: list[Any]) -> None:
         mine = {name: values[rank] for name, values in sizes.items()}
         text = f"ranks disagree about {match}"
@@ -231,7 +233,7 @@ def _check_disagreement(rank: int) -> None:
     del os.environ["HF_MOE_EP_EP_SIZE"]
 
 
-def _check_places(rank: int) -> None:
+def ranks_in_other_places_of_the_model(rank: int, world: int) -> None:
     """Ranks in other places of the model: an error that names both, on both."""
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     inputs = batch(tiny(), 2, 5, seed=rank)
@@ -253,29 +255,36 @@ def _check_places(rank: int) -> None:
             _everywhere(names, lambda model=model: model(**inputs), RuntimeError)
 
 
-def _all_errors(rank: int, world: int) -> None:
-    for check in (_check_ddp, _check_meta, _check_disagreement, _check_places):
-        check(rank)
-    _check_worlds_and_repeats()
-
-
-def test_errors_on_every_rank() -> None:
-    run_ranks(_all_errors, 2)
-
-
-def _second_try(rank: int, world: int) -> None:
+def the_remedy_of_a_refused_sharding_works_on_the_same_model(rank: int, world: int) -> None:
     model = patch(tiny(hidden_size=33, head_dim=4), expert_shard_dim=1)
     with pytest.raises(ValueError, match=r"expert_shard_dim=1.*'auto'"):
         apply_ep_fsdp2(model)
     apply_ep_fsdp2(model, expert_shard_dim="auto")
 
 
-def test_the_remedy_of_a_refused_sharding_works_on_the_same_model() -> None:
-    run_ranks(_second_try, 2)
+ON_TWO_RANKS = [
+    a_model_inside_ddp,
+    weights_on_meta,
+    ranks_that_disagree,
+    ranks_in_other_places_of_the_model,
+    impossible_worlds_and_a_second_sharding,
+    the_remedy_of_a_refused_sharding_works_on_the_same_model,
+]
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, *ON_TWO_RANKS))
+def test_errors_on_every_rank(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def _one_rank_cannot_patch(rank: int, world: int) -> None:
     apply_ep_fsdp2(tiny(), ParallelConfig(ep_size=2 + rank))
+
+
+def _wait_for_peers(seconds: float) -> None:
+    """From now on: the first collectives of ranks that just started need longer than the last."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _experts_alone(rank: int, world: int) -> None:
@@ -284,8 +293,9 @@ def _experts_alone(rank: int, world: int) -> None:
     model(**batch(tiny(), 2, 5, seed=rank))
     experts = model.model.layers[1].mlp.experts
     assert getattr(experts, STATE).index == 1
+    _wait_for_peers(3)
     if rank == 1:
-        time.sleep(25)
+        time.sleep(8)
         return
     weights = torch.ones(1, 2, dtype=torch.float64)
     experts(torch.ones(1, 32, dtype=torch.float64), torch.tensor([[0, 7]]), weights)
@@ -294,8 +304,9 @@ def _experts_alone(rank: int, world: int) -> None:
 def _one_rank_skips(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     model(**batch(tiny(), 2, 5, seed=rank))
+    _wait_for_peers(3)
     if rank == 1:
-        time.sleep(25)
+        time.sleep(8)
         return
     model(**batch(tiny(), 2, 5, seed=rank))
 
@@ -335,8 +346,7 @@ BROKEN: dict[str, tuple[Callable[..., None], list[str | None]]] = {
 )
 def test_a_broken_step_ends_with_an_error(name: str) -> None:
     job, matches = BROKEN[name]
-    # 20 s is what a loaded machine needs to bring both ranks to the first collective.
-    outcomes = run_ranks(job, 2, expect_errors=True, group_timeout=20)
+    outcomes = run_ranks(job, 2, expect_errors=True)
     for rank, (match, outcome) in enumerate(zip(matches, outcomes, strict=True)):
         if match is not None:
             assert outcome[0] == "error", (rank, outcome)

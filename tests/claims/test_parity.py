@@ -27,6 +27,11 @@ TWO_RANKS = [
     Case("two forwards, reentrant checkpoint, stock experts", 2, 1, needs=REENTRANT_TWICE)
     .with_config(experts_backend="eager")
     .with_(prepare=REENTRANT, **TWO_FORWARDS),
+    Case("accumulation", 2, 2, micro_batches=parity.three_micro_batches),
+    Case("one token repeated", 2, 2, micro_batches=parity.one_token_everywhere),
+    Case("a rank without labels", 2, 2, micro_batches=parity.one_rank_without_labels),
+    Case("one expert a rank", 2, 2, model=TWO_EXPERTS),
+    Case("tied embeddings", 2, 2, model={"tie_word_embeddings": True}),
 ]
 THREE_RANKS = [
     Case("3 ranks, ep 1", 3, budget=1e-6),
@@ -42,13 +47,13 @@ FOUR_RANKS = [
     Case("3 chunks, two forwards, checkpoint", 4, 2, prepare=CHECKPOINT)
     .with_config(dispatch_chunks=3)
     .with_(**TWO_FORWARDS),
-    Case("accumulation", 4, 2, micro_batches=parity.three_micro_batches),
-    Case("one token repeated", 4, 2, micro_batches=parity.one_token_everywhere),
-    Case("a rank without labels", 4, 4, micro_batches=parity.one_rank_without_labels),
-    Case("2 experts, ep 2", 4, 2, model=TWO_EXPERTS),
-    Case("tied embeddings", 4, 2, model={"tie_word_embeddings": True}),
 ]
 FOUR_RANKS_MORE = [
+    Case("accumulation, 4 ranks", 4, 2, micro_batches=parity.three_micro_batches),
+    Case("one token repeated, 4 ranks", 4, 2, micro_batches=parity.one_token_everywhere),
+    Case("a rank without labels, ep 4", 4, 4, micro_batches=parity.one_rank_without_labels),
+    Case("2 experts, ep 2", 4, 2, model=TWO_EXPERTS),
+    Case("tied embeddings, 4 ranks", 4, 2, model={"tie_word_embeddings": True}),
     Case("ep 1", 4),
     Case("shard dim 0", 4, 2).with_config(expert_shard_dim=0),
     Case("shard dim 1", 4, 2).with_config(expert_shard_dim=1),

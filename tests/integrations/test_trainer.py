@@ -47,13 +47,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Case("ep2", ("train", *after), ep=2, arguments=EVALUATE),
         Case("aux ep2", ep=2, model=AUX_LOSS, rows="padded", arguments=EVALUATE),
         Case("half", ep=2, arguments=SAVE, folder=folder / "half", stop_after=3),
+        Case("resumed", ("resume",), ep=2, seed=1, arguments=SAVE, folder=folder / "half"),
     ]
-    again = [Case("resumed", ("resume",), ep=2, seed=1, arguments=SAVE, folder=folder / "half")]
-    return {
-        **launch(stock, folder / "stock"),
-        **launch(ranks, folder / "ranks", CPU_4),
-        **launch(again, folder / "again", CPU_4),
-    }
+    return {**launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
 
 
 def _slow_cases(folder: Path) -> list[Case]:
@@ -144,7 +140,8 @@ def test_aux_loss_of_padded_rows_equals_stock(runs: Results) -> None:
     assert_same_evaluation(runs["aux ep2"][0], runs["stock aux"][0], count=2)
 
 
-def test_resume_in_a_new_launch(runs: Results) -> None:
+def test_a_new_trainer_resumes_as_if_never_interrupted(runs: Results) -> None:
+    """In the same processes; in those of a new launch below."""
     assert len(runs["half"][0].series("loss")) == 3
     assert_resumed(runs["resumed"][0], runs["ep2"][0])
 
@@ -222,7 +219,7 @@ def test_compiled_equals_stock(slow_runs: Results, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resume_at_another_ep_size_and_from_a_full_state(slow_runs: Results) -> None:
+def test_a_new_launch_resumes_at_another_ep_size_and_from_a_full_state(slow_runs: Results) -> None:
     assert_same_log(slow_runs["resumed at ep2"][0], slow_runs["stock"][0])
     assert_resumed(slow_runs["resumed full"][0], slow_runs["ep2"][0])
 

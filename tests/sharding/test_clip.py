@@ -18,6 +18,7 @@ from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, global_token_count, patch
 
 INF = float("inf")
 NORMS = (1.0, 2.0, 3.0, INF, 2)
+FP64 = 1e-12  # fp64 sums in another order round by 1e-16 each
 TWO = {"num_experts": 2, "num_experts_per_tok": 1}
 
 # name: (layout, model). "empty shards": 2 experts in dim 0 over 4 ranks leave two ranks nothing.
@@ -64,16 +65,16 @@ def _check_clip(name: str, model: nn.Module, rank: int) -> None:
     if name == "empty shards":
         empty = [key for key, grad in before.items() if "experts" in key and not grad.numel()]
         assert len(empty) == (4 if rank >= 2 else 0), empty  # 2 layers of gate_up and down
-    for norm_type in NORMS:
+    for norm_type in NORMS if name == "HSDP" else (2.0, INF):
         want = torch.nn.utils.get_total_norm(whole.values(), float(norm_type))
         for max_norm in (0.5 * want.item(), 0.0, 2.0 * want.item(), INF):
             where = f"{name}, p={norm_type}, max_norm={max_norm:.3g}"
             got = clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=True)
             assert not isinstance(got, DTensor) and got.dtype == torch.float64
-            assert_close(where, got, want, 1e-12)
+            assert_close(where, got, want, FP64)
             factor = min(1.0, max_norm / (want.item() + 1e-6))
             for key, grad in grads.items():
-                assert_close(f"{where}: {key}", _whole(grad), factor * whole[key], 1e-12)
+                assert_close(f"{where}: {key}", _whole(grad), factor * whole[key], FP64)
                 if factor == 1.0:
                     assert torch.equal(_local(grad), before[key]), f"{where}: {key}"
                 _local(grad).copy_(before[key])
@@ -160,9 +161,9 @@ def test_one_process_equals_torch(norm_type: float) -> None:
         ours, theirs = _single(), _single()
         got = clip_grad_norm_(ours, max_norm, norm_type)
         want = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
-        assert_close("norm", got, want, 1e-12)
+        assert_close("norm", got, want, FP64)
         for (name, mine), other in zip(_grads(ours).items(), _grads(theirs).values()):
-            assert_close(name, mine, other, 1e-12)
+            assert_close(name, mine, other, FP64)
 
 
 def test_norm_of_bf16_gradients_is_taken_in_fp32() -> None:
@@ -170,7 +171,7 @@ def test_norm_of_bf16_gradients_is_taken_in_fp32() -> None:
     truth = torch.nn.utils.get_total_norm([g.double() for g in _grads(model).values()])
     got = clip_grad_norm_(model, 0.125)
     assert got.dtype == torch.float32
-    assert_close("norm", got, truth, 1e-6)  # fp32 sums
+    assert_close("norm", got, truth, 1e-6)  # fp32 sums of other orders
     # Stock multiplies by the fp32 factor and rounds the product; the factor itself is no bf16.
     plain = _single(torch.bfloat16)
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.125)

@@ -87,7 +87,7 @@ def test_spawned_workers_are_sent_no_weights() -> None:
     assert len(pickle.dumps(collator)) < 20_000 < weights / 10
     batches = [vision_batch(model, rows, seed=i) for i, rows in enumerate(ROWS.values())]
     loader = DataLoader(
-        batches, 1, collate_fn=collator, num_workers=2, multiprocessing_context="spawn"
+        batches, 1, collate_fn=collator, num_workers=1, multiprocessing_context="spawn"
     )
     for got, batch in zip(loader, batches, strict=True):
         _assert_same(got, collator([batch]))
