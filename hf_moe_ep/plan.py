@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 
@@ -40,12 +40,27 @@ class Stored:
     transposed: bool = False
 
 
+def count_layers(config: Any) -> int:
+    """Count the decoder layers: every one has experts."""
+    return int(config.num_hidden_layers)
+
+
+def count_sparse_layers(config: Any) -> int:
+    """Count layers with experts where `mlp_only_layers` and `decoder_sparse_step` decide (Qwen)."""
+    return sum(
+        layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    )
+
+
 @dataclass(frozen=True)
 class ModelPlan:
-    """One architecture.
+    """One architecture; the defaults are what most have, so a plan says what differs.
 
     Attributes:
         model_type: `config.model_type` of the Hugging Face config.
+        prefix: put in front of `layers`, `experts`, `attention` and `final_norm`, where they are
+            not the only modules of such a name: "language_model." beside a vision tower.
         layers: decoder layers, each one FSDP2 unit.
         experts: modules that hold the stacked expert weights, each one FSDP2 unit over ep_fsdp.
         attention: modules in decoder layers that call transformers' attention interface.
@@ -60,16 +75,21 @@ class ModelPlan:
     """
 
     model_type: str
-    layers: str
-    experts: str
-    attention: str
-    final_norm: str
-    num_experts: str
-    num_moe_layers: Callable[[Any], int]
+    prefix: InitVar[str] = ""
+    layers: str = "layers.*"
+    experts: str = "layers.*.mlp.experts"
+    attention: str = "layers.*.self_attn"
+    final_norm: str = "norm"
+    num_experts: str = "num_experts"
+    num_moe_layers: Callable[[Any], int] = count_layers
     expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")
     stored: Mapping[str, Stored] = field(default_factory=dict)
     aux_loss_coef: str | None = None
     vision: VisionPlan | None = None
+
+    def __post_init__(self, prefix: str) -> None:
+        for name in ("layers", "experts", "attention", "final_norm"):
+            object.__setattr__(self, name, prefix + getattr(self, name))
 
 
 # One key per expert and projection, as most published checkpoints have it.
@@ -79,15 +99,7 @@ PER_EXPERT: Mapping[str, Stored] = {
 }
 
 
-def count_sparse_layers(config: Any) -> int:
-    """Layers with experts where `mlp_only_layers` and `decoder_sparse_step` decide (Qwen)."""
-    return sum(
-        layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    )
-
-
 def matches(pattern: str, module_name: str) -> bool:
-    """Whether `module_name` ends in `pattern` (whole components; `*` stands for one)."""
+    """Tell whether `module_name` ends in `pattern` (whole components; `*` stands for one)."""
     regex = r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
     return re.search(rf"(?:^|\.){regex}$", module_name) is not None

@@ -10,11 +10,6 @@ from hf_moe_ep.plan import PER_EXPERT, ModelPlan, count_sparse_layers
 
 PLAN = ModelPlan(
     model_type="qwen3_moe",
-    layers="layers.*",
-    experts="layers.*.mlp.experts",
-    attention="layers.*.self_attn",
-    final_norm="norm",
-    num_experts="num_experts",
     num_moe_layers=count_sparse_layers,
     stored=PER_EXPERT,
     aux_loss_coef="router_aux_loss_coef",

@@ -11,11 +11,7 @@ from hf_moe_ep.plan import ModelPlan, Stored, VisionPlan, count_sparse_layers
 
 PLAN = ModelPlan(
     model_type="qwen3_vl_moe",
-    layers="language_model.layers.*",
-    experts="language_model.layers.*.mlp.experts",
-    attention="language_model.layers.*.self_attn",
-    final_norm="language_model.norm",
-    num_experts="num_experts",
+    prefix="language_model.",
     num_moe_layers=count_sparse_layers,
     stored={"gate_up_proj": Stored(transposed=True), "down_proj": Stored(transposed=True)},
     aux_loss_coef="config.text_config.router_aux_loss_coef",

@@ -1,10 +1,12 @@
 """Name patterns: whole components, from the end; and the one architecture's numbers."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import Qwen3MoeConfig
 
-from hf_moe_ep.plan import matches
-from model_patches import qwen3_moe
+from hf_moe_ep.plan import ModelPlan, matches
+from model_patches import qwen3_moe, qwen3_vl_moe
 
 MATCHES = [
     ("layers.*.mlp.experts", "model.layers.3.mlp.experts", True),
@@ -52,3 +54,22 @@ def test_num_moe_layers(options: dict[str, object], want: int) -> None:
     assert plan.num_moe_layers(config) == want
     assert getattr(config, plan.num_experts) == 12
     assert plan.model_type == config.model_type
+
+
+def test_a_plan_says_only_what_differs() -> None:
+    plain = ModelPlan("some_moe")
+    assert (plain.layers, plain.experts) == ("layers.*", "layers.*.mlp.experts")
+    assert (plain.attention, plain.final_norm) == ("layers.*.self_attn", "norm")
+    assert plain.num_moe_layers(Qwen3MoeConfig(num_hidden_layers=6, mlp_only_layers=[0])) == 6
+    other = ModelPlan("other_moe", experts="layers.*.feed_forward.experts", final_norm="ln_f")
+    assert (other.experts, other.final_norm) == ("layers.*.feed_forward.experts", "ln_f")
+
+
+def test_the_prefix_stands_in_front_of_every_part_of_the_language_model_once() -> None:
+    plan = qwen3_vl_moe.PLAN
+    for found in (plan, replace(plan, aux_loss_coef=None)):
+        assert found.layers == "language_model.layers.*"
+        assert found.experts == "language_model.layers.*.mlp.experts"
+        assert found.attention == "language_model.layers.*.self_attn"
+        assert found.final_norm == "language_model.norm"
+    assert plan.vision is not None and plan.vision.tower == "visual"
