@@ -6,11 +6,12 @@ attribute `STATE`: a deep copy of the model copies both consistently, and nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_moe_ep.config import ParallelConfig
@@ -115,13 +116,30 @@ class Compute:
         return "gate_up_proj" if self.formula.gated else "up_proj", "down_proj"
 
 
+class ActiveAdapter(Protocol):
+    """An adapter on a stacked parameter, as `lora/` leaves it for the time of a forward."""
+
+    @property
+    def scale(self) -> float:
+        """What the product of its factors is multiplied by."""
+
+    def of_experts(self, mine: slice) -> tuple[Tensor, Tensor]:
+        """Factors a_LPI and b_LOP of some of the experts."""
+
+
 @dataclass
 class MoELayer:
-    """One experts module's place in its model; `compute` is None for the model's own loop."""
+    """One experts module's place in its model.
+
+    Attributes:
+        compute: None for the model's own loop.
+        adapters: by the parameter that they adapt, while a forward runs; empty between forwards.
+    """
 
     index: int
     model: ModelState
     compute: Compute | None
+    adapters: dict[str, Sequence[ActiveAdapter]] = field(default_factory=dict)
 
 
 class Ours:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_moe_ep.lora.factors import ADAPTERS, Adapter, stack_a, stack_b
+from hf_moe_ep.lora.factors import Adapter, stack_a, stack_b
 from hf_moe_ep.state import STATE, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import parameter_factors
 
@@ -55,20 +55,19 @@ def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]
 
 @contextmanager
 def _leave(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[None]:
-    known = getattr(experts, STATE).compute.parameters
+    layer: MoELayer = getattr(experts, STATE)
+    assert layer.compute is not None
+    known = layer.compute.parameters
     if parameter not in known:
         raise ValueError(
             f"an adapter targets {parameter} of {type(experts).__name__}; adapters of experts are "
             f"computed beside {' and '.join(known)} alone: take it out of target_parameters"
         )
-    kept = vars(experts).setdefault(ADAPTERS, {})
-    kept[parameter] = adapters
+    layer.adapters[parameter] = adapters
     try:
         yield
     finally:
-        del kept[parameter]
-        if not kept:
-            del vars(experts)[ADAPTERS]
+        del layer.adapters[parameter]
 
 
 def inject_adapter(

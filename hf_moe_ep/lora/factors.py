@@ -12,17 +12,16 @@ P is the rank of an adapter, r.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep.state import ActiveAdapter
 from hf_moe_ep.upstream.adapters import parameter_factors
 from hf_moe_ep.upstream.module_names import canonical_name
-
-# Where an experts module keeps its active adapters during forward: {parameter: [Adapter]}.
-ADAPTERS = "_hf_moe_ep_adapters"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Adapter:
         return a_EPI[mine], b_EOP[mine].contiguous()
 
 
-def join(adapters: list[Adapter], mine: slice) -> tuple[Tensor, Tensor, float]:
+def join(adapters: Sequence[ActiveAdapter], mine: slice) -> tuple[Tensor, Tensor, float]:
     """a_LPI, b_LOP and scale of all active adapters as one, whose rank is the sum of theirs."""
     parts = [(*adapter.of_experts(mine), adapter.scale) for adapter in adapters]
     if len(parts) == 1:

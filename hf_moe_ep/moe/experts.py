@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.lora.factors import ADAPTERS, join
+from hf_moe_ep.lora.factors import join
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertFormula, activate
 from hf_moe_ep.ops.interface import ExpertWeights
-from hf_moe_ep.state import Compute
+from hf_moe_ep.state import STATE, Compute, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
     ExpertsFlags,
     experts_flags,
@@ -129,10 +129,12 @@ def local_weights(
     assert up is not None and down is not None
     if compute.transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
+    layer: MoELayer | None = getattr(experts, STATE, None)
+    active = {} if layer is None else layer.adapters
     factors: dict[str, Any] = {}
     mine = slice(first_expert, first_expert + len(up))
     for name, parameter in (("up", up_name), ("down", down_name)):
-        adapters = vars(experts).get(ADAPTERS, {}).get(parameter)
+        adapters = active.get(parameter)
         if adapters:
             a, b, scale = join(adapters, mine)
             factors |= {f"{name}_a": a.to(up.dtype), f"{name}_b": b.to(up.dtype)}

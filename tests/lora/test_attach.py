@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, patch, save_checkpoint, unpatch
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.state import STATE, MoELayer
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 
@@ -142,6 +143,36 @@ def test_adapters_attached_after_patch() -> None:
 
 
 def a_reference_pass_before_the_step(rank: int, world: int) -> None:
+def test_adapters_are_left_for_one_forward_and_a_copy_has_its_own() -> None:
+    model = patch(with_lora(tiny(), seed=0))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    inputs = batch(tiny(), 2, 9)
+    for one in (model, twin):
+        layers = [m for m in one.modules() if isinstance(vars(m).get(STATE), MoELayer)]
+        own = {id(parameter) for parameter in one.parameters()}
+        seen: list[set[int]] = []
+
+        def look(module: nn.Module, args: Any, seen: list[set[int]] = seen) -> None:
+            adapters = getattr(module, STATE).adapters
+            assert adapters.keys() == {"gate_up_proj", "down_proj"}
+            seen += [{id(a.a), id(a.b)} for active in adapters.values() for a in active]
+
+        hooks = [module.register_forward_pre_hook(look) for module in layers]
+        with torch.no_grad():
+            one(**inputs)
+        for hook in hooks:
+            hook.remove()
+        assert len(seen) == 2 * len(layers) and all(found <= own for found in seen)
+        assert all(not getattr(module, STATE).adapters for module in layers)
+    with torch.no_grad(), model.disable_adapter():
+        assert_close("nothing added", twin(**inputs).logits, model(**inputs).logits, 1e-10)
+
+
+def _reference_pass_first(rank: int, world: int) -> None:
     """What preference training does: a forward of the base, or of another adapter, then a step."""
     stock, model = with_lora(tiny(), seed=0), with_lora(tiny(), seed=0)
     for one in (stock, model):
