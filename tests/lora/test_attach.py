@@ -142,7 +142,6 @@ def test_adapters_attached_after_patch() -> None:
     assert_close("logits", got, want, 1e-10)
 
 
-def a_reference_pass_before_the_step(rank: int, world: int) -> None:
 def test_adapters_are_left_for_one_forward_and_a_copy_has_its_own() -> None:
     model = patch(with_lora(tiny(), seed=0))
     twin = copy.deepcopy(model)
@@ -172,7 +171,7 @@ def test_adapters_are_left_for_one_forward_and_a_copy_has_its_own() -> None:
         assert_close("nothing added", twin(**inputs).logits, model(**inputs).logits, 1e-10)
 
 
-def _reference_pass_first(rank: int, world: int) -> None:
+def a_reference_pass_before_the_step(rank: int, world: int) -> None:
     """What preference training does: a forward of the base, or of another adapter, then a step."""
     stock, model = with_lora(tiny(), seed=0), with_lora(tiny(), seed=0)
     for one in (stock, model):
