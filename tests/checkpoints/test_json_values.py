@@ -28,3 +28,35 @@ def test_states_of_generators_and_no_larger_tensors() -> None:
     assert torch.equal(back["sampler"]["generator"], generator.get_state())
     with pytest.raises(ValueError, match=r"progress\['x'\] is a tensor of 65537 .* up to 65536"):
         encode({"x": torch.zeros(65537)}, "progress")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(0, 3),
+        torch.zeros(2, 0, dtype=torch.int64),
+        torch.zeros(0),
+        torch.tensor([[1 + 2j, 3 - 4j]]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.zeros(0, 2, dtype=torch.complex128),
+        torch.tensor(float("nan")),
+        torch.tensor([[True], [False]]),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.dtype}",
+)
+def test_a_tensor_keeps_its_shape_dtype_and_values(tensor: torch.Tensor) -> None:
+    back = decode(json.loads(json.dumps(encode(tensor, "progress"))))
+    assert back.dtype == tensor.dtype and back.shape == tensor.shape
+    assert torch.allclose(back, tensor, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(2).to_sparse(), torch.zeros(2, device="meta")], ids=["sparse", "meta"]
+)
+def test_a_tensor_without_plain_values_is_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"progress\['x'\] is a tensor without plain values"):
+        encode({"x": tensor}, "progress")
+
+
+def test_a_file_from_before_the_shape_was_written() -> None:
+    assert decode({"__tensor__": [[1, 2]], "dtype": "int32"}).tolist() == [[1, 2]]

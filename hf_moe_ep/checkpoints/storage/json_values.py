@@ -7,6 +7,8 @@ key of its own:
     {3: "a"}                      {"__items__": [[3, "a"]]}
     Counter({3: 1})               {"__counter__": [[3, 1]]}
     torch.tensor(3.0)             {"__tensor__": 3.0, "dtype": "float32"}
+    torch.zeros(0, 3)             {"__tensor__": [], "dtype": "float32", "shape": [0, 3]}
+    torch.tensor(2 + 1j)          {"__tensor__": [2.0, 1.0], "dtype": "complex64"}
 
 For the small things of a training state: learning rates, schedulers, positions. Functions and
 objects are refused, by where they are.
@@ -41,7 +43,7 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         return _encode_dict(value, where)
     if isinstance(value, Tensor) and value.numel() <= _LARGEST:
-        return {"__tensor__": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+        return _encode_tensor(value, where)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return encode(value.item(), where)
     if isinstance(value, Tensor):
@@ -70,10 +72,32 @@ def decode(value: Any) -> Any:
             return {decode(key): decode(item) for key, item in items}
         case {"__counter__": items}:
             return Counter({decode(key): item for key, item in items})
-        case {"__tensor__": numbers, "dtype": dtype}:
-            # On the host, also under torch.set_default_device.
-            return torch.tensor(numbers, dtype=getattr(torch, dtype), device="cpu")
+        case {"__tensor__": numbers, "dtype": name}:
+            return _decode_tensor(numbers, getattr(torch, name), value.get("shape"))
     return {key: decode(item) for key, item in value.items()}
+
+
+def _encode_tensor(tensor: Tensor, where: str) -> dict[str, Any]:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ValueError(
+            f"{where} is a tensor without plain values ({tensor.layout}, {tensor.dtype}, on "
+            f"{tensor.device}); make it dense, on a device"
+        )
+    encoded: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch.")}
+    if not tensor.numel():  # the lists in lists do not show it
+        encoded["shape"] = list(tensor.shape)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return {"__tensor__": tensor.tolist(), **encoded}
+
+
+def _decode_tensor(numbers: Any, dtype: torch.dtype, shape: list[int] | None) -> Tensor:
+    """Make the tensor on the host, also under torch.set_default_device."""
+    if shape is not None:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    if dtype.is_complex:
+        return torch.view_as_complex(torch.tensor(numbers, dtype=dtype.to_real(), device="cpu"))
+    return torch.tensor(numbers, dtype=dtype, device="cpu")
 
 
 def _encode_dict(value: dict[Any, Any], where: str) -> dict[str, Any]:

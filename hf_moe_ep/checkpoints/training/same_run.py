@@ -13,9 +13,18 @@ import torch
 from torch import nn
 
 from hf_moe_ep.checkpoints.training.state_file import OptimizerState, StateFile, TensorForm
-from hf_moe_ep.checkpoints.training.tensors import Slot, kind_of, model_slots, parameter_names
+from hf_moe_ep.checkpoints.training.tensors import (
+    Slot,
+    bases_of,
+    kind_of,
+    model_slots,
+    parameter_names,
+)
 
 _OF_MODEL = "model."
+_NO_OPTIONS = {"params", "param_names"}
+# What schedulers leave in the groups (torch/optim/lr_scheduler.py).
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 _SHOWN = 5
 
 
@@ -64,12 +73,7 @@ def check_optimizer(
     """Raise ValueError where it is another optimizer, or has other parameters in its groups."""
     if saved is None:
         raise ValueError(f"{where} was saved without an optimizer; call with optimizer=None")
-    was, now = saved.kind, kind_of(optimizer)
-    if was not in (None, now):
-        raise ValueError(
-            f"{where} was saved with {was}, this optimizer is {now}, which would go on with the "
-            f"other's lr and without a state of its own; load with {was}, then make {now}"
-        )
+    _check_kind(optimizer, saved, where)
     names, _ = parameter_names(model, optimizer)
     mine = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
     theirs = [set(group.names) for group in saved.groups]
@@ -84,6 +88,25 @@ def check_optimizer(
                 f"{where} was saved with another group {index} of parameters: only it has "
                 f"{_some(there - here)}, only this optimizer has {_some(here - there)}"
             )
+
+
+def _check_kind(optimizer: Any, saved: OptimizerState, where: str) -> None:
+    """Take the class that was saved, one derived from it, or one that it derives from."""
+    was, now = saved.kind, kind_of(optimizer)
+    if was in (None, now):
+        return
+    if was not in bases_of(optimizer) and now not in saved.bases:
+        raise ValueError(
+            f"{where} was saved with {was}, this optimizer is {now}, which would go on with the "
+            f"other's lr and without a state of its own; load with {was}, then make {now}"
+        )
+    here = set().union(*(group.keys() for group in optimizer.param_groups))
+    there = set().union(*(group.options.keys() for group in saved.groups))
+    if others := (here ^ there) - _NO_OPTIONS - _OF_SCHEDULERS:
+        raise ValueError(
+            f"{where} was saved with {was}, this optimizer is {now}, and only one of them has the "
+            f"options {_some(others)}; load with {was}, then make {now}"
+        )
 
 
 def _some(names: Iterable[str]) -> str:
