@@ -138,9 +138,13 @@ def shard_units(
             _shard_experts(units.experts[index], state, meshes, options, owners)
         _fill([layer], meshes, options, owners)
         fully_shard(layer, mesh=meshes.dense, **kwargs)
+        # A checkpoint around the unit recomputes it, hooks and all: CheckpointWrapper does that,
+        # and transformers below 5.23.
+        layer.register_forward_pre_hook(forget_finished_backward, prepend=True)
     for part in units.vision:
         _fill([part], meshes, options, owners)
         fully_shard(part, mesh=meshes.dense, **kwargs)
+        part.register_forward_pre_hook(forget_finished_backward, prepend=True)
     if units.embedding is not None and not units.tied:
         _fill([units.embedding], meshes, options, owners)
         fully_shard(units.embedding, mesh=meshes.dense, **kwargs)

@@ -63,7 +63,8 @@ def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     A nested unit stays in state PRE_BACKWARD after its backward until the whole backward ends, so
     when an enclosing checkpoint recomputes another forward (two forwards, one backward, reentrant)
     FSDP2 takes the unit for prepared, registers nothing and never reduces its gradients. Seen with
-    torch 2.13 and the stock experts alike (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
+    torch 2.13 and the stock experts alike (torch/distributed/fsdp/_fully_shard/_fsdp_state.py), and
+    with whole layers where transformers checkpoints their `__call__` (before 5.23).
     """
     assert isinstance(unit, FSDPModule)
     state = unit._get_fsdp_state()

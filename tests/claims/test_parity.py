@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 from support import parity
 from support.checks import Check, Found
-from support.needs import REENTRANT_TWICE
 from support.parity import Case, on_ranks
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
@@ -24,7 +23,7 @@ ONE_RANK = [Case("1 rank", 1)]
 TWO_RANKS = [
     Case("2 ranks, ep 1", 2),
     Case("2 ranks, ep 2", 2, 2),
-    Case("two forwards, reentrant checkpoint, stock experts", 2, 1, needs=REENTRANT_TWICE)
+    Case("two forwards, reentrant checkpoint, stock experts", 2, 1)
     .with_config(experts_backend="eager")
     .with_(prepare=REENTRANT, **TWO_FORWARDS),
     Case("accumulation", 2, 2, micro_batches=parity.three_micro_batches),
@@ -41,9 +40,7 @@ FOUR_RANKS = [
     Case("ep 2", 4, 2),
     Case("ep 4", 4, 4),
     Case("ep 2, HSDP", 4, 2, 2),
-    Case("two forwards, reentrant checkpoint", 4, 2, needs=REENTRANT_TWICE).with_(
-        prepare=REENTRANT, **TWO_FORWARDS
-    ),
+    Case("two forwards, reentrant checkpoint", 4, 2).with_(prepare=REENTRANT, **TWO_FORWARDS),
     Case("3 chunks, two forwards, checkpoint", 4, 2, prepare=CHECKPOINT)
     .with_config(dispatch_chunks=3)
     .with_(**TWO_FORWARDS),

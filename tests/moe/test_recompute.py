@@ -1,5 +1,6 @@
 """Activation checkpointing on 2 ranks: counts exchanged once, the same experts and numbers."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 from support import parity
+from support.checks import Check, Found, on_ranks
 from support.close import assert_close
-from support.needs import CHECKPOINTS_FORWARD
-from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 from hf_moe_ep.moe.recompute import Frame, watch_checkpoints
@@ -99,27 +100,27 @@ def _inputs(rank: int, tokens: int = 9) -> dict[str, Tensor]:
     return batch(tiny(), 2, tokens + 4 * rank, seed=rank)
 
 
-def _check_collectives(rank: int, chunks: int) -> None:
+def counts_are_exchanged_once(rank: int, world: int) -> None:
     """Rows and routing there and rows back, each way; the counts once, whatever runs twice."""
-    expected = {"rows": 2 * 3 * chunks * LAYERS}
-    for use_reentrant in (None, False, True):
+    for chunks, use_reentrant in itertools.product((1, 3), (None, False, True)):
+        name = f"chunks {chunks}, reentrant {use_reentrant}"
+        rows_each_way = 3 * chunks * LAYERS
         model = _model({"dispatch_chunks": chunks}, use_reentrant)
         for _ in range(2):  # the first forward sets FSDP2 up
             with _counting() as forward:
                 loss = model(**_inputs(rank)).loss
             with _counting() as backward:
                 loss.backward()
-        name = f"chunks {chunks}, reentrant {use_reentrant}"
-        assert forward["all_to_all"] == expected["rows"] // 2, f"{name}: {forward}"
+        assert forward["all_to_all"] == rows_each_way, f"{name}: {forward}"
         assert forward["all_gather"] == forward["read"] == LAYERS, f"{name}: {forward}"
         assert backward["all_gather"] == backward["read"] == 0, f"{name}: {backward}"
         assert backward["item"] == 0, f"{name}: {backward}"
         # A recompute that stops early does not bring the last chunk home.
         again = {None: 0, True: 3 * chunks, False: 3 * chunks - 1}[use_reentrant] * LAYERS
-        assert backward["all_to_all"] == expected["rows"] // 2 + again, f"{name}: {backward}"
+        assert backward["all_to_all"] == rows_each_way + again, f"{name}: {backward}"
 
 
-def _check_overlap(rank: int) -> None:
+def weight_grads_overlap_rows(rank: int, world: int) -> None:
     """The gradients of the experts' weights are computed while those of their rows travel."""
     happened: list[str] = []
 
@@ -146,7 +147,7 @@ def _check_overlap(rank: int) -> None:
         assert "".join(happened).count(layer) == LAYERS, f"{use_reentrant}: {''.join(happened)}"
 
 
-def _check_perturbed_router(rank: int) -> None:
+def a_perturbed_router(rank: int, world: int) -> None:
     """Ties broken otherwise in recompute: gradients are those of the choice made in forward."""
     for chunks in (1, 3):
         plain = _model({"dispatch_chunks": chunks}, None, noise=1e-5)
@@ -158,25 +159,50 @@ def _check_perturbed_router(rank: int) -> None:
                 assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-3)
 
 
-def _check_two_forwards(rank: int) -> None:
-    """Two forwards of different sizes, one without gradients between, then one backward."""
+def _two_forwards(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Gradients of two forwards of different sizes, one without gradients between them."""
+    model.zero_grad()
+    first = model(**_inputs(rank, 9)).loss
+    with torch.no_grad():
+        model(**_inputs(rank, 3))
+    second = model(**_inputs(rank, 5)).loss
+    (first + 2 * second).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
-    def run(model: nn.Module) -> dict[str, Tensor]:
-        model.zero_grad()
-        first = model(**_inputs(rank, 9)).loss
-        with torch.no_grad():
-            model(**_inputs(rank, 3))
-        second = model(**_inputs(rank, 5)).loss
-        (first + 2 * second).backward()
-        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
-    want = run(_model({}, None))
-    for use_reentrant in (False, True) if CHECKPOINTS_FORWARD else (False,):
-        for name, grad in run(_model({"dispatch_chunks": 2}, use_reentrant)).items():
+def two_forwards_one_backward(rank: int, world: int) -> None:
+    want = _two_forwards(_model({}, None), rank)
+    for use_reentrant in (False, True):
+        got = _two_forwards(_model({"dispatch_chunks": 2}, use_reentrant), rank)
+        for name, grad in got.items():
             assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-12)
 
 
-def _check_rank_without_rows(rank: int) -> None:
+def _call_checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A layer's `__call__` before transformers 5.23: its hooks run within the checkpoint."""
+    if not (layer.gradient_checkpointing and layer.training):
+        return nn.Module.__call__(layer, *args, **kwargs)
+
+    def call(*args: Any) -> Any:
+        layer.gradient_checkpointing = False
+        try:
+            return nn.Module.__call__(layer, *args, **kwargs)
+        finally:
+            layer.gradient_checkpointing = True
+
+    return layer._gradient_checkpointing_func(call, *args)
+
+
+def checkpointed_calls(rank: int, world: int) -> None:
+    """FSDP2's hooks inside the checkpoint, two forwards before one backward: all is reduced."""
+    want = _two_forwards(_model({}, None), rank)
+    with mock.patch.object(GradientCheckpointingLayer, "__call__", _call_checkpointed):
+        for use_reentrant in (False, True):
+            for name, grad in _two_forwards(_model({}, use_reentrant), rank).items():
+                assert_close(f"{name}, reentrant {use_reentrant}", grad, want[name], 1e-12)
+
+
+def a_rank_without_rows(rank: int, world: int) -> None:
     """Every token to rank 0's experts: rank 1 saves as many tensors with 0 rows."""
     model = _model({}, None)
     saved: list[int] = []
@@ -201,7 +227,7 @@ def _check_rank_without_rows(rank: int) -> None:
     assert counts[0] == counts[1], counts
 
 
-def _check_own_checkpoint(rank: int) -> None:
+def a_checkpoint_of_other_making(rank: int, world: int) -> None:
     """A checkpoint that is not wrapped: recompute exchanges counts again, the numbers are right."""
     want = _grads(_model({}, None), _inputs(rank))
     model = _model({}, None)
@@ -215,7 +241,7 @@ def _check_own_checkpoint(rank: int) -> None:
         assert_close(name, grad, want[name], 1e-12)
 
 
-def _check_selective(rank: int) -> None:
+def selective_checkpointing(rank: int, world: int) -> None:
     """torch's selective checkpointing keeps some operators' results and counts all of them."""
     want = _grads(_model({}, None), _inputs(rank))
     for saved in ([torch.ops.aten.mm.default], [torch.ops.aten.cat.default]):
@@ -229,7 +255,7 @@ def _check_selective(rank: int) -> None:
             assert_close(f"{name}, {saved} saved", grad, want[name], 1e-12)
 
 
-def _check_compiled(rank: int) -> None:
+def compiled(rank: int, world: int) -> None:
     want = _grads(_model({}, None), _inputs(rank))
     model = _model({"dispatch_chunks": 2}, False)
     compiled = torch.compile(model, backend="aot_eager")
@@ -240,20 +266,23 @@ def _check_compiled(rank: int) -> None:
         assert_close(f"{name}, compiled", parameter.grad.full_tensor(), want[name], 1e-10)
 
 
-def _on_two_ranks(rank: int, world: int) -> None:
-    for chunks in (1, 3):
-        _check_collectives(rank, chunks)
-    _check_overlap(rank)
-    _check_perturbed_router(rank)
-    _check_two_forwards(rank)
-    _check_rank_without_rows(rank)
-    _check_own_checkpoint(rank)
-    _check_selective(rank)
-    _check_compiled(rank)
+ON_TWO_RANKS = on_ranks(
+    2,
+    counts_are_exchanged_once,
+    weight_grads_overlap_rows,
+    a_perturbed_router,
+    two_forwards_one_backward,
+    checkpointed_calls,
+    a_rank_without_rows,
+    a_checkpoint_of_other_making,
+    selective_checkpointing,
+    compiled,
+)
 
 
-def test_recompute_on_two_ranks() -> None:
-    run_ranks(_on_two_ranks, 2, timeout=300)
+@pytest.mark.parametrize("claim", ON_TWO_RANKS)
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def test_unpatch_gives_back_the_models_own_checkpoint() -> None:
