@@ -199,11 +199,12 @@ def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> s
         return f"sizes {hidden} and {ffn} are not both multiples of {ALIGNMENT}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    # Imported by those who can use it.
-    from hf_moe_ep.ops import triton_mlp
+    if required:
+        # Imported by those who ask for it: without a GPU nobody else can use it.
+        from hf_moe_ep.ops import triton_mlp
 
-    if required and triton_mlp.interpreted():
-        return ""
+        if triton_mlp.interpreted():
+            return ""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
     capability = torch.cuda.get_device_capability()

@@ -24,24 +24,27 @@ from torch import Tensor, nn
 from hf_moe_ep.dispatcher import Exchange, Header
 from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
 from hf_moe_ep.moe.experts import local_weights, run_experts
-from hf_moe_ep.moe.recompute import watch_checkpoints
+from hf_moe_ep.moe.recompute import CheckpointWatch
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
 
 class ForwardGuard(Ours):
-    """Pre-forward hook of the root: checks that the model is sharded, counts forwards."""
+    """Pre-forward hook of the root: checks that the model is sharded, counts forwards, and finds
+    out which of its layers are checkpointed in this one.
+    """
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
+        self._checkpoints = CheckpointWatch(state)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.state.check_ready()
         self.state.forward_number += 1
         meshes = self.state.meshes
         if meshes is not None and meshes.ep_size > 1 and module.training:
-            watch_checkpoints(module, self.state)
+            self._checkpoints.look(module)
 
 
 def moe_forward(

@@ -21,15 +21,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.dispatcher import CheckpointFrame, Exchange
 from hf_moe_ep.moe.chosen_topk import ChosenTopK
-from hf_moe_ep.state import ModelState
+from hf_moe_ep.state import STATE, ModelState
 from hf_moe_ep.upstream.autograd_modes import assert_later
+from hf_moe_ep.upstream.modules import own_child
 
 # Where transformers (modeling_layers.py) and torch (CheckpointWrapper) keep what checkpoints.
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -113,18 +114,56 @@ class Frame(CheckpointFrame):
         return None if routed is None else routed.expert_ids_TK
 
 
-@torch.compiler.disable
-def watch_checkpoints(model: nn.Module, state: ModelState) -> None:
-    """Wrap whatever checkpoints a layer of `model` now; once each."""
-    for module in model.modules():
-        for name in _ATTRIBUTES:
-            function = vars(module).get(name)
-            if function is not None and not _is_ours(function):
-                setattr(module, name, partial(_checkpoint, state, function))
+class Step(NamedTuple):
+    """One step on a way down the tree of modules: `child` is `parent`'s under that name."""
+
+    parent: nn.Module
+    name: str
+    child: nn.Module
+
+
+class CheckpointWatch:
+    """Wraps whatever checkpoints a MoE layer of a model.
+
+    What does so holds an experts module: it is on the way from the root down to it. Users switch
+    checkpointing on and off between forwards, so each `look` reads the modules on these ways, and
+    no others. The ways are walked anew where one of their modules was exchanged for another, as
+    torch's CheckpointWrapper exchanges a layer.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        self._steps: list[Step] = []
+
+    @torch.compiler.disable
+    def look(self, root: nn.Module) -> None:
+        """Wrap the functions that checkpoint now; once each."""
+        as_before = (own_child(parent, name) is child for parent, name, child in self._steps)
+        if not (self._steps and all(as_before)):
+            self._steps = _steps_to_experts(root)
+        for module in (root, *(step.child for step in self._steps)):
+            for name in _ATTRIBUTES:
+                function = vars(module).get(name)
+                if function is not None and not _is_ours(function):
+                    setattr(module, name, partial(_checkpoint, self._state, function))
+
+
+def _steps_to_experts(root: nn.Module) -> list[Step]:
+    """Walk all modules; the steps on the ways to experts, each once."""
+    steps: dict[tuple[int, str], Step] = {}
+    for way, module in root.named_modules(remove_duplicate=False):
+        if STATE not in vars(module) or not way:
+            continue
+        parent = root
+        for name in way.split("."):
+            child = parent.get_submodule(name)
+            steps[id(parent), name] = Step(parent, name, child)
+            parent = child
+    return list(steps.values())
 
 
 def unwatch_checkpoints(model: nn.Module) -> None:
-    """Take every wrapper of `watch_checkpoints` off again."""
+    """Take every wrapper of `CheckpointWatch` off again."""
     for module in model.modules():
         for name in _ATTRIBUTES:
             function = vars(module).get(name)

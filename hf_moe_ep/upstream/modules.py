@@ -18,6 +18,11 @@ def own_children(module: nn.Module) -> Iterable[nn.Module | None]:
     return module._modules.values()
 
 
+def own_child(module: nn.Module, name: str) -> nn.Module | None:
+    """The child that a module registered under `name`."""
+    return module._modules.get(name)
+
+
 def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
     """Take the forward hooks of a module off again that `is_ours` knows."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -1,7 +1,10 @@
 """Every experts module of transformers against its own code, and the choice of a backend."""
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,6 +164,39 @@ def test_why_not_triton() -> None:
     norm = _build("muse_spark", "modeling_muse_spark", "MuseSparkExperts")
     with pytest.raises(ValueError, match=r"MuseSparkExperts here: a norm behind each expert"):
         choose_compute(norm, "triton", recompute=False)
+
+
+_IMPORTS_OF_PATCH = """
+import sys
+from support.tiny_models import tiny
+from hf_moe_ep import patch
+
+# torch.compile imports triton wherever it is installed; here counts who imports it again.
+def forget():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        del sys.modules[name]
+
+sizes = {"hidden_size": 32, "moe_intermediate_size": 16}
+models = [tiny(**sizes), tiny(**sizes)]
+forget()
+patch(models[0])
+print("triton" in sys.modules)
+patch(models[1], experts_backend="triton")
+print("triton" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU patch() chooses Triton")
+def test_patch_imports_triton_where_it_is_asked_for() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", _IMPORTS_OF_PATCH],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["False", "True"]
 
 
 def test_triton_by_name_refuses_tensors_beyond_it() -> None:

@@ -1,5 +1,6 @@
 """Activation checkpointing on 2 ranks: counts exchanged once, the same experts and numbers."""
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,11 +18,14 @@ from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
-from hf_moe_ep.moe.recompute import Frame, watch_checkpoints
+from hf_moe_ep.moe import recompute
+from hf_moe_ep.moe.layer import ForwardGuard
+from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.torch_mlp import _add_expert_grads
 from hf_moe_ep.ranks import collectives as comm
@@ -291,13 +295,61 @@ def test_unpatch_gives_back_the_models_own_checkpoint() -> None:
     before = [layer._gradient_checkpointing_func for layer in model.model.layers]
     patch(model)
     state = getattr(model, STATE)
-    watch_checkpoints(model, state)
-    watch_checkpoints(model, state)
+    watch = CheckpointWatch(state)
+    watch.look(model)
+    watch.look(model)
     wrapped = [layer._gradient_checkpointing_func for layer in model.model.layers]
     assert all(a is not b and a.args[1] is b for a, b in zip(wrapped, before, strict=True))
     unpatch(model)
     after = [layer._gradient_checkpointing_func for layer in model.model.layers]
     assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+def test_checkpointing_switched_on_between_forwards_is_seen() -> None:
+    """By the model's own method, as another function, and by torch's wrapper around a layer."""
+    model = patch(tiny(num_hidden_layers=LAYERS))
+    state = getattr(model, STATE)
+    watch, layers = CheckpointWatch(state), model.model.layers
+    watch.look(model)
+
+    def checkpoints() -> list[Any]:
+        return [vars(layer)["_gradient_checkpointing_func"] for layer in layers]
+
+    for use_reentrant in (False, True):
+        parity.checkpointing(model, use_reentrant)
+        own = checkpoints()
+        watch.look(model)
+        assert [function.args[0] for function in checkpoints()] == [state] * LAYERS
+        assert [function.args[1] for function in checkpoints()] == own
+    layers[1] = checkpoint_wrapper(layers[1])
+    own_function = layers[1].checkpoint_fn
+    watch.look(model)
+    assert layers[1].checkpoint_fn.args == (state, own_function)
+
+
+def test_a_look_without_news_walks_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(tiny(num_hidden_layers=LAYERS))
+    watch = CheckpointWatch(getattr(model, STATE))
+    watch.look(model)
+    walks = Counter()
+    monkeypatch.setattr(recompute, "_steps_to_experts", lambda root: walks.update(["walk"]) or [])
+    watch.look(model)
+    assert not walks
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+    watch.look(model)
+    assert walks["walk"] == 1
+
+
+def test_the_watch_of_a_deep_copy_looks_at_the_copy() -> None:
+    model = patch(tiny(num_hidden_layers=LAYERS))
+    (guard,) = (h for h in model._forward_pre_hooks.values() if isinstance(h, ForwardGuard))
+    guard._checkpoints.look(model)
+    other = copy.deepcopy(model)
+    (guard,) = (h for h in other._forward_pre_hooks.values() if isinstance(h, ForwardGuard))
+    parity.checkpointing(other, False)
+    guard._checkpoints.look(other)
+    functions = [layer._gradient_checkpointing_func for layer in other.model.layers]
+    assert [function.args[0] for function in functions] == [getattr(other, STATE)] * LAYERS
 
 
 def test_a_function_that_does_something_else_the_second_time_is_refused() -> None:
