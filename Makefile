@@ -10,7 +10,12 @@ BIN := .venv/bin
 # Ranks share the machine's cores: one thread each. Two test files at a time, because ranks wait for
 # each other about half of the time; a file stays in one process, for what its tests share.
 export OMP_NUM_THREADS := 1
-TWO_AT_A_TIME := -n 2 --dist loadfile
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+
+# $(call timed,COMMANDS): what `make test` takes where the set-up is done, and COMMANDS' exit code.
+timed = start=$$SECONDS; $(1); code=$$?; \
+	echo "make $@: $$((SECONDS - start)) s without the set-up"; exit $$code
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy hf_moe_ep model_patches
 
 # torch goes first and by its exact version: where an index offers a CPU build of that version it
 # is taken, while a range would resolve to the newest CUDA build.
@@ -32,19 +37,17 @@ demo: .venv/.done
 demo-vision: .venv/.done
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/run_vision_demo.sh
 
-test: lint
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu'
+test: .venv/.done
+	@$(call timed,$(LINT) && $(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
 
-test-full: lint
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not gpu'
+test-full: .venv/.done
+	@$(call timed,$(LINT) && $(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not gpu')
 
 test-oldest: .venv-oldest/.done
-	.venv-oldest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu'
+	@$(call timed,.venv-oldest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
 
 lint: .venv/.done
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy hf_moe_ep model_patches
+	$(LINT)
 
 fmt: .venv/.done
 	$(BIN)/ruff check --fix .
