@@ -4,12 +4,20 @@ The stock router has already chosen when we are called: transformers hands the e
 `(hidden_states, top_k_index, top_k_weights)` and wants the weighted sum back. Without ep the
 rows are the tokens themselves; with ep they travel first.
 
-Shape legend of the package, as suffixes of names (`x_TH` is [T, H]):
+Shape legend of the package, as suffixes of names (`x_TH` is [T, H]; a test holds it):
 
-    B batch    S sequence    T tokens of this rank    H hidden        K experts per token (top-k)
-    E experts  L experts of this rank                 F expert hidden G = 2 F, gate over up
-    N rows sent    R rows received    A (row, expert) pairs computed    D ranks of the ep group
-    J rows per token, at most min(K, D)                  C blocks of columns (Triton kernels)
+    B  batch                            S  sequence
+    T  tokens of this rank              H  hidden
+    E  experts                          L  experts of this rank
+    K  experts per token (top-k)        D  ranks of the ep group
+    N  rows sent                        J  rows per token, at most min(K, D)
+    R  rows received                    Y  cells of a [D, T] table, in one row
+    A  (row, expert) pairs computed     M  pairs of one block (BLOCK_M of the kernels)
+    F  hidden of an expert              G  2 F, gate over up
+    I  columns into a matrix            O  columns out of it
+    P  rank of an adapter               C  blocks of columns, summed later
+    Q  attention heads                  W  width of a head
+    X  any width, or any rows
 """
 
 from __future__ import annotations
