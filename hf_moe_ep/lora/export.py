@@ -1,7 +1,8 @@
 """Adapter folders of PEFT, rewritten for servers that read single experts only, and back.
 
 The whole adapter is in memory once. A folder is written beside its final name and renamed when it
-is complete. The layouts are described in adapter_experts.py. Not here: .bin files.
+is complete. The layouts are described in per_expert.py, what becomes of the config in
+adapter_config.py. Not here: .bin files.
 """
 
 from __future__ import annotations
@@ -20,18 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_moe_ep.lora.per_expert import (
-    CONFIG,
-    Adapter,
-    Stack,
-    Tensors,
-    is_of_experts,
-    other_modules,
-    rank_and_alpha,
-    scale,
-    to_single,
-    to_stacked,
-)
+from hf_moe_ep.lora.adapter_config import CONFIG, rank_and_alpha, scale
+from hf_moe_ep.lora.names import Stack, is_of_experts, other_modules
+from hf_moe_ep.lora.per_expert import AdapterFile, Tensors, to_single, to_stacked
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -39,8 +31,15 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written: layers with adapted experts, experts per layer, tensors of experts and of
-    others, bytes of all, and what else the user should know."""
+    """What was written.
+
+    Attributes:
+        layers: those with adapted experts.
+        experts: in one layer.
+        tensors, copied: how many are of experts, and of anything else.
+        bytes: of all of them.
+        notes: what a reader of the folder will not be told.
+    """
 
     layers: int
     experts: int
@@ -93,7 +92,7 @@ def fuse_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str])
 def _convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    convert: Callable[[Adapter], tuple[Tensors, dict[str, Any], list[Stack]]],
+    convert: Callable[[AdapterFile], tuple[Tensors, dict[str, Any], list[Stack]]],
 ) -> Converted:
     """Read, convert, write beside `target`, rename."""
     source, target = Path(source).resolve(), Path(target).resolve()
@@ -112,10 +111,10 @@ def _convert(
 
     try:
         with safe_open(source / WEIGHTS, "pt") as file:
-            adapter = _read(source, file)
-            tensors, config, stacks = convert(adapter)
+            opened = _open(source, file)
+            tensors, config, stacks = convert(opened)
             shutil.copytree(source, beside, ignore=ours)
-            of_experts, copied, size = _write(beside / WEIGHTS, adapter, tensors)
+            of_experts, copied, size = _write(beside / WEIGHTS, opened, tensors)
         (beside / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         beside.rename(target)
     except SafetensorError as error:
@@ -123,13 +122,15 @@ def _convert(
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     layers = len({stack.experts for stack in stacks})
-    single = [module for stack in stacks for modules in stack.modules() for module in modules]
-    names = single if convert is to_single else [stack.name for stack in stacks]
-    notes = _notes(adapter, config, names + other_modules(adapter))
+    if convert is to_single:
+        names = [module for stack in stacks for module in stack.all_modules()]
+    else:
+        names = [stack.name for stack in stacks]
+    notes = _notes(opened.config, config, names + other_modules(opened.shapes))
     return Converted(layers, stacks[0].num_experts, of_experts, copied, size, notes)
 
 
-def _read(source: Path, file: Any) -> Adapter:
+def _open(source: Path, file: Any) -> AdapterFile:
     config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{CONFIG} is of peft_type {config.get('peft_type')!r}, not 'LORA'")
@@ -147,12 +148,13 @@ def _read(source: Path, file: Any) -> Adapter:
         tensor: Tensor = file.get_tensor(prefix + name)
         return tensor
 
-    return Adapter(config, shapes, read, prefix, file.metadata() or {})
+    return AdapterFile(config, shapes, read, prefix, file.metadata() or {})
 
 
-def _write(path: Path, adapter: Adapter, tensors: Tensors) -> tuple[int, int, int]:
-    """What `tensors` yields and all that is not of experts; returns the number of either and the
-    bytes of both.
+def _write(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int, int]:
+    """Write what `tensors` yields, and all that is not of experts.
+
+    Returns the number of either, and the bytes of both.
     """
     # Cloned, because gate and up share their lora_A, and a file may not hold one memory twice.
     of_experts = {
@@ -169,8 +171,8 @@ def _write(path: Path, adapter: Adapter, tensors: Tensors) -> tuple[int, int, in
     return len(of_experts), len(others), size
 
 
-def _notes(adapter: Adapter, config: dict[str, Any], names: list[str]) -> list[str]:
-    """What a server or a trainer will not tell; `names` are the new modules or parameters."""
+def _notes(old: dict[str, Any], config: dict[str, Any], names: list[str]) -> list[str]:
+    """Say what a server or a trainer will not; `names` are the new modules or parameters."""
     notes = []
     usual = scale(config, config["r"], config["lora_alpha"])
     scales = [scale(config, *rank_and_alpha(config, name)) for name in names]
@@ -179,7 +181,7 @@ def _notes(adapter: Adapter, config: dict[str, Any], names: list[str]) -> list[s
             f"rank_pattern or alpha_pattern change scales; vLLM ignores them, and scales every "
             f"module by {usual:g}"
         )
-    dropout = adapter.config.get("lora_dropout")
+    dropout = old.get("lora_dropout")
     if dropout and not config["lora_dropout"]:
         notes.append(f"lora_dropout {dropout} became 0: PEFT has none on stacked experts")
     return notes

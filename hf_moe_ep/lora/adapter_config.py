@@ -1,0 +1,231 @@
+r"""adapter_config.json of LoRA on stacked experts <-> on single experts: targets and patterns.
+
+With r 8, lora_alpha 16, two experts, and q_proj adapted as well:
+
+                        stacked                         single
+    target_modules      [q_proj]                        [q_proj,
+                                                         mlp.experts.0.gate_proj,
+                                                         mlp.experts.0.up_proj, ...]
+    target_parameters   [mlp.experts.gate_up_proj]      null
+    rank_pattern        {experts.gate_up_proj: 4}       {experts.\d+\.(gate_proj|up_proj): 4}
+    alpha_pattern       {experts.down_proj: 6}          {experts.\d+\.down_proj: 6}
+    target_modules      "layers\.0.*q_proj"             [layers.0.self_attn.q_proj, and experts]
+    layers_to_transform [0]                             null, and names as in the line before
+
+Single experts are named, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also hit
+layers without experts. Targets that names cannot extend, the last two lines, become the names of
+the modules that the file adapts. From single to stacked, where gate and up have an A each, the rank
+doubles and an alpha is added that keeps the scale.
+
+A pattern's keys are regular expressions for the end of a name, the first that hits decides. They
+are renamed first; then an entry goes in front for every name that would still get a wrong value.
+
+Not here: the tensors (per_expert.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_moe_ep.architectures import known_architectures
+from hf_moe_ep.lora.names import PARTS, Stack, targets_that_hit
+from hf_moe_ep.plan import ModelPlan
+
+CONFIG = "adapter_config.json"
+
+# What finds the matrices of a stacked parameter in every expert, after "experts.".
+_IN_EVERY_EXPERT = {"gate_up_proj": r"\d+\.(gate_proj|up_proj)", "down_proj": r"\d+\.down_proj"}
+# How a pattern's key ends, stacked and single. A bare down_proj finds the matrices in both forms,
+# and those of layers without experts: it stays.
+_KEY_ENDS = (
+    ("gate_up_proj", _IN_EVERY_EXPERT["gate_up_proj"]),
+    ("experts.down_proj", "experts." + _IN_EVERY_EXPERT["down_proj"]),
+    (r"experts\.down_proj", r"experts\." + _IN_EVERY_EXPERT["down_proj"]),
+)
+_SINGLE_TARGET = re.compile(r"(?P<before>|.*\.)\d+\.(?P<part>gate_proj|up_proj|down_proj)")
+_FIELDS = (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+
+
+def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[int, float]:
+    """The rank and the alpha that PEFT gives to the module or parameter `name`."""
+    rank = _look_up(config.get("rank_pattern") or {}, config["r"], name)
+    alpha = _look_up(config.get("alpha_pattern") or {}, config["lora_alpha"], name)
+    return rank, alpha
+
+
+def scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
+    """What B A is multiplied by (peft/tuners/lora/layer.py, update_layer)."""
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def alpha_of_same_scale(config: Mapping[str, Any], alpha: float, growth: int) -> float:
+    """The alpha that keeps the scale where the rank becomes `growth` times what it was."""
+    return alpha * (math.sqrt(growth) if config.get("use_rslora") else growth)
+
+
+def possible_plans(config: Mapping[str, Any]) -> list[ModelPlan]:
+    """Plans of the architectures that the adapter can be for, one where the config says which.
+
+    That gate and up are halves of a stacked parameter is known of no other architecture.
+
+    Raises:
+        ValueError: the config names an architecture that is not known.
+    """
+    model_type = None
+    base = Path(config.get("base_model_name_or_path") or "") / "config.json"
+    library = ((config.get("auto_mapping") or {}).get("parent_library") or "").split(".")
+    if base.is_file():
+        model_type = json.loads(base.read_text(encoding="utf-8")).get("model_type")
+    elif library[:2] == ["transformers", "models"]:
+        model_type = library[2]
+    known = known_architectures()
+    if model_type not in (None, *known):
+        raise ValueError(f"unknown architecture {model_type!r}; known are: {', '.join(known)}")
+    names = [model_type] if model_type else known
+    return [importlib.import_module(f"model_patches.{name}").PLAN for name in names]
+
+
+def config_for_single(
+    config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
+) -> dict[str, Any]:
+    """The config of stacked experts, for single ones; `others` are all modules but experts'."""
+    result = dict(config)
+    of_experts = targets_that_hit(stack.name for stack in stacks)
+    kept, added = [], []
+    for target in config["target_parameters"]:
+        if target not in of_experts:
+            kept.append(target)
+            continue
+        before, _, parameter = target.rpartition(".")
+        before = f"{before}." if before else ""
+        for expert in range(stacks[0].num_experts):
+            added += [f"{before}{expert}.{part}" for part in PARTS[parameter]]
+    result["target_modules"] = _module_targets(result, others, kept) + added
+    result["target_parameters"] = kept or None
+    wanted: dict[str, tuple[int, float, str]] = {}
+    for stack in stacks:
+        key = rf"{re.escape(stack.experts)}\.{_IN_EVERY_EXPERT[stack.parameter]}"
+        wanted |= dict.fromkeys(stack.all_modules(), (stack.rank, stack.alpha, key))
+    return _with_patterns(result, wanted, _KEY_ENDS)
+
+
+def config_for_stacked(
+    config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str], growth: Mapping[str, int]
+) -> dict[str, Any]:
+    """The config of single experts, for stacked ones; dropout is 0, PEFT has none on parameters.
+
+    `growth` is what the rank of a parameter is multiplied by.
+    """
+    result = _with_parameter_targets(config, stacks, others) | {"lora_dropout": 0.0}
+    wanted = {}
+    for stack in stacks:
+        times = growth[stack.parameter]
+        alpha = alpha_of_same_scale(config, stack.alpha, times)
+        wanted[stack.name] = (stack.rank * times, alpha, stack.short_name)
+    return _with_patterns(result, wanted, [(single, stacked) for stacked, single in _KEY_ENDS])
+
+
+def _with_parameter_targets(
+    config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
+) -> dict[str, Any]:
+    """The config with target_parameters for the experts, and without their target_modules."""
+    result = dict(config)
+    becomes_names = _becomes_names(config)
+    of_experts = targets_that_hit(module for stack in stacks for module in stack.all_modules())
+    of_others = targets_that_hit(others)
+    parameters, modules = list(config.get("target_parameters") or []), []
+    for target in _module_targets(result, others, parameters):
+        single = _SINGLE_TARGET.fullmatch(target)
+        if single and target in of_experts:
+            parameter = single["part"] if single["part"] in PARTS else "gate_up_proj"
+            parameters.append(f"{single['before']}{parameter}")
+        elif target in of_others or target not in of_experts:
+            modules.append(target)
+    num_layers = len({stack.experts for stack in stacks})
+    for stack in stacks:
+        if targets_that_hit([stack.name]) & set(parameters):
+            continue
+        in_layers = sum(stack.parameter == other.parameter for other in stacks)
+        everywhere = in_layers == num_layers and not becomes_names
+        parameters.append(stack.short_name if everywhere else stack.name)
+    result["target_modules"] = modules
+    result["target_parameters"] = list(dict.fromkeys(parameters))
+    return result
+
+
+def _becomes_names(config: Mapping[str, Any]) -> bool:
+    """Whether target_modules cannot be extended by names, and becomes a list of names."""
+    limited = config.get("layers_to_transform") is not None or config.get("exclude_modules")
+    return bool(limited) or isinstance(config.get("target_modules"), str)
+
+
+def _module_targets(config: dict[str, Any], others: list[str], parameters: list[str]) -> list[str]:
+    """target_modules as a list; clears in `config` what would limit the names of such a list.
+
+    `parameters` are targets that stay target_parameters, whose modules are not named.
+    """
+    if not _becomes_names(config):
+        return list(config.get("target_modules") or [])
+    for key in ("layers_to_transform", "layers_pattern", "exclude_modules"):
+        config[key] = None
+    owners = {target.rpartition(".")[0] for target in parameters}
+    return [name for name in others if not targets_that_hit([name]) & owners]
+
+
+def _with_patterns(
+    config: dict[str, Any],
+    wanted: Mapping[str, tuple[int, float, str]],
+    ends: Sequence[tuple[str, str]],
+) -> dict[str, Any]:
+    """The config with patterns that give every name of `wanted` its (rank, alpha).
+
+    The third of a name's values is the key to use for it; `ends` are (old, new) ends of keys.
+    """
+    for index, (field, default) in enumerate(_FIELDS):
+        renamed = {}
+        for key, value in (config.get(field) or {}).items():
+            renamed[_renamed(key, ends)] = value
+        values = {name: (found[index], found[2]) for name, found in wanted.items()}
+        config[field] = _settled(renamed, config[default], values)
+    return config
+
+
+def _renamed(key: str, ends: Sequence[tuple[str, str]]) -> str:
+    for old, new in ends:
+        if key.endswith(old):
+            return key.removesuffix(old) + new
+    return key
+
+
+def _settled(
+    pattern: dict[str, Any], default: Any, wanted: Mapping[str, tuple[Any, str]]
+) -> dict[str, Any]:
+    """Put entries in front until every name of `wanted`, {name: (value, key)}, finds its value.
+
+    An entry for one name may hit another that was right before, which then needs its own: the
+    second time a key is wanted, the whole name is used, and that hits nothing else.
+    """
+    is_settled = False
+    while not is_settled:
+        is_settled = True
+        for name, (value, key) in wanted.items():
+            if _look_up(pattern, default, name) != value:
+                key = re.escape(name) if key in pattern else key
+                others = {k: v for k, v in pattern.items() if k != key}
+                pattern = {key: value, **others}
+                is_settled = False
+    return pattern
+
+
+def _look_up(pattern: Mapping[str, Any], default: Any, name: str) -> Any:
+    """The value of the first key that finds the end of `name` (peft/utils/other.py)."""
+    for key, value in pattern.items():
+        if re.match(rf"(.*\.)?({key})$", name):
+            return value
+    return default
