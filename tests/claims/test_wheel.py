@@ -166,7 +166,7 @@ def test_the_examples_train_from_the_wheel(with_peft: Installed) -> None:
     """Both example scripts under accelerate launch, experts split over two ranks."""
     shutil.copytree(ROOT / "examples", with_peft.work / "examples")
     with_peft.run("python", "examples/make_small_model.py", "start")
-    arguments = "--model start --block_size 32 --eval_blocks 8 --eval_multiple 8 --use_cpu"
+    arguments = "--model start --block_size 32 --eval_blocks 8 --use_cpu"
     arguments += " --max_steps 2 --ep_size 2 --report_to none --logging_steps 1"
     for script in ("finetune_text", "finetune_lora"):
         with_peft.run(
