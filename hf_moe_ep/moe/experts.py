@@ -197,9 +197,14 @@ def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> s
     ffn, hidden = down.shape[1:] if flags.is_transposed else (down.shape[2], down.shape[1])
     if hidden % ALIGNMENT or ffn % ALIGNMENT:
         return f"sizes {hidden} and {ffn} are not both multiples of {ALIGNMENT}"
+    return why_no_kernels(interpreted_too=required)
+
+
+def why_no_kernels(*, interpreted_too: bool = False) -> str:
+    """Why no model's experts can run on the Triton kernels on this machine; empty if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if required:
+    if interpreted_too:
         # Imported by those who ask for it: without a GPU nobody else can use it.
         from hf_moe_ep.ops import triton_mlp
 

@@ -151,7 +151,10 @@ def _wrapped_functions() -> list[Finding]:
 
 
 def _machine() -> list[Finding]:
-    return [*_gpus(), _kernels(), *_backends(), _deep_ep(), _flash_attention()]
+    kernels, error = _attempt(_kernels)
+    if kernels is None:
+        kernels = Finding(FAIL, "Triton kernels", f"could not be looked at: {error}")
+    return [*_gpus(), kernels, *_backends(), _deep_ep(), _flash_attention()]
 
 
 def _gpus() -> list[Finding]:
@@ -170,23 +173,14 @@ def _gpus() -> list[Finding]:
 
 
 def _kernels() -> Finding:
-    """Which path experts_backend="auto" takes; as `moe.experts` chooses it."""
+    """Which path experts_backend="auto" takes."""
+    from hf_moe_ep.moe.experts import why_no_kernels
+
+    name = "Triton kernels"
     reason = why_no_kernels()
     if reason:
-        return Finding(NOTE, "Triton kernels", f"{reason}: experts run on the torch path")
-    return Finding(OK, "Triton kernels", "experts run on them (experts_backend='auto')")
-
-
-def why_no_kernels() -> str:
-    """Why no model's experts can run on the Triton kernels here; empty if they can."""
-    import torch
-
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if not torch.cuda.is_available():
-        return "no GPU"
-    capability = torch.cuda.get_device_capability()
-    return "" if capability >= (8, 0) else f"compute capability {capability} is below (8, 0)"
+        return Finding(NOTE, name, f"{reason}: experts run on the torch path")
+    return Finding(OK, name, "experts run on them (experts_backend='auto')")
 
 
 def _backends() -> list[Finding]:

@@ -27,9 +27,8 @@ NOT_COPIED = (".git", ".venv*", "out", "build", "dist", "*.egg-info", "__pycache
 NO_DRAWING = """
 import sys
 from unittest.mock import MagicMock
-drawing = MagicMock()
-drawing.pyplot.subplots.return_value = (MagicMock(), [MagicMock(), MagicMock()])
-sys.modules |= {"matplotlib": drawing, "matplotlib.pyplot": drawing.pyplot}
+for name in ("matplotlib", "matplotlib.pyplot"):
+    sys.modules[name] = MagicMock()
 """
 LORA = """
 import torch
