@@ -1,7 +1,7 @@
 """Gradients, norm and parameters of N ranks are those of stock in one process, in fp64.
 
-The budget is design's 1e-10 where the number of ranks is a power of two; else the loss factor
-rounds in fp32, because transformers casts logits to fp32 for the loss.
+The budget is that of fp64 where the number of ranks is a power of two; else the loss factor rounds
+in fp32, because transformers casts logits to fp32 for the loss.
 """
 
 from functools import partial
@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from support import parity
 from support.checks import Check, Found
+from support.close import FP32_INSIDE
 from support.parity import Case, on_ranks
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
@@ -33,8 +34,8 @@ TWO_RANKS = [
     Case("tied embeddings", 2, 2, model={"tie_word_embeddings": True}),
 ]
 THREE_RANKS = [
-    Case("3 ranks, ep 1", 3, budget=1e-6),
-    Case("3 ranks, ep 3", 3, 3, model={"num_experts": 6}, budget=1e-6),
+    Case("3 ranks, ep 1", 3, budget=FP32_INSIDE),
+    Case("3 ranks, ep 3", 3, 3, model={"num_experts": 6}, budget=FP32_INSIDE),
 ]
 FOUR_RANKS = [
     Case("ep 2", 4, 2),

@@ -8,6 +8,7 @@ from support.jobs.trainer import STEPS, Case, Result, launch
 from support.needs import VISION, needs_vision
 from support.scripts import CPU_4
 from support.trainer_runs import (
+    AFTER_ADAMW,
     AUX_LOSS,
     EVALUATE,
     Results,
@@ -111,7 +112,7 @@ def test_evaluation_and_prediction_count_each_sample_once(runs: Results) -> None
         assert_same_after_training(rank, runs["stock"][0])
         got, want = (result.values["predict 21"] for result in (rank, runs["stock"][0]))
         assert got.shape == want.shape and got.shape[0] == 21
-        assert_close("logits of 21 samples", got, want, 1e-4)
+        assert_close("logits of 21 samples", got, want, AFTER_ADAMW)
 
 
 @needs_vision

@@ -11,7 +11,7 @@ import torch
 from support import checks, parity
 from support.adapters import EXPERTS, TARGETS, with_lora
 from support.checks import Check, Found
-from support.close import assert_close
+from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.modalities import modality_by_step
 from support.needs import VISION_MODEL
 from support.parity import Case, on_ranks
@@ -48,7 +48,7 @@ PICTURES = partial(with_lora, modules=("q_proj", "qkv"))
 MODALITIES = {
     "model": {"name": "qwen3_vl_moe"},
     "micro_batches": modality_by_step,
-    "budget": 1e-6,  # stock rotates in fp32 in its vision tower
+    "budget": FP32_INSIDE,
     "needs": VISION_MODEL,
 }
 TWO_RANKS = [
@@ -110,7 +110,7 @@ def test_adapters_switched_off_added_and_merged_as_in_stock() -> None:
     with torch.no_grad():
 
         def same(what: str) -> None:
-            assert_close(what, model(**inputs).logits, stock(**inputs).logits, 1e-10)
+            assert_close(what, model(**inputs).logits, stock(**inputs).logits, FP64_MODEL)
 
         same("one adapter")
         with model.disable_adapter(), stock.disable_adapter():
@@ -139,7 +139,7 @@ def test_adapters_attached_after_patch() -> None:
     inputs = batch(stock, 2, 9)
     with torch.no_grad():
         want, got = (one(**inputs).logits for one in wrapped)
-    assert_close("logits", got, want, 1e-10)
+    assert_close("logits", got, want, FP64_MODEL)
 
 
 def test_adapters_are_left_for_one_forward_and_a_copy_has_its_own() -> None:
@@ -168,7 +168,7 @@ def test_adapters_are_left_for_one_forward_and_a_copy_has_its_own() -> None:
         assert len(seen) == 2 * len(layers) and all(found <= own for found in seen)
         assert all(not getattr(module, STATE).adapters for module in layers)
     with torch.no_grad(), model.disable_adapter():
-        assert_close("nothing added", twin(**inputs).logits, model(**inputs).logits, 1e-10)
+        assert_close("nothing added", twin(**inputs).logits, model(**inputs).logits, FP64_MODEL)
 
 
 def a_reference_pass_before_the_step(rank: int, world: int) -> None:
@@ -194,11 +194,11 @@ def a_reference_pass_before_the_step(rank: int, world: int) -> None:
             assert trained[-1] == {n for n, p in one.named_parameters() if p.requires_grad}
             optimizer.step()
             optimizer.zero_grad()
-        assert_close(f"reference logits of step {step}", *logits, 1e-10)
+        assert_close(f"reference logits of step {step}", *logits, FP64_MODEL)
         assert trained[0] == trained[1] and any(adapter in name for name in trained[0])
     found = {name: parity.full_tensor(p.detach()) for name, p in model.named_parameters()}
     for name, tensor in pack_factors(model, found).items():
-        assert_close(name, tensor, stock.get_parameter(name), 1e-10)
+        assert_close(name, tensor, stock.get_parameter(name), FP64_MODEL)
 
 
 def test_an_adapter_that_is_not_active_is_in_the_training_state(tmp_path: Path) -> None:
@@ -249,5 +249,5 @@ def test_a_merged_model_is_patched_itself() -> None:
     with torch.no_grad():
         want = merged(**inputs).logits
         assert torch.equal(patch(merged)(**inputs).logits, want)
-        assert_close("logits of stock's code", unpatch(merged)(**inputs).logits, want, 1e-10)
+        assert_close("logits of stock's code", unpatch(merged)(**inputs).logits, want, FP64_MODEL)
     assert not [key for module in merged.modules() for key in vars(module) if "hf_moe_ep" in key]

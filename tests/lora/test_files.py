@@ -73,7 +73,7 @@ def _opened_at_ep_2(rank: int, world: int, folder: str, want: Tensor) -> None:
     assert_close("logits at ep 2", _logits(model), want, BUDGET)
     save_pretrained(model, f"{folder}/again")
     _train(model, steps=1)
-    assert (_logits(model) - want).abs().max() > 1e-3, "it trains on"
+    assert (_logits(model) - want).abs().max() > 1e-3, "it trains on"  # a step is 1e-2
 
 
 def test_an_adapter_trained_by_stock_peft_opens_at_ep_2(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_lora_b_read_expert_slowest_is_noticed() -> None:
         return packed.unflatten(1, (num_experts, -1)).permute(1, 0, 2)
 
     with mock.patch.object(factors, "stack_b", slowest), pytest.raises(AssertionError):
-        assert_close("logits", _logits(model), want, 1e-3)
+        assert_close("logits", _logits(model), want, 1e-3)  # not even roughly
 
 
 def _initial_factors(rank: int, world: int) -> None:

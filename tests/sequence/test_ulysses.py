@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import checks, parity
 from support.checks import Check, Found
-from support.close import assert_close
+from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
 from support.parity import Batch, Case, on_ranks
 from support.tiny_models import batch, tiny
@@ -16,8 +16,6 @@ from hf_moe_ep import apply_ep_fsdp2, data_parallel_size, global_token_count, pa
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 REENTRANT = partial(parity.checkpointing, use_reentrant=True)
-# transformers casts logits to fp32 before the loss, and counts the aux loss's pairs in fp32.
-FP32_LOSS = 1e-6
 TWO_FORWARDS = {
     "micro_batches": parity.three_micro_batches,
     "backward": parity.two_forwards_backward,
@@ -103,10 +101,10 @@ def a_packed_row_is_its_documents_alone(rank: int, world: int) -> None:
     got = model(**micro, num_items_in_batch=10).loss
     parts = zip(micro["input_ids"].split([5, 3, 4], 1), micro["labels"].split([5, 3, 4], 1))
     want = sum(reference(input_ids=i, labels=t, num_items_in_batch=10).loss for i, t in parts)
-    assert_close("loss of three documents", got, want, FP32_LOSS)
+    assert_close("loss of three documents", got, want, FP32_INSIDE)
     mask = torch.ones_like(micro["input_ids"])
     got = model(**micro, attention_mask=mask, num_items_in_batch=10).loss
-    assert_close("loss beside a mask of ones", got, want, FP32_LOSS)
+    assert_close("loss beside a mask of ones", got, want, FP32_INSIDE)
     mask[:, -1] = 0
     with pytest.raises(ValueError, match="packed documents, but the attention_mask has zeros"):
         model(**micro, attention_mask=mask)
@@ -123,14 +121,14 @@ def aux_loss_counts_no_padding(rank: int, world: int) -> None:
         reference.zero_grad()
         extra = {} if count is None else {"num_items_in_batch": count}
         got, want = model(**micro, **extra), reference(**micro, **extra)
-        assert_close("aux loss", got.aux_loss, want.aux_loss, FP32_LOSS)
-        assert_close("loss with aux", got.loss, want.loss, FP32_LOSS)
+        assert_close("aux loss", got.aux_loss, want.aux_loss, FP32_INSIDE)
+        assert_close("loss with aux", got.loss, want.loss, FP32_INSIDE)
         (got.loss * data_parallel_size(model)).backward()
         want.loss.backward()
         for name, parameter in reference.named_parameters():
             if ".gate." in name:
                 grad = model.get_parameter(name).grad.full_tensor()
-                assert_close(f"{name}, count {count}", grad, parameter.grad, FP32_LOSS)
+                assert_close(f"{name}, count {count}", grad, parameter.grad, FP32_INSIDE)
 
 
 def errors_say_what_to_do_instead(rank: int, world: int) -> None:
@@ -154,11 +152,11 @@ def shifted_labels_and_states_equal_stock(rank: int, world: int) -> None:
     shifted = torch.nn.functional.pad(micro["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     want = reference(**micro, shift_labels=shifted, output_hidden_states=True)
     got = model(**micro, shift_labels=shifted).loss
-    assert_close("shifted labels", got, want.loss, FP32_LOSS)
+    assert_close("shifted labels", got, want.loss, FP32_INSIDE)
     unlabelled = {name: x for name, x in micro.items() if name != "labels"}
     got = model(**unlabelled, output_hidden_states=True, output_router_logits=True)
     for state, other in zip(got.hidden_states, want.hidden_states, strict=True):
-        assert_close("hidden states", state, other, 1e-10)
+        assert_close("hidden states", state, other, FP64_MODEL)
     assert got.router_logits[0].shape[0] == micro["input_ids"].numel()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.checks import Check, Found, on_ranks
-from support.close import assert_close
+from support.close import FP32_INSIDE, FP64_LAYER, assert_close
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,6 @@ from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, global_token_count, patch
 
 INF = float("inf")
 NORMS = (1.0, 2.0, 3.0, INF, 2)
-FP64 = 1e-12  # fp64 sums in another order round by 1e-16 each
 TWO = {"num_experts": 2, "num_experts_per_tok": 1}
 
 # name: (layout, model). "empty shards": 2 experts in dim 0 over 4 ranks leave two ranks nothing.
@@ -71,10 +70,10 @@ def _check_clip(name: str, model: nn.Module, rank: int) -> None:
             where = f"{name}, p={norm_type}, max_norm={max_norm:.3g}"
             got = clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite=True)
             assert not isinstance(got, DTensor) and got.dtype == torch.float64
-            assert_close(where, got, want, FP64)
-            factor = min(1.0, max_norm / (want.item() + 1e-6))
+            assert_close(where, got, want, FP64_LAYER)
+            factor = min(1.0, max_norm / (want.item() + 1e-6))  # torch's own epsilon
             for key, grad in grads.items():
-                assert_close(f"{where}: {key}", _whole(grad), factor * whole[key], FP64)
+                assert_close(f"{where}: {key}", _whole(grad), factor * whole[key], FP64_LAYER)
                 if factor == 1.0:
                     assert torch.equal(_local(grad), before[key]), f"{where}: {key}"
                 _local(grad).copy_(before[key])
@@ -157,13 +156,13 @@ def _single(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_one_process_equals_torch(norm_type: float) -> None:
-    for max_norm in (1e-3, 1e3):
+    for max_norm in (1e-3, 1e3):  # far below and above the norm
         ours, theirs = _single(), _single()
         got = clip_grad_norm_(ours, max_norm, norm_type)
         want = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
-        assert_close("norm", got, want, FP64)
+        assert_close("norm", got, want, FP64_LAYER)
         for (name, mine), other in zip(_grads(ours).items(), _grads(theirs).values()):
-            assert_close(name, mine, other, FP64)
+            assert_close(name, mine, other, FP64_LAYER)
 
 
 def test_norm_of_bf16_gradients_is_taken_in_fp32() -> None:
@@ -171,7 +170,7 @@ def test_norm_of_bf16_gradients_is_taken_in_fp32() -> None:
     truth = torch.nn.utils.get_total_norm([g.double() for g in _grads(model).values()])
     got = clip_grad_norm_(model, 0.125)
     assert got.dtype == torch.float32
-    assert_close("norm", got, truth, 1e-6)  # fp32 sums of other orders
+    assert_close("norm", got, truth, FP32_INSIDE)  # it sums in fp32
     # Stock multiplies by the fp32 factor and rounds the product; the factor itself is no bf16.
     plain = _single(torch.bfloat16)
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.125)

@@ -7,6 +7,14 @@ error is absolute. DTensors are the caller's to gather.
 
 import torch
 
+# A model in fp64: sums in another order round by 1e-16 each, through its layers and three steps.
+FP64_MODEL = 1e-10
+# One layer or operator in fp64: no more than some hundred such roundings on the way.
+FP64_LAYER = 1e-12
+# Where something in a model of fp64 is fp32, which rounds by 6e-8: transformers casts logits for
+# its loss, sums the router's aux loss and rotates inside its vision tower so.
+FP32_INSIDE = 1e-6
+
 
 def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """max|got - want| / max|want| in fp64; NaN anywhere gives NaN."""
