@@ -74,7 +74,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     _check_launch(self)
     check_parallelism(self.parallelism_config, state)
     shared_batches.share_batches(self, state)
-    plugin = self.state.fsdp_plugin
+    plugin = getattr(self.state, "fsdp_plugin", None)  # accelerate 1.15 has none on one CPU
     if state.meshes is None or plugin is None:
         return original(self, *args, **kwargs)
     together("accelerator.prepare", partial(_check_no_empty_shards, args))
