@@ -19,6 +19,7 @@ from hf_moe_ep.checkpoints.hub.write import HASHES
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import sha256_of
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, read_index
+from hf_moe_ep.upstream.hub import progress_bar
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ def verify(folder: str | os.PathLike[str]) -> Found:
     """
     path = Path(folder)
     if manifest.is_ours(path):
-        manifest.check(path)
         files = manifest.read(path)["files"]
         size = sum(entry["size"] for entry in files.values())
+        with progress_bar(size, f"reading {path}", True) as progress:
+            manifest.check(path, on_read=progress.update)
         return Found("complete", {"files": f"{len(files)}, all hashes right", "bytes": f"{size:,}"})
     entries = read_index(path)
     facts = {"tensors": f"{len(entries)}, files as long as their headers say"}
@@ -54,13 +56,15 @@ def verify(folder: str | os.PathLike[str]) -> Found:
         read = {entry.file.name for entry in entries.values()}
         known = index.get("metadata", {}).get(HASHES, {})
         hashes = {name: digest for name, digest in known.items() if name in read}
-    for name, digest in hashes.items():
-        found = sha256_of(path / name)
-        if found != digest:
-            raise ValueError(
-                f"{path / name} has changed since it was written: sha256 {found}, {INDEX} says "
-                f"{digest}"
-            )
+    size = sum((path / name).stat().st_size for name in hashes)
+    with progress_bar(size, f"reading {path}", bool(hashes)) as progress:
+        for name, digest in hashes.items():
+            found = sha256_of(path / name, progress.update)
+            if found != digest:
+                raise ValueError(
+                    f"{path / name} has changed since it was written: sha256 {found}, {INDEX} says "
+                    f"{digest}"
+                )
     facts["hashes"] = f"{len(hashes)} files, all right" if hashes else "none are known"
     return Found("whole", facts)
 

@@ -163,6 +163,9 @@ def test_verify_finds_every_damage(
     save_checkpoint(training, apart, torch.optim.AdamW(apart.parameters()))
     for folder in (model, training):
         assert _run("verify", folder) == 0
+    progress = capsys.readouterr().err
+    for folder in (model, training):
+        assert f"reading {folder}: 100%" in progress
     assert _run("inspect", training) == 0
     shown = capsys.readouterr().out
     assert "training checkpoint" in shown and "ep_size" in shown and "torch" in shown

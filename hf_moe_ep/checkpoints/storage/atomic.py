@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 _PIECE = 4 << 20  # bytes
@@ -34,10 +35,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path) -> str:
-    """Of a file, read in pieces."""
+def sha256_of(path: Path, on_read: Callable[[int], object] | None = None) -> str:
+    """The hash of a file, read in pieces; `on_read` is told the bytes of each."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
             digest.update(piece[:count])
+            if on_read is not None:
+                on_read(count)
     return digest.hexdigest()

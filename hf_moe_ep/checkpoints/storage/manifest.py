@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,15 @@ def _check_fields(path: Path, found: dict[str, Any]) -> None:
     float(found["written"]["time"])
 
 
-def check(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> None:
+def check(
+    folder: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+    on_read: Callable[[int], object] | None = None,
+) -> None:
     """Read every file of a checkpoint against its manifest; every rank calls this.
+
+    `on_read` is told the bytes of each piece that this rank has read.
 
     Raises:
         ValueError: on every rank; the first file that is missing, too short or changed, with what
@@ -136,7 +144,7 @@ def check(folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = N
         files = read(path)["files"]
         _compare_sizes(path, files)
         for name in _share({name: entry["size"] for name, entry in files.items()}, group):
-            wanted, got = files[name]["sha256"], sha256_of(path / name)
+            wanted, got = files[name]["sha256"], sha256_of(path / name, on_read)
             if got != wanted:
                 raise ValueError(
                     f"{path / name} has changed since it was written: sha256 {got}, {MANIFEST} "
