@@ -53,24 +53,24 @@ _FIELDS = (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
 
 
 def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[int, float]:
-    """The rank and the alpha that PEFT gives to the module or parameter `name`."""
+    """Look up the rank and the alpha that PEFT gives to the module or parameter `name`."""
     rank = _look_up(config.get("rank_pattern") or {}, config["r"], name)
     alpha = _look_up(config.get("alpha_pattern") or {}, config["lora_alpha"], name)
     return rank, alpha
 
 
 def scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
-    """What B A is multiplied by (peft/tuners/lora/layer.py, update_layer)."""
+    """Return what B A is multiplied by (peft/tuners/lora/layer.py, update_layer)."""
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def alpha_of_same_scale(config: Mapping[str, Any], alpha: float, growth: int) -> float:
-    """The alpha that keeps the scale where the rank becomes `growth` times what it was."""
+    """Return the alpha that keeps the scale at a rank `growth` times as large."""
     return alpha * (math.sqrt(growth) if config.get("use_rslora") else growth)
 
 
 def possible_plans(config: Mapping[str, Any]) -> list[ModelPlan]:
-    """Plans of the architectures that the adapter can be for, one where the config says which.
+    """Find the plans of all architectures that the adapter can be for; one if the config says.
 
     That gate and up are halves of a stacked parameter is known of no other architecture.
 
@@ -94,7 +94,7 @@ def possible_plans(config: Mapping[str, Any]) -> list[ModelPlan]:
 def config_for_single(
     config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
 ) -> dict[str, Any]:
-    """The config of stacked experts, for single ones; `others` are all modules but experts'."""
+    """Turn a config of stacked experts into one of single ones; `others` are all other modules."""
     result = dict(config)
     of_experts = targets_that_hit(stack.name for stack in stacks)
     kept, added = [], []
@@ -118,7 +118,7 @@ def config_for_single(
 def config_for_stacked(
     config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str], growth: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The config of single experts, for stacked ones; dropout is 0, PEFT has none on parameters.
+    """Turn a config of single experts into one of stacked ones; without dropout, as PEFT has none.
 
     `growth` is what the rank of a parameter is multiplied by.
     """
@@ -134,7 +134,7 @@ def config_for_stacked(
 def _with_parameter_targets(
     config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
 ) -> dict[str, Any]:
-    """The config with target_parameters for the experts, and without their target_modules."""
+    """Name the experts in target_parameters, and take them out of target_modules."""
     result = dict(config)
     becomes_names = _becomes_names(config)
     of_experts = targets_that_hit(module for stack in stacks for module in stack.all_modules())
@@ -160,13 +160,13 @@ def _with_parameter_targets(
 
 
 def _becomes_names(config: Mapping[str, Any]) -> bool:
-    """Whether target_modules cannot be extended by names, and becomes a list of names."""
+    """Tell whether target_modules cannot be extended by names, and becomes a list of names."""
     limited = config.get("layers_to_transform") is not None or config.get("exclude_modules")
     return bool(limited) or isinstance(config.get("target_modules"), str)
 
 
 def _module_targets(config: dict[str, Any], others: list[str], parameters: list[str]) -> list[str]:
-    """target_modules as a list; clears in `config` what would limit the names of such a list.
+    """List target_modules; clear in `config` what would limit the names of such a list.
 
     `parameters` are targets that stay target_parameters, whose modules are not named.
     """
@@ -183,7 +183,7 @@ def _with_patterns(
     wanted: Mapping[str, tuple[int, float, str]],
     ends: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
-    """The config with patterns that give every name of `wanted` its (rank, alpha).
+    """Set the patterns that give every name of `wanted` its (rank, alpha).
 
     The third of a name's values is the key to use for it; `ends` are (old, new) ends of keys.
     """
@@ -224,7 +224,7 @@ def _settled(
 
 
 def _look_up(pattern: Mapping[str, Any], default: Any, name: str) -> Any:
-    """The value of the first key that finds the end of `name` (peft/utils/other.py)."""
+    """Return the value of the first key that finds the end of `name` (peft/utils/other.py)."""
     for key, value in pattern.items():
         if re.match(rf"(.*\.)?({key})$", name):
             return value

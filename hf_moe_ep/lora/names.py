@@ -55,7 +55,7 @@ class Stack:
         return re.sub(r".*\.\d+\.", "", self.name)
 
     def modules(self) -> list[list[str]]:
-        """For each expert, the modules it has instead of the parameter."""
+        """List, for each expert, the modules it has instead of the parameter."""
         return [
             [f"{self.experts}.{expert}.{part}" for part in PARTS[self.parameter]]
             for expert in range(self.num_experts)
@@ -66,18 +66,18 @@ class Stack:
 
 
 def is_of_experts(key: str) -> bool:
-    """Whether a key is LoRA on experts, in either form."""
+    """Tell whether a key is LoRA on experts, in either form."""
     return bool(STACKED_KEY.fullmatch(key) or SINGLE_KEY.fullmatch(key))
 
 
 def other_modules(keys: Iterable[str]) -> list[str]:
-    """The modules with LoRA that are no experts, sorted."""
+    """List the modules with LoRA that are no experts, sorted."""
     found = [_ANY_KEY.match(key) for key in keys if not is_of_experts(key)]
     return sorted({match["module"] for match in found if match})
 
 
 def targets_that_hit(names: Iterable[str]) -> set[str]:
-    """Every target that hits one of `names`: the ends of each that begin at a component."""
+    """Collect every target that hits one of `names`: all ends that begin at a component."""
     targets: set[str] = set()
     for name in names:
         components = name.split(".")

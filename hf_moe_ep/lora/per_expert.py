@@ -73,7 +73,7 @@ class AdapterFile:
     metadata: dict[str, str]
 
     def shapes_of(self, module: str) -> tuple[torch.Size, torch.Size]:
-        """The shapes of a module's lora_A and lora_B."""
+        """Return the shapes of a module's lora_A and lora_B."""
         return self.shapes[_key(module, "A")].shape, self.shapes[_key(module, "B")].shape
 
     def factor(self, module: str, factor: str) -> Tensor:
@@ -86,7 +86,7 @@ def _key(module: str, factor: str) -> str:
 
 
 def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
-    """Tensors of single experts, the config that fits them, and the stacks they come from."""
+    """Return tensors of single experts, the config that fits them, the stacks they come from."""
     stacks = _find_stacks(file)
 
     def tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -103,7 +103,7 @@ def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
 
 
 def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
-    """Tensors of stacked experts, the config that fits them, and the stacks they are."""
+    """Return tensors of stacked experts, the config that fits them, the stacks they are."""
     stacks = _find_singles(file)
     shared = _share_their_a(file, stacks)
 
@@ -128,7 +128,7 @@ def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]
 
 
 def _share_their_a(file: AdapterFile, stacks: list[Stack]) -> bool:
-    """Whether gate and up have the same lora_A in every expert of every layer."""
+    """Compare gate's and up's lora_A; true where they are equal in every expert of every layer."""
     return all(
         torch.equal(file.factor(gate, "A"), file.factor(up, "A"))
         for stack in stacks
@@ -138,7 +138,7 @@ def _share_their_a(file: AdapterFile, stacks: list[Stack]) -> bool:
 
 
 def _find_stacks(file: AdapterFile) -> list[Stack]:
-    """The stacks of a file of stacked experts, their sizes checked against the config."""
+    """Find the stacks of a file of stacked experts, and check their sizes against the config."""
     stacks: list[Stack] = []
     fix = f"correct r or rank_pattern in {CONFIG}"
     for experts, wrappers in _adapted_experts(file, STACKED_KEY, "stacked").items():
@@ -161,7 +161,7 @@ def _find_stacks(file: AdapterFile) -> list[Stack]:
 
 
 def _parameters(file: AdapterFile, experts: str, wrappers: list[str]) -> dict[str, str]:
-    """Which parameter which wrapper adapts: by shapes where there are two, else by the config."""
+    """Map parameters to the wrappers that adapt them: two by their shapes, one by the config."""
     targets = file.config.get("target_parameters") or []
     named = [name for name in PARTS if targets_that_hit([f"{experts}.{name}"]) & set(targets)]
     if len(named) != len(wrappers):
@@ -183,7 +183,7 @@ def _parameters(file: AdapterFile, experts: str, wrappers: list[str]) -> dict[st
 
 
 def _find_singles(file: AdapterFile) -> list[Stack]:
-    """The stacks that a file of single experts becomes; every expert has all that the first has."""
+    """Find the stacks that single experts become, and check that all experts are alike."""
     for name in ("use_dora", "lora_bias"):
         if file.config.get(name):
             raise ValueError(f"PEFT has no {name} on stacked experts; merge this adapter instead")
@@ -230,7 +230,7 @@ def _check_single(file: AdapterFile, stack: Stack, module: str, like: str) -> No
 
 
 def _adapted_experts(file: AdapterFile, key: Pattern[str], form: str) -> dict[str, list[str]]:
-    """Experts modules, and for each the modules with LoRA on its experts.
+    """Map each experts module to the modules with LoRA on its experts.
 
     Raises:
         ValueError: none; some at a place where no known architecture has experts, or in another

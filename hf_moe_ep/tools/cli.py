@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _other_commands() -> tuple[ModuleType, ...]:
-    """Those that import the whole package, which fails where the doctor is called for."""
+    """Import the others: they need the whole package, which fails where a doctor is called."""
     from hf_moe_ep.tools import (
         convert_command,
         export_adapter_command,

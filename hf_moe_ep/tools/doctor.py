@@ -87,7 +87,7 @@ def fails(sections: list[Section]) -> list[Finding]:
 
 
 def _attempt(function: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """What `function` returns, or None and what it raised."""
+    """Call `function`; return its result and "", or None and its error in one line."""
     try:
         return function(), ""
     except Exception as error:  # noqa: BLE001  a broken package may raise anything at import
@@ -173,7 +173,7 @@ def _gpus() -> list[Finding]:
 
 
 def _kernels() -> Finding:
-    """Which path experts_backend="auto" takes."""
+    """Say which path experts_backend="auto" takes."""
     from hf_moe_ep.moe.experts import why_no_kernels
 
     name = "Triton kernels"
@@ -249,7 +249,7 @@ def _launch() -> list[Finding]:
 
 
 def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) -> Finding:
-    """What a patched model makes of the launcher that started this process."""
+    """Say what a patched model makes of the launcher that started this process."""
     name = "this launch"
     with_fsdp = variables.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if not by_accelerate:
@@ -267,7 +267,7 @@ def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) 
 
 
 def _next_launch() -> Finding:
-    """What a patched model would make of the default config file of `accelerate launch`."""
+    """Say what a patched model would make of the default config file of `accelerate launch`."""
     name = "next launch"
     found, error = _attempt(default_launch_config)
     if error:
@@ -288,7 +288,7 @@ def _next_launch() -> Finding:
 
 
 def _launch_problem(config: Mapping[str, Any]) -> str:
-    """Why a patched model would refuse what this config launches; empty if it would not."""
+    """Say why a patched model would refuse what this config launches; empty if it would not."""
     kind = str(config.get("distributed_type"))
     version = (config.get("fsdp_config") or {}).get("fsdp_version", 1)
     if kind == "FSDP" and int(version) != 2:

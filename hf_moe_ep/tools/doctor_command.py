@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_text(sections: list[Section]) -> str:
-    """The report in ASCII, no line longer than a screen is wide."""
+    """Lay the report out in ASCII, no line longer than a screen is wide."""
     lines = []
     for section in sections:
         lines.append(section.title)

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_json(plan: MemoryPlan, memory: float | None = None) -> dict[str, Any]:
-    """A plan as plain data: bytes, and `left` if `memory` (GiB) is given."""
+    """Turn a plan into plain data: bytes, and `left` if `memory` (GiB) is given."""
     found = asdict(plan)
     for kind, entry in zip(plan.kinds, found["kinds"], strict=True):
         entry["held"] = kind.held

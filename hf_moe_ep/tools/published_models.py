@@ -34,7 +34,7 @@ LORA_TARGETS = ("experts", "attention", "both")
 
 
 def known_shapes() -> dict[str, dict[str, Any]]:
-    """Name -> {"source": page, "config": what it says}."""
+    """Return the shapes that have a name: {name: {"source": page, "config": what it says}}."""
     text = (
         resources.files("hf_moe_ep.tools")
         .joinpath("published_models.json")
@@ -45,7 +45,7 @@ def known_shapes() -> dict[str, dict[str, Any]]:
 
 
 def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedConfig) -> Any:
-    """The config of a known name, a folder, a config.json, a dict with `model_type`, or itself.
+    """Return the config of a known name, a folder, a config.json, a dict with `model_type`, itself.
 
     Raises:
         ValueError: no such name and no such file.
@@ -72,7 +72,7 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """A stock model of `config` with a head, its parameters on the meta device, weights tied."""
+    """Build a stock model of `config` with a head, parameters on the meta device, weights tied."""
     factory = AutoModelForCausalLM
     if takes_images(config):
         factory = AutoModelForImageTextToText
@@ -81,7 +81,7 @@ def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def attach_lora(model: nn.Module, plan: ModelPlan, rank: int, targets: str) -> nn.Module:
-    """PEFT's LoRA on a patched model: stacked experts, the decoder's attention projections, both.
+    """Put PEFT's LoRA on a patched model: on stacked experts, attention projections, or both.
 
     Raises:
         ValueError: no such targets; a rank below 1; PEFT is not installed.

@@ -40,7 +40,7 @@ class Allowed:
 
     @property
     def for_pip(self) -> str:
-        """What to write after `pip install`, quoted for a shell."""
+        """The argument for `pip install`, quoted for a shell."""
         return f"'{self.name}{self.range}'" if self.range else self.name
 
     @property
@@ -50,7 +50,7 @@ class Allowed:
 
 
 def allowed_packages() -> list[Allowed] | None:
-    """What the installed hf_moe_ep declares for this Python and system; None if not installed."""
+    """Read what the installed hf_moe_ep declares for this Python and system, None without one."""
     try:
         found = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -68,7 +68,7 @@ def allowed_packages() -> list[Allowed] | None:
 
 
 def installed_version(name: str) -> str | None:
-    """The version that a package's metadata gives; None where it is not installed."""
+    """Read a package's version from its metadata; None where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
