@@ -1,15 +1,16 @@
 """Tokens to their experts' ranks and back, on 2 and 4 ranks: indices, adjoints, errors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.checks import Check, Found, on_ranks
 from support.close import assert_close
-from support.ranks import run_ranks
 from torch import Tensor
 
 from hf_moe_ep.dispatcher import Header
@@ -305,29 +306,58 @@ def _check_headers(rank: int, group: Group) -> None:
         dist.barrier(group)
 
 
-def _all_checks(rank: int, world: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    if world == 2:
-        _by_hand(rank, group)
-    for case in (case for case in CASES if case.world == world):
-        _check_case(case, rank, group)
-        _check_gradients(case, rank, group)
-        _check_frozen(case, rank, group)
-        _check_mixed_dtypes(case, rank, group)
-        _check_repeats(case, rank, group)
-    _check_headers(rank, group)
-    if world == 4:
-        # ep groups of 2, consecutive ranks and every other: ranks of the group, not of the world.
-        for grid in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
-            groups = [dist.new_group(ranks) for ranks in grid]
-            mine = next(i for i, ranks in enumerate(grid) if rank in ranks)
-            inside = dist.get_rank(groups[mine])
-            _by_hand(inside, groups[mine])
-            _check_gradients(CASES[0], inside, groups[mine])
-            _check_headers(inside, groups[mine])
+Run = Callable[[Case, int, Group], None]
+OF_EVERY_CASE: dict[str, Run] = {
+    "rows": _check_case,
+    "gradients": _check_gradients,
+    "frozen": _check_frozen,
+    "mixed dtypes": _check_mixed_dtypes,
+    "repeats": _check_repeats,
+}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_dispatch_and_combine(world: int) -> None:
-    run_ranks(_all_checks, world, timeout=120)
+def _of_case(check: Run, case: Case, rank: int, world: int) -> None:
+    assert dist.group.WORLD is not None
+    check(case, rank, dist.group.WORLD)
+
+
+def the_example_of_the_docstring(rank: int, world: int) -> None:
+    assert dist.group.WORLD is not None
+    _by_hand(rank, dist.group.WORLD)
+
+
+def ranks_at_different_places(rank: int, world: int) -> None:
+    assert dist.group.WORLD is not None
+    _check_headers(rank, dist.group.WORLD)
+
+
+def _in_groups(grid: list[list[int]], rank: int, world: int) -> None:
+    """Ranks of a group count from its own first one."""
+    groups = [dist.new_group(ranks) for ranks in grid]
+    mine = next(index for index, ranks in enumerate(grid) if rank in ranks)
+    inside = dist.get_rank(groups[mine])
+    _by_hand(inside, groups[mine])
+    _check_gradients(CASES[0], inside, groups[mine])
+    _check_headers(inside, groups[mine])
+
+
+def _of_cases(world: int) -> dict[str, Callable[..., None]]:
+    return {
+        f"{case.name}: {name}": partial(_of_case, check, case)
+        for case in CASES
+        if case.world == world
+        for name, check in OF_EVERY_CASE.items()
+    }
+
+
+GROUPS = {
+    "groups of consecutive ranks": partial(_in_groups, [[0, 1], [2, 3]]),
+    "groups of every other rank": partial(_in_groups, [[0, 2], [1, 3]]),
+}
+TWO_RANKS = on_ranks(2, the_example_of_the_docstring, ranks_at_different_places, _of_cases(2))
+FOUR_RANKS = on_ranks(4, ranks_at_different_places, GROUPS, _of_cases(4))
+
+
+@pytest.mark.parametrize("claim", TWO_RANKS + FOUR_RANKS)
+def test_dispatch_and_combine(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

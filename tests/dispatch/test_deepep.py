@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import parity
+from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.fakes import deepep as fake_deepep
-from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -125,7 +125,7 @@ def _sorted_rows(seen: tuple[Tensor, Tensor, Tensor, list[int]]) -> list[list[fl
     return sorted(torch.cat([rows_RH.double(), ids_RK.double(), w_RK.double()], 1).tolist())
 
 
-def _check_case(case: Case, rank: int, group: Group, buffer: GroupBuffer, chunks: int) -> None:
+def _check_case(rank: int, group: Group, buffer: GroupBuffer, case: Case, chunks: int) -> None:
     name, ids_TK = f"{case.name}, {chunks} chunks", case.ids_TK(rank)
     runs = []
     for there in (None, buffer):
@@ -151,7 +151,7 @@ def _check_case(case: Case, rank: int, group: Group, buffer: GroupBuffer, chunks
     assert fake_deepep.Buffer.under_way == 0, name
 
 
-def _by_hand(rank: int, buffer: GroupBuffer) -> None:
+def _by_hand(rank: int, group: Group, buffer: GroupBuffer) -> None:
     """The example of deepep.py."""
     ids_TK = torch.tensor([[0, 3], [2, 3]] if rank == 0 else []).view(-1, 2).long()
     w_TK = torch.tensor([[0.5, 0.25], [2.0, 4.0]] if rank == 0 else []).view(-1, 2)
@@ -168,7 +168,7 @@ def _by_hand(rank: int, buffer: GroupBuffer) -> None:
     assert out_TH[:, -1].tolist() == ([110, 200] if rank == 0 else [])
 
 
-def _check_recompute(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> None:
+def _check_recompute(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
     """An exchange started twice brings the same rows; checkpointed, gradients are the same."""
     exchanges, ids_TK = _exchanges(case, rank, group, buffer, 2), case.ids_TK(rank)
     runs = []
@@ -190,7 +190,7 @@ def _check_recompute(case: Case, rank: int, group: Group, buffer: GroupBuffer) -
     assert fake_deepep.Buffer.under_way == 0, case.name
 
 
-def _check_frozen(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> None:
+def _check_frozen(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
     """Only x, only the weights, or nothing needs a gradient; the others get none."""
     ids_TK = case.ids_TK(rank)
     for needs in ((True, False), (False, True), (False, False)):
@@ -213,7 +213,7 @@ def _check_frozen(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> N
                 assert_close(f"{case.name}: {needs}", got, want, BF16_SUMS)
 
 
-def _check_weight_dtypes(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> None:
+def _check_weight_dtypes(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
     """bf16 weights travel as fp32; their gradient comes back in bf16."""
     x_TH, w_TK = case.inputs(rank)
     w_TK = w_TK.detach().bfloat16().requires_grad_()
@@ -224,7 +224,7 @@ def _check_weight_dtypes(case: Case, rank: int, group: Group, buffer: GroupBuffe
     assert w_TK.grad.isfinite().all() and (w_TK.grad != 0).any()
 
 
-def _check_order(case: Case, rank: int, group: Group, buffer: GroupBuffer) -> None:
+def _check_order(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
     """What overlaps: a chunk sets out before the one before it is waited for, backward as well."""
     log = fake_deepep.Buffer.log
     x_TH, w_TK = case.inputs(rank)
@@ -246,7 +246,7 @@ def _raises(error: type[Exception], match: str, call: Callable[[], Any], group: 
     dist.barrier(group)
 
 
-def _check_errors(group: Group, buffer: GroupBuffer) -> None:
+def _check_errors(rank: int, group: Group, buffer: GroupBuffer) -> None:
     ids_TK, w_TK = torch.tensor([[0, 1]]), torch.ones(1, 2)
     plan = partial(DeepEP(buffer, 4).plan, header=HERE, hidden_bytes=BYTES)
     (here,) = plan(ids_TK)
@@ -293,7 +293,7 @@ def _check_max_rows(rank: int, group: Group, buffer: GroupBuffer) -> None:
         assert len(enough.plan(ids_TK, HERE, hidden_bytes=BYTES)) == chunks
 
 
-def _check_life(case: Case, rank: int, group: Group) -> None:
+def _check_life(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
     """Made when it is needed, grown between forward and backward, freed when asked."""
     made = fake_deepep.Buffer.made
     buffer = GroupBuffer(group, num_sms=8)
@@ -324,7 +324,7 @@ def _check_life(case: Case, rank: int, group: Group) -> None:
     buffer.free()
 
 
-def _check_group_size(rank: int) -> None:
+def _check_group_size(rank: int, group: Group, buffer: GroupBuffer) -> None:
     """3 ranks, for which DeepEP has no settings; every rank takes part in making the group."""
     group = dist.new_group([0, 1, 2])
     if rank < 3:
@@ -332,7 +332,7 @@ def _check_group_size(rank: int) -> None:
             GroupBuffer(group)
 
 
-def _check_lost_rank(group: Group, buffer: GroupBuffer) -> None:
+def _check_lost_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
     """DeepEP's time-out names the place."""
     ids_TK = torch.tensor([[0, 1]])
     (exchange,) = DeepEP(buffer, 4).plan(ids_TK, HERE, hidden_bytes=BYTES)
@@ -362,7 +362,7 @@ def _model_grads(**config: Any) -> dict[str, Tensor]:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
-def _check_model() -> None:
+def _check_model(rank: int, group: Group, buffer: GroupBuffer) -> None:
     """The option of patch(): whole models with both dispatchers, in bf16, 2 chunks."""
     want = _model_grads(dispatcher="all_to_all")
     calls = len(fake_deepep.Buffer.log)
@@ -373,43 +373,56 @@ def _check_model() -> None:
         assert_close(name, grad, want[name], 16 * 2**-8)
 
 
-def _all_checks(rank: int, world: int) -> None:
+def _with_buffer(check: Callable[..., None], rank: int, world: int) -> None:
+    """Run a check with DeepEP's stand-in installed and a buffer of all ranks."""
+    assert dist.group.WORLD is not None
     sys.modules["deep_ep"] = fake_deepep
-    group = dist.group.WORLD
-    assert group is not None
-    buffer = GroupBuffer(group)
-    if world == 2:
-        _by_hand(rank, buffer)
-    for case in (case for case in CASES if len(case.tokens) == world):
-        for chunks in (1, 2, 3):
-            _check_case(case, rank, group, buffer, chunks)
-        _check_recompute(case, rank, group, buffer)
-    case = CASES[0] if world == 2 else CASES[7]
-    _check_frozen(case, rank, group, buffer)
-    _check_weight_dtypes(case, rank, group, buffer)
-    _check_order(case, rank, group, buffer)
-    _check_errors(group, buffer)
-    _check_max_rows(rank, group, buffer)
-    _check_lost_rank(group, buffer)
-    _check_life(case, rank, group)
-    if world == 4:
-        _check_group_size(rank)
-        # ep groups of every other rank: ranks of the group, not of the world.
-        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-        mine, inside = groups[rank % 2], rank // 2
-        inner = GroupBuffer(mine, num_sms=4)
-        _by_hand(inside, inner)
-        _check_case(CASES[0], inside, mine, inner, 2)
-        _check_max_rows(inside, mine, inner)
-        inner.free()
+    buffer = GroupBuffer(dist.group.WORLD)
+    check(rank=rank, group=dist.group.WORLD, buffer=buffer)
     buffer.free()
-    if world == 2:
-        _check_model()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_deepep(world: int) -> None:
-    run_ranks(_all_checks, world, timeout=120)
+def _in_groups_of_every_other_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
+    """Ranks of a group count from its own first one."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    mine, inside = groups[rank % 2], rank // 2
+    inner = GroupBuffer(mine, num_sms=4)
+    _by_hand(inside, mine, inner)
+    _check_case(inside, mine, inner, case=CASES[0], chunks=2)
+    _check_max_rows(inside, mine, inner)
+    inner.free()
+
+
+def _checks(world: int, **more: Callable[..., None]) -> dict[str, Callable[..., None]]:
+    """By name: those of every case, those that one case is enough for, and `more`."""
+    checks: dict[str, Callable[..., None]] = {}
+    cases = [case for case in CASES if len(case.tokens) == world]
+    for case in cases:
+        for chunks in (1, 2, 3):
+            checks[f"{case.name}, {chunks} chunks"] = partial(_check_case, case=case, chunks=chunks)
+        checks[f"{case.name}, recomputed"] = partial(_check_recompute, case=case)
+    checks |= {
+        "frozen": partial(_check_frozen, case=cases[0]),
+        "weights of other dtypes": partial(_check_weight_dtypes, case=cases[0]),
+        "order": partial(_check_order, case=cases[0]),
+        "errors": _check_errors,
+        "max_tokens_per_rank": _check_max_rows,
+        "a lost rank": _check_lost_rank,
+        "life of a buffer": partial(_check_life, case=cases[0]),
+        **more,
+    }
+    return {name: partial(_with_buffer, check) for name, check in checks.items()}
+
+
+TWO_RANKS = on_ranks(2, _checks(2, example=_by_hand, model=_check_model))
+FOUR_RANKS = on_ranks(
+    4, _checks(4, group_size=_check_group_size, groups=_in_groups_of_every_other_rank)
+)
+
+
+@pytest.mark.parametrize("claim", TWO_RANKS + FOUR_RANKS)
+def test_deepep(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
