@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checks import Found, selected_checks
+from support.longest_first import LONGEST_FIRST
 from support.poison import poison_empty
 
 # Before anything imports triton, and inherited by spawned ranks and by subprocesses.
@@ -13,32 +14,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 poison_empty()
-
-
-# A worker takes the next file when it is done with one (make test): those that take longest go
-# first, or one worker would wait at the end for the other's.
-LONGEST_FIRST = (
-    "integrations/test_trainer.py",
-    "checkpoints/test_training.py",
-    "vision/test_tower.py",
-    "claims/test_notebooks.py",
-    "ops/test_adapters.py",
-    "checkpoints/test_hub.py",
-    "claims/test_parity.py",
-    "sequence/test_ulysses.py",
-    "ops/test_compile.py",
-    "ops/test_expert_mlp.py",
-    "integrations/test_trainer_sp.py",
-    "lora/test_attach.py",
-    "tools/test_memory_plan.py",
-    "checkpoints/test_convert.py",
-    "moe/test_recompute.py",
-    "claims/test_dispatch_bytes.py",
-    "claims/test_errors.py",
-    "claims/test_hub_memory_and_kills.py",
-    "claims/test_lora_memory.py",
-    "integrations/test_accelerate.py",
-)
 
 
 def _place(item: pytest.Item) -> int:

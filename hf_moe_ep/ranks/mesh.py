@@ -79,7 +79,8 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     check_world(ep, replicate, world_size, sp)
     ep_fsdp = world_size // (replicate * ep)
     ranks = torch.arange(world_size)
-    if config.ep_outside:
+    # With ep 1 both are the same, but torch 2.11 slices no mesh with the strides of a transpose.
+    if config.ep_outside and ep > 1:
         ranks = ranks.view(replicate, ep, ep_fsdp).transpose(1, 2)
     else:
         ranks = ranks.view(replicate, ep_fsdp, ep)
