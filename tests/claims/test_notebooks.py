@@ -88,7 +88,7 @@ def test_will_it_fit(tmp_path: Path) -> None:
     for bars in (small, large):
         for (ranks, bar), (twice, half) in pairwise(bars):
             assert twice == 2 * ranks
-            # Up to what uneven cuts pad: norms and routers over 256 ranks.
+            # Up to what uneven cuts pad: norms and routers over many ranks.
             for kind in ("parameters", "gradients", "optimizer"):
                 assert bar[kind] / half[kind] == pytest.approx(2, rel=2e-3)
             assert bar["gathered"] == pytest.approx(half["gathered"], rel=2e-3)
@@ -100,7 +100,7 @@ def test_will_it_fit(tmp_path: Path) -> None:
     assert totals[0] > 80 > totals[1]  # one bar crosses the line of the plot
 
     gathered = [bar["gathered"] for _, bar in values["list(by_ep.items())"]]
-    assert gathered == sorted(gathered, reverse=True) and gathered[0] > 3 * gathered[-1]
+    assert gathered == sorted(gathered, reverse=True) and gathered[0] > 2 * gathered[-1]
     full, low, adapters = values["list(on_8_gpus.values())"]
     assert low["optimizer"] == pytest.approx(full["optimizer"] / 2, rel=1e-3)
     assert adapters["optimizer"] < 0.1 * low["optimizer"]
