@@ -1,7 +1,60 @@
-"""What a patched model remembers, and where it is kept.
+"""What a patched model remembers, and every place where this package keeps or changes state.
 
 `patch` hangs one `ModelState` on the root and one `MoELayer` on every experts module, as the plain
 attribute `STATE`: a deep copy of the model copies both consistently, and nothing is global.
+
+Whatever outlives a function call, or is seen by code of others, is in this table; a test reads the
+source and fails where a place is missing here. NAMES are the attributes (or the class, function or
+keyword) to search for in FILE.
+
+    file | names | what, and how long
+    -- what patch hangs on a model, until unpatch --
+    state.py | _hf_moe_ep replace restore | attributes of stock modules, what was there is kept
+    patch.py | STATE | the model's ModelState, on its root
+    moe/attach.py | STATE | a MoELayer on every experts module
+    moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a training forward
+    upstream/experts_interface.py | _experts_implementation_internal register | a copied config
+    upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
+    -- what a ModelState or MoELayer is told later --
+    sharding/shard.py | meshes policy dtypes dispatcher | from sharding on
+    moe/layer.py | forward_number | counts forwards
+    moe/recompute.py | frame | the checkpointed layer that runs, during its run
+    lora/computed.py | adapters | the active ones, one forward
+    integrations/shared_batches.py | sums_losses gather_logits | a Trainer; one prediction
+    checkpoints/training/save.py | saver | from the first save in the background on
+    -- what travels with one forward or backward --
+    sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
+    moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
+    moe/aux_loss.py | load_balancing_loss_func | upstream's function and the config's coefficient
+    moe/dispatch/async_exchange.py | brought needs | gradients beside autograd's edges
+    ops/expert_mlp.py | finish | weight gradients that a backward left for later
+    -- what sharding leaves on a model, for its life --
+    sharding/shard.py | data new | parameters become DTensors, in place
+    upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks that others read
+    upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward is done
+    -- what belongs to the process --
+    upstream/wrap.py | _hf_moe_ep_wrapper | functions of others, `integrations/install.py` lists
+    integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
+    upstream/training_frameworks.py | distributed_type | the same
+    ops/self_check.py | check_once | whether compiled kernels were right here
+    ops/spec.py | from_text | parsed formulas of the operator
+    -- what Accelerate and the Trainer are told, for a run --
+    integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | how many ranks share a batch
+    integrations/shared_batches.py | dataset generator initial_seed | of a data loader
+    integrations/shared_batches.py | worker_init_fn remainder | of a data loader
+    integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
+    upstream/hub.py | generation_config | of a model loaded by `from_pretrained`
+    upstream/models.py | name_or_path _name_or_path | the same
+    -- swapped for one call, and put back --
+    integrations/prepare.py | auto_wrap_policy | the user's, while Accelerate prepares
+    integrations/shared_batches.py | dispatch_batches use_seedable_sampler | Accelerate's options
+    upstream/training_frameworks.py | rotate_checkpoints _push_from_checkpoint | the Trainer's
+    upstream/adapters.py | named_modules | of a model, while PEFT saves it
+    checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
+    checkpoints/storage/unpickle.py | read_metadata | torch's reader of checkpoints, process-wide
+    checkpoints/convert.py | read_metadata | of one reader, for its life
+    -- threads --
+    ranks/background.py | _SaveThread | the list of threads tells which saves still run
 """
 
 from __future__ import annotations
