@@ -62,7 +62,7 @@ NOT_COUNTED = (
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What ranks of one kind hold between steps, in bytes; `ranks` are all of that kind."""
+    """The bytes that ranks of one kind hold between steps; `ranks` are all of that kind."""
 
     ranks: tuple[int, ...]
     parameters: int
@@ -111,7 +111,7 @@ class MemoryPlan:
         return next(kind for kind in self.kinds if rank in kind.ranks)
 
     def all_ranks(self, name: str) -> int:
-        """The sum over ranks of `parameters`, `gradients`, `optimizer` or `held`."""
+        """Sum `parameters`, `gradients`, `optimizer` or `held` over all ranks."""
         return sum(len(kind.ranks) * int(getattr(kind, name)) for kind in self.kinds)
 
 
@@ -126,7 +126,7 @@ def plan_memory(
     lora_rank: int | None = None,
     lora_targets: str = "both",
 ) -> MemoryPlan:
-    """What each of `world_size` ranks needs for training; nothing is allocated or downloaded.
+    """Plan what each of `world_size` ranks needs for training; nothing is allocated or downloaded.
 
     Args:
         shape: a known shape's name, a folder or config.json, a dict with `model_type`, a config.
@@ -217,11 +217,11 @@ class _Sharded:
 
     @property
     def replica(self) -> int:
-        """Ranks of one replica."""
+        """The number of ranks of one replica."""
         return self.request.world_size // (self.state.config.dp_replicate_size or 1)
 
     def held(self, ranks: tuple[int, ...], *, own: bool = False) -> RankMemory:
-        """What `ranks`, of one kind, hold; with `own` read off this rank's own shards."""
+        """Count what `ranks`, of one kind, hold; with `own` read off this rank's own shards."""
         trained = [p for p in self.parameters if p.requires_grad]
         moments, scalars = OPTIMIZERS[self.request.optimizer]
         at = self.coordinates(ranks[0])
@@ -238,16 +238,17 @@ class _Sharded:
         )
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on the axes that FSDP2 shards over; as `mesh.py` lays them out."""
-        config, inside = self.state.config, rank % self.replica
-        outside = inside % self.ep_fsdp_size
-        return {
-            "fsdp": inside,
-            "ep_fsdp": outside if config.ep_outside else inside // (config.ep_size or 1),
-        }
+        """Find where `rank` stands on the axes that FSDP2 shards over (`ranks/mesh.py`)."""
+        config = self.state.config
+        in_replica = rank % self.replica
+        if config.ep_outside:
+            ep_fsdp = in_replica % self.ep_fsdp_size
+        else:
+            ep_fsdp = in_replica // (config.ep_size or 1)
+        return {"fsdp": in_replica, "ep_fsdp": ep_fsdp}
 
     def whole(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
-        """Bytes of gathered parameters, padding included, in `dtype` (None: their own)."""
+        """Count bytes of gathered parameters, padding included, in `dtype` (None: their own)."""
         total = 0
         for p in parameters:
             numel = _allocated(p) // p.dtype.itemsize * self.axes[id(p)].size
@@ -255,15 +256,21 @@ class _Sharded:
         return total
 
     def active(self) -> int:
+        """Count the parameters that one token meets."""
         chosen = text_config(self.request.config).num_experts_per_tok
-        experts = _dtensors(self.units.experts.values())
-        numel = sum(p.numel() for p in experts)
-        return _numel(self.parameters) - numel + numel * chosen // self.state.num_experts
+        in_experts = _numel(_dtensors(self.units.experts.values()))
+        met_in_experts = in_experts * chosen // self.state.num_experts
+        return _numel(self.parameters) - in_experts + met_in_experts
 
     def gathered(self) -> int:
+        """Count the bytes that are gathered at a time, in the compute dtype."""
         compute, units = self.policy.param_dtype, self.units
         if not self.state.config.reshard_after_forward:
             return self.whole(self.parameters, compute)
+
+        def gathered(modules: Iterable[nn.Module | None]) -> int:
+            return self.whole(_dtensors(modules), compute)
+
         stages = [[layer] for layer in units.layers]
         if units.embedding is not None and not units.tied:
             stages.insert(0, [units.embedding])
@@ -272,23 +279,30 @@ class _Sharded:
         always = self._outside([*units.layers, *units.vision, units.embedding, *units.tail])
         if units.tied:
             always += _dtensors(units.tail)
-        chains = [_largest_pair([self.whole(_dtensors(stage), compute) for stage in stages])]
+        at_a_time = _largest_pair([gathered(stage) for stage in stages])
         if units.vision:
             *blocks, tower = units.vision
-            pair = _largest_pair([self.whole(_dtensors([block]), compute) for block in blocks])
-            chains.append(pair + self.whole(_without(_dtensors([tower]), blocks), compute))
-        return self.whole(always, compute) + max(chains)
+            beside_blocks = self.whole(_without(_dtensors([tower]), blocks), compute)
+            in_tower = _largest_pair([gathered([block]) for block in blocks]) + beside_blocks
+            at_a_time = max(at_a_time, in_tower)
+        return self.whole(always, compute) + at_a_time
 
     def largest_unit(self, dtype: torch.dtype | None) -> int:
-        """Bytes in `dtype` of what is trained in one FSDP2 unit."""
+        """Count the bytes in `dtype` of what is trained in the largest FSDP2 unit."""
         units = self.units
         experts = list(units.experts.values())
-        parts = [_dtensors([module]) for module in experts]
-        parts += [_without(_dtensors([layer]), experts) for layer in units.layers]
-        parts += [_dtensors([block]) for block in units.vision[:-1]]
-        parts += [_without(_dtensors(units.vision[-1:]), units.vision[:-1])]
-        parts += [_dtensors(units.tail), _dtensors([units.embedding])]
-        return max(self.whole([p for p in part if p.requires_grad], dtype) for part in parts)
+        blocks, tower = units.vision[:-1], units.vision[-1:]
+        # FSDP2 gives a unit what no unit inside it has.
+        of_units = [
+            *(_dtensors([module]) for module in experts),
+            *(_without(_dtensors([layer]), experts) for layer in units.layers),
+            *(_dtensors([block]) for block in blocks),
+            _without(_dtensors(tower), blocks),
+            _dtensors(units.tail),
+            _dtensors([units.embedding]),
+        ]
+        trained = [[p for p in parameters if p.requires_grad] for parameters in of_units]
+        return max(self.whole(parameters, dtype) for parameters in trained)
 
     def _outside(self, modules: Iterable[nn.Module | None]) -> list[DTensor]:
         return _without(self.parameters, modules)
@@ -303,21 +317,24 @@ class _Axis:
     length: int
 
     def share(self, coordinate: int) -> int:
-        """As torch.chunk splits."""
+        """Return the rows that torch.chunk gives to one coordinate."""
         chunk = -(-self.length // self.size)
         return max(0, min(chunk, self.length - coordinate * chunk))
 
 
 def _axis(parameter: DTensor, ep_size: int) -> _Axis:
-    mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
     name = "ep_fsdp" if "ep_fsdp" in names else "fsdp"
-    dim: int = getattr(parameter.placements[names.index(name)], "dim")  # noqa: B009  strided or not
-    length = parameter.shape[dim] // (ep_size if "ep" in names and dim == 0 else 1)
-    return _Axis(name, mesh.size(names.index(name)), length)
+    index = names.index(name)
+    dim: int = getattr(parameter.placements[index], "dim")  # noqa: B009  strided or not
+    is_split_over_ep = "ep" in names and dim == 0
+    length = parameter.shape[dim] // (ep_size if is_split_over_ep else 1)
+    return _Axis(name, mesh.size(index), length)
 
 
 def _kinds(sharded: _Sharded) -> list[tuple[int, ...]]:
-    """The ranks of every kind, the kind of rank 0 first."""
+    """Sort all ranks by kind, the kind of rank 0 first."""
     axes = sorted(set(sharded.axes.values()), key=str)
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank in range(sharded.request.world_size):
@@ -327,7 +344,7 @@ def _kinds(sharded: _Sharded) -> list[tuple[int, ...]]:
 
 
 def _dtensors(modules: Iterable[nn.Module | None]) -> list[DTensor]:
-    """Each parameter once, tied ones too."""
+    """Collect the parameters of `modules`, each once, tied ones too."""
     found = {id(p): p for module in modules if module is not None for p in module.parameters()}
     return [p for p in found.values() if isinstance(p, DTensor)]
 
@@ -346,4 +363,5 @@ def _numel(parameters: Iterable[DTensor]) -> int:
 
 
 def _largest_pair(stages: Sequence[int]) -> int:
+    """The largest sum of two neighbours; of one stage alone, itself."""
     return max((sum(pair) for pair in pairwise(stages)), default=sum(stages))
