@@ -43,7 +43,7 @@ keyword) to search for in FILE.
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
-    upstream/hub.py | generation_config | of a model loaded by `from_pretrained`
+    upstream/hub.py | generation_config data | of a model loaded by `from_pretrained`
     upstream/models.py | name_or_path _name_or_path | the same
     -- swapped for one call, and put back --
     integrations/prepare.py | auto_wrap_policy | the user's, while Accelerate prepares

@@ -59,6 +59,7 @@ def save_checkpoint(
 
     def begin() -> None:
         manifest.begin(folder)
+        _remove_of_ranks(folder)
         save_configs(self.model, folder)
 
     on_first(f"saving {folder}", begin)
@@ -163,6 +164,16 @@ def _verifiable(folder: Path) -> tuple[Path, bool]:
         what = "is empty" if folder.is_dir() else "does not exist"
         raise ValueError(f"{folder} {what}: this checkpoint was not finished; take an older one")
     return folder, False
+
+
+def _remove_of_ranks(folder: Path) -> None:
+    """Remove what ranks of an earlier save left here: there may have been more of them.
+
+    A rank that is there again later would go on with random numbers of that save.
+    """
+    for pattern in ("rng_state*.pth", "*/*.distcp"):
+        for file in folder.glob(pattern):
+            file.unlink()
 
 
 @contextmanager

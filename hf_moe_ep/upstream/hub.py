@@ -96,10 +96,33 @@ def empty_model(
     if build is None:  # an Auto class
         build = model_class.from_config
     model: Any = on_meta(partial(build, config, dtype=wanted, **of_class))
+    _keep_in_fp32(model, wanted)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.eval()
     return model
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Widen what stock keeps in fp32 when it loads bf16 or fp16 (modeling_utils.py)."""
+    patterns = [
+        re.compile(name.replace("*", ".*"))
+        for name, kept in model._get_dtype_plan(dtype).items()
+        if kept == torch.float32
+    ]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and any(pattern.search(name) for pattern in patterns):
+            tensor.data = tensor.data.float()
+
+
+def base_prefix(model: Any) -> str:
+    """What a model with a head puts before the names of its base model, like "model."."""
+    return f"{model.base_model_prefix}."
+
+
+def is_base_model(model: Any) -> bool:
+    """Whether a model has no head: it is what others have under `base_prefix`."""
+    return bool(model.base_model is model)
 
 
 def _check_not_quantized(config: Any, folder: Path) -> None:

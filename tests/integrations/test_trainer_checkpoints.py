@@ -3,7 +3,9 @@
 import json
 import os
 import pickle
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,45 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -
             resumed._load_best_model()
         for name, parameter in resumed.model.named_parameters():
             assert torch.equal(parameter, want[name]), (load, name)
+
+
+def test_files_of_more_ranks_are_gone_when_saved_again(tmp_path: Path, one_process: None) -> None:
+    """Of a run of eight ranks, which was not finished: none of its random numbers is read."""
+    folder = tmp_path / "checkpoint-1"
+    stale = [folder / "rng_state_7.pth", folder / "optimizer_0" / "__7_0.distcp"]
+    notes = folder / "notes.txt"
+    for file in (*stale, notes):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"of another run")
+    manifest.begin(folder)
+    trainer = _trainer(tmp_path, True)
+    trainer.args.max_steps = 1
+    trainer.train()
+    assert not any(file.exists() for file in stale) and notes.exists()
+    named = manifest.read(folder)["files"]
+    assert "rng_state.pth" in named and "rng_state_7.pth" not in named
+
+
+def test_a_full_disk(tmp_path: Path, one_process: None) -> None:
+    """The error says so, and the checkpoint before stays the newest and whole."""
+    small = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(small, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        trainer = _trainer(tmp_path, True)
+        trainer.args.max_steps = 1
+        trainer.train()
+        left = shutil.disk_usage(tmp_path).free
+        (tmp_path / "filler").write_bytes(bytes(left - 60_000))  # less than the model
+        trainer = _trainer(tmp_path, True)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.train(resume_from_checkpoint=True)
+        assert re.search(r"saving .*checkpoint-2 failed on rank 0: .*", str(caught.value))
+        assert "No space left" in str(caught.value), caught.value
+        assert manifest.newest_complete(tmp_path).name == "checkpoint-1"
+        manifest.check(tmp_path / "checkpoint-1")
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize("limit", [1, 2])

@@ -7,6 +7,7 @@ dp_replicate_size > 1 every replica reads for itself.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,9 +28,18 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.together import gather, is_first, together
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.hub import empty_model, file_name, progress_bar, unexpected_keys
+from hf_moe_ep.upstream.hub import (
+    base_prefix,
+    empty_model,
+    file_name,
+    is_base_model,
+    progress_bar,
+    unexpected_keys,
+)
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.modules import allocate_meta
+
+_logger = logging.getLogger("hf_moe_ep")
 
 
 def described_model(folder: Path) -> tuple[nn.Module, ModelPlan]:
@@ -54,17 +64,45 @@ def find_weights(
     """
 
     def find() -> tuple[dict[str, list[tuple[Piece, Entry]]], str]:
-        entries = read_index(directory)
+        in_files = read_index(directory)
+        entries = _names_of(model, in_files)
         try:
             found = _match(model, entries, plan, set(empty))
         except ValueError as error:
             kind = type(without_adapters(model)).__name__
-            raise ValueError(f"{directory} does not fit this {kind}: {error}") from error
-        return found, fingerprint(entries)
+            text = f"{directory} does not fit this {kind}: {error}"
+            if not in_files.keys() & entries.keys():
+                text += (
+                    "; it holds a base model alone, to which transformers would add a head that "
+                    "is not trained: load it there and save that model, if you want one"
+                )
+            raise ValueError(text) from error
+        return found, fingerprint(in_files)
 
     found, weights = together(f"reading {directory}", find)
     _check_same_weights(gather((weights, os.fspath(directory))))
     return found
+
+
+def _names_of(model: nn.Module, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """The tensors of a checkpoint by the names of `model`, which may be without head, or with one.
+
+    As transformers reads them: into a base model those of its kind with a head, less the head;
+    into a model with a head those of its base model, which lack the head.
+    """
+    stock = without_adapters(model)
+    prefix = base_prefix(stock)
+    own = {file_name(name) for name, _ in stock.named_parameters()}
+    under = {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
+    if is_base_model(stock) and own & under.keys():
+        left_out = sorted(entries.keys() - under.values())
+        if left_out and is_first():
+            text = describe("leaves out", left_out)
+            _logger.warning("%s is without a head and %s", type(stock).__name__, text)
+        return {key: entries[before] for key, before in under.items()}
+    if not is_base_model(stock) and own & {f"{prefix}{key}" for key in entries}:
+        return {f"{prefix}{key}": entry for key, entry in entries.items()}
+    return entries
 
 
 def _check_same_weights(seen: list[tuple[str, str]]) -> None:

@@ -1,0 +1,71 @@
+"""A checkpoint with a head for a model without one, and the other way round; and fp32 modules."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.tiny_models import tiny
+from torch import Tensor
+from transformers import AutoModel, Qwen3MoeForCausalLM, Qwen3MoeModel
+
+from hf_moe_ep import from_pretrained, save_pretrained
+from hf_moe_ep.upstream.hub import empty_model
+
+IDS = torch.arange(5)[None]
+
+
+def _into_the_base(rank: int, world: int, folder: str) -> Tensor:
+    model = from_pretrained(
+        f"{folder}/lm", model_class=AutoModel, ep_size=2, experts_implementation="eager"
+    )
+    assert type(model.base_model) is type(model)
+    save_pretrained(model, f"{folder}/base")
+    with pytest.raises(ValueError, match=r"missing 1 tensors: lm_head.weight; it holds a base mo"):
+        from_pretrained(f"{folder}/base", model_class=Qwen3MoeForCausalLM, ep_size=2)
+    tied = from_pretrained(
+        f"{folder}/base",
+        model_class=Qwen3MoeForCausalLM,
+        tie_word_embeddings=True,
+        ep_size=2,
+        experts_implementation="eager",
+    )
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    with torch.no_grad():
+        hidden = model(input_ids=IDS).last_hidden_state
+        last = tied(input_ids=IDS, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(last, hidden, rtol=0, atol=0)
+    return hidden
+
+
+def test_a_head_is_left_out_and_never_made_up(tmp_path: Path) -> None:
+    tiny(dtype=torch.float32).save_pretrained(tmp_path / "lm")
+    found = run_ranks(_into_the_base, 2, str(tmp_path))
+    for name in ("lm", "base"):
+        stock = Qwen3MoeModel.from_pretrained(tmp_path / name, experts_implementation="eager")
+        with torch.no_grad():
+            want = stock(input_ids=IDS).last_hidden_state
+        for hidden in found:
+            torch.testing.assert_close(hidden, want, rtol=1e-5, atol=1e-5)  # fp32, other order
+
+
+class WithFp32(Qwen3MoeForCausalLM):
+    """As architectures whose router is sensitive say it."""
+
+    _keep_in_fp32_modules = ("q_norm",)
+    _keep_in_fp32_modules_strict = ("mlp.gate.weight",)
+
+
+def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    return {name: p.dtype for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_modules_that_stock_keeps_in_fp32(tmp_path: Path, dtype: torch.dtype) -> None:
+    tiny(dtype=torch.float32).save_pretrained(tmp_path)
+    stock = WithFp32.from_pretrained(tmp_path, dtype=dtype)
+    ours = empty_model(tmp_path, WithFp32, torch.get_default_dtype, {"dtype": dtype})
+    assert _dtypes(ours) == _dtypes(stock)
+    wide = {name for name, found in _dtypes(ours).items() if found == torch.float32}
+    assert any("gate" in name for name in wide)
+    assert any("q_norm" in name for name in wide) == (dtype != torch.bfloat16)
