@@ -1,4 +1,4 @@
-"""What `from_pretrained` makes of a folder; `test_hub_files.py` has the weights."""
+"""What `from_pretrained` makes of a folder's config; checkpoints/test_hub.py has the weights."""
 
 import json
 from pathlib import Path

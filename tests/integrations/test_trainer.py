@@ -1,7 +1,7 @@
 """The stock Trainer under `accelerate launch` on 4 ranks, against the stock Trainer in 1 process.
 
 Same model, same rows in the same order, per-device batch times 4. Every launch runs a table of
-cases (see trainer_job.py); each test reads the results it needs.
+cases (see support/jobs/trainer.py); each test reads the results it needs.
 """
 
 from pathlib import Path

@@ -3,10 +3,10 @@
 # A worker takes the next file when it is done with one (make test): those that take longest go
 # first, or one worker would wait at the end for the other's.
 LONGEST_FIRST = (
+    "claims/test_notebooks.py",
     "integrations/test_trainer.py",
     "checkpoints/test_training.py",
     "vision/test_tower.py",
-    "claims/test_notebooks.py",
     "ops/test_adapters.py",
     "checkpoints/test_hub.py",
     "claims/test_parity.py",
