@@ -11,6 +11,7 @@ from support.fakes.flash import use_fake_flash
 from support.parity import Batch, Case, on_ranks
 from support.tiny_models import batch, tiny
 from torch import nn
+from torch._dynamo.utils import counters
 
 from hf_moe_ep import apply_ep_fsdp2, data_parallel_size, global_token_count, patch, unpatch
 
@@ -171,6 +172,25 @@ def every_rank_generates_its_own_text(rank: int, world: int) -> None:
         assert torch.equal(*both), f"use_cache={use_cache}"
 
 
+def compiled_equals_stock(rank: int, world: int) -> None:
+    """torch.compile around a split model: graphs break at exchanges, two lengths, recomputed."""
+    reference, model = tiny(seed=0), tiny(seed=rank)
+    CHECKPOINT(model)
+    apply_ep_fsdp2(model, ep_size=2, sp_size=2)
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager")
+    for step, length in enumerate((9, 12)):
+        micro = batch(reference, 2, length, seed=step, pad=2)
+        got, want = compiled(**micro).loss, reference(**micro).loss
+        assert_close(f"loss of step {step}", got, want, FP32_INSIDE)
+        got.backward()
+        want.backward()
+    for name, parameter in reference.named_parameters():
+        grad = model.get_parameter(name).grad.full_tensor()
+        assert_close(name, grad, parameter.grad, FP64_MODEL)
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+
+
 ON_TWO_RANKS = [
     a_packed_row_is_its_documents_alone,
     aux_loss_counts_no_padding,
@@ -180,7 +200,13 @@ ON_TWO_RANKS = [
 ]
 
 
-@pytest.mark.parametrize("claim", checks.on_ranks(2, *ON_TWO_RANKS))
+@pytest.mark.parametrize(
+    "claim",
+    [
+        *checks.on_ranks(2, *ON_TWO_RANKS),
+        *checks.on_ranks(2, compiled_equals_stock, slow=True),
+    ],
+)
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
