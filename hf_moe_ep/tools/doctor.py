@@ -34,8 +34,8 @@ from hf_moe_ep.upstream.launch_config import default_launch_config
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
 
-# What is lost without a package that may be absent. A broken one is worse than none where
-# transformers or torch import it by themselves.
+# What is lost without a package that may be absent. A broken one, or a wrong version, is worse than
+# none where transformers or torch import it by themselves; else it is idle until it is asked for.
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
     "trl": "SFTTrainer: not available, pip install trl",
@@ -119,14 +119,15 @@ def _package(package: Allowed) -> Finding:
     fix = f"pip install {package.for_pip}"
     if problem == "missing" and package.name in _WITHOUT:
         return Finding(NOTE, package.name, f"missing. {_WITHOUT[package.name]}")
+    is_idle = package.name in _WITHOUT and package.name not in _IMPORTED_BY_OTHERS
+    mark = NOTE if is_idle else FAIL
     if problem:
         found = "" if version is None else f"{version} is "
         text = f"{found}{problem}, allowed is {package.range or 'any'}: {fix}"
-        return Finding(FAIL, package.name, text)
+        return Finding(mark, package.name, text)
     if package.name in _WITHOUT:
         _, error = _attempt(lambda: importlib.import_module(package.name))
         if error:
-            mark = FAIL if package.name in _IMPORTED_BY_OTHERS else NOTE
             return Finding(mark, package.name, f"{version} is broken: {error}; {_REINSTALL}")
     return Finding(OK, package.name, f"{version:<16} allowed {package.range or 'any'}")
 

@@ -5,12 +5,16 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from packaging.specifiers import SpecifierSet
 
 from hf_moe_ep.tools import cli, doctor
+from hf_moe_ep.tools.requirements import Allowed
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = ("torch", "transformers", "accelerate", "huggingface_hub", "safetensors")
@@ -74,6 +78,16 @@ def test_a_version_out_of_the_range(
     assert text.endswith("1 to mend: transformers")
 
 
+def test_a_version_that_only_its_own_users_mind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allowed = Allowed("trl", SpecifierSet(">=1.15"), "test")
+    monkeypatch.setattr(doctor, "allowed_packages", lambda: [allowed])
+    _give_version(monkeypatch, "trl", "0.20.0")
+    code, text = _report(capsys)
+    assert code == 0 and "-- trl 0.20.0 is too old, allowed is >=1.15" in text
+
+
 def test_a_required_package_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +112,33 @@ def test_without_peft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     code, text = _report(capsys)
     assert code == 0
     assert "-- peft missing. LoRA: not available, pip install 'hf_moe_ep[peft]'" in text
+
+
+@pytest.mark.parametrize(
+    ("major", "path"),
+    [
+        (9, "ok Triton kernels experts run on them"),
+        (7, "-- Triton kernels compute capability (7, "),
+    ],
+)
+def test_a_machine_with_gpus(
+    major: int, path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What torch would say of two GPUs, as this machine may have none."""
+    gpu = SimpleNamespace(name="A GPU", major=major, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    code, text = _report(capsys)
+    assert code == 0, text
+    assert f"ok GPU 2 x A GPU, capability {major}.0, 80.0 GiB" in text
+    assert "ok NCCL 2.27.3" in text and path in text
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    code, text = _report(capsys)
+    assert code == 1 and "FAIL NCCL missing: ranks with GPUs cannot talk" in text
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], int, str]] = {
