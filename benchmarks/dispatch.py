@@ -100,7 +100,7 @@ class Measured:
 
 
 def draw(case: Case, sizes: Sizes, rank: int) -> Tensor:
-    """expert_ids_TK of one rank."""
+    """Draw expert_ids_TK of one rank."""
     everywhere = torch.Generator().manual_seed(sizes.seed)
     here = torch.Generator().manual_seed(1000 * sizes.seed + rank + 1)
     likelihood_E = torch.ones(case.experts)
@@ -126,7 +126,7 @@ class Problem:
         self.scale_L = self.scale_E.split(self.local)[mesh["ep"].get_local_rank()]
 
     def run(self, side: str, *, identity: bool) -> tuple[Tensor, ...]:
-        """out_TH and the gradients of x_TH and weights_TK."""
+        """Compute out_TH and the gradients of x_TH and weights_TK."""
         run = self._ours if side == "ours" else self._theirs
         return self._with_gradients(run(identity))
 
@@ -158,7 +158,7 @@ class Problem:
 
 
 def check_equal(problem: Problem) -> float:
-    """The largest relative difference of a side to the truth; raises above TOLERANCE."""
+    """Find the largest relative difference of a side to the truth; raise above TOLERANCE."""
     names, worst = ("output", "gradient of x", "gradient of the weights"), 0.0
     for side in SIDES:
         pairs = zip(names, problem.run(side, identity=False), problem.truth(), strict=True)
@@ -171,7 +171,7 @@ def check_equal(problem: Problem) -> float:
 
 
 def lower_bound(ids: list[list[list[int]]], rank: int, local: int, row_bytes: int) -> int:
-    """Bytes of rows that `rank` has to send in forward + backward; ids as [rank][token][k]."""
+    """Count the bytes of rows that `rank` has to send, both ways; ids as [rank][token][k]."""
     met = [[{expert // local for expert in token} for token in tokens] for tokens in ids]
     out = sum(len(ranks - {rank}) for ranks in met[rank])
     back = sum(rank in ranks for ranks in itertools.chain(*met[:rank], *met[rank + 1 :]))
@@ -224,14 +224,14 @@ def measure_rank(rank: int, cases: list[Case], sizes: Sizes) -> list[Measured]:
 
 
 def measure(cases: list[Case], sizes: Sizes, timeout: float = 900.0) -> dict[Case, list[Measured]]:
-    """The figures of all ranks, by case."""
+    """Measure the figures of all ranks, by case."""
     kept = {"timeout": timeout, "environment": KEEP_FREED_MEMORY}
     by_rank = spawn(measure_rank, WORLD, cases, sizes, **kept)
     return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
 def per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
-    """Bytes per token by side and kind, all ranks together; and the bound's rows."""
+    """Divide bytes by tokens, by side and kind, all ranks together; and the bound's rows."""
     tokens = sum(rank.tokens for rank in ranks)
     sent = {
         side: {kind: sum(rank.sent[side][kind] for rank in ranks) / tokens for kind in KINDS}
@@ -241,14 +241,14 @@ def per_token(ranks: list[Measured]) -> dict[str, dict[str, float]]:
 
 
 def ranks_met(ep: int, experts: int, top_k: int) -> float:
-    """Expected ranks that hold an expert of one token, its own rank counted; uniform routing."""
+    """Expect so many ranks to hold an expert of one token, its own counted; uniform routing."""
     return ep * (1 - comb(experts - experts // ep, top_k) / comb(experts, top_k))
 
 
 def expected(
     ep: int, experts: int, top_k: int, *, hidden: int, itemsize: int, tokens: int
 ) -> dict[str, dict[str, float]]:
-    """`per_token` under uniform routing, by the formula."""
+    """Compute `per_token` under uniform routing, by the formula."""
     others, row = ranks_met(ep, experts, top_k) * (ep - 1) / ep, 4 * hidden * itemsize
     told = len(fields(Header)) + ep + experts
     return {
@@ -268,7 +268,7 @@ def expected(
 
 
 def milliseconds(bytes_per_token: float, ep: int, tokens: int) -> float:
-    """Of one layer, the slower link; ep <= 8 is one node."""
+    """Compute the time of one layer on the slower link; ep <= 8 is one node."""
     near = (min(ep, GPUS_PER_NODE) - 1) / (ep - 1)
     return 1e3 * max(near / NVLINK, (1 - near) / RDMA) * bytes_per_token * tokens
 
@@ -341,7 +341,7 @@ def report(results: dict[Case, list[Measured]], sizes: Sizes, about: list[str]) 
 
 
 def plot(results: dict[Case, list[Measured]], sizes: Sizes, path: Path) -> None:
-    """Bytes per token over ep, one panel per top-k: lines by the formula, points as measured."""
+    """Plot bytes per token over ep by top-k: lines by the formula, points as measured."""
     from matplotlib import pyplot
 
     experts = max(case.experts for case in results)

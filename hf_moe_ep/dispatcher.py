@@ -35,7 +35,7 @@ class Header:
     itemsize: int
 
     def as_list(self) -> list[int]:
-        """The fields in order, as they travel."""
+        """List the fields in order, as they travel."""
         return [int(value) for value in astuple(self)]
 
     @classmethod
@@ -82,7 +82,8 @@ class Exchange(Protocol):
     """The ways of some consecutive tokens; may be started again, with the same outcome."""
 
     @property
-    def num_tokens(self) -> int: ...
+    def num_tokens(self) -> int:
+        """How many they are."""
 
     def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Arriving:
         """Send every token to the ranks of its experts; differentiable in tokens and weights.

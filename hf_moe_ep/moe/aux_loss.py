@@ -52,7 +52,7 @@ class GlobalAuxLoss(Ours):
         self.stock: tuple[dict[str, Any], Any, float] | None = None
 
     def holder(self, model: nn.Module) -> Any:
-        """What has the coefficient: the model itself or a part of its config."""
+        """Find what has the coefficient: the model itself or a part of its config."""
         return attrgetter(self._path)(model) if self._path else model
 
     @torch.compiler.disable
@@ -96,14 +96,15 @@ def global_aux_loss(
     world_size: int,
     sequence: Slice | None = None,
 ) -> Tensor:
-    """The loss above, from the logits (T, E) of every layer on this rank.
+    """Compute the loss above from the logits (T, E) of every layer on this rank.
 
     The positional arguments are those of transformers' `load_balancing_loss_func`; with `sequence`
     the logits are those of its slice, the mask is for the whole.
     """
     wide = torch.promote_types(router_logits[0].dtype, torch.float32)
     pairs_E = router_logits[0].new_zeros(num_experts, dtype=wide)
-    probability_E, rows = torch.zeros_like(pairs_E), pairs_E.new_zeros(1)
+    probability_E = torch.zeros_like(pairs_E)
+    rows = pairs_E.new_zeros(1)
     if sequence is not None:
         if attention_mask is None:
             batch_size = router_logits[0].shape[0] // sequence.local
@@ -113,9 +114,9 @@ def global_aux_loss(
     for logits_TE in router_logits:
         probs_TE = logits_TE.softmax(-1)
         top_TK = probs_TE.topk(top_k, dim=-1).indices
-        kept_T = (
-            probs_TE.new_ones(probs_TE.shape[0], dtype=torch.bool) if keep_T is None else keep_T
-        )
+        kept_T = keep_T
+        if kept_T is None:
+            kept_T = probs_TE.new_ones(probs_TE.shape[0], dtype=torch.bool)
         # A masked token counts for the extra expert E, which is cut off again.
         top_TK = top_TK.masked_fill(~kept_T.unsqueeze(1), num_experts)
         pairs_E = pairs_E + count_pairs(top_TK, num_experts + 1)[:num_experts]

@@ -75,7 +75,7 @@ def run_experts(
     grad_scale: float,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
-    """out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`.
+    """Compute out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`.
 
     `weights` are what `local_weights` returned, where the caller asked before.
     """
@@ -100,7 +100,8 @@ def run_experts(
         return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
     # Every pair becomes a row of its own with weight 1, so that the norm sees each expert's output.
     num_rows, top_k = expert_ids_RK.shape
-    pairs, ids = compute_RH.repeat_interleave(top_k, 0), expert_ids_RK.reshape(-1, 1)
+    pairs = compute_RH.repeat_interleave(top_k, 0)
+    ids = expert_ids_RK.reshape(-1, 1)
     y_RKH = norm(weighted_sum(pairs, ids, torch.ones_like(ids, dtype=weights_RK.dtype)))
     weights_RK = weights_RK.masked_fill(expert_ids_RK >= weights.up.shape[0], 0)
     out_RH = (y_RKH.view(num_rows, top_k, -1) * weights_RK.unsqueeze(-1)).sum(1)
@@ -110,12 +111,13 @@ def run_experts(
 def local_weights(
     experts: Any, compute: Compute, like: Tensor, first_expert: int = 0
 ) -> ExpertWeights:
-    """This rank's experts as `run_experts` takes them for rows of the dtype of `like`.
+    """Collect this rank's experts as `run_experts` takes them for rows of the dtype of `like`.
 
     `first_expert` is the first of them among all, of which a model that is not sharded has the
     adapters.
     """
-    autocast, dtype = torch.is_autocast_enabled(like.device.type), _compute_dtype(like)
+    autocast = torch.is_autocast_enabled(like.device.type)
+    dtype = _compute_dtype(like)
 
     def local(name: str) -> Tensor | None:
         parameter = getattr(experts, name, None)
@@ -143,7 +145,7 @@ def local_weights(
 
 
 def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
-    """What F.linear would compute in: our operator is opaque to autocast (which leaves fp64)."""
+    """Say what F.linear would compute in: autocast, which leaves fp64, knows not our operator."""
     device = rows_RH.device.type
     if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
         return rows_RH.dtype
@@ -151,7 +153,7 @@ def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
 
 
 def _find_formula(module: nn.Module, flags: ExpertsFlags) -> ExpertFormula:
-    """The formula that gives what the module's own gate gives, on numbers that tell them apart."""
+    """Find the formula that gives what the module's own gate gives, on telling numbers."""
     alphas, limits = experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
     # Shuffled without the user's random numbers: 197 is prime to 512.
@@ -177,10 +179,11 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags) -> ExpertFormula:
 
 
 def _check_weights(module: nn.Module) -> None:
-    """Quantised weights are packed integers or tensors that hide them: neither can be sharded."""
+    """Raise on quantised weights: packed integers, or tensors that hide them, cannot be sharded."""
     for name, weight in module.named_parameters(recurse=False):
-        kind, width = type(weight), weight.element_size()
-        if kind is not nn.Parameter or not weight.is_floating_point() or width < 2:
+        kind = type(weight)
+        packed = not weight.is_floating_point() or weight.element_size() < 2
+        if kind is not nn.Parameter or packed:
             raise ValueError(
                 f"{name} of {type(module).__name__} is quantised ({kind.__name__}, {weight.dtype}) "
                 f"and no library shards such stacked weights under FSDP2; load the experts in bf16 "
@@ -189,7 +192,7 @@ def _check_weights(module: nn.Module) -> None:
 
 
 def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> str:
-    """Why the Triton kernels cannot compute this module on this machine; empty if they can."""
+    """Say why the Triton kernels cannot compute this module here; empty if they can."""
     if flags.has_post_expert_norm:
         return "a norm behind each expert"
     down = module.down_proj
@@ -201,7 +204,7 @@ def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> s
 
 
 def why_no_kernels(*, interpreted_too: bool = False) -> str:
-    """Why no model's experts can run on the Triton kernels on this machine; empty if they can."""
+    """Say why no model's experts can run on the Triton kernels here; empty if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if interpreted_too:
@@ -217,7 +220,7 @@ def why_no_kernels(*, interpreted_too: bool = False) -> str:
 
 
 def _backend(compute: Compute, rows_RH: Tensor) -> str:
-    """The settled backend, unless these tensors are on a device or of a dtype beyond Triton."""
+    """Choose the settled backend, unless Triton cannot take these tensors' device or dtype."""
     if compute.backend == "torch":
         return "torch"
     from hf_moe_ep.ops import triton_mlp

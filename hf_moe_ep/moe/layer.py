@@ -61,7 +61,7 @@ def moe_forward(
     top_k_index: Tensor,  # (T, K)
     top_k_weights: Tensor,  # (T, K)
 ) -> Tensor:
-    """The weighted sum of each token's experts, (T, H); registered with transformers."""
+    """Sum each token's experts, weighted, into (T, H); transformers calls this for a module."""
     layer: MoELayer = getattr(experts, STATE)
     meshes = layer.model.meshes
     if meshes is not None and meshes.ep_size > 1:
@@ -85,7 +85,10 @@ def moe_forward(
 def _ep_forward(
     experts: nn.Module, layer: MoELayer, x_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """How many rows travel is known at run time only: torch.compile breaks its graph here."""
+    """Dispatch, experts, combine.
+
+    How many rows travel is known at run time only: torch.compile breaks its graph here.
+    """
     state, meshes = layer.model, layer.model.meshes
     state.check_ready()
     assert meshes is not None and layer.compute is not None

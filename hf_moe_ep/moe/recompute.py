@@ -84,9 +84,9 @@ class Frame(CheckpointFrame):
             or routed.layer != layer
             or routed.expert_ids_TK.shape != expert_ids_TK.shape
         ):
-            was = (
-                "none" if routed is None else f"{routed.layer}, {tuple(routed.expert_ids_TK.shape)}"
-            )
+            was = "none"
+            if routed is not None:
+                was = f"{routed.layer}, {tuple(routed.expert_ids_TK.shape)}"
             raise RuntimeError(
                 f"recomputing a checkpointed layer reached MoE layer {layer} with expert ids "
                 f"{tuple(expert_ids_TK.shape)}, but forward had there: {was}. A checkpointed "

@@ -57,7 +57,7 @@ def start_all_to_all(
 
 
 def swap_slices(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`slices[r]` goes to rank r of `group`, `[r]` of the result came from it; no gradient."""
+    """Send `slices[r]` to rank r of `group`; `[r]` of the result came from it; no gradient."""
     slices = slices.contiguous()
     received = torch.empty_like(slices)
     dist.all_to_all_single(received, slices, group=group)
@@ -65,14 +65,14 @@ def swap_slices(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x` of every rank of `group`, stacked: (ranks, *x.shape); no gradient."""
+    """Stack `x` of every rank of `group`: (ranks, *x.shape); no gradient."""
     gathered = x.new_empty((dist.get_world_size(group), *x.shape))
     _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
     return gathered
 
 
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:
-    """`counts` (one int64 vector) of every rank of `group`, on the host."""
+    """Gather `counts` (one int64 vector) of every rank of `group`, on the host."""
     try:
         return all_gather(counts, group).tolist()
     except RuntimeError as error:
@@ -83,12 +83,12 @@ def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> li
 
 
 def sum_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum of `value` over the ranks of `group` (default: all), without a gradient."""
+    """Sum `value` over the ranks of `group` (default: all), without a gradient."""
     return _reduce(value, dist.ReduceOp.SUM, group)
 
 
 def max_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The maximum of `value` over the ranks of `group` (default: all), without a gradient.
+    """Find the maximum of `value` over the ranks of `group` (default: all), without a gradient.
 
     nan on one rank gives nan on all: gloo's own maximum loses it.
     """

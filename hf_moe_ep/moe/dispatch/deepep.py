@@ -87,8 +87,11 @@ class GroupBuffer:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, num_sms: int | None = None) -> None:
-        self._class, self._buffer, self.hidden_bytes = load_deep_ep(), None, 0
-        self.group, self.num_ranks = group, dist.get_world_size(group)
+        self._class = load_deep_ep()
+        self._buffer: Any = None
+        self.hidden_bytes = 0
+        self.group = group
+        self.num_ranks = dist.get_world_size(group)
         if num_sms is not None:
             if num_sms < 2 or num_sms % 2:
                 raise ValueError(
@@ -114,7 +117,8 @@ class GroupBuffer:
         if self._buffer is not None and hidden_bytes <= self.hidden_bytes:
             return
         self.free()
-        configs, ranks = (self.dispatch_config, self.combine_config), self.num_ranks
+        configs = (self.dispatch_config, self.combine_config)
+        ranks = self.num_ranks
         nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, ranks) for config in configs)
         rdma_bytes = 0
         if ranks > _RANKS_PER_NODE:  # a build without NVSHMEM raises even where the answer is 0
@@ -150,7 +154,8 @@ class GroupBuffer:
 
     def check_rows(self, rows_XH: Tensor) -> None:
         """Raise what DeepEP answers with an assertion of its own, or with the process's end."""
-        hidden, num_bytes = rows_XH.shape[1], rows_XH.shape[1] * rows_XH.element_size()
+        hidden = rows_XH.shape[1]
+        num_bytes = hidden * rows_XH.element_size()
         if rows_XH.dtype != torch.bfloat16:
             raise ValueError(
                 f"DeepEP sends hidden states in torch.bfloat16 only, got {rows_XH.dtype}; load the "
@@ -195,7 +200,8 @@ class DeepEP:
             RuntimeError: on every rank of the group and before it allocates a row, where one would
                 get more than `max_rows` of them in this layer.
         """
-        top_k, where = expert_ids_TK.shape[1], str(header)
+        top_k = expert_ids_TK.shape[1]
+        where = str(header)
         if top_k > _MAX_TOP_K:
             raise ValueError(
                 f"DeepEP carries at most {_MAX_TOP_K} experts per token, this router chooses "

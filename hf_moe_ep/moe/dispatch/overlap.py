@@ -75,6 +75,6 @@ class WayHome:
         self._returning.append(arriving.start_combine(rows_RH))
 
     def finish(self) -> Tensor:
-        """out_TH of all chunks."""
+        """Wait for out_TH of all chunks."""
         chunks = [chunk.finish() for chunk in self._returning]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
