@@ -306,13 +306,13 @@ def test_rows_without_experts_touch_nothing(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_ten_runs_are_equal_bit_for_bit(backend: str, device: str) -> None:
+def test_repeats_bit_for_bit(backend: str, device: str) -> None:
     case = FORMULAS["silu, bias"] if backend == "torch" else CASES["random"]
     case = FORMULAS["gpt-oss"] if device == "cuda" else case
     inputs = case.inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
     first = _ours(case, inputs, grad_RH, backend)
-    for _ in range(9 if backend == "torch" or device == "cuda" else 2):
+    for _ in range(9 if backend == "torch" or device == "cuda" else 1):
         _assert_equal(_ours(case, inputs, grad_RH, backend), first)
 
 
@@ -442,7 +442,7 @@ def test_one_compiled_function_takes_several_scales() -> None:
     inputs = case.inputs(torch.float32)
     grad_RH = torch.randn_like(inputs[0])
     compiled = torch.compile(expert_mlp, fullgraph=True, backend="aot_eager")
-    for scale in (0.5, 1 / 3, 0.1):
+    for scale in (0.5, 1 / 3):
         want = _ours(case, inputs, grad_RH, "torch", counts_L=None, scale=scale)
         _assert_equal(_run(compiled, case, inputs, grad_RH, grad_scale=scale), want)
 

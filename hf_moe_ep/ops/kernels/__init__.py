@@ -1,4 +1,8 @@
 """Triton kernels of the experts, each with the function that launches it.
 
+In a kernel's body the comment behind a load is the shape of what it brings, in the kernel's own
+blocks: M rows of the output, N columns, K a step along the sum, P one along an adapter's rank.
+`p_` is a pointer, `b_` a block of values, `o_` offsets, `m_` a mask.
+
 Never: a choice between kernels and torch (`ops/expert_mlp.py`), or autograd.
 """

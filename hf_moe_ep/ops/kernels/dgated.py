@@ -21,6 +21,7 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import Blocks, dot_precision, rank_block
 from hf_moe_ep.ops.kernels.gate import activate_backward, add_low_rank, halves
+from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 
 @triton.jit
@@ -37,46 +38,44 @@ def dgated_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    num_n = tl.cdiv(ffn, BLOCK_N)
-    tile, column = tl.program_id(0) // num_n, tl.program_id(0) % num_n
-    expert = tl.load(tiles + 2 * tile)
+    expert, start, left, column = open_tile(tiles, offsets, ffn, BLOCK_N)
     if expert < 0:
         return
-    start = tl.load(tiles + 2 * tile + 1)
-    m = tl.arange(0, BLOCK_M)
-    left = tl.load(offsets + expert + 1) - start
-    pair = tl.load(pair_of_position + start + tl.minimum(m, left - 1))
-    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    g_ptrs = grad + (pair // top_k).to(tl.int64)[:, None] * grad_stride + k[None, :]
+    o_m = tl.arange(0, BLOCK_M)
+    # What lies behind the expert's last pair reads that pair again, and is not stored.
+    position = start + tl.minimum(o_m, left - 1)  # [M]
+    pair = tl.load(pair_of_position + position)  # [M]
+    o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    p_g = grad + (pair // top_k).to(tl.int64)[:, None] * grad_stride + o_k[None, :]  # [M, K]
     down += expert.to(tl.int64) * down_stride_l
-    w_ptrs = down + k[:, None] * down_stride_h + n[None, :] * down_stride_f
+    p_w = down + o_k[:, None] * down_stride_h + o_n[None, :] * down_stride_f  # [K, N]
     grad_act = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     bias_sum = tl.zeros([BLOCK_M], tl.float32)
     for step in range(0, hidden, BLOCK_K):
         if EVEN_K:
-            g = tl.load(g_ptrs)
+            b_g = tl.load(p_g)  # [M, K]
         else:
-            g = tl.load(g_ptrs, mask=(step + k < hidden)[None, :], other=0.0)
+            b_g = tl.load(p_g, mask=(step + o_k < hidden)[None, :], other=0.0)  # [M, K]
         if EVEN_N and EVEN_K:
-            w = tl.load(w_ptrs)
+            b_w = tl.load(p_w)  # [K, N]
         else:
-            inside = (step + k < hidden)[:, None] & (n < ffn)[None, :]
-            w = tl.load(w_ptrs, mask=inside, other=0.0)
-        grad_act = tl.dot(g, w, grad_act, input_precision=PRECISION)
+            m_w = (step + o_k < hidden)[:, None] & (o_n < ffn)[None, :]
+            b_w = tl.load(p_w, mask=m_w, other=0.0)  # [K, N]
+        grad_act = tl.dot(b_g, b_w, grad_act, input_precision=PRECISION)
         if HAS_BIAS:
-            b_ptrs = down_bias + expert.to(tl.int64) * bias_stride_l + step + k
-            b = tl.load(b_ptrs, mask=step + k < hidden, other=0.0)
-            bias_sum += tl.sum(g.to(tl.float32) * b.to(tl.float32)[None, :], axis=1)
-        g_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K * down_stride_h
+            p_bias = down_bias + expert.to(tl.int64) * bias_stride_l + step + o_k
+            b_bias = tl.load(p_bias, mask=step + o_k < hidden, other=0.0)  # [K]
+            bias_sum += tl.sum(b_g.to(tl.float32) * b_bias.to(tl.float32)[None, :], axis=1)
+        p_g += BLOCK_K
+        p_w += BLOCK_K * down_stride_h
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
         grad_act = add_low_rank(
-            grad_act, low, start + tl.minimum(m, left - 1), low_b, n, ffn,
+            grad_act, low, position, low_b, o_n, ffn,
             low_b_stride_p, low_b_stride_f, RANK, BLOCK_P, PRECISION,
         )  # fmt: skip
-    s = tl.load(weights + pair).to(tl.float32)
+    s = tl.load(weights + pair).to(tl.float32)  # [M]
     # Row addresses start at the tile, so that what each element adds fits in 32 bits.
     pre_size = 2 * ffn if GATED else ffn
     pre += start.to(tl.int64) * pre_size
@@ -86,42 +85,43 @@ def dgated_kernel(
     grad_act_halves = halves(grad_act, BLOCK_M, HALF)
     dot = tl.zeros([BLOCK_M], tl.float32)
     for half in tl.static_range(2):
-        n = column * BLOCK_N + half * HALF + tl.arange(0, HALF)
-        inside = (m < left)[:, None] & (n < ffn)[None, :]
+        o_n = column * BLOCK_N + half * HALF + tl.arange(0, HALF)
+        m_mn = (o_m < left)[:, None] & (o_n < ffn)[None, :]
         if not GATED:
-            where = m[:, None] * ffn + n[None, :]
-            gate = tl.load(pre + where, mask=inside, other=0.0).to(tl.float32)
+            o_pre = o_m[:, None] * ffn + o_n[None, :]
+            gate = tl.load(pre + o_pre, mask=m_mn, other=0.0).to(tl.float32)  # [M, N / 2]
             up = gate
         elif INTERLEAVED:
-            n2 = 2 * (column * BLOCK_N + half * HALF) + tl.arange(0, 2 * HALF)
-            where = m[:, None] * pre_size + n2[None, :]
-            inside2 = (m < left)[:, None] & (n2 < pre_size)[None, :]
-            both = tl.load(pre + where, mask=inside2, other=0.0).to(tl.float32)
+            o_both = 2 * (column * BLOCK_N + half * HALF) + tl.arange(0, 2 * HALF)
+            o_pre = o_m[:, None] * pre_size + o_both[None, :]
+            m_both = (o_m < left)[:, None] & (o_both < pre_size)[None, :]
+            both = tl.load(pre + o_pre, mask=m_both, other=0.0).to(tl.float32)  # [M, N]
             gate, up = tl.split(tl.reshape(both, (BLOCK_M, HALF, 2)))
         else:
-            where = m[:, None] * pre_size + n[None, :]
-            gate = tl.load(pre + where, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(pre + where + ffn, mask=inside, other=0.0).to(tl.float32)
-        da = grad_act_halves[half]
-        a, grad_gate, grad_up = activate_backward(
-            da * s[:, None], gate, up, ACTIVATION, GATED, ALPHA, LIMIT, UP_OFFSET
+            o_pre = o_m[:, None] * pre_size + o_n[None, :]
+            gate = tl.load(pre + o_pre, mask=m_mn, other=0.0).to(tl.float32)  # [M, N / 2]
+            up = tl.load(pre + o_pre + ffn, mask=m_mn, other=0.0).to(tl.float32)  # [M, N / 2]
+        b_grad_act = grad_act_halves[half]  # [M, N / 2]
+        b_act, grad_gate, grad_up = activate_backward(
+            b_grad_act * s[:, None], gate, up, ACTIVATION, GATED, ALPHA, LIMIT, UP_OFFSET
         )
-        dot += tl.sum(da * a, axis=1)
+        dot += tl.sum(b_grad_act * b_act, axis=1)
         kind = grad_pre.dtype.element_ty
         if GATED and INTERLEAVED:
             both = tl.reshape(tl.join(grad_gate, grad_up), (BLOCK_M, 2 * HALF))
-            tl.store(grad_pre + where, both.to(kind), mask=inside2)
+            tl.store(grad_pre + o_pre, both.to(kind), mask=m_both)
         else:
-            tl.store(grad_pre + where, grad_gate.to(kind), mask=inside)
+            tl.store(grad_pre + o_pre, grad_gate.to(kind), mask=m_mn)
             if GATED:
-                tl.store(grad_pre + where + ffn, grad_up.to(kind), mask=inside)
+                tl.store(grad_pre + o_pre + ffn, grad_up.to(kind), mask=m_mn)
         if NEED_ACT:
-            a_ptrs = act + m[:, None] * ffn + n[None, :]
-            tl.store(a_ptrs, (a * s[:, None]).to(act.dtype.element_ty), mask=inside)
+            p_act = act + o_m[:, None] * ffn + o_n[None, :]
+            tl.store(p_act, (b_act * s[:, None]).to(act.dtype.element_ty), mask=m_mn)
     if NEED_PARTIAL:
         if HAS_BIAS:
             dot += tl.where(column == 0, bias_sum, 0.0)
-        tl.store(partial + column.to(tl.int64) * num_pairs + start + m, dot, mask=m < left)
+        p_partial = partial + column.to(tl.int64) * num_pairs + start + o_m  # [M]
+        tl.store(p_partial, dot, mask=o_m < left)
 
 
 def dgated(
@@ -144,12 +144,14 @@ def dgated(
     is empty.
     """
     hidden, ffn = down_LHF.shape[1:]
-    num_pairs, (block, empty) = pre_AG.shape[0], (blocks.dgated, (0,))
+    num_pairs = pre_AG.shape[0]
+    block = blocks.dgated
     columns = triton.cdiv(ffn, block.n)
     grad_pre_AG = torch.empty_like(pre_AG)
-    act_AF = pre_AG.new_empty((num_pairs, ffn) if need_act else empty)
-    shape = (columns, num_pairs) if need_weights else empty
-    partial_CA = pre_AG.new_empty(shape, dtype=torch.float32)
+    act_AF = pre_AG.new_empty((num_pairs, ffn) if need_act else (0,))
+    partial_CA = pre_AG.new_empty(
+        (columns, num_pairs) if need_weights else (0,), dtype=torch.float32
+    )
     dgated_kernel[(routing.tiles.shape[0] * columns,)](
         grad_RH, routing.pair_A, routing.offsets, routing.tiles, weights_RK, down_LHF,
         down_bias_LH, pre_AG, grad_pre_AG, act_AF, partial_CA,

@@ -17,20 +17,20 @@ GELU_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def add_low_rank(
-    sums, low, position, b, n, limit_n, stride_p, stride_n,
+    sums, low, position, factor, o_n, limit_n, stride_p, stride_n,
     RANK: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sums + low[position] @ b: the sum along the rank goes on in the same registers. A rank below
-    BLOCK_P is filled up with zeros, tensor cores take no less than 16."""
-    p = tl.arange(0, BLOCK_P)
-    low_ptrs = low + position.to(tl.int64)[:, None] * RANK + p[None, :]
-    b_ptrs = b + p[:, None] * stride_p + n[None, :] * stride_n
+    """sums + low[position] @ factor: the sum along the rank goes on in the same registers. A rank
+    below BLOCK_P is filled up with zeros, tensor cores take no less than 16."""
+    o_p = tl.arange(0, BLOCK_P)
+    p_low = low + position.to(tl.int64)[:, None] * RANK + o_p[None, :]  # [M, P]
+    p_factor = factor + o_p[:, None] * stride_p + o_n[None, :] * stride_n  # [P, N]
     for first in range(0, RANK, BLOCK_P):
-        inside = first + p < RANK
-        x = tl.load(low_ptrs + first, mask=inside[None, :], other=0.0)
-        w_mask = inside[:, None] & (n < limit_n)[None, :]
-        w = tl.load(b_ptrs + first * stride_p, mask=w_mask, other=0.0)
-        sums = tl.dot(x, w, sums, input_precision=PRECISION)
+        m_p = first + o_p < RANK
+        b_low = tl.load(p_low + first, mask=m_p[None, :], other=0.0)  # [M, P]
+        m_factor = m_p[:, None] & (o_n < limit_n)[None, :]
+        b_factor = tl.load(p_factor + first * stride_p, mask=m_factor, other=0.0)  # [P, N]
+        sums = tl.dot(b_low, b_factor, sums, input_precision=PRECISION)
     return sums
 
 

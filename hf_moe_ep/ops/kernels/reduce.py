@@ -2,7 +2,7 @@
 
     combine        out_RH[r]    = sum over k of (weights[r, k] *) rows_AH[slots[r, k]]
     weight_grads   out_RK[r, k] = sum over columns of partial[column, slots[r, k]]
-    segment_sum    out_LN[l]    = scale * sum over the pairs of expert l of (weight *) rows[row]
+    segment_sum    out_LO[l]    = scale * sum over the pairs of expert l of (weight *) rows[row]
 
 Slots of pairs that are not here point past the last row: they are never read.
 """
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
 
-_SUM_ROWS, _SUM_COLUMNS, _FLAT = 32, 128, 256
+# Rows and columns of a block of `segment_sum`; routing weights of one of `weight_grads`.
+_SUM_ROWS = 32
+_SUM_COLUMNS = 128
+_FLAT = 256
 
 
 @triton.jit
@@ -25,34 +28,34 @@ def combine_kernel(
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = h < hidden
+    o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
-        slot = tl.load(slots + row * TOP_K + k)
-        # Not `inside & (slot < num_pairs)`: the interpreter makes no mask of block & scalar.
-        here = h < tl.where(slot < num_pairs, hidden, 0)
-        y = tl.load(rows + slot.to(tl.int64) * hidden + h, mask=here, other=0.0).to(tl.float32)
+        slot = tl.load(slots + row * TOP_K + k)  # []
+        # Not `& (slot < num_pairs)`: the interpreter makes no mask of block & scalar.
+        m_here = o_h < tl.where(slot < num_pairs, hidden, 0)
+        b_y = tl.load(rows + slot.to(tl.int64) * hidden + o_h, mask=m_here, other=0.0)  # [BLOCK]
+        b_y = b_y.to(tl.float32)
         if WEIGHTED:
             # A weight that no pair here has may be anything, NaN included.
-            s = tl.load(weights + row * TOP_K + k, mask=slot < num_pairs, other=0.0)
-            y = y * s.to(tl.float32)
-        total += y
-    tl.store(out + row * hidden + h, total.to(out.dtype.element_ty), mask=inside)
+            s = tl.load(weights + row * TOP_K + k, mask=slot < num_pairs, other=0.0)  # []
+            b_y = b_y * s.to(tl.float32)
+        total += b_y
+    tl.store(out + row * hidden + o_h, total.to(out.dtype.element_ty), mask=o_h < hidden)
 
 
 @triton.jit
 def weight_grads_kernel(
     partial, slots, out, num_pairs, num_columns, num_slots, BLOCK: tl.constexpr
 ):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < num_slots
-    slot = tl.load(slots + index, mask=inside, other=num_pairs).to(tl.int64)
+    o_slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_slot = o_slot < num_slots
+    position = tl.load(slots + o_slot, mask=m_slot, other=num_pairs).to(tl.int64)  # [BLOCK]
     total = tl.zeros([BLOCK], tl.float32)
     for _ in range(num_columns):
-        total += tl.load(partial + slot, mask=slot < num_pairs, other=0.0)
+        total += tl.load(partial + position, mask=position < num_pairs, other=0.0)  # [BLOCK]
         partial += num_pairs
-    tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + o_slot, total.to(out.dtype.element_ty), mask=m_slot)
 
 
 @triton.jit
@@ -61,26 +64,27 @@ def segment_sum_kernel(
     GATHER: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.load(offsets + expert)
+    end = tl.load(offsets + expert + 1)
     total = tl.zeros([BLOCK_N], tl.float32)
     for first in range(start, end, BLOCK_M):
         position = first + tl.arange(0, BLOCK_M)
-        inside = position < end
+        m_m = position < end
         row = position
         if GATHER or WEIGHTED:
-            pair = tl.load(pair_of_position + position, mask=inside, other=0)
+            pair = tl.load(pair_of_position + position, mask=m_m, other=0)  # [M]
         if GATHER:
             row = pair // top_k
-        row_ptrs = rows + row.to(tl.int64)[:, None] * row_stride + n[None, :]
-        y = tl.load(row_ptrs, mask=inside[:, None] & (n < width)[None, :], other=0.0)
-        y = y.to(tl.float32)
+        p_y = rows + row.to(tl.int64)[:, None] * row_stride + o_n[None, :]  # [M, N]
+        b_y = tl.load(p_y, mask=m_m[:, None] & (o_n < width)[None, :], other=0.0)  # [M, N]
+        b_y = b_y.to(tl.float32)
         if WEIGHTED:
-            s = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
-            y = y * s[:, None]
-        total += tl.sum(y, axis=0)
-    out_ptrs = out + expert.to(tl.int64) * width + n
-    tl.store(out_ptrs, (total * scale).to(out.dtype.element_ty), mask=n < width)
+            s = tl.load(weights + pair, mask=m_m, other=0.0).to(tl.float32)  # [M]
+            b_y = b_y * s[:, None]
+        total += tl.sum(b_y, axis=0)
+    p_out = out + expert.to(tl.int64) * width + o_n
+    tl.store(p_out, (total * scale).to(out.dtype.element_ty), mask=o_n < width)
 
 
 def combine(rows_AH: Tensor, slots_RK: Tensor, weights_RK: Tensor | None) -> Tensor:
@@ -109,7 +113,7 @@ def weight_grads(partial_CA: Tensor, routing: Routing, like_RK: Tensor) -> Tenso
 
 def segment_sum(
     rows: Tensor,
-    like_LN: Tensor,
+    like_LO: Tensor,
     routing: Routing,
     top_k: int,
     weights_RK: Tensor | None,
@@ -118,11 +122,11 @@ def segment_sum(
     gather: bool,
 ) -> Tensor:
     """The gradient of a bias; rows are gathered, or lie in pair order."""
-    num_experts, width = like_LN.shape
-    out_LN = torch.empty_like(like_LN, memory_format=torch.contiguous_format)
+    num_experts, width = like_LO.shape
+    out_LO = torch.empty_like(like_LO, memory_format=torch.contiguous_format)
     segment_sum_kernel[(num_experts, triton.cdiv(width, _SUM_COLUMNS))](
-        rows, routing.pair_A, weights_RK, routing.offsets, out_LN, top_k, width, rows.stride(0),
+        rows, routing.pair_A, weights_RK, routing.offsets, out_LO, top_k, width, rows.stride(0),
         scale, GATHER=gather, WEIGHTED=weights_RK is not None,
         BLOCK_M=_SUM_ROWS, BLOCK_N=_SUM_COLUMNS,
     )  # fmt: skip
-    return out_LN
+    return out_LO

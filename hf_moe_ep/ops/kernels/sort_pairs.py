@@ -9,7 +9,7 @@ Four launches and no atomics, so the order is that of a stable sort whatever the
 
 A tile is up to BLOCK_M consecutive positions of one expert, `(expert, first position)`. Their
 number depends on the routing, which the host does not know, so the list is as long as it can get,
-A / BLOCK_M + L, and ends in entries with expert -1.
+A / BLOCK_M + L, and ends in entries with expert -1. `open_tile` reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _count_kernel(
     total = tl.zeros([EXPERTS], tl.int32)
     for first in range(0, BLOCK, CHUNK):
         pair = block * BLOCK + first + tl.arange(0, CHUNK)
-        expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+        expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)  # [CHUNK]
         total += tl.sum((expert[:, None] == experts[None, :]).to(tl.int32), axis=0)
     tl.store(counts + block * num_experts + experts, total, mask=experts < num_experts)
 
@@ -57,7 +57,8 @@ def _scan_kernel(
         block = first + tl.arange(0, CHUNK)
         where = block[:, None] * num_experts + experts[None, :]
         inside = (block < num_blocks)[:, None] & valid[None, :]
-        total += tl.sum(tl.load(counts + where, mask=inside, other=0), axis=0)
+        count = tl.load(counts + where, mask=inside, other=0)  # [CHUNK, EXPERTS]
+        total += tl.sum(count, axis=0)
     start = tl.cumsum(total, 0) - total
     tl.store(offsets + experts, start, mask=valid)
     tl.store(offsets + num_experts, tl.sum(total, axis=0))
@@ -65,7 +66,7 @@ def _scan_kernel(
         block = first + tl.arange(0, CHUNK)
         where = block[:, None] * num_experts + experts[None, :]
         inside = (block < num_blocks)[:, None] & valid[None, :]
-        count = tl.load(counts + where, mask=inside, other=0)
+        count = tl.load(counts + where, mask=inside, other=0)  # [CHUNK, EXPERTS]
         tl.store(counts + where, start[None, :] + tl.cumsum(count, 0) - count, mask=inside)
         start += tl.sum(count, axis=0)
 
@@ -82,8 +83,8 @@ def _tiles_kernel(
 ):
     experts = tl.arange(0, EXPERTS)
     valid = experts < num_experts
-    start = tl.load(offsets + experts, mask=valid, other=0)
-    end = tl.load(offsets + experts + 1, mask=valid, other=0)
+    start = tl.load(offsets + experts, mask=valid, other=0)  # [EXPERTS]
+    end = tl.load(offsets + experts + 1, mask=valid, other=0)  # [EXPERTS]
     own_tiles = (end - start + BLOCK_M - 1) // BLOCK_M
     tiles_so_far = tl.cumsum(own_tiles, 0)
     tile = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -96,6 +97,22 @@ def _tiles_kernel(
     used = expert < num_experts
     tl.store(tiles + 2 * tile, tl.where(used, expert, -1), mask=tile < num_tiles)
     tl.store(tiles + 2 * tile + 1, tl.where(used, position, 0), mask=tile < num_tiles)
+
+
+@triton.jit
+def open_tile(tiles, offsets, width, BLOCK_N: tl.constexpr):
+    """(expert, first position, positions left in the expert, block of columns) of this program.
+
+    The programs of a tile stand in a row, one per BLOCK_N of its `width` columns. The expert is -1
+    where the list has ended; `left` may be more than a tile holds.
+    """
+    num_n = tl.cdiv(width, BLOCK_N)
+    tile = tl.program_id(0) // num_n
+    column = tl.program_id(0) % num_n
+    expert = tl.load(tiles + 2 * tile)
+    start = tl.load(tiles + 2 * tile + 1)
+    left = tl.load(offsets + expert + 1) - start
+    return expert, start, left, column
 
 
 @triton.jit
@@ -113,10 +130,11 @@ def _place_kernel(
 ):
     block = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
-    start = tl.load(starts + block * num_experts + experts, mask=experts < num_experts, other=0)
+    p_start = starts + block * num_experts + experts
+    start = tl.load(p_start, mask=experts < num_experts, other=0)  # [EXPERTS]
     for first in range(0, BLOCK, CHUNK):
         pair = block * BLOCK + first + tl.arange(0, CHUNK)
-        expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+        expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)  # [CHUNK]
         mine = (expert[:, None] == experts[None, :]).to(tl.int32)
         position = tl.sum(mine * (start[None, :] + tl.cumsum(mine, 0) - mine), axis=1)
         here = (expert >= 0) & (expert < num_experts)
@@ -132,7 +150,8 @@ def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) -> Routing:
     """Routing of `ids_RK`, `num_sorted` of whose pairs name an expert; at least one does."""
-    num_pairs, device = ids_RK.numel(), ids_RK.device
+    num_pairs = ids_RK.numel()
+    device = ids_RK.device
     num_blocks = triton.cdiv(num_pairs, _BLOCK)
     counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)

@@ -18,6 +18,7 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, rank_block
 from hf_moe_ep.ops.kernels.gate import activate, add_low_rank, halves
+from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 
 @triton.jit
@@ -33,61 +34,66 @@ def up_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    num_n = tl.cdiv(ffn, BLOCK_N)
-    tile, column = tl.program_id(0) // num_n, tl.program_id(0) % num_n
-    expert = tl.load(tiles + 2 * tile)
+    expert, start, left, column = open_tile(tiles, offsets, ffn, BLOCK_N)
     if expert < 0:
         return
-    start = tl.load(tiles + 2 * tile + 1)
-    m = tl.arange(0, BLOCK_M)
-    left = tl.load(offsets + expert + 1) - start
-    row = tl.load(pair_of_position + start + tl.minimum(m, left - 1)) // top_k
+    o_m = tl.arange(0, BLOCK_M)
+    # What lies behind the expert's last pair reads that pair again, and is not stored.
+    position = start + tl.minimum(o_m, left - 1)  # [M]
+    row = tl.load(pair_of_position + position) // top_k  # [M]
     # Interleaved, one block holds gate and up of BLOCK_N columns: the weight rows lie together.
     WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
     first = column * WIDTH
-    n = first + tl.arange(0, WIDTH)
+    o_n = first + tl.arange(0, WIDTH)
     limit_n = 2 * ffn if INTERLEAVED else ffn
-    k = tl.arange(0, BLOCK_K)
-    x_ptrs = rows + row.to(tl.int64)[:, None] * row_stride + k[None, :]
+    o_k = tl.arange(0, BLOCK_K)
+    p_x = rows + row.to(tl.int64)[:, None] * row_stride + o_k[None, :]  # [M, K]
     weight += expert.to(tl.int64) * weight_stride_l
-    w_ptrs = weight + n[None, :] * weight_stride_g + k[:, None] * weight_stride_h
+    p_w = weight + o_n[None, :] * weight_stride_g + o_k[:, None] * weight_stride_h  # [K, WIDTH]
     up_half = ffn * weight_stride_g
     gate = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     up = gate
     for step in range(0, hidden, BLOCK_K):
         if EVEN_K:
-            x = tl.load(x_ptrs)
+            b_x = tl.load(p_x)  # [M, K]
         else:
-            x = tl.load(x_ptrs, mask=(step + k < hidden)[None, :], other=0.0)
-        inside = (n < limit_n)[None, :]
+            b_x = tl.load(p_x, mask=(step + o_k < hidden)[None, :], other=0.0)  # [M, K]
+        m_w = (o_n < limit_n)[None, :]  # [1 or K, WIDTH]
         if not EVEN_K:
-            inside = inside & (step + k < hidden)[:, None]
-        w = tl.load(w_ptrs) if EVEN_N and EVEN_K else tl.load(w_ptrs, mask=inside, other=0.0)
-        gate = tl.dot(x, w, gate, input_precision=PRECISION)
+            m_w = m_w & (step + o_k < hidden)[:, None]
+        if EVEN_N and EVEN_K:
+            b_w = tl.load(p_w)  # [K, WIDTH]
+        else:
+            b_w = tl.load(p_w, mask=m_w, other=0.0)  # [K, WIDTH]
+        gate = tl.dot(b_x, b_w, gate, input_precision=PRECISION)
         if GATED and not INTERLEAVED:
-            u_ptrs = w_ptrs + up_half
-            w = tl.load(u_ptrs) if EVEN_N and EVEN_K else tl.load(u_ptrs, mask=inside, other=0.0)
-            up = tl.dot(x, w, up, input_precision=PRECISION)
-        x_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K * weight_stride_h
+            p_u = p_w + up_half
+            if EVEN_N and EVEN_K:
+                b_u = tl.load(p_u)  # [K, N]
+            else:
+                b_u = tl.load(p_u, mask=m_w, other=0.0)  # [K, N]
+            up = tl.dot(b_x, b_u, up, input_precision=PRECISION)
+        p_x += BLOCK_K
+        p_w += BLOCK_K * weight_stride_h
     if RANK:
-        position = start + tl.minimum(m, left - 1)
         low_b += expert.to(tl.int64) * low_b_stride_l
         gate = add_low_rank(
-            gate, low, position, low_b, n, limit_n, low_b_stride_p, low_b_stride_g,
+            gate, low, position, low_b, o_n, limit_n, low_b_stride_p, low_b_stride_g,
             RANK, BLOCK_P, PRECISION,
         )  # fmt: skip
         if GATED and not INTERLEAVED:
             low_b += ffn * low_b_stride_g
             up = add_low_rank(
-                up, low, position, low_b, n, limit_n, low_b_stride_p, low_b_stride_g,
+                up, low, position, low_b, o_n, limit_n, low_b_stride_p, low_b_stride_g,
                 RANK, BLOCK_P, PRECISION,
             )  # fmt: skip
     if HAS_BIAS:
-        b_ptrs = bias + expert.to(tl.int64) * bias_stride_l + n
-        gate += tl.load(b_ptrs, mask=n < limit_n, other=0.0).to(tl.float32)[None, :]
+        p_bias = bias + expert.to(tl.int64) * bias_stride_l + o_n  # [WIDTH]
+        b_bias = tl.load(p_bias, mask=o_n < limit_n, other=0.0)  # [WIDTH]
+        gate += b_bias.to(tl.float32)[None, :]
         if GATED and not INTERLEAVED:
-            up += tl.load(b_ptrs + ffn, mask=n < limit_n, other=0.0).to(tl.float32)[None, :]
+            b_bias = tl.load(p_bias + ffn, mask=o_n < limit_n, other=0.0)  # [N]
+            up += b_bias.to(tl.float32)[None, :]
     # Row addresses start at the tile, so that what each element adds fits in 32 bits.
     pre_size = 2 * ffn if GATED else ffn
     pre += start.to(tl.int64) * pre_size
@@ -96,21 +102,22 @@ def up_kernel(
     gate_halves = halves(gate, BLOCK_M, WIDTH // 2)
     up_halves = halves(up, BLOCK_M, WIDTH // 2)
     for half in tl.static_range(2):
-        g = gate_halves[half]
+        g = gate_halves[half]  # [M, WIDTH / 2]
         u = up_halves[half]
         if KEEP_PRE:
-            n = first + half * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
-            where = m[:, None] * pre_size + n[None, :]
-            stored = (m < left)[:, None] & (n < limit_n)[None, :]
-            tl.store(pre + where, g.to(pre.dtype.element_ty), mask=stored)
+            o_n = first + half * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
+            p_pre = pre + o_m[:, None] * pre_size + o_n[None, :]  # [M, WIDTH / 2]
+            m_pre = (o_m < left)[:, None] & (o_n < limit_n)[None, :]
+            tl.store(p_pre, g.to(pre.dtype.element_ty), mask=m_pre)
             if GATED and not INTERLEAVED:
-                tl.store(pre + where + ffn, u.to(pre.dtype.element_ty), mask=stored)
+                tl.store(p_pre + ffn, u.to(pre.dtype.element_ty), mask=m_pre)
         if INTERLEAVED:
             g, u = tl.split(tl.reshape(g, (BLOCK_M, HALF, 2)))
-        out = activate(g, u, ACTIVATION, GATED, ALPHA, LIMIT, UP_OFFSET)
-        n = column * BLOCK_N + half * HALF + tl.arange(0, HALF)
-        stored = (m < left)[:, None] & (n < ffn)[None, :]
-        tl.store(act + m[:, None] * ffn + n[None, :], out.to(act.dtype.element_ty), mask=stored)
+        b_act = activate(g, u, ACTIVATION, GATED, ALPHA, LIMIT, UP_OFFSET)  # [M, N / 2]
+        o_n = column * BLOCK_N + half * HALF + tl.arange(0, HALF)
+        p_act = act + o_m[:, None] * ffn + o_n[None, :]
+        m_act = (o_m < left)[:, None] & (o_n < ffn)[None, :]
+        tl.store(p_act, b_act.to(act.dtype.element_ty), mask=m_act)
 
 
 def up(
@@ -126,7 +133,8 @@ def up(
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     """act_AF and pre_AG; the latter is empty unless kept. `rows_RH` has contiguous rows."""
-    num_pairs, (hidden, pre_size) = routing.pair_A.numel(), (rows_RH.shape[1], weight_LGH.shape[1])
+    num_pairs = routing.pair_A.numel()
+    pre_size, hidden = weight_LGH.shape[1:]
     ffn = formula.ffn_size(pre_size)
     act_AF = rows_RH.new_empty(num_pairs, ffn)
     pre_AG = rows_RH.new_empty((num_pairs, pre_size) if keep_pre else (0,))
