@@ -78,8 +78,7 @@ def expert_mlp(
 
 
 def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
-    """The same weights for one `expert_mlp`, which in backward leaves their gradients to a node
-    that is made here.
+    """The same weights for one `expert_mlp`, their gradients left to a node that is made here.
 
     Of the nodes that are ready, autograd runs the one made last. Called between two functions that
     send rows away and take them in, it puts the weights' gradients between their backwards: while

@@ -1,4 +1,4 @@
-"""What the implementations of the expert MLP hand each other.
+"""Dataclasses that the implementations of the expert MLP hand each other.
 
     ExpertWeights   the stacked matrices, biases and adapters of the experts on this rank
     LowRows         what an adapter adds to a product, as the Triton kernels take it
@@ -26,7 +26,7 @@ WEIGHT_NAMES = ("up", "up_bias", "down", "down_bias", "up_a", "up_b", "down_a", 
 
 @dataclass(frozen=True)
 class LowRank:
-    """Of each expert: `scale * b_LOP @ a_LPI` beside its matrix, P the rank, never multiplied."""
+    """Factors of `scale * b_LOP @ a_LPI` beside each expert's matrix; P is the rank."""
 
     a_LPI: Tensor
     b_LOP: Tensor
@@ -39,8 +39,10 @@ class LowRank:
 
 @dataclass(frozen=True)
 class LowRows:
-    """`low_AP @ b_LPO[expert]`, which a kernel adds to its product of the same rows; no tensors
-    where there is no adapter."""
+    """Factors of `low_AP @ b_LPO[expert]`, which a kernel adds to its product of the same rows.
+
+    Neither where there is no adapter.
+    """
 
     low_AP: Tensor | None = None
     b_LPO: Tensor | None = None
@@ -98,14 +100,17 @@ class ExpertWeights:
 
 @dataclass
 class LateGrads:
-    """`finish` computes the gradients of the experts that a backward has left for later."""
+    """A place for `finish`, which computes the gradients that a backward has left for later."""
 
     finish: Callable[[], WeightGrads] | None = None
 
 
 @dataclass(frozen=True)
 class Routing:
-    """See the module's example; int32. `tiles` is the Triton path's map from tile to pairs."""
+    """Pairs sorted by expert, int32; see the module's example.
+
+    `tiles` is the work list of the Triton kernels (`sort_pairs`), empty elsewhere.
+    """
 
     pair_A: Tensor
     slots_RK: Tensor
@@ -115,7 +120,7 @@ class Routing:
 
 @dataclass
 class WeightGrads:
-    """None is "not asked for"."""
+    """Gradients of rows, routing weights and the experts' tensors; None where not asked for."""
 
     rows: Tensor | None = None
     weights: Tensor | None = None

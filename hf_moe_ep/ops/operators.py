@@ -116,7 +116,7 @@ def run_backward(
     *,
     later: bool = False,
 ) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
-    """What the implementation's backward returns, from what `save` keeps."""
+    """Run the implementation's backward on what `save` has kept; returns what it returns."""
     call = ExpertSpec.from_text(spec)
     names = call.names
     rows_RH, weights_RK, *experts = saved[: len(names)]

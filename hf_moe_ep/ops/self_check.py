@@ -60,8 +60,10 @@ def check_once(
     rows_per_expert: int,
     ranks: tuple[int, ...] = (0, 0),
 ) -> None:
-    """Compare forward and backward on a small problem of these properties; `ranks` of the adapters
-    of up and down, 0 where there is none."""
+    """Compare forward and backward on a small problem of these properties.
+
+    `ranks` are those of the adapters of up and down, 0 where there is none.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

@@ -27,7 +27,7 @@ from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """How one call is computed, and which tensors it is handed.
+    """Settings of one call, and names of the tensors that it is handed.
 
     Attributes:
         tensors: names (of WEIGHT_NAMES) of the experts' tensors that there are, in order.

@@ -131,8 +131,9 @@ def backward(
 def _add_expert_grads(
     step: _Step, grads: WeightGrads, *, rows_RH: Tensor, experts: ExpertWeights, scale: float
 ) -> None:
-    """The gradients of the experts of one block, in place."""
-    block, grad_MH = step.block, step.grad_MH
+    """Compute the gradients of the experts of one block, in place."""
+    block = step.block
+    grad_MH = step.grad_MH
     if grads.down_bias is not None:
         _sum(_scale(grad_MH, block.weight_M), grads.down_bias, block, scale)
     if grads.up_bias is not None:
@@ -153,7 +154,7 @@ def _add_expert_grads(
 
 @dataclass(frozen=True)
 class _Block:
-    """The consecutive pairs `pairs` of whole experts; `experts` that have any, and their sizes."""
+    """Consecutive pairs of whole experts; `experts` are those that have any, `sizes` how many."""
 
     pairs: slice
     experts: list[int]
@@ -182,7 +183,8 @@ def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[_Block]:
     # A GPU has nothing to win by smaller pieces.
     on_cpu = routing.pair_A.device.type == "cpu"
     smallest = _BLOCK if on_cpu else len(routing.pair_A)
-    pair_A, weights = routing.pair_A.long(), weights_RK.flatten()
+    pair_A = routing.pair_A.long()
+    weights = weights_RK.flatten()
     ends = routing.offsets.tolist()
     experts: list[int] = []
     first = 0
@@ -191,10 +193,12 @@ def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[_Block]:
             experts.append(expert)
         if experts and (end - first >= smallest or end == ends[-1]):
             pair_M = pair_A[first:end]
-            row_M, weight_M = pair_M // weights_RK.shape[1], weights.index_select(0, pair_M)
+            row_M = pair_M // weights_RK.shape[1]
+            weight_M = weights.index_select(0, pair_M)
             sizes = [ends[i + 1] - ends[i] for i in experts]
             yield _Block(slice(first, end), experts, sizes, pair_M, row_M, weight_M)
-            experts, first = [], end
+            experts = []
+            first = end
 
 
 def _pre_activations(
@@ -215,7 +219,7 @@ def _per_expert(
     bias_LO: Tensor | None = None,
     out_MO: Tensor | None = None,
 ) -> Tensor:
-    """Each pair's row times the matrix of its expert."""
+    """The product of each pair's row and the matrix of its expert."""
     if out_MO is None:
         out_MO = rows_MI.new_empty(len(rows_MI), matrix_LIO.shape[2])
     for expert, (rows, out) in block.split(rows_MI, out_MO):
@@ -227,14 +231,14 @@ def _per_expert(
 
 
 def _adapted(rows_MI: Tensor, matrix_LIO: Tensor, adapter: LowRank | None, block: _Block) -> Tensor:
-    """Each pair's row times the matrix of its expert and what is beside it."""
+    """The product of each pair's row and the matrix of its expert, adapter included."""
     out_MO = _per_expert(rows_MI, matrix_LIO, block)
     _add_low_rank(rows_MI, adapter, out_MO, block)
     return out_MO
 
 
 def _add_low_rank(rows_MI: Tensor, adapter: LowRank | None, out_MO: Tensor, block: _Block) -> None:
-    """What each expert's adapter adds to the product with its matrix, in place."""
+    """Add each expert's adapter to the product with its matrix, in place."""
     if adapter is None:
         return
     for expert, (rows, out) in block.split(rows_MI, out_MO):
@@ -250,7 +254,7 @@ def _add_low_rank_grads(
     block: _Block,
     scale: float,
 ) -> None:
-    """`scale` times the gradients of a_LPI and b_LOP, where wanted."""
+    """Compute `scale` times the gradients of a_LPI and b_LOP, where wanted, in place."""
     if adapter is None:
         return
     a_LPI, b_LOP = into
@@ -283,7 +287,7 @@ def _wide_zeros(rows_RH: Tensor) -> Tensor:
 
 
 def _add_to_rows(y_MH: Tensor, sum_RH: Tensor, block: _Block) -> None:
-    """Adds each pair's vector to its row, in the order of the pairs."""
+    """Add each pair's vector to its row, in the order of the pairs."""
     if not y_MH.is_cuda:
         sum_RH.index_add_(0, block.row_M, y_MH.to(sum_RH.dtype))
         return
@@ -293,14 +297,14 @@ def _add_to_rows(y_MH: Tensor, sum_RH: Tensor, block: _Block) -> None:
 
 
 def _outer(left_MO: Tensor, right_MI: Tensor, out_LOI: Tensor, block: _Block, scale: float) -> None:
-    """`scale * left^T right` over the pairs of each expert of the block."""
+    """Compute `scale * left^T right` over the pairs of each expert of the block, in place."""
     for expert, (left, right) in block.split(left_MO, right_MI):
         out = out_LOI[expert]
         torch.addmm(out, left.t(), right, beta=0, alpha=scale, out=out)
 
 
 def _sum(rows_MO: Tensor, out_LO: Tensor, block: _Block, scale: float) -> None:
-    """The gradient of a bias: the sum over the pairs of each expert, in fp32 or wider."""
+    """Compute the gradient of a bias: sum the pairs of each expert, in fp32 or wider."""
     wide = torch.promote_types(rows_MO.dtype, torch.float32)
     for expert, (rows,) in block.split(rows_MO):
         out_LO[expert] = rows.sum(0, dtype=wide) * scale

@@ -84,16 +84,18 @@ def forward(
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     """out_RH, and pre_AG, empty unless kept."""
-    num_pairs, experts = routing.pair_A.numel(), _with_contiguous_biases(experts)
+    num_pairs = routing.pair_A.numel()
+    experts = _with_contiguous_biases(experts)
     if num_pairs == 0:
         pre_shape = (0, experts.up.shape[1])
         return torch.zeros_like(rows_RH), rows_RH.new_empty(pre_shape)
-    blocks, top_k = choose_blocks(experts.up, num_pairs), weights_RK.shape[1]
+    blocks = choose_blocks(experts.up, num_pairs)
+    top_k = weights_RK.shape[1]
     rows_RH = _with_contiguous_rows(rows_RH)
     act_AF, pre_AG = _activations(rows_RH, top_k, experts, routing, formula, blocks, keep_pre)
     low = _low_rows(act_AF, experts.down_adapter, routing, blocks)
-    down_LFH, bias_LH = experts.down.transpose(1, 2), experts.down_bias
-    y_AH = grouped_mm(act_AF, down_LFH, bias_LH, routing, blocks, low)
+    down_LFH = experts.down.transpose(1, 2)
+    y_AH = grouped_mm(act_AF, down_LFH, experts.down_bias, routing, blocks, low)
     return combine(y_AH, routing.slots_RK, weights_RK.contiguous()), pre_AG
 
 
@@ -124,7 +126,8 @@ def backward(
         return grads, (lambda: grads) if later else None
     experts = _with_contiguous_biases(experts)
     blocks = choose_blocks(experts.up, num_pairs)
-    rows_RH, grad_RH = _with_contiguous_rows(rows_RH), _with_contiguous_rows(grad_RH)
+    rows_RH = _with_contiguous_rows(rows_RH)
+    grad_RH = _with_contiguous_rows(grad_RH)
     weights_RK = weights_RK.contiguous()
     if pre_AG is None:
         _, pre_AG = _activations(rows_RH, top_k, experts, routing, formula, blocks, keep_pre=True)
@@ -169,8 +172,17 @@ def _activations(
 ) -> tuple[Tensor, Tensor]:
     """act_AF and pre_AG; the latter is empty unless kept."""
     low = _low_rows(rows_RH, experts.up_adapter, routing, blocks, gather_top_k=top_k)
-    weight, bias = experts.up, experts.up_bias
-    return up(rows_RH, top_k, weight, bias, routing, formula, blocks, low, keep_pre=keep_pre)
+    return up(
+        rows_RH,
+        top_k,
+        experts.up,
+        experts.up_bias,
+        routing,
+        formula,
+        blocks,
+        low,
+        keep_pre=keep_pre,
+    )
 
 
 def _low_rows(
@@ -181,18 +193,18 @@ def _low_rows(
     *,
     gather_top_k: int | None = None,
 ) -> LowRows:
-    """The first product of an adapter, and what a kernel needs for the second."""
+    """The first product of an adapter, with the factor of the second."""
     if adapter is None:
         return NO_ADAPTER
-    a_LIP, b_LPO = adapter.a_LPI.transpose(1, 2), adapter.b_LOP.transpose(1, 2)
-    scale = adapter.scale
-    low_AP = thin_mm(rows, a_LIP, routing, blocks, scale=scale, gather_top_k=gather_top_k)
+    a_LIP = adapter.a_LPI.transpose(1, 2)
+    b_LPO = adapter.b_LOP.transpose(1, 2)
+    low_AP = thin_mm(rows, a_LIP, routing, blocks, scale=adapter.scale, gather_top_k=gather_top_k)
     return LowRows(low_AP, b_LPO)
 
 
 @dataclass(frozen=True)
 class _Sources:
-    """What the gradients of the experts are made of; act_AF carries the routing weights."""
+    """Tensors that the gradients of the experts are made of; act_AF carries the routing weights."""
 
     rows_RH: Tensor
     weights_RK: Tensor
@@ -212,11 +224,9 @@ def _expert_grads(
     need: set[str],
     grads: WeightGrads | None = None,
 ) -> WeightGrads:
-    """The gradients of the experts' tensors, added to `grads`: nothing waits for them, so they come
-    last.
-    """
+    """Add the gradients of the experts' tensors to `grads`, last: nothing waits for them."""
     grads = grads or WeightGrads()
-    weights_RK, grad_RH = sources.weights_RK, sources.grad_RH
+    weights_RK = sources.weights_RK
     top_k = weights_RK.shape[1]
     if need & {"down", "up", "down_a", "down_b", "up_a", "up_b"}:
         order_L = routing.offsets.diff().argsort(descending=True)
@@ -229,7 +239,7 @@ def _expert_grads(
     if "down_bias" in need:
         assert experts.down_bias is not None
         grads.down_bias = segment_sum(
-            grad_RH, experts.down_bias, routing, top_k, weights_RK, scale=scale, gather=True
+            sources.grad_RH, experts.down_bias, routing, top_k, weights_RK, scale=scale, gather=True
         )
     if "up_bias" in need:
         assert experts.up_bias is not None
@@ -246,6 +256,7 @@ def _add_matrix_grads(
     need: set[str],
     grads: WeightGrads,
 ) -> None:
+    """Add the gradients of both matrices."""
     if "down" in need:
         out = torch.empty_like(experts.down)
         grads.down = product(sources.grad_RH, sources.act_AF, out, gather_left=True)
@@ -262,14 +273,17 @@ def _add_adapter_grads(
     need: set[str],
     grads: WeightGrads,
 ) -> None:
-    """Both factors of both adapters: `low^T x` and `grad^T low`, the former transposed."""
-    down, up, top_k = experts.down_adapter, experts.up_adapter, sources.weights_RK.shape[1]
+    """Add the gradients of both adapters: `low^T x`, transposed, of a; `grad^T low` of b."""
+    down = experts.down_adapter
+    up = experts.up_adapter
+    top_k = sources.weights_RK.shape[1]
     if down is not None and "down_a" in need:
         grads.down_a = torch.empty_like(down.a_LPI)
         into_LFP = grads.down_a.transpose(1, 2)
         product(sources.act_AF, sources.down_low.low_AP, into_LFP, thin=True)
     if down is not None and "down_b" in need:
-        low_AP, out = low_rows(sources.act_AF, down).low_AP, torch.empty_like(down.b_LOP)
+        low_AP = low_rows(sources.act_AF, down).low_AP
+        out = torch.empty_like(down.b_LOP)
         grads.down_b = product(sources.grad_RH, low_AP, out, gather_left=True, thin=True)
     if up is not None and "up_a" in need:
         grads.up_a = torch.empty_like(up.a_LPI)
@@ -277,7 +291,8 @@ def _add_adapter_grads(
         product(sources.rows_RH, sources.up_low.low_AP, into_LHP, gather_left=True, thin=True)
     if up is not None and "up_b" in need:
         low_AP = low_rows(sources.rows_RH, up, gather_top_k=top_k).low_AP
-        grads.up_b = product(sources.grad_pre_AG, low_AP, torch.empty_like(up.b_LOP), thin=True)
+        out = torch.empty_like(up.b_LOP)
+        grads.up_b = product(sources.grad_pre_AG, low_AP, out, thin=True)
 
 
 def _with_contiguous_rows(x_RH: Tensor) -> Tensor:

@@ -20,8 +20,10 @@ def add_low_rank(
     sums, low, position, factor, o_n, limit_n, stride_p, stride_n,
     RANK: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sums + low[position] @ factor: the sum along the rank goes on in the same registers. A rank
-    below BLOCK_P is filled up with zeros, tensor cores take no less than 16."""
+    """sums + low[position] @ factor: the sum along the rank goes on in the same registers.
+
+    A rank below BLOCK_P is filled up with zeros: tensor cores take no less than 16.
+    """
     o_p = tl.arange(0, BLOCK_P)
     p_low = low + position.to(tl.int64)[:, None] * RANK + o_p[None, :]  # [M, P]
     p_factor = factor + o_p[:, None] * stride_p + o_n[None, :] * stride_n  # [P, N]
@@ -119,6 +121,8 @@ def _f_and_slope(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def halves(block, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """Left and right columns. An epilogue over a whole block needs more registers than there are;
-    taken by halves it spills nothing."""
+    """Left and right columns of a block.
+
+    An epilogue over a whole block needs more registers than there are; by halves it spills nothing.
+    """
     return tl.split(tl.permute(tl.reshape(block, (ROWS, 2, HALF)), (0, 2, 1)))
