@@ -66,19 +66,20 @@ class ExpertSpec:
     def from_text(text: str) -> ExpertSpec:
         """The spec that `to_text` wrote."""
         written = dict(word.split("=") for word in text.split(" "))
-        values = {name: _read(written[name], kind) for name, kind in _FIELDS}
-        formula = {name: values.pop(name) for name in ExpertFormula.__annotations__}
-        return ExpertSpec(formula=ExpertFormula(**formula), **values)
+        formula = {name: _read(written[name], kind) for name, kind in _OF_FORMULA}
+        settings = {name: _read(written[name], kind) for name, kind in _OF_SPEC}
+        return ExpertSpec(formula=ExpertFormula(**formula), **settings)
 
 
 # (name, declared type) of everything that is written.
-_FIELDS = (*ExpertFormula.__annotations__.items(), *ExpertSpec.__annotations__.items())
-_FIELDS = tuple((name, kind) for name, kind in _FIELDS if name != "formula")
+_OF_FORMULA = tuple(ExpertFormula.__annotations__.items())
+_OF_SPEC = tuple(item for item in ExpertSpec.__annotations__.items() if item[0] != "formula")
 
 
 def _text(spec: ExpertSpec) -> str:
-    values = {**vars(spec.formula), **vars(spec)}
-    words = [f"{name}={_write(values[name], kind)}" for name, kind in _FIELDS]
+    # One by one: the torch.compile of torch 2.11 cannot take vars() of a frozen dataclass.
+    words = [f"{name}={_write(getattr(spec.formula, name), kind)}" for name, kind in _OF_FORMULA]
+    words += [f"{name}={_write(getattr(spec, name), kind)}" for name, kind in _OF_SPEC]
     return " ".join(words)
 
 
