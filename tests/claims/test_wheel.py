@@ -27,8 +27,9 @@ NOT_COPIED = (".git", ".venv*", "out", "build", "dist", "*.egg-info", "__pycache
 NO_DRAWING = """
 import sys
 from unittest.mock import MagicMock
-for name in ("matplotlib", "matplotlib.pyplot"):
-    sys.modules[name] = MagicMock()
+drawing = MagicMock()
+drawing.pyplot.subplots = lambda rows, columns, **_: (MagicMock(), [MagicMock()] * rows * columns)
+sys.modules |= {"matplotlib": drawing, "matplotlib.pyplot": drawing.pyplot}
 """
 LORA = """
 import torch
