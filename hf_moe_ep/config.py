@@ -3,9 +3,9 @@
     ParallelConfig(ep_size=8)                 experts split over 8 consecutive ranks
     HF_MOE_EP_EP_SIZE=8 python train.py       the same without touching the script
 
-A field left at None is filled from the environment by `with_environment` and counts as 1 after
-that. Sizes that depend on the model or on the world are checked where those are known: in
-`patch.py` and in `mesh.py`. This file is the only reader of environment variables.
+A size left at None is filled from the environment by `resolve_config` and counts as 1 after that.
+Sizes that depend on the model or on the world are checked where those are known: by the wings when
+the model is patched, and in `ranks/mesh.py`. This file is the only reader of environment variables.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ _SHARD_DIMS = ("auto", 0, 1)
 @dataclass(frozen=True)
 class ParallelConfig:
     """Sizes and choices of one patched model.
+
+        config = ParallelConfig(ep_size=8, sp_size=2, recompute_activations=True)
+        patch(model, config)             # the same as patch(model, ep_size=8, sp_size=2, ...)
 
     Args:
         ep_size: ranks that split the experts of a layer between them; divides the number of
@@ -161,7 +164,7 @@ _OURS = ("HF_MOE_EP_EP_SIZE", "HF_MOE_EP_SP_SIZE")
 
 
 def launch_environment() -> dict[str, str]:
-    """The variables of a launch that are set, and all that begin with HF_MOE_EP_."""
+    """Return the variables of a launch that are set, and all that begin with HF_MOE_EP_."""
     ours = sorted(name for name in os.environ if name.startswith("HF_MOE_EP_"))
     return {name: os.environ[name] for name in (*_LAUNCH_VARIABLES, *ours) if name in os.environ}
 

@@ -11,7 +11,13 @@ from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 
 def describe(model: nn.Module) -> str:
-    """A report of a few lines on a patched model, to print; numbers are of the calling rank.
+    """Report on a patched model in a few lines, to print; numbers are of the calling rank.
+
+        >>> print(describe(patch(model, ep_size=2)))
+        MyMoeForCausalLM (my_moe), patched by hf_moe_ep
+          experts    2 layers of 8 (model.layers.0.mlp.experts .. model.layers.1.mlp.experts), ...
+          layout     not sharded yet; asks for ep_size 2, sp_size 1, dp_replicate_size 1
+          parameters 63,456 in the model, 63,456 on this rank
 
     Raises:
         ValueError: the model is not patched.

@@ -43,7 +43,7 @@ _logger = logging.getLogger("hf_moe_ep")
 
 
 class Feature(Protocol):
-    """What the `attach.py` of a wing has."""
+    """Names what the `attach.py` of a wing has."""
 
     def check(self, parts: Parts, state: ModelState) -> None:
         """Raise where the model cannot do what the config asks for; change no module."""
@@ -58,6 +58,12 @@ FEATURES: tuple[Feature, ...] = (sequence, moe, vision)
 
 def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: Any) -> nn.Module:
     """Prepare a stock MoE model, in place, for expert parallelism; returns it.
+
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B")
+        patch(model, ep_size=8)
+        trainer = Trainer(model=model, ...)              # shards it, under `accelerate launch`
+
+    or, in an own loop, `apply_ep_fsdp2(model)` instead of the last line.
 
     Args:
         model: a Transformers model of a known architecture, as `from_pretrained` returns it.
@@ -95,6 +101,9 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
 
 def unpatch(model: nn.Module) -> nn.Module:
     """Take everything of `patch` out of `model` again, in place; returns it.
+
+        patch(model, experts_backend="torch")
+        unpatch(model)                                   # stock code again, to the last hook
 
     Raises:
         ValueError: the model was not patched, or was sharded since.

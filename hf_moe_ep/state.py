@@ -200,7 +200,7 @@ class Ours:
 
 
 def find_state(model: nn.Module) -> ModelState | None:
-    """The state of a patched model, also behind torch.compile's or PEFT's wrapper, or within it."""
+    """Find the state of a patched model, also behind torch.compile's or PEFT's wrapper."""
     for module in model.modules():
         state = getattr(module, STATE, None)
         if isinstance(state, MoELayer):
@@ -211,7 +211,7 @@ def find_state(model: nn.Module) -> ModelState | None:
 
 
 def patched_state(model: nn.Module) -> ModelState:
-    """The state of a model; ValueError where it is not patched."""
+    """Find the state of a model; ValueError where it is not patched."""
     state = find_state(model)
     if state is None:
         raise ValueError("this model is not patched; call patch(model) or apply_ep_fsdp2(model)")

@@ -28,7 +28,7 @@ from hf_moe_ep.upstream.adapters import parameter_factors
 
 
 def stackers(experts: nn.Module) -> dict[int, Callable[[Tensor], Tensor]]:
-    """How to put the experts in front, by the id of each factor below (the wrappers of) `experts`.
+    """Return how to put the experts in front, by the id of each factor below `experts`.
 
     Factors of experts that the model's own code computes stay as they are.
     """
@@ -107,7 +107,7 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 
 def _computed_here(experts: Any) -> bool:
-    """Whether this module's forward is ours (not another model's, not the eager backend)."""
+    """Tell whether this module's forward is ours (not another model's, not the eager backend)."""
     layer = getattr(experts, STATE, None)
     return isinstance(layer, MoELayer) and layer.compute is not None
 

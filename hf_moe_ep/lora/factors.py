@@ -51,7 +51,7 @@ def join(adapters: Sequence[ActiveAdapter], mine: slice) -> tuple[Tensor, Tensor
 
 
 def is_stacked(factor: Tensor) -> bool:
-    """Whether a factor has its experts in front, as in a sharded model."""
+    """Tell whether a factor has its experts in front, as in a sharded model."""
     return factor.ndim == 3
 
 
@@ -76,7 +76,7 @@ def pack_b(stacked: Tensor) -> Tensor:
 
 
 def pack_factors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of whole tensors, the factors in it packed as PEFT packs them."""
+    """Return a state dict of whole tensors, the factors in it packed as PEFT packs them."""
     packed = dict(state_dict)
     for name, factor in parameter_factors(model):
         for key in {name, canonical_name(name)} & packed.keys():

@@ -40,7 +40,7 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """An int64 that differs between other batches; floats in another order may pass."""
+    """Return an int64 that differs between other batches; floats in another order may pass."""
     if x.is_floating_point():
         return x.detach().sum(dtype=torch.float64).view(torch.int64)
     places = torch.arange(1, x.numel() + 1, device=x.device)

@@ -28,7 +28,7 @@ SLICE = "hf_moe_ep_slice"
 
 
 class Slice:
-    """How the `length` tokens of each row are split over `group`, `unit` of them never apart.
+    """A rank's part of the `length` tokens of each row, split over `group` in whole `unit`s.
 
     No dataclass: FSDP2 makes a new one of every dataclass that it finds among a unit's arguments.
     """
@@ -70,7 +70,7 @@ def gather_slices(x: Tensor, part: Slice) -> Tensor:
 
 
 def sum_slices(x: Tensor, part: Slice) -> Tensor:
-    """The sum of a scalar over the group; its backward adds the gradients of all ranks as well."""
+    """Add a scalar up over the group; its backward adds the gradients of all ranks as well."""
     total: Tensor = _Sum.apply(x, part)
     return total
 
@@ -107,5 +107,5 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum(x: Tensor, part: Slice) -> Tensor:
-    """Of a scalar, with the additions of every rank in one order."""
+    """Add a scalar up, with the additions of every rank in one order."""
     return all_gather(x, part.group).sum()

@@ -134,7 +134,7 @@ class TakeSlice(Ours):
 def split_loss(
     stock: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kw: Any
 ) -> Tensor:
-    """The loss of the whole sequence from this rank's logits, the same on all ranks of the group.
+    """Return the loss of the whole sequence, the same on all ranks, from this rank's logits.
 
     Its gradient is that of the group's loss times sp: as for any rank of data parallelism, the
     mean over all ranks is what counts.
@@ -152,7 +152,7 @@ def split_loss(
 
 
 def _next_labels(labels: Tensor | None, shifted: Tensor | None, part: Slice) -> Tensor:
-    """What each token of this rank's slice is to predict; -100 behind the end."""
+    """Return what each token of this rank's slice is to predict; -100 behind the end."""
     if shifted is None:
         assert labels is not None
         shifted = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
@@ -160,7 +160,7 @@ def _next_labels(labels: Tensor | None, shifted: Tensor | None, part: Slice) -> 
 
 
 def _join_fused(output: Any, part: Slice) -> Any:
-    """What TRL's head tells of each token, whole on every rank; its own loss, of a slice, is gone.
+    """Join what TRL's head tells of each token; its own loss, of a slice, is gone.
 
     One entry per token, the last of which has no label, where TRL without sp has one less.
     """
@@ -173,14 +173,14 @@ def _join_fused(output: Any, part: Slice) -> Any:
 
 
 def _gather_numbers(x: Tensor, part: Slice) -> Tensor:
-    """(B, S / sp) of every rank to (B, S) on all."""
+    """Gather (B, S / sp) of every rank to (B, S) on all."""
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     # A copy, because FSDP2 warns of an output that is a view.
     return gather_slices(numbers.unsqueeze(-1), part).squeeze(-1).to(x.dtype, copy=True)
 
 
 def _mask_beside(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """The mask to pass on: none of all ones, with which stock code does not look at positions.
+    """Return the mask to pass on: None beside positions that start again.
 
     Documents packed into one row are told apart by positions that start again; beside a mask they
     would silently see each other (transformers, masking_utils.py, _preprocess_mask_arguments).

@@ -68,7 +68,7 @@ def own_heads(query: Tensor, key: Tensor, value: Tensor, part: Slice) -> tuple[T
 
 
 def own_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
-    """The way back: (B, S, Q / sp, W) to (B, S / sp, Q, W)."""
+    """Send results back: (B, S, Q / sp, W) to (B, S / sp, Q, W)."""
     out: Tensor = _SequenceToHeads.apply(out_BSQW, part)
     return out
 

@@ -29,7 +29,7 @@ from hf_moe_ep.upstream.towers import tower_tables
 
 
 class PatchSlice(Slice):
-    """How the patches of all pictures are split; `frames` are the patches of each frame."""
+    """A slice of the patches of all pictures; `frames` are the patches of each frame."""
 
     def __init__(self, sequence: Slice, frames: list[int], unit: int) -> None:
         super().__init__(sequence.group, sequence.rank, sequence.size, sum(frames), unit)

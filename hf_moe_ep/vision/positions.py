@@ -70,7 +70,7 @@ class PositionCollator:
 
 
 def _find_inner(model: nn.Module) -> nn.Module:
-    """The module whose class places pictures (PEFT's wrappers only pass its attributes on)."""
+    """Find the module whose class places pictures (PEFT's wrappers only pass its attributes on)."""
     for module in model.modules():
         if hasattr(type(module), "get_rope_index"):
             return module
@@ -81,7 +81,7 @@ def _find_inner(model: nn.Module) -> nn.Module:
 
 
 def _without_weights(inner: nn.Module) -> Any:
-    """An instance of the same class that holds the config and nothing else."""
+    """Make an instance of the same class that holds the config and nothing else."""
     # FSDP2 swaps a module's class for one of its own, which no worker could import.
     stock = next(kind for kind in type(inner).__mro__ if not issubclass(kind, FSDPModule))
     bare: Any = stock.__new__(stock)
