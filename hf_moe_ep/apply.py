@@ -4,7 +4,7 @@
     apply_ep_fsdp2(model, weights=folder)  one on the meta device: each rank reads its shards
     from_pretrained(name, ep_size=8)       builds that model from the folder's config first
 
-With Accelerate or the Trainer none of them is needed, as `accelerate.py` shards in `prepare`; the
+With Accelerate or the Trainer none of them is needed, which shard in `prepare`; the
 last one saves them memory.
 """
 
@@ -146,7 +146,7 @@ def from_pretrained(
 
 
 def _first_dtype(folder: os.PathLike[str]) -> torch.dtype:
-    """By file and key, as transformers; in a header the tensors of the widest dtype come first."""
+    """Take the first by file and key, as transformers; a header begins with the widest dtype."""
     entries = sorted(read_index(folder).items(), key=lambda item: (item[1].file, item[0]))
     dtypes = (entry.dtype for _, entry in entries)
     found = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, save_configs
-from hf_moe_ep.checkpoints.hub.pieces import describe, distinct_tensors
+from hf_moe_ep.checkpoints.hub.pieces import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.read import described_model
 from hf_moe_ep.checkpoints.hub.write import (
     first_dtype,
@@ -90,7 +90,7 @@ def convert(
 
 
 def _open(folder: Path) -> tuple[Any, Metadata]:
-    """DCP's reader of a checkpoint, and its metadata."""
+    """Return DCP's reader of a checkpoint, and its metadata."""
     if (folder / _OF_ACCELERATE).is_dir():
         reader: Any = MetadataReader(folder / _OF_ACCELERATE)
     elif (folder / TENSORS).is_dir():
@@ -108,7 +108,7 @@ def _open(folder: Path) -> tuple[Any, Metadata]:
 
 
 def _key(name: str, metadata: Metadata) -> str | None:
-    """Accelerate nests what it saves once more."""
+    """Find a tensor's key: Accelerate nests what it saves once more."""
     keys = (f"{_PREFIX}{name}", f"{_PREFIX}{_PREFIX}{name}", name)
     return next((key for key in keys if key in metadata.state_dict_metadata), None)
 
@@ -129,7 +129,7 @@ def _check_fits(folder: Path, model: nn.Module, metadata: Metadata) -> None:
             f"{folder} holds adapters; load it into the model and call save_pretrained, which "
             f"writes an adapter, or merge that in one process"
         )
-    problems = [describe("missing", missing), describe("misshapen", misshapen)]
+    problems = [list_names("missing", missing), list_names("misshapen", misshapen)]
     if any(problems):
         raise ValueError(
             f"{folder} does not fit {type(model).__name__}: {'; '.join(filter(None, problems))}"
@@ -147,6 +147,6 @@ def _slabs(reader: Any, metadata: Metadata, name: str) -> Iterator[tuple[Box, Te
 
 
 def _is_of_model(name: str) -> bool:
-    """Not what a training run leaves beside the model."""
+    """Tell a file of the model from what a training run leaves beside it."""
     ours = (manifest.MANIFEST, manifest.STARTED, STATE, "trainer_state.json", INDEX)
     return name not in ours and not name.startswith(("random-", "rng_state", "adapter_"))

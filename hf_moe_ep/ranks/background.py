@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_moe_ep.ranks.together import describe, this_rank, world_size
+from hf_moe_ep.ranks.together import one_line, this_rank, world_size
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -45,7 +45,7 @@ class _SaveThread(threading.Thread):
             self._write(self._group)
         except BaseException as error:  # noqa: BLE001  wait() raises it
             self.failure = error
-            text = describe(error)
+            text = one_line(error)
             _logger.error("%s was not saved: %s (rank %d)", self.directory, text, self._rank)
         finally:
             self._write = None  # with it goes the copy that it wrote

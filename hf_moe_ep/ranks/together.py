@@ -24,16 +24,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hf_moe_ep.upstream.process_groups import default_store
 
 # How far ranks may be apart when they begin to save.
-_PATIENCE = timedelta(minutes=5)
+PATIENCE = timedelta(minutes=5)
 
 Value = TypeVar("Value")
 
 
 def check_everyone_calls(what: str, patience: timedelta | None = None) -> None:
-    """Ranks meet at the store: inside `if is_main_process:` the first collective would hang."""
+    """Meet at the store: inside `if is_main_process:` the first collective would hang."""
     if not is_distributed():
         return
-    patience = patience or _PATIENCE
+    patience = patience or PATIENCE
     store, world = default_store(), dist.get_world_size()
     called = f"hf_moe_ep/{what}"
     number = store.add(called, 1)
@@ -98,7 +98,7 @@ def on_first(what: str, part: Callable[[], Value], group: dist.ProcessGroup | No
 
 @dataclass(frozen=True)
 class _Failure:
-    """What the other ranks hear of an error."""
+    """The text of an error, for the other ranks."""
 
     text: str
     is_value_error: bool
@@ -118,7 +118,7 @@ def _try(part: Callable[[], Any]) -> _Tried:
         return _Tried(part())
     # Any error: kept to itself it would leave the other ranks waiting. DCP's is no Exception.
     except (Exception, CheckpointException) as error:  # noqa: BLE001
-        failure = _Failure(describe(error), isinstance(error, ValueError))
+        failure = _Failure(one_line(error), isinstance(error, ValueError))
         return _Tried(failure=failure, cause=error)
 
 
@@ -153,7 +153,7 @@ def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException |
 
 
 def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """`value` of every rank, in rank order; of this process alone without a process group.
+    """Gather `value` of every rank, in order; of this process alone without a process group.
 
     Raises:
         RuntimeError: `group` was destroyed: a rank that went on alone would take itself for rank 0.
@@ -190,8 +190,8 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def describe(error: BaseException) -> str:
-    """One line; of DCP's error each rank's own."""
+def one_line(error: BaseException) -> str:
+    """Put an error into one line; of DCP's error each rank's own."""
     if isinstance(error, CheckpointException):
         parts = [
             f"rank {rank}: {type(cause).__name__}: {cause}"

@@ -368,7 +368,7 @@ def _refused(rank: int, folder: str) -> None:
         with pytest.raises(ValueError, match=names):
             _load_run(other, f"{folder}/{damage}")
         assert_equal("untouched", everything(other), before)
-    with mock.patch.object(meet, "_PATIENCE", timedelta(seconds=2)):
+    with mock.patch.object(meet, "PATIENCE", timedelta(seconds=2)):
         if rank == 0:
             with pytest.raises(RuntimeError, match=r"save_checkpoint was called on 1 of 2 ranks"):
                 _save_run(run, f"{folder}/alone")

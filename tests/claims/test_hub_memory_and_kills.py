@@ -361,7 +361,7 @@ def test_a_rank_that_dies_after_the_commit_takes_nothing_with_it(tmp_path: Path)
 
 def _killed_while_saving(rank: int, world: int, folder: str, victim: int, after: float) -> None:
     """Saves one version after the other, until somebody is killed."""
-    meet._PATIENCE = timedelta(seconds=5)  # a survivor is not to wait for the dead for minutes
+    meet.PATIENCE = timedelta(seconds=5)  # a survivor is not to wait for the dead for minutes
     if rank == victim:
         kill_later(after)
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)

@@ -51,7 +51,7 @@ def _go_on(rank: int, world: int, root: str, round_: int, kill: Kill) -> None:
         first = load_checkpoint(root, run.model, run.optimizer, run.scheduler)["step"]
     else:
         run = start("full", LAYOUTS[round_ % 2], **SMALL)
-    meet._PATIENCE = timedelta(seconds=5)  # a survivor is not to wait for the dead for minutes
+    meet.PATIENCE = timedelta(seconds=5)  # a survivor is not to wait for the dead for minutes
     handle = SaveHandle(Path(root))  # of no save
     for number in range(first, first + 4):
         loss = step(run, number)

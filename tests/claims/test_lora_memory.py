@@ -160,7 +160,7 @@ def experts_that_a_quantization_left_trainable_are_refused(rank: int, world: int
 def saving_on_one_rank_is_an_error_and_no_hang(rank: int, world: int, folder: str) -> None:
     """A plain collective would wait for the process group's timeout."""
     model = apply_ep_fsdp2(with_lora(tiny(dtype=torch.float32), r=2), ep_size=world)
-    with mock.patch.object(meet, "_PATIENCE", timedelta(seconds=2)):
+    with mock.patch.object(meet, "PATIENCE", timedelta(seconds=2)):
         if rank == 0:
             for save in (model.save_pretrained, partial(save_pretrained, model)):
                 with pytest.raises(RuntimeError, match=r"called on 1 of 2 ranks only.*every rank"):

@@ -22,7 +22,7 @@ BESIDE = ".configs-"
 def save_configs(
     model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
 ) -> None:
-    """config.json, generation_config.json, and tokenizers or processors (modeling_utils.py).
+    """Save config.json, generation_config.json, tokenizers, processors (modeling_utils.py).
 
     `dtype` is what the config will say, None leaves it. Each file is written beside its place and
     renamed: a process killed here leaves the old one or the new one.
@@ -33,7 +33,7 @@ def save_configs(
 def stage_configs(
     model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
 ) -> Path:
-    """As `save_configs`, but into a folder in `folder` that `publish` empties into it."""
+    """Save them into a folder in `folder` that `publish` empties into it."""
     for left_behind in folder.glob(f"{BESIDE}*"):
         shutil.rmtree(left_behind)
     beside = Path(tempfile.mkdtemp(prefix=BESIDE, dir=folder))

@@ -38,7 +38,7 @@ SMALL = 2**20
 def gather_state_dict(
     model: nn.Module, save_embedding_layers: str | bool = "auto"
 ) -> dict[str, Tensor]:
-    """Full tensors on the host of rank 0, empty elsewhere; every rank calls this.
+    """Gather full tensors on the host of rank 0, none elsewhere; every rank calls this.
 
     Of a model with adapters what PEFT saves, packed as PEFT packs it: the base stays where it is.
     `save_embedding_layers` as in PEFT's save_pretrained.

@@ -41,7 +41,7 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        """What it holds of the parameter."""
+        """The part of the parameter that it holds."""
         sizes = list(self.shape)
         if self.transposed:
             sizes[-2:] = sizes[:-3:-1]
@@ -49,7 +49,7 @@ class Piece:
         return tuple((at, at + size) for at, size in zip(self.start, sizes, strict=True))
 
     def in_file(self, part: Box) -> Box:
-        """A part of the parameter, within this piece, as a part of the tensor in the file."""
+        """Turn a part of the parameter, within this piece, into one of the tensor in the file."""
         moved = [(a - at, b - at) for (a, b), at in zip(part, self.start, strict=True)]
         moved = moved[len(self.start) - len(self.shape) :]
         if self.transposed:
@@ -57,18 +57,18 @@ class Piece:
         return tuple(moved)
 
     def turned(self, tensor: Tensor) -> Tensor:
-        """From the order of the file to that of the parameter, or back; the same memory."""
+        """Turn the order of the file to that of the parameter, or back; the same memory."""
         return tensor.transpose(-1, -2) if self.transposed else tensor
 
 
 def hub_pieces(name: str, shape: tuple[int, ...], plan: ModelPlan) -> list[Piece]:
-    """The tensors that a checkpoint of the hub has for a parameter, in the order they are saved."""
+    """List the tensors that a checkpoint of the hub has for a parameter, as they are saved."""
     stored = plan.stored.get(name.rpartition(".")[2]) if _is_stacked(name, plan) else None
     return _pieces(name, shape, stored or Stored())
 
 
 def distinct_tensors(model: Any) -> dict[str, Tensor]:
-    """All that a checkpoint holds, by canonical name; tied weights once."""
+    """Name all that a checkpoint holds; tied weights once."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (canonical_name(name), tensor))
@@ -78,7 +78,7 @@ def distinct_tensors(model: Any) -> dict[str, Tensor]:
 def find_pieces(
     entries: Mapping[str, Entry], parameters: Mapping[str, tuple[int, ...]], plan: ModelPlan
 ) -> dict[str, list[Piece]]:
-    """What of a checkpoint makes up each parameter, {name: shape}, in whatever layout it is.
+    """Find what of a checkpoint makes up each parameter, {name: shape}, in whatever layout.
 
     Raises:
         ValueError: names what is missing and what has another shape than the parameter.
@@ -107,15 +107,15 @@ def find_pieces(
                     misshapen.append(f"{piece.key} {shapes}")
         found |= fitting or {}
     problems = [
-        describe(kind, names) for kind, names in (("missing", missing), ("misshapen", misshapen))
+        list_names(kind, names) for kind, names in (("missing", missing), ("misshapen", misshapen))
     ]
     if any(problems):
         raise ValueError("; ".join(filter(None, problems)))
     return found
 
 
-def describe(kind: str, names: Iterable[str]) -> str:
-    """ "missing 7 tensors: a, b, ..", empty without any."""
+def list_names(kind: str, names: Iterable[str]) -> str:
+    """Say "missing 7 tensors: a, b, ..", or nothing without any."""
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{kind} {len(names)} tensors: {', '.join(names[:_SHOWN])}{more}" if names else ""
@@ -127,7 +127,7 @@ def _is_stacked(name: str, plan: ModelPlan) -> bool:
 
 
 def _layouts(plan: ModelPlan) -> list[Callable[[str, tuple[int, ...]], list[Piece]]]:
-    """The hub's, as in memory, and the other way round."""
+    """List the layouts to try: the hub's, as in memory, and the other way round."""
     return [
         lambda name, shape: hub_pieces(name, shape, plan),
         lambda name, shape: _pieces(name, shape, Stored()),

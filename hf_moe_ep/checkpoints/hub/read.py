@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.architectures import find_plan
-from hf_moe_ep.checkpoints.hub.pieces import Piece, describe, find_pieces
+from hf_moe_ep.checkpoints.hub.pieces import Piece, find_pieces, list_names
 from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor, overlap, slices
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     Entry,
@@ -43,7 +43,7 @@ _logger = logging.getLogger("hf_moe_ep")
 
 
 def described_model(folder: Path) -> tuple[nn.Module, ModelPlan]:
-    """The model that a folder's config describes, on the meta device, and its plan."""
+    """Build the model that a folder's config describes, on meta, and find its plan."""
     model = empty_model(folder, None, torch.get_default_dtype, {})
     return model, find_plan(model)[0]
 
@@ -51,7 +51,7 @@ def described_model(folder: Path) -> tuple[nn.Module, ModelPlan]:
 def find_weights(
     model: nn.Module, directory: str | os.PathLike[str], plan: ModelPlan, empty: Iterable[str]
 ) -> dict[str, list[tuple[Piece, Entry]]]:
-    """Where the parameters `empty` and all persistent buffers of `model` lie in a checkpoint.
+    """Find where the parameters `empty` and all persistent buffers lie in a checkpoint.
 
     Args:
         model: not sharded yet; shapes are all that is asked of it.
@@ -85,7 +85,7 @@ def find_weights(
 
 
 def _names_of(model: nn.Module, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """The tensors of a checkpoint by the names of `model`, which may be without head, or with one.
+    """Give the tensors of a checkpoint the names of `model`, with a head or without.
 
     As transformers reads them: into a base model those of its kind with a head, less the head;
     into a model with a head those of its base model, which lack the head.
@@ -97,7 +97,7 @@ def _names_of(model: nn.Module, entries: Mapping[str, Entry]) -> Mapping[str, En
     if is_base_model(stock) and own & under.keys():
         left_out = sorted(entries.keys() - under.values())
         if left_out and is_first():
-            text = describe("leaves out", left_out)
+            text = list_names("leaves out", left_out)
             _logger.warning("%s is without a head and %s", type(stock).__name__, text)
         return {key: entries[before] for key, before in under.items()}
     if not is_base_model(stock) and own & {f"{prefix}{key}" for key in entries}:
@@ -140,7 +140,7 @@ def _match(
     others = [names for key, names in aliases.items() if key not in read]
     used |= {file_name(alias) for names in others for alias in names}
     if unexpected := sorted(unexpected_keys(model, entries.keys() - used)):
-        raise ValueError(describe("unexpected", unexpected))
+        raise ValueError(list_names("unexpected", unexpected))
     return {
         name: [(piece, entries[piece.key]) for piece in pieces]
         for key, pieces in found.items()
@@ -149,7 +149,7 @@ def _match(
 
 
 def _check_tied(entries: Mapping[str, Entry]) -> None:
-    """One of the tensors would be lost where they differ; transformers does not tie such."""
+    """Raise where tied tensors differ: one would be lost; transformers does not tie such."""
     first, *others = entries or [""]
     for other in others if is_first() else ():
         if not same_values(entries[first], entries[other]):

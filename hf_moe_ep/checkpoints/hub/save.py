@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.configs import stage_configs
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
-from hf_moe_ep.checkpoints.hub.pieces import describe, distinct_tensors
+from hf_moe_ep.checkpoints.hub.pieces import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.write import (
     first_dtype,
     parse_size,
@@ -114,8 +114,8 @@ def save_state_dict(
     given = {canonical_name(name): tensor for name, tensor in state_dict.items()}
     tied = {canonical_name(name) for name in model.state_dict()}
     problems = [
-        describe("missing", sorted(names - given.keys())),
-        describe("unexpected", sorted(given.keys() - tied)),
+        list_names("missing", sorted(names - given.keys())),
+        list_names("unexpected", sorted(given.keys() - tied)),
     ]
     if any(problems):
         raise ValueError(

@@ -69,14 +69,14 @@ def source_of(
     dtype: torch.dtype | None,
     slabs: Callable[[], Iterable[tuple[Box, Tensor | None]]],
 ) -> Source:
-    """A tensor of a model as the hub has it; `dtype`, if any, is that of floating point ones."""
+    """Describe a tensor as the hub has it; `dtype`, if any, is for floating point ones."""
     pieces = hub_pieces(file_name(name), tuple(tensor.shape), plan)
     kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return Source(pieces, kept, slabs)
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of "5GB", "500MiB" or a number, as transformers takes max_shard_size."""
+    """Count the bytes of "5GB", "500MiB" or a number, as transformers' max_shard_size."""
     found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]I?B)\s*", str(size).upper())
     if isinstance(size, str) and found:
         size = int(float(found[1]) * _UNITS[found[2]])
@@ -86,7 +86,7 @@ def parse_size(size: int | str) -> int:
 
 
 def split_files(sources: list[Source], max_bytes: int) -> list[list[Source]]:
-    """The sources of each file, in order; one that is larger than `max_bytes` is alone in its."""
+    """Deal sources to files, in order; one that is larger than `max_bytes` is alone."""
     files: list[list[Source]] = []
     size = 0
     for source in sources:
@@ -99,7 +99,7 @@ def split_files(sources: list[Source], max_bytes: int) -> list[list[Source]]:
 
 
 def first_dtype(sources: Iterable[Source]) -> torch.dtype:
-    """What config.json calls the dtype of the model."""
+    """Return what config.json calls the dtype of the model."""
     return next(source.dtype for source in sources if source.dtype.is_floating_point)
 
 
@@ -193,12 +193,12 @@ class _HubWriter:
         self._hashes: dict[str, str] = {}
 
     def open(self, number: int, sources: list[Source]) -> Writer:
-        """The next file, whose header says all that `sources` will write."""
+        """Open the next file, whose header says all that `sources` will write."""
         header = [(p.key, p.shape, source.dtype) for source in sources for p in source.pieces]
         return Writer(self._folder / self._names[number], header)
 
     def done(self, number: int, writer: Writer) -> None:
-        """A file is complete."""
+        """Note that a file is complete."""
         self._hashes[self._names[number]] = writer.sha256
 
     def commit(self) -> None:

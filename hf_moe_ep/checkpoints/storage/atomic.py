@@ -11,7 +11,7 @@ _PIECE = 4 << 20  # bytes
 
 
 def partial_name(path: Path) -> Path:
-    """Where `write_atomically` writes before it renames; what a kill leaves is overwritten."""
+    """Name where `write_atomically` writes first; what a kill leaves is overwritten."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -36,7 +36,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256_of(path: Path, on_read: Callable[[int], object] | None = None) -> str:
-    """The hash of a file, read in pieces; `on_read` is told the bytes of each."""
+    """Hash a file, read in pieces; `on_read` is told the bytes of each."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):

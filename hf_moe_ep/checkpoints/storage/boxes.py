@@ -19,30 +19,30 @@ Box = tuple[tuple[int, int], ...]
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The elements that both hold, None without any."""
+    """Return the elements that both hold, None without any."""
     pairs = zip(one, other, strict=True)
     box = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs)
     return box if all(start < stop for start, stop in box) else None
 
 
 def slices(part: Box, origin: Box) -> tuple[slice, ...]:
-    """Where `part` of a parameter lies in a tensor that holds `origin` of it."""
+    """Find where `part` of a parameter lies in a tensor that holds `origin` of it."""
     pairs = zip(part, origin, strict=True)
     return tuple(slice(a - at, b - at) for (a, b), (at, _) in pairs)
 
 
 def whole(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """A tensor that is here whole, as the one part of itself."""
+    """Yield a tensor that is here whole, as the one part of itself."""
     yield tuple((0, size) for size in tensor.shape), tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, the same memory."""
+    """Return this rank's part of a parameter, the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Which part of a parameter this rank holds, as `shard.py` and FSDP2 cut it."""
+    """Find the part of a parameter that this rank holds, as `shard.py` and FSDP2 cut it."""
     if not isinstance(tensor, DTensor):
         return tuple((0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -54,7 +54,7 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """Which part of a parameter the rank at `coordinate` of its mesh holds."""
+    """Find the part of a parameter that the rank at `coordinate` of its mesh holds."""
     box, mesh = [(0, size) for size in tensor.shape], tensor.device_mesh
     # The ep axis is the last one and was cut first; FSDP2 cuts what it left.
     for axis in reversed(range(mesh.ndim)):

@@ -27,7 +27,7 @@ _LARGEST = 1 << 16  # elements of a tensor; a generator's state has 5056
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` as JSON takes it; `where` it is, for the error.
+    """Turn `value` into what JSON takes; `where` it is, for the error.
 
     Raises:
         ValueError: something in it has no form in JSON.
@@ -58,7 +58,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given; tensors on the host."""
+    """Restore what `encode` was given; tensors on the host."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -44,7 +44,7 @@ _FORMAT = 1
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a checkpoint with a manifest, or one that was not finished."""
+    """Tell whether a folder is a checkpoint with a manifest, or one that was not finished."""
     return Path(folder, MANIFEST).exists() or Path(folder, STARTED).exists()
 
 
@@ -94,7 +94,7 @@ def write(
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest of a complete checkpoint.
+    """Read the manifest of a complete checkpoint.
 
     Raises:
         ValueError: there is none, or it is damaged.
@@ -160,7 +160,7 @@ def check_sizes(folder: str | os.PathLike[str]) -> None:
 
 
 def newest_complete(root: str | os.PathLike[str]) -> Path:
-    """The newest complete checkpoint in `root`, or `root` itself if it is one; sizes only.
+    """Find the newest complete checkpoint in `root`, or `root` itself; sizes only.
 
     Raises:
         ValueError: there is none; it lists what was there instead.
@@ -205,7 +205,7 @@ def _list(folder: Path) -> dict[str, int]:
 
 
 def _share(sizes: dict[str, int], group: dist.ProcessGroup | None) -> list[str]:
-    """This rank's files: the largest first, each to the rank that has least to read."""
+    """Choose this rank's files: the largest first, each to the rank with least to read."""
     world = world_size(group)
     load, mine = [0] * world, []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

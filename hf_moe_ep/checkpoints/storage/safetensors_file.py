@@ -63,7 +63,7 @@ class Entry:
 
 
 def read_index(directory: str | os.PathLike[str]) -> dict[str, Entry]:
-    """Every tensor of a checkpoint folder, by key.
+    """Find every tensor of a checkpoint folder, by key.
 
     Raises:
         ValueError: no safetensors checkpoint; a file that is missing, truncated or no safetensors
@@ -95,7 +95,7 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Entry]:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Every tensor of one file, by key; ValueError where the file is not whole."""
+    """Find every tensor of one file, by key; ValueError where the file is not whole."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -128,7 +128,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _parse(text: bytes) -> list[tuple[int, int, str, str, tuple[int, ...]]]:
-    """(start, stop, key, dtype, shape) of the tensors of a header, in the order of their bytes."""
+    """List (start, stop, key, dtype, shape) of a header, in the order of the bytes."""
     header = json.loads(text)
     header.pop("__metadata__", None)
     tensors = []
@@ -141,7 +141,7 @@ def _parse(text: bytes) -> list[tuple[int, int, str, str, tuple[int, ...]]]:
 
 
 def fingerprint(entries: Mapping[str, Entry]) -> str:
-    """Of all names and shapes, and of the first values of some tensors of every kind.
+    """Hash all names and shapes, and the first values of some tensors of every kind.
 
     Cheap on any file system, and tells weights apart that were trained apart; it does not depend
     on how tensors are spread over files.
@@ -160,7 +160,7 @@ def fingerprint(entries: Mapping[str, Entry]) -> str:
 
 
 def same_values(one: Entry, other: Entry) -> bool:
-    """Whether two tensors are the same to the byte; read in pieces."""
+    """Compare two tensors to the byte; read in pieces."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.file.open("rb") as first, other.file.open("rb") as second:
@@ -191,7 +191,7 @@ class Reader:
         self._open.clear()
 
     def read(self, entry: Entry, box: Box) -> Tensor:
-        """The part `box` of a tensor, and no other byte of it."""
+        """Read the part `box` of a tensor, and no other byte of it."""
         sizes = [stop - start for start, stop in box]
         flat = torch.empty(math.prod(sizes) * entry.dtype.itemsize, dtype=torch.uint8)
         if flat.numel():
@@ -212,7 +212,7 @@ class Reader:
 
 
 def _runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of the stretches that make up `box`, in order."""
+    """Yield (first byte, bytes) of the stretches that make up `box`, in order."""
     whole = len(box)
     while whole and box[whole - 1] == (0, entry.shape[whole - 1]):
         whole -= 1
@@ -276,5 +276,5 @@ class Writer:
 
     @property
     def sha256(self) -> str:
-        """Of what was written so far."""
+        """The hash of what was written so far."""
         return self._hash.hexdigest()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from hf_moe_ep.ranks.together import describe
+from hf_moe_ep.ranks.together import one_line
 from hf_moe_ep.upstream.checkpoint_files import metadata_path
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -39,7 +39,7 @@ _MAY_BUILD = {
 
 
 def _member(owner: Any, name: str) -> Any:
-    """Python up to 3.11.3 pickles the member of an Enum as getattr(its class, its name)."""
+    """Look up an Enum's member, which Python up to 3.11.3 pickles as getattr(class, name)."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) has no place in a checkpoint")
@@ -81,13 +81,13 @@ class MetadataReader(FileSystemReader):
 
 @contextmanager
 def metadata_alone() -> Iterator[None]:
-    """torch's own reader unpickles whatever is in the file (FileSystemReader.read_metadata)."""
+    """Keep torch's own reader from unpickling whatever is in the file (filesystem.py)."""
     name = "read_metadata"
     stock = getattr(FileSystemReader, name)
     setattr(FileSystemReader, name, _read_metadata)
     try:
         yield
     except CheckpointException as error:  # no Exception, so that few would catch it
-        raise RuntimeError(f"loading a checkpoint failed on {describe(error)}") from error
+        raise RuntimeError(f"loading a checkpoint failed on {one_line(error)}") from error
     finally:
         setattr(FileSystemReader, name, stock)

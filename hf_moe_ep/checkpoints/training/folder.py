@@ -49,7 +49,7 @@ def random_file(rank: int) -> str:
 
 
 def layout_of(state: ModelState) -> dict[str, Any]:
-    """How a model lies, for the manifest and for `data_ranks`."""
+    """Say how a model lies, for the manifest and for whoever loads at another layout."""
     config = state.config
     return {
         "world_size": world_size(),
@@ -135,7 +135,7 @@ def read_tensors(path: Path, targets: dict[str, Tensor]) -> None:
 
 
 def read_state(path: Path) -> StateFile:
-    """The state of a complete checkpoint of `save_checkpoint`.
+    """Read the state of a complete checkpoint of `save_checkpoint`.
 
     Raises:
         ValueError: the Trainer wrote it; it is damaged; a file that nobody named lies beside the
@@ -155,7 +155,7 @@ def read_state(path: Path) -> StateFile:
 
 @contextmanager
 def _in_one_process_too() -> Iterator[None]:
-    """Without what DCP says where there is no process group, which is fine here."""
+    """Silence what DCP says where there is no process group, which is fine here."""
     if dist.is_initialized():
         yield
         return

@@ -107,7 +107,7 @@ def load_checkpoint(
 
 
 def _targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[str, Tensor]:
-    """Where each tensor is read to: the model's own storage where the file has its form."""
+    """Choose where each tensor is read to: the model's own storage where it has the file's form."""
     targets: dict[str, Tensor] = {}
     for name, slot in model_slots(model).items():
         if slot.tensor.ndim:

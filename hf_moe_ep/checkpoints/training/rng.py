@@ -17,7 +17,7 @@ import torch
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """This rank's generators, for `plain.encode`."""
+    """Return this rank's generators, for `json_values.encode`."""
     name, keys, *rest = np.random.get_state(legacy=True)
     found = {
         "python": random.getstate(),

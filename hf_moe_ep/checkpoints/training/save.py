@@ -48,7 +48,7 @@ _FILE_BYTES = 1 << 30
 
 @dataclass
 class _Snapshot:
-    """What one rank contributes to a checkpoint; all but the tensors as JSON takes it."""
+    """One rank's part of a checkpoint; all but the tensors as JSON takes it."""
 
     tensors: dict[str, Tensor]
     files: dict[str, int]

@@ -66,7 +66,7 @@ class Group:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer knows, its tensors by name alone.
+    """The knowledge of an optimizer, its tensors by name alone.
 
     Attributes:
         kind: its class; None in files of versions that did not write it.
@@ -92,7 +92,7 @@ class StateFile:
     optimizer: OptimizerState | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A copy of everything as JSON takes it.
+        """Copy everything into what JSON takes.
 
         Raises:
             ValueError: something has no form in JSON; it says where.
@@ -115,7 +115,7 @@ class StateFile:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> StateFile:
-        """What `to_json` was called on.
+        """Restore what `to_json` was called on.
 
         Raises:
             ValueError: the file is of a format that this version does not know.
@@ -139,12 +139,12 @@ class StateFile:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """A hash of what must be alike on every rank, of what `to_json` returned."""
+    """Hash what must be alike on every rank, of what `to_json` returned."""
     return hashlib.sha256(json.dumps([content["tensors"], content["rest"]]).encode()).hexdigest()
 
 
 def read(path: Path) -> StateFile:
-    """The content of a `state.json`.
+    """Read a `state.json`.
 
     Raises:
         ValueError: it is damaged, or of a format that this version does not know.

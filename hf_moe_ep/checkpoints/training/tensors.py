@@ -42,17 +42,17 @@ class Slot:
     from_file: Convert | None = None
 
     def saved(self, value: Tensor) -> Tensor:
-        """`value`, of the shape of `tensor`, as a file has it."""
+        """Bring `value`, of the shape of `tensor`, to the form of a file."""
         return (value if self.to_file is None else self.to_file(value)).contiguous()
 
     def file_shape(self) -> list[int]:
-        """Of the form that a file has."""
+        """Return the shape of the form that a file has."""
         if self.to_file is None:
             return list(self.tensor.shape)
         return list(self.to_file(self.tensor.to("meta")).shape)
 
     def fit(self, value: Tensor) -> Tensor:
-        """`value`, as a file has it, in the shape of `tensor`."""
+        """Bring `value`, as a file has it, to the shape of `tensor`."""
         return value if self.from_file is None else self.from_file(value)
 
 
@@ -72,7 +72,7 @@ class NamedState:
         }
 
     def files(self, limit: int) -> dict[str, int]:
-        """Which file each tensor goes to, from 1; the next begins after `limit` bytes."""
+        """Number the file of each tensor, from 1; the next begins after `limit` bytes."""
         numbers: dict[str, int] = {}
         so_far = 0
         for name, tensor in self.tensors.items():
@@ -82,7 +82,7 @@ class NamedState:
 
 
 def model_slots(model: nn.Module) -> dict[str, Slot]:
-    """What is saved of a model, by name: all of it, or all but the base that PEFT froze."""
+    """Name what is saved of a model: all of it, or all but the base that PEFT froze."""
     inner = unwrap(model)
     adapted = any(wraps_for_adapters(module) for module in inner.modules())
     of_adapters = adapter_parameters(inner)
@@ -96,7 +96,7 @@ def model_slots(model: nn.Module) -> dict[str, Slot]:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory, sharded as `tensor` is."""
+    """Copy to host memory, sharded as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
     local = tensor.to_local().detach().to("cpu", copy=True)
@@ -156,12 +156,12 @@ def _collect_optimizer(
 
 
 def kind_of(optimizer: Any) -> str:
-    """The class of an optimizer, behind Accelerate's wrapper."""
+    """Name the class of an optimizer, behind Accelerate's wrapper."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def bases_of(optimizer: Any) -> list[str]:
-    """The classes that an optimizer's derives from, up to the first of torch's own.
+    """Name the classes that an optimizer's derives from, up to the first of torch's own.
 
     No further: torch's AdamW derives from its Adam, and is another optimizer all the same.
     """
@@ -230,7 +230,7 @@ def put_optimizer(
 
 
 def _put(kept: Kept, slot: Slot, parameter: Tensor, tensors: dict[str, Tensor]) -> Any:
-    """What the optimizer is to keep of `parameter`."""
+    """Return what the optimizer is to keep of `parameter`."""
     if kept.in_file is not None:
         return slot.fit(tensors[kept.in_file])
     return kept.value.to(parameter.device) if kept.beside_parameter else kept.value
@@ -242,7 +242,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _converters(model: nn.Module) -> dict[int, tuple[Convert, Convert]]:
-    """How to put the experts in front and back, by the id of each packed factor."""
+    """Find how to put experts in front and back, by the id of each packed factor."""
     stack = stackers(model)
     return {
         id(factor.parameter): (
