@@ -4,8 +4,8 @@
     apply_ep_fsdp2(model, weights=folder)  one on the meta device: each rank reads its shards
     from_pretrained(name, ep_size=8)       builds that model from the folder's config first
 
-With Accelerate or the Trainer none of them is needed, which shard in `prepare`; the
-last one saves them memory.
+With Accelerate or the Trainer none of them is needed, as a model is sharded in `prepare`; the last
+one saves memory there too.
 """
 
 from __future__ import annotations
