@@ -26,7 +26,8 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import read_index
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.patch import check_unsharded, patch
 from hf_moe_ep.ranks.together import together
-from hf_moe_ep.sharding.shard import ShardOptions, default_device, default_policy, shard_model
+from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy
+from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
 from hf_moe_ep.upstream.adapters import attach_adapters
 from hf_moe_ep.upstream.hub import empty_model, local_folder

@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.ranks.together import together
-from hf_moe_ep.sharding.shard import ShardOptions, shard_model
+from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.training_frameworks import declare_fsdp

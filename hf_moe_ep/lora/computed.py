@@ -17,27 +17,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_moe_ep.lora.factors import Adapter, stack_a, stack_b
+from hf_moe_ep.lora.factors import Adapter, pack_a, pack_b, stack_a, stack_b
 from hf_moe_ep.state import STATE, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import parameter_factors
 
+Stack = Callable[[Tensor], Tensor]
 
-def stackers(experts: nn.Module) -> dict[int, Callable[[Tensor], Tensor]]:
-    """Return how to put the experts in front, by the id of each factor below `experts`.
 
-    Factors of experts that the model's own code computes stay as they are.
+@dataclass(frozen=True)
+class StackedFactor:
+    """One factor of experts that we compute, and the ways between PEFT's form and ours.
+
+    Attributes:
+        parameter: the factor, in either form.
+        stack: puts the experts in front.
+        pack: puts them back where PEFT has them.
     """
-    found: dict[int, Callable[[Tensor], Tensor]] = {}
-    for _, factor in parameter_factors(experts):
+
+    parameter: nn.Parameter
+    stack: Stack
+    pack: Stack
+
+
+def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
+    """Yield every factor of an adapter on experts below `model`, wrappers of PEFT included.
+
+    Factors of experts that the model's own code computes stay as they are, and are not among them.
+    """
+    for _, factor in parameter_factors(model):
         if _computed_here(factor.module):
-            stack = stack_b if factor.is_b else stack_a
-            found[id(factor.parameter)] = partial(stack, num_experts=factor.num_experts)
-    return found
+            stack, pack = (stack_b, pack_b) if factor.is_b else (stack_a, pack_a)
+            stack_all = partial(stack, num_experts=factor.num_experts)
+            yield StackedFactor(factor.parameter, stack_all, pack)
 
 
 def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:

@@ -40,7 +40,8 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.config import ParallelConfig, check_choice
 from hf_moe_ep.patch import patch
 from hf_moe_ep.ranks.mesh import build_meshes
-from hf_moe_ep.sharding.shard import ShardOptions, default_policy, shard_units
+from hf_moe_ep.sharding.options import ShardOptions, default_policy
+from hf_moe_ep.sharding.shard import shard_units
 from hf_moe_ep.sharding.units import Units, find_units
 from hf_moe_ep.state import STATE, ModelState
 from hf_moe_ep.tools.published_models import attach_lora, find_config, meta_model

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.checkpoints.training.state_file import Group, Kept, OptimizerState, TensorForm
-from hf_moe_ep.lora.computed import stackers
-from hf_moe_ep.lora.factors import is_stacked, pack_a, pack_b
-from hf_moe_ep.upstream.adapters import adapter_parameters, parameter_factors, wraps_for_adapters
+from hf_moe_ep.lora.computed import stacked_factors
+from hf_moe_ep.lora.factors import is_stacked
+from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 from hf_moe_ep.upstream.sharded_models import with_local
@@ -88,7 +88,7 @@ def model_slots(model: nn.Module) -> dict[str, Slot]:
     of_adapters = adapter_parameters(inner)
     convert = _converters(inner)
     found = {
-        canonical_name(name): Slot(p.detach(), *convert.get(id(p), ()))
+        canonical_name(name): Slot(p.detach(), *convert.get(p, ()))
         for name, p in inner.named_parameters()
         if p.requires_grad or id(p) in of_adapters or not adapted
     }
@@ -193,7 +193,7 @@ def parameter_names(model: nn.Module, optimizer: Any) -> tuple[dict[int, str], d
                     f"none of this model's; make the optimizer after apply_ep_fsdp2(model), or "
                     f"give both to accelerator.prepare"
                 )
-            slots[names[id(p)]] = Slot(p.detach(), *convert.get(id(p), ()))
+            slots[names[id(p)]] = Slot(p.detach(), *convert.get(p, ()))
     return names, slots
 
 
@@ -241,16 +241,12 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _converters(model: nn.Module) -> dict[int, tuple[Convert, Convert]]:
-    """Find how to put experts in front and back, by the id of each packed factor."""
-    stack = stackers(model)
+def _converters(model: nn.Module) -> dict[nn.Parameter, tuple[Convert, Convert]]:
+    """Find how to put the experts of each packed factor in front, and back."""
     return {
-        id(factor.parameter): (
-            stack[id(factor.parameter)],
-            pack_b if factor.is_b else pack_a,
-        )
-        for _, factor in parameter_factors(model)
-        if id(factor.parameter) in stack and not is_stacked(factor.parameter)
+        factor.parameter: (factor.stack, factor.pack)
+        for factor in stacked_factors(model)
+        if not is_stacked(factor.parameter)
     }
 
 

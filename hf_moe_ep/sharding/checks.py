@@ -1,0 +1,97 @@
+"""Where sharding raises, with what to do about it, instead of in FSDP2's first forward or never."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.state import STATE, ModelState, MoELayer
+from hf_moe_ep.upstream.models import is_quantized, model_config_fields
+from hf_moe_ep.upstream.module_names import canonical_name
+
+
+def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:
+    """The same model, config and policy on every rank, and weights at least on rank 0."""
+    layers = sorted(
+        (getattr(module, STATE).index, canonical_name(name))
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, STATE, None), MoELayer)
+    )
+    shapes = [
+        (
+            canonical_name(name),
+            tuple(p.shape),
+            str(p.dtype),
+            p.requires_grad,
+            p in options.empty_params,
+        )
+        for name, p in model.named_parameters()
+    ]
+    mine = {
+        "config": str(state.config),
+        "MoE layers": f"{len(layers)}: {', '.join(name for _, name in layers)}",
+        "precision": f"{options.mp_policy}, fp32_masters={options.fp32_masters}",
+        "parameters": f"{len(shapes)}, sha256 {hashlib.sha256(str(shapes).encode()).hexdigest()}",
+    }
+    # Last, because a field like the number of layers shows better in what stands above.
+    for name, value in sorted(model_config_fields(model).items()):
+        mine[f"{name} of the model's config"] = repr(value)
+    loaded = [p for p in model.parameters() if p not in options.empty_params]
+    tensors = [*loaded, *model.buffers()]
+    on_meta = [tensor for tensor in tensors if tensor.is_meta]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, len(on_meta)))
+    reference, missing = everyone[0]
+    for name, expected in reference.items():
+        odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs.get(name) != expected]
+        if odd:
+            theirs = everyone[odd[0]][0].get(name)
+            raise ValueError(
+                f"ranks disagree about {name}: rank 0 has {expected}, rank {odd[0]} has {theirs}; "
+                f"every rank must patch the same model with the same arguments (look for a size "
+                f"or an environment variable that depends on the rank)"
+            )
+    if missing:
+        raise ValueError(
+            f"{missing} of {len(tensors)} parameters and buffers of rank 0 are on the meta device "
+            f"and have no values; load the model with from_pretrained before sharding, on rank 0 "
+            f"at least, or name the checkpoint: apply_ep_fsdp2(model, weights=directory)"
+        )
+
+
+def check_frozen(model: nn.Module, experts: Iterable[nn.Module]) -> None:
+    """bitsandbytes skips stacked experts without a word, and leaves them to be trained."""
+    trained = [
+        (name, weight.dtype)
+        for module in experts
+        for name, weight in module.named_parameters()
+        if weight.requires_grad and "lora_" not in name
+    ]
+    if is_quantized(model) and trained:
+        name, dtype = trained[0]
+        raise ValueError(
+            f"this model was loaded with a quantization_config, which left {len(trained)} weights "
+            f"of its experts as they were ({name}, {dtype}) and trainable; freeze them by "
+            f"get_peft_model(model, lora_config), or load without the quantization_config"
+        )
+
+
+def check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> None:
+    """What FSDP2 would only say in the first forward."""
+    dtypes = {
+        str(p.dtype)
+        for p in parameters
+        if p.requires_grad and not isinstance(p, DTensor) and p not in options.ignored_params
+    }
+    if len(dtypes) > 1 and not options.fp32_masters:
+        raise ValueError(
+            f"parameters to be trained in one layer have dtypes {' and '.join(sorted(dtypes))}, "
+            f"and FSDP2 wants one; launch with mixed_precision: bf16 (all get fp32 masters), or "
+            f"make adapters in the model's dtype: get_peft_model(..., autocast_adapter_dtype=False)"
+        )

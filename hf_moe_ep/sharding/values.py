@@ -1,0 +1,132 @@
+"""Where each parameter of a model is, and how it comes to lie as one of a sharded model does.
+
+A model starts with rank 0's values: each rank builds a random head or adapter from its own seed,
+and with memory-efficient loading only rank 0 has weights at all. For each parameter, one at a time:
+
+    1 from rank 0      broadcast whole, onto this rank's device; one that is read from a checkpoint
+                       later stays on meta
+    2 in front         an adapter's factor is packed by PEFT; its experts come in front of it
+    3 own experts      this rank's share where experts are split over ep
+    4 dtype            fp32 where masters are wanted
+    5 register         as a DTensor on ep if it was split, under every name that it had
+
+4 experts, ep 2, a factor lora_B (out 5, r 3) packed as (5, 12): 2 makes it [4, 5, 3], 3 leaves rank
+1 with experts 2 and 3, [2, 5, 3], and what is registered is a DTensor of global shape [4, 5, 3].
+
+`fully_shard` splits further what is here. Parameters that it is to ignore, and those that carry
+state of their own which no copy keeps (bitsandbytes' Params4bit), have no place here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_moe_ep.lora.computed import Stack, stacked_factors
+from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.mesh import Meshes
+from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.upstream.modules import own_buffers
+
+
+@dataclass(frozen=True)
+class Place:
+    """One parameter of a model that is not sharded yet.
+
+    Attributes:
+        parameter: itself.
+        owners: the modules it is registered in, and its names there; several where it is tied.
+        stack: puts experts in front of an adapter's factor; None for all that is no factor.
+        over_ep: whether its first dim is experts, of which each ep rank gets a share.
+    """
+
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    stack: Stack | None
+    over_ep: bool
+
+
+Places = dict[nn.Parameter, Place]
+
+
+def find_places(
+    model: nn.Module, experts: Iterable[nn.Module], plan: ModelPlan, options: ShardOptions
+) -> Places:
+    """Every parameter of `model` that is to be given a value; `experts` are its experts modules."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((module, name))
+    factors = {factor.parameter: factor.stack for factor in stacked_factors(model)}
+    stacked = {
+        parameter
+        for module in experts
+        for name, parameter in module.named_parameters()
+        if parameter in factors or name.rpartition(".")[2] in plan.expert_weights
+    }
+    return {
+        parameter: Place(parameter, where, factors.get(parameter), parameter in stacked)
+        for parameter, where in owners.items()
+        if type(parameter) is nn.Parameter and parameter not in options.ignored_params
+    }
+
+
+def materialize(place: Place, meshes: Meshes, options: ShardOptions) -> nn.Parameter:
+    """Give one parameter rank 0's value, as it is to lie on this rank; returns the new one."""
+    value = place.parameter.detach()
+    if place.parameter not in options.empty_params:
+        value = from_rank0(value, meshes.device)
+    if place.stack is not None:
+        value = place.stack(value)
+    over_ep = place.over_ep and meshes.ep_size > 1
+    if over_ep:
+        value = _own_experts(value, meshes)
+    if _wants_master(place.parameter, options):
+        value = value.to(torch.float32)
+    value = value.contiguous()
+    if over_ep:
+        value = DTensor.from_local(value, meshes.ep, [Shard(0)], run_check=False)
+    return _register(value, place)
+
+
+def from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of rank 0's values on `device`, in memory of its own or rank 0's."""
+    if dist.get_rank() == 0:
+        value = tensor.to(device).contiguous()
+    else:
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    dist.broadcast(value, src=0)
+    return value
+
+
+def _own_experts(value: Tensor, meshes: Meshes) -> Tensor:
+    """This ep rank's share along dim 0, without the memory of the rest."""
+    return value.chunk(meshes.ep_size)[meshes.ep_rank].clone()
+
+
+def _wants_master(parameter: nn.Parameter, options: ShardOptions) -> bool:
+    return options.fp32_masters and parameter.requires_grad and parameter.is_floating_point()
+
+
+def _register(value: Tensor, place: Place) -> nn.Parameter:
+    parameter = nn.Parameter(value, requires_grad=place.parameter.requires_grad)
+    for module, name in place.owners:
+        setattr(module, name, parameter)
+    return parameter
+
+
+def broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.device) -> None:
+    """Give what no unit holds rank 0's values: buffers, and parameters that FSDP2 is to ignore."""
+    for parameter in model.parameters():
+        # In place, because FSDP2 knows an ignored parameter by its identity.
+        if parameter in options.ignored_params and type(parameter) is nn.Parameter:
+            parameter.data = from_rank0(parameter.detach(), device)
+    for module in model.modules():
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None:
+                own_buffers(module)[name] = from_rank0(buffer.detach(), device)
