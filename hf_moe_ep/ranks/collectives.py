@@ -90,10 +90,12 @@ def sum_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Ten
 def max_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Find the maximum of `value` over the ranks of `group` (default: all), without a gradient.
 
-    nan on one rank gives nan on all: gloo's own maximum loses it.
+    nan on one rank gives nan on all: gloo's own maximum loses it, so a flag travels beside.
     """
-    lost = _reduce(value.isnan().to(value.dtype), dist.ReduceOp.MAX, group)
-    return _reduce(value, dist.ReduceOp.MAX, group).masked_fill(lost > 0, float("nan"))
+    lost = value.isnan()
+    known = value.masked_fill(lost, 0.0)
+    both = _reduce(torch.stack([known, lost.to(value.dtype)]), dist.ReduceOp.MAX, group)
+    return both[0].masked_fill(both[1] > 0, float("nan"))
 
 
 def _reduce(value: Tensor, operation: Any, group: dist.ProcessGroup | None) -> Tensor:

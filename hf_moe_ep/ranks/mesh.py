@@ -15,6 +15,10 @@ Ranks of an sp group, always consecutive, share their batches: world / sp of the
 
 `ep_outside=True` transposes the grid: ep groups {0 2 4 6} {1 3 5 7}, ep_fsdp groups {0 1} {2 3}
 {4 5} {6 7}. dp_replicate is always outermost.
+
+Expert weights lie on two axes. What is added up over both, such as a norm of gradients, goes over
+one group of ep_fsdp x ep ranks: our own clip takes it (`sharding/clip.py`), and so does DTensor
+where Accelerate and the Trainer clip.
 """
 
 from __future__ import annotations
@@ -26,7 +30,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.upstream.process_groups import make_flat_group
+from hf_moe_ep.upstream.process_groups import flatten_mesh
+
+# Names of the axes.
+DP_REPLICATE = "dp_replicate"
+FSDP = "fsdp"
+EP_FSDP = "ep_fsdp"
+EP = "ep"
+DATA = "data"
+SP = "sp"
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,8 @@ class Meshes:
         ep_fsdp: mesh that shards one rank's experts further: ("ep_fsdp",), with HSDP
             ("dp_replicate", "ep_fsdp").
         ep: mesh ("ep",) that splits the experts.
+        experts: mesh ("ep_fsdp_ep",) of the ranks that hold one copy of all experts together; None
+            where this torch cannot make it.
         sp: mesh ("sp",) that splits a sequence.
         world_size: ranks of the default process group, all of which take part.
         device: where parameters and batches live.
@@ -46,6 +60,7 @@ class Meshes:
     dense: DeviceMesh
     ep_fsdp: DeviceMesh
     ep: DeviceMesh
+    experts: DeviceMesh | None
     sp: DeviceMesh
     world_size: int
     device: torch.device
@@ -84,22 +99,22 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
         ranks = ranks.view(replicate, ep, ep_fsdp).transpose(1, 2)
     else:
         ranks = ranks.view(replicate, ep_fsdp, ep)
-    names = ("dp_replicate", "ep_fsdp", "ep")
-    experts = DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=names)
-    # One group over both axes of the expert weights: norms need one all-reduce instead of two.
-    make_flat_group(experts["ep_fsdp", "ep"], "ep_fsdp_ep")
+    experts = DeviceMesh(
+        device.type, ranks.contiguous(), mesh_dim_names=(DP_REPLICATE, EP_FSDP, EP)
+    )
     dense = init_device_mesh(
         device.type,
         (replicate, world_size // replicate),
-        mesh_dim_names=("dp_replicate", "fsdp"),
+        mesh_dim_names=(DP_REPLICATE, FSDP),
     )
-    sequence = init_device_mesh(device.type, (world_size // sp, sp), mesh_dim_names=("data", "sp"))
+    sequence = init_device_mesh(device.type, (world_size // sp, sp), mesh_dim_names=(DATA, SP))
     hsdp = replicate > 1
     return Meshes(
-        dense=dense if hsdp else dense["fsdp"],
-        ep_fsdp=experts["dp_replicate", "ep_fsdp"] if hsdp else experts["ep_fsdp"],
-        ep=experts["ep"],
-        sp=sequence["sp"],
+        dense=dense if hsdp else dense[FSDP],
+        ep_fsdp=experts[DP_REPLICATE, EP_FSDP] if hsdp else experts[EP_FSDP],
+        ep=experts[EP],
+        experts=flatten_mesh(experts[EP_FSDP, EP], f"{EP_FSDP}_{EP}"),
+        sp=sequence[SP],
         world_size=world_size,
         device=device,
     )

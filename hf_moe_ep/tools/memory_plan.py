@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import ParallelConfig, check_choice
 from hf_moe_ep.patch import patch
-from hf_moe_ep.ranks.mesh import build_meshes
+from hf_moe_ep.ranks.mesh import EP, EP_FSDP, FSDP, build_meshes
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
 from hf_moe_ep.sharding.shard import shard_units
 from hf_moe_ep.sharding.units import Units, find_units
@@ -246,7 +246,7 @@ class _Sharded:
             ep_fsdp = in_replica % self.ep_fsdp_size
         else:
             ep_fsdp = in_replica // (config.ep_size or 1)
-        return {"fsdp": in_replica, "ep_fsdp": ep_fsdp}
+        return {FSDP: in_replica, EP_FSDP: ep_fsdp}
 
     def whole(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
         """Count bytes of gathered parameters, padding included, in `dtype` (None: their own)."""
@@ -326,10 +326,10 @@ class _Axis:
 def _axis(parameter: DTensor, ep_size: int) -> _Axis:
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
-    name = "ep_fsdp" if "ep_fsdp" in names else "fsdp"
+    name = EP_FSDP if EP_FSDP in names else FSDP
     index = names.index(name)
     dim: int = getattr(parameter.placements[index], "dim")  # noqa: B009  strided or not
-    is_split_over_ep = "ep" in names and dim == 0
+    is_split_over_ep = EP in names and dim == 0
     length = parameter.shape[dim] // (ep_size if is_split_over_ep else 1)
     return _Axis(name, mesh.size(index), length)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -15,13 +15,16 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def make_flat_group(mesh: DeviceMesh, name: str) -> None:
-    """One group over all axes of `mesh`, where this torch can make it.
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    """One axis over all axes of `mesh`, which torch's DTensor then finds too (device_mesh.py).
 
-    Up to 2.11 it slices no mesh in which ranks step by less along its first axis.
+    None where torch cannot make it: up to 2.11 it slices no mesh in which ranks step by less along
+    its first axis.
     """
-    with suppress(KeyError):
-        mesh._flatten(name)
+    try:
+        return mesh._flatten(name)
+    except KeyError:
+        return None
 
 
 @contextmanager

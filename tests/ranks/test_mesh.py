@@ -117,6 +117,11 @@ def _check_rank(layout: Layout, meshes: Meshes, rank: int) -> None:
         names = ("dp_replicate", "fsdp"), ("dp_replicate", "ep_fsdp")
     assert (meshes.dense.mesh_dim_names, meshes.ep_fsdp.mesh_dim_names) == names
     assert meshes.ep.mesh_dim_names == ("ep",)
+    if meshes.experts is not None:  # torch up to 2.11 cannot make it with ep_outside
+        replica = next(group for group in layout.fsdp if rank in group)
+        assert sorted(_members(meshes.experts, 0)) == replica
+    else:
+        assert layout.config.ep_outside
     ep_group = next(group for group in layout.ep if rank in group)
     assert (meshes.ep_size, meshes.ep_rank) == (len(ep_group), ep_group.index(rank))
     assert meshes.ep_fsdp_size == len(layout.ep_fsdp[0])

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,10 @@ from support.close import FP32_INSIDE, FP64_LAYER, assert_close
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, global_token_count, patch
+from hf_moe_ep.state import find_state
 
 INF = float("inf")
 NORMS = (1.0, 2.0, 3.0, INF, 2)
@@ -31,6 +34,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
+# Of these every torch makes one group of ep_fsdp x ep.
+ONE_GROUP = ("ep 4", "ep 2, dim 0", "HSDP")
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -133,12 +138,36 @@ def a_bad_element_in_any_shard_raises_on_every_rank(layout: str, rank: int, worl
     assert not problems, "\n".join(problems)
 
 
+def one_all_reduce_per_kind(layout: str, rank: int, world: int) -> None:
+    """Dense gradients are one kind, experts the other, on however many axes they lie."""
+    model = _trained(*LAYOUTS[layout], rank)
+    for norm_type in (2.0, INF):
+        with CommDebugMode() as seen:
+            clip_grad_norm_(model, 1.0, norm_type)
+        assert seen.get_total_counts() == 2, f"p={norm_type}: {seen.get_comm_counts()}"
+
+
+def without_one_group_axes_come_in_turn(rank: int, world: int) -> None:
+    """As torch up to 2.11 leaves some layouts: the same norm, an all-reduce for each axis."""
+    model = _trained(*LAYOUTS["HSDP"], rank)
+    state = find_state(model)
+    assert state is not None and state.meshes is not None and state.meshes.experts is not None
+    want = clip_grad_norm_(model, INF)
+    state.meshes = replace(state.meshes, experts=None)
+    with CommDebugMode() as seen:
+        got = clip_grad_norm_(model, INF)
+    assert seen.get_total_counts() == 3, seen.get_comm_counts()
+    assert_close("norm", got, want, 1e-12)
+
+
 ON_FOUR_RANKS = {
     **{f"norm and clip: {name}": partial(norm_and_clip_are_torchs, name) for name in LAYOUTS},
     **{
         f"bad element: {name}": partial(a_bad_element_in_any_shard_raises_on_every_rank, name)
         for name in ("ep 2, dim 0", "HSDP")
     },
+    **{f"all-reduces: {name}": partial(one_all_reduce_per_kind, name) for name in ONE_GROUP},
+    "axes in turn": without_one_group_axes_come_in_turn,
     "token count": labels_are_counted_over_all_ranks,
 }
 

@@ -1,0 +1,149 @@
+"""Where parameters are found, and the five steps from rank 0's value to what a rank registers."""
+
+import pytest
+import torch
+from support.adapters import with_lora
+from support.checks import Check, Found, on_ranks
+from support.tiny_models import tiny
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_moe_ep import ParallelConfig, patch
+from hf_moe_ep.lora.factors import stack_b
+from hf_moe_ep.ranks.mesh import Meshes, build_meshes
+from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.units import find_units
+from hf_moe_ep.sharding.values import Place, find_places, materialize
+from hf_moe_ep.state import find_state
+
+MASTERS = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), True, True)
+AS_THEY_ARE = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
+
+
+def test_a_tied_parameter_is_one_place_with_two_owners() -> None:
+    model = patch(tiny(tie_word_embeddings=True))
+    places = _places(model, AS_THEY_ARE)
+    assert places.keys() == set(model.parameters())
+    tied = places[model.lm_head.weight]
+    assert [(type(module).__name__, name) for module, name in tied.owners] == [
+        ("Embedding", "weight"),
+        ("Linear", "weight"),
+    ]
+
+
+def test_experts_and_factors_are_split_and_the_rest_is_not() -> None:
+    model = patch(with_lora(tiny()))
+    places = _places(model, AS_THEY_ARE)
+    split = {name for name, p in model.named_parameters() if places[p].over_ep}
+    stacked = {name for name, p in model.named_parameters() if places[p].stack is not None}
+    assert {name.rpartition(".")[2] for name in split - stacked} == {"gate_up_proj", "down_proj"}
+    assert stacked == {name for name in split if "lora_" in name}
+    assert len(split) == 2 * 6  # 2 layers: 2 weights, each with an A and a B
+    assert not any("self_attn" in name for name in split)
+
+
+def test_what_is_ignored_or_of_its_own_class_has_no_place() -> None:
+    class Packed(nn.Parameter):
+        pass
+
+    model = patch(tiny())
+    model.model.norm.register_parameter("packed", Packed(torch.zeros(2)))
+    ignored = model.model.norm.weight
+    options = ShardOptions(
+        MixedPrecisionPolicy(), OffloadPolicy(), False, True, ignored_params=frozenset([ignored])
+    )
+    missing = set(model.parameters()) - _places(model, options).keys()
+    assert missing == {ignored, model.model.norm.packed}
+
+
+def _places(model: nn.Module, options: ShardOptions) -> dict[nn.Parameter, Place]:
+    state = find_state(model)
+    assert state is not None
+    return find_places(model, find_units(model).experts.values(), state.plan, options)
+
+
+class _Holder(nn.Module):
+    """A module with one parameter that only rank 0 knows the values of."""
+
+    def __init__(self, rank: int, values: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        values = values if rank == 0 else torch.full_like(values, float("nan"))
+        self.weight = nn.Parameter(values.to(dtype))
+
+
+def _meshes() -> Meshes:
+    return build_meshes(ParallelConfig(ep_size=2), torch.device("cpu"))
+
+
+def a_factor_as_in_the_docstring(rank: int, world: int) -> None:
+    """(out 5, r 3 * 4 experts), expert fastest: column r * 4 + e is rank r of expert e."""
+    packed = torch.arange(60.0, dtype=torch.float64).view(5, 12)
+    holder = _Holder(rank, packed)
+    other = nn.Module()
+    other.register_parameter("tied", holder.weight)
+    place = Place(
+        holder.weight,
+        [(holder, "weight"), (other, "tied")],
+        stack=lambda factor: stack_b(factor, 4),
+        over_ep=True,
+    )
+    new = materialize(place, _meshes(), AS_THEY_ARE)
+    assert holder.weight is new and other.tied is new
+    assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
+    assert new.placements == (Shard(0),)
+    local = new.to_local()
+    assert local.is_contiguous() and local.shape == (2, 5, 3)
+    for index, expert in enumerate((0, 1) if rank == 0 else (2, 3)):
+        columns = [expert, 4 + expert, 8 + expert]
+        assert torch.equal(local[index], packed[:, columns]), expert
+
+
+def a_plain_weight_with_a_master(rank: int, world: int) -> None:
+    values = torch.tensor([[1.0, 2.0, 3.0]])
+    holder = _Holder(rank, values, torch.bfloat16)
+    place = Place(holder.weight, [(holder, "weight")], None, over_ep=False)
+    new = materialize(place, _meshes(), MASTERS)
+    assert not isinstance(new, DTensor) and torch.equal(new, values)
+    frozen = _Holder(rank, values, torch.bfloat16).requires_grad_(False)
+    place = Place(frozen.weight, [(frozen, "weight")], None, over_ep=False)
+    assert materialize(place, _meshes(), MASTERS).dtype == torch.bfloat16
+    assert not frozen.weight.requires_grad
+
+
+def experts_without_the_memory_of_the_rest(rank: int, world: int) -> None:
+    values = torch.arange(24.0).view(4, 3, 2)
+    holder = _Holder(rank, values, torch.float32)
+    place = Place(holder.weight, [(holder, "weight")], None, over_ep=True)
+    local = materialize(place, _meshes(), MASTERS).to_local()
+    assert torch.equal(local, values[:2] if rank == 0 else values[2:])
+    assert local.untyped_storage().nbytes() == local.nbytes
+
+
+def experts_on_meta_stay_there(rank: int, world: int) -> None:
+    holder = _Holder(0, torch.zeros(4, 5, 3)).to("meta")
+    place = Place(holder.weight, [(holder, "weight")], None, over_ep=True)
+    options = ShardOptions(
+        MixedPrecisionPolicy(),
+        OffloadPolicy(),
+        True,
+        True,
+        empty_params=frozenset([holder.weight]),
+    )
+    new = materialize(place, _meshes(), options)
+    assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
+    assert new.to_local().is_meta and new.to_local().shape == (2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    on_ranks(
+        2,
+        a_factor_as_in_the_docstring,
+        a_plain_weight_with_a_master,
+        experts_without_the_memory_of_the_rest,
+        experts_on_meta_stay_there,
+    ),
+)
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
