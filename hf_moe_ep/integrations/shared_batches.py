@@ -111,7 +111,9 @@ def prepare_data_loader(
         _check_stream(data_loader)
         # Behind the back of its __setattr__, which wants a new loader for a new data set.
         vars(data_loader)["dataset"] = _Stream(data_loader.dataset)
-    elif type(sampler).__name__ == "BatchRebalanceSampler":
+    elif "BatchRebalanceSampler" in (
+        type(s).__name__ for s in (sampler, data_loader.batch_sampler)
+    ):
         raise ValueError(
             f"train_sampling_strategy='batch_rebalance' deals samples to single processes, but "
             f"with sp_size={sharing(self)} that many share them; use another strategy"

@@ -1,33 +1,29 @@
-"""A bare Accelerator loop in which pairs of ranks share their batches: 4 ranks, sp_size 2."""
+"""Pairs of ranks share their batches: a bare Accelerator loop on 4 ranks, the Trainer on 2."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
+from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched
 from support.parity import full_tensor
-from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_moe_ep import data_parallel_rank, data_parallel_size, global_token_count, patch
+from hf_moe_ep.integrations.shared_batches import sharing
+from hf_moe_ep.state import find_state
 
 WORLD, DATA_RANKS, NUM_ROWS = 4, 2, 14
 Row = dict[str, Tensor]
-
-
-def test_shared_batches() -> None:
-    run_ranks(_all, WORLD)
-
-
-def _all(rank: int, world: int) -> None:
-    for check in (_loop_equals_one_process, _shuffled, _weighted, _streamed, _gathered, _refused):
-        with launched():
-            check(rank)
 
 
 def _rows() -> list[Row]:
@@ -140,3 +136,109 @@ def _refused(rank: int) -> None:
         _prepared(DataLoader(range(8)), Accelerator(cpu=True, dataloader_config=options))
     with pytest.raises(ValueError, match=r"makes its own batches \(batch_size=None\)"):
         _prepared(DataLoader(_Stream(8), batch_size=None), Accelerator(cpu=True))
+
+
+def _trainer(folder: str, arguments: dict[str, Any], **given: Any) -> Trainer:
+    args = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        max_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **arguments,
+    )
+    return Trainer(args=args, **given)
+
+
+def _two_share() -> PreTrainedModel:
+    return patch(tiny(dtype=torch.float32), ep_size=2, sp_size=2)
+
+
+class _Augmented(Dataset):
+    """Rows with random numbers in them, which a worker draws from its own seed."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Row:
+        drawn = torch.randint(90, (6,))
+        return {"input_ids": drawn, "labels": drawn, "attention_mask": torch.ones_like(drawn)}
+
+
+def _workers_of_a_group_draw_alike(rank: int, folder: str) -> None:
+    trainer = _trainer(
+        folder, {"dataloader_num_workers": 1}, model=_two_share(), train_dataset=_Augmented()
+    )
+    mine = next(iter(trainer.get_train_dataloader()))["input_ids"]
+    first = trainer.accelerator.gather(mine).view(2, *mine.shape)
+    assert torch.equal(first[0], first[1])
+
+
+def _a_model_that_comes_later(rank: int, folder: str) -> None:
+    """`train` makes the model anew, and has the data loader of it before `prepare` sees it."""
+    trainer = _trainer(
+        folder,
+        {"average_tokens_across_devices": False},
+        model_init=_two_share,
+        train_dataset=_rows(),
+    )
+    first = trainer.model
+    trainer.train()
+    state = find_state(trainer.model)
+    assert state is not None and trainer.model is not first
+    assert state.sums_losses is False
+    assert trainer.accelerator.even_batches and sharing(trainer.accelerator) == 2
+
+
+def _flops_are_those_of_one_process(rank: int, folder: str) -> None:
+    stock = _trainer(folder, {}, model=tiny(dtype=torch.float32))
+    rows = _rows()[:2]
+    together = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    want = stock.floating_point_ops(together)
+    trainer = _trainer(
+        folder, {"train_sampling_strategy": "sequential"}, model=_two_share(), train_dataset=rows
+    )
+    trainer.train()
+    assert want > 0 and trainer.state.total_flos == want
+
+
+def _a_sampler_of_single_processes(rank: int, folder: str) -> None:
+    trainer = _trainer(
+        folder,
+        {"train_sampling_strategy": "batch_rebalance"},
+        model=_two_share(),
+        train_dataset=_rows(),
+    )
+    with pytest.raises(ValueError, match=r"'batch_rebalance' deals .* with sp_size=2 that many"):
+        trainer.get_train_dataloader()
+
+
+def _launched(check: Callable[..., None], rank: int, world: int, folder: str) -> None:
+    with launched():
+        check(rank, folder) if "folder" in signature(check).parameters else check(rank)
+
+
+BY_NAME = {
+    world: {check.__name__.strip("_"): partial(_launched, check) for check in checks}
+    for world, checks in {
+        WORLD: (_loop_equals_one_process, _shuffled, _weighted, _streamed, _gathered, _refused),
+        2: (
+            _workers_of_a_group_draw_alike,
+            _a_model_that_comes_later,
+            _flops_are_those_of_one_process,
+            _a_sampler_of_single_processes,
+        ),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("claim", on_ranks(WORLD, BY_NAME[WORLD]))
+def test_on_four_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, BY_NAME[2]))
+def test_the_trainer_on_two_ranks_that_share(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
