@@ -1,5 +1,22 @@
 """Every name of torch, transformers, accelerate, peft and trl that is not public API.
 
-Here: one file per topic, each function naming the upstream file that it leans on, and every
-version check. When an upgrade breaks, this is the folder to read. Never: a decision of ours.
+Here: one file per topic, each naming the upstream files that it leans on, and every version check.
+When an upgrade breaks, this is the folder to read, and the table in `integrations/install.py` that
+names what is wrapped, as strings. Never: a decision of ours.
+
+    attention_interface   transformers' attention and mask functions, and configs that select ours
+    experts_interface     the same of its experts
+    models                what a model knows of itself: parts, config, forward, buffers
+    towers                vision towers, and what a forward takes of them
+    module_names          names of modules without what wrappers put in
+    modules               what torch.nn.Module keeps: buffers, children, hooks
+    sharded_models        marks of FSDP, DDP and transformers on a model over ranks
+    process_groups        the default store, a mesh of one axis over several, a group that is fake
+    autograd_modes        the backward and the checkpoint that run now
+    checkpoint_files      files of torch.distributed.checkpoint
+    hub                   folders of the hub, and the model that a config describes
+    adapters              PEFT: adapters, their factors, what it would save
+    training_frameworks   what Accelerate and the Trainer keep to themselves
+    launch_config         the config file that `accelerate launch` takes by itself
+    wrap                  how one of our functions gets in front of one of theirs
 """

@@ -1,4 +1,8 @@
-"""PEFT: which modules and parameters are adapters, and which tensors it would save."""
+"""PEFT: which modules and parameters are adapters, and which tensors it would save.
+
+peft/peft_model.py, peft/tuners/tuners_utils.py, peft/tuners/lora/layer.py and
+peft/utils/save_and_load.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether PEFT, or transformers' add_adapter, attached any."""
+    """Whether PEFT, or transformers' add_adapter, attached any (integrations/peft.py)."""
     return bool(getattr(model, "peft_config", None))
 
 

@@ -1,4 +1,7 @@
-"""What torch knows of the backward and the checkpoint that run now."""
+"""What torch knows of the backward and the checkpoint that run now.
+
+torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py, torch/utils/checkpoint.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of torch.distributed.checkpoint."""
+"""Files of torch.distributed.checkpoint (torch/distributed/checkpoint/filesystem.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Folders and files of the Hugging Face hub: where they are, what model they describe."""
+"""Folders and files of the Hugging Face hub: where they are, what model they describe.
+
+transformers/modeling_utils.py, transformers/utils/logging.py; huggingface_hub and Accelerate are
+used by their public names.
+"""
 
 from __future__ import annotations
 

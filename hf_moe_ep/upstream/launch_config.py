@@ -1,4 +1,4 @@
-"""The config file that `accelerate launch` takes where none is named."""
+"""The config file that `accelerate launch` takes by itself (accelerate/commands/config/)."""
 
 from __future__ import annotations
 

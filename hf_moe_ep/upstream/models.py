@@ -1,4 +1,8 @@
-"""What a transformers model knows of itself: its parts, its config, its forward."""
+"""What a transformers model knows of itself: its parts, its config, its forward.
+
+transformers/modeling_utils.py, configuration_utils.py and models/; for TRL's fused head
+trl/trainer/utils.py; for buffers torch/nn/modules/module.py.
+"""
 
 from __future__ import annotations
 

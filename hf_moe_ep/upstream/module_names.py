@@ -1,4 +1,8 @@
-"""Module and parameter names, without what wrappers put into them."""
+"""Module and parameter names, without what wrappers put into them.
+
+Those of torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, of version 1 of
+torch/distributed/fsdp/, torch/_dynamo/eval_frame.py and peft/tuners/tuners_utils.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Process groups and meshes of torch, where their public interface ends."""
+"""Process groups and meshes of torch, where their public interface ends.
+
+torch/distributed/distributed_c10d.py, torch/distributed/device_mesh.py and, for a plan of a world
+that is not there, torch/testing/_internal/distributed/fake_pg.py.
+"""
 
 from __future__ import annotations
 

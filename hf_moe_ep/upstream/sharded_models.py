@@ -1,4 +1,8 @@
-"""Marks that FSDP, DDP and transformers leave on a model that they spread over ranks."""
+"""Marks that FSDP, DDP and transformers leave on a model that they spread over ranks.
+
+torch/distributed/fsdp/_fully_shard/, torch/distributed/tensor/_api.py, torch/nn/parallel/
+distributed.py, transformers/distributed/fsdp.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What Accelerate and the Trainer keep to themselves, and their wrappers here need."""
+"""What Accelerate and the Trainer keep to themselves, and wrappers of `integrations/` need.
+
+accelerate/state.py, accelerate/accelerator.py, transformers/trainer.py.
+"""
 
 from __future__ import annotations
 
