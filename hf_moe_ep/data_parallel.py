@@ -15,7 +15,7 @@ from hf_moe_ep.upstream.models import IGNORED_LABEL
 
 
 def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> Tensor:
-    """Number of tokens that the causal loss counts, over all ranks (an int64 scalar).
+    """Count the tokens that the causal loss counts, over all ranks (an int64 scalar).
 
     Args:
         model: the model that `labels` are for.
@@ -35,13 +35,13 @@ def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> T
 
 
 def data_parallel_size(model: nn.Module) -> int:
-    """How many ranks are to be given different batches: all of them, or one per sp group."""
+    """Count the ranks that are to be given different batches: all of them, or one per sp group."""
     meshes = _meshes(model)
     return 1 if meshes is None else meshes.data_parallel_size
 
 
 def data_parallel_rank(model: nn.Module) -> int:
-    """Which of `data_parallel_size(model)` batches this rank is to be given."""
+    """Return which of `data_parallel_size(model)` batches this rank is to be given."""
     meshes = _meshes(model)
     return 0 if meshes is None else dist.get_rank() // meshes.sp_size
 

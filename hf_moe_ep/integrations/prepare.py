@@ -99,7 +99,7 @@ def _nothing_to_wrap(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
 
 
 def _check_no_empty_shards(args: tuple[Any, ...]) -> None:
-    """Accelerate knows an optimizer's parameters by their addresses, and nothing has none."""
+    """Raise where a rank has no share: Accelerate knows an optimizer's parameters by address."""
     for model in args:
         for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
             if isinstance(parameter, DTensor) and parameter.to_local().numel() == 0:

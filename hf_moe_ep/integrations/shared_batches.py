@@ -281,7 +281,7 @@ def _count_stream(accelerator: Accelerator) -> None:
 
 @contextmanager
 def _options(accelerator: Accelerator, seedable: bool) -> Iterator[None]:
-    """For one data loader: each rank reads for itself; a plain shuffle is the same on all ranks."""
+    """Let each rank read one data loader for itself, and shuffle as all ranks do."""
     options = accelerator.dataloader_config
     before = options.dispatch_batches, options.use_seedable_sampler
     options.dispatch_batches = False
@@ -293,7 +293,7 @@ def _options(accelerator: Accelerator, seedable: bool) -> Iterator[None]:
 
 
 def _seeded_alike(init: Any, sharing: int) -> Any:
-    """The Trainer's seeding of a loader's workers, by data rank instead of process."""
+    """Seed a loader's workers as the Trainer does, by data rank instead of process."""
     if isinstance(init, partial) and "rank" in init.keywords:
         rank = init.keywords["rank"] // sharing
         return partial(init.func, *init.args, **init.keywords | {"rank": rank})

@@ -105,7 +105,7 @@ def train(
 def load_safely(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """What a Trainer loads of a checkpoint, with metadata alone out of `.metadata`."""
+    """Load as the Trainer does, with metadata alone out of `.metadata`."""
     if self.model is None or find_state(self.model) is None:
         return original(self, *args, **kwargs)
     with metadata_alone():
@@ -115,7 +115,7 @@ def load_safely(
 def load_model(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Every parameter from a checkpoint's hub layout into a model that one process holds."""
+    """Load every parameter from a checkpoint's hub layout into a model that one process holds."""
     state, model = None if self.model is None else find_state(self.model), unwrap(self.model)
     sharded = self.is_fsdp_enabled or (state is not None and state.meshes is not None)
     if state is None or sharded or has_adapters(model):
@@ -136,7 +136,7 @@ def load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def _newest(root: Path) -> tuple[Path, bool]:
-    """The last checkpoint that is not known to be torn, and whether it has a manifest."""
+    """Find the last checkpoint that is not known to be torn, and whether it has a manifest."""
     found = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     numbered = {
         int(match[1]): path for path in found if (match := _CHECKPOINT.fullmatch(path.name))
@@ -156,7 +156,7 @@ def _newest(root: Path) -> tuple[Path, bool]:
 
 
 def _verifiable(folder: Path) -> tuple[Path, bool]:
-    """`folder` and whether it has a manifest; ValueError where it is known to be torn."""
+    """Return `folder` and whether it has a manifest; raise ValueError where it is torn."""
     if manifest.is_ours(folder):
         manifest.check_sizes(folder)
         return folder, True
@@ -178,7 +178,7 @@ def _remove_of_ranks(folder: Path) -> None:
 
 @contextmanager
 def _held_back(trainer: transformers.Trainer) -> Iterator[list[Callable[[], None]]]:
-    """Calls that `_save_checkpoint` ends with, kept for later: a push, `rotate_checkpoints`.
+    """Keep for later the calls that `_save_checkpoint` ends with: a push, `rotate_checkpoints`.
 
     On the hub a checkpoint without a manifest would count as unfinished for ever.
     """

@@ -17,7 +17,7 @@ from hf_moe_ep.upstream.module_names import canonical_name
 
 
 def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:
-    """The same model, config and policy on every rank, and weights at least on rank 0."""
+    """Raise on every rank where models, configs or policies differ, or rank 0 has no weights."""
     layers = sorted(
         (getattr(module, STATE).index, canonical_name(name))
         for name, module in model.named_modules()
@@ -66,7 +66,7 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
 
 
 def check_frozen(model: nn.Module, experts: Iterable[nn.Module]) -> None:
-    """bitsandbytes skips stacked experts without a word, and leaves them to be trained."""
+    """Raise where bitsandbytes has skipped stacked experts silently, and left them trainable."""
     trained = [
         (name, weight.dtype)
         for module in experts
@@ -83,7 +83,7 @@ def check_frozen(model: nn.Module, experts: Iterable[nn.Module]) -> None:
 
 
 def check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> None:
-    """What FSDP2 would only say in the first forward."""
+    """Raise where one unit has several dtypes, as FSDP2 would in its first forward."""
     dtypes = {
         str(p.dtype)
         for p in parameters

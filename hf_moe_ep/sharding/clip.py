@@ -97,7 +97,7 @@ def _power_sum(grads: list[Tensor], norm_type: float, meshes: Meshes | None) -> 
 
 
 def _own_power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
-    """The same of the elements that this rank holds."""
+    """Add up the same over the elements that this rank holds."""
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     wide = functools.reduce(torch.promote_types, (g.dtype for g in locals_), torch.float32)
     norms = [
@@ -112,7 +112,7 @@ def _own_power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _groups(like: DTensor, meshes: Meshes | None) -> list[dist.ProcessGroup]:
-    """The groups that together hold each element of a tensor that lies as `like` does once."""
+    """Find the groups over which each element of a tensor that lies as `like` does is held once."""
     mesh = like.device_mesh
     axes = [i for i, placement in enumerate(like.placements) if not placement.is_replicate()]
     names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]

@@ -43,7 +43,7 @@ class ShardOptions:
 
 
 def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
-    """Own loops: compute in the dtype the model was loaded in; (policy, fp32 masters).
+    """Choose for own loops to compute in the dtype the model was loaded in: (policy, fp32 masters).
 
     A bf16 or fp16 model trains in that dtype with fp32 master weights and fp32 gradient
     reduction; an fp32 or fp64 model is left as it is.
@@ -56,7 +56,7 @@ def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
 
 
 def default_device() -> torch.device:
-    """Where the default process group communicates: this rank's GPU under NCCL, else the CPU."""
+    """Find where the default group communicates: this rank's GPU under NCCL, else the CPU."""
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

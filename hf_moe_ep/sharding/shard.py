@@ -159,7 +159,7 @@ def _check_expert_shard_dim(
 
 
 def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int) -> Shard:
-    """Where FSDP2 splits a weight of this rank's experts; `shape` is local to the ep rank.
+    """Choose where FSDP2 splits a weight of this rank's experts; `shape` is local to the ep rank.
 
     Dim 0 where it divides evenly: gathering along any other dim costs FSDP2 one more copy of
     every expert weight each way. Dim 1 else, because padding dim 0 leaves ranks without a share.
@@ -183,7 +183,7 @@ def _shard_root(root: nn.Module, meshes: Meshes, options: ShardOptions) -> None:
 
 
 def _root(model: nn.Module) -> nn.Module:
-    """The model inside a PeftModel, where all parameters are in it: `generate` calls that alone."""
+    """Find the module to make the root of: within a PeftModel, `generate` calls the inner model."""
     inner: nn.Module = without_adapters(model)
     inside = {id(parameter) for parameter in inner.parameters()}
     return inner if all(id(parameter) in inside for parameter in model.parameters()) else model

@@ -57,7 +57,7 @@ Places = dict[nn.Parameter, Place]
 def find_places(
     model: nn.Module, experts: Iterable[nn.Module], plan: ModelPlan, options: ShardOptions
 ) -> Places:
-    """Every parameter of `model` that is to be given a value; `experts` are its experts modules."""
+    """Find every parameter of `model` that is to be given a value; `experts` are its experts."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -95,7 +95,7 @@ def materialize(place: Place, meshes: Meshes, options: ShardOptions) -> nn.Param
 
 
 def from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of rank 0's values on `device`, in memory of its own or rank 0's."""
+    """Broadcast rank 0's values onto `device`; on rank 0 that may be the tensor itself."""
     if dist.get_rank() == 0:
         value = tensor.to(device).contiguous()
     else:
@@ -105,7 +105,7 @@ def from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _own_experts(value: Tensor, meshes: Meshes) -> Tensor:
-    """This ep rank's share along dim 0, without the memory of the rest."""
+    """Cut this ep rank's share out along dim 0, without the memory of the rest."""
     return value.chunk(meshes.ep_size)[meshes.ep_rank].clone()
 
 
