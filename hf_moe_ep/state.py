@@ -29,7 +29,7 @@ keyword) to search for in FILE.
     moe/dispatch/async_exchange.py | brought needs | gradients beside autograd's edges
     ops/expert_mlp.py | finish | weight gradients that a backward left for later
     -- what sharding leaves on a model, for its life --
-    sharding/shard.py | data new | parameters become DTensors, in place
+    sharding/values.py | data setattr | parameters become DTensors, in place
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks that others read
     upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward is done
     -- what belongs to the process --
