@@ -5,6 +5,11 @@ from support import claims_table
 from support.longest_first import LONGEST_FIRST
 
 
+def test_the_table_of_claims_is_up_to_date() -> None:
+    written = (claims_table.TESTS / "README.md").read_text()
+    assert written == claims_table.table(), f"out of date: run `{claims_table.COMMAND}`"
+
+
 def test_a_module_without_a_docstring_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(claims_table, "TESTS", tmp_path)
     (tmp_path / "test_silent.py").write_text("def test_it(): pass\n")
