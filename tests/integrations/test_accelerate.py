@@ -1,7 +1,8 @@
 """The seam into Accelerate on 2 ranks: same numbers as stock, and every duty of the function that
 `hf_moe_ep` stands in for (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model)."""
 
-import tempfile
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
+from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched, prepared
 from support.parity import full_tensor
-from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,34 +27,21 @@ from hf_moe_ep.state import find_state
 WORLD = 2
 
 
-def test_prepare_equals_stock() -> None:
-    run_ranks(_same_numbers, WORLD)
+VARIANTS: dict[str, dict[str, str]] = {
+    "defaults": {},
+    "activation checkpointing": {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
+    "cpu offload": {"FSDP_OFFLOAD_PARAMS": "true"},
+    "no resharding": {"FSDP_RESHARD_AFTER_FORWARD": "false"},
+}
 
 
-def test_duties_of_prepare() -> None:
-    run_ranks(_duties, WORLD)
+def _trains_as_stock(name: str, rank: int, world: int) -> None:
+    with launched(**VARIANTS[name]):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        _train_and_compare(name, accelerator, rank, world)
 
 
-def test_save_state_and_load_state() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(_save_and_load, WORLD, folder)
-
-
-def test_refused_launches() -> None:
-    run_ranks(_refused_launches, WORLD)
-
-
-def _same_numbers(rank: int, world: int) -> None:
-    variants: dict[str, dict[str, str]] = {
-        "defaults": {},
-        "activation checkpointing": {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
-        "cpu offload": {"FSDP_OFFLOAD_PARAMS": "true"},
-        "no resharding": {"FSDP_RESHARD_AFTER_FORWARD": "false"},
-    }
-    for name, settings in variants.items():
-        with launched(**settings):
-            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-            _train_and_compare(name, accelerator, rank, world)
+def _trains_as_stock_patched_first(rank: int, world: int) -> None:
     with launched():
         patch(tiny())  # patched before the Accelerator is made: the state is promoted at birth
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -100,27 +88,7 @@ def _train_and_compare(name: str, accelerator: Accelerator, rank: int, world: in
             assert_close(f"{name} {key}", state[key], value, FP32_BUDGET)
 
 
-def _duties(rank: int, world: int) -> None:
-    with launched():
-        _duty_fp32_upcast()
-    with launched():
-        _duty_optimizer_swap(rank)
-    with launched(FSDP_IGNORED_MODULES="model.norm"):
-        _, model, _ = prepared(tiny(dtype=torch.float32, seed=rank), ep_size=2)
-        assert not isinstance(model.model.norm.weight, DTensor)
-        assert torch.equal(model.model.norm.weight, tiny(dtype=torch.float32).model.norm.weight)
-        assert isinstance(model.lm_head.weight, DTensor)
-    with launched():
-        _duty_4bit()
-    with launched(FSDP_CPU_RAM_EFFICIENT_LOADING="true"):
-        _duty_ram_efficient(rank, on_meta=False)
-    with launched(FSDP_CPU_RAM_EFFICIENT_LOADING="true"):
-        _duty_ram_efficient(rank, on_meta=True)
-    with launched():
-        _duty_unpatched()
-
-
-def _duty_fp32_upcast() -> None:
+def _duty_fp32_upcast(rank: int) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     _, model, optimizer = prepared(tiny(dtype=torch.bfloat16), accelerator, ep_size=2)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -141,7 +109,14 @@ def _duty_optimizer_swap(rank: int) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def _duty_4bit() -> None:
+def _duty_ignored_modules(rank: int) -> None:
+    _, model, _ = prepared(tiny(dtype=torch.float32, seed=rank), ep_size=2)
+    assert not isinstance(model.model.norm.weight, DTensor)
+    assert torch.equal(model.model.norm.weight, tiny(dtype=torch.float32).model.norm.weight)
+    assert isinstance(model.lm_head.weight, DTensor)
+
+
+def _duty_4bit(rank: int) -> None:
     """Packed 4-bit weights stay whole and untouched, and nothing is upcast."""
 
     class Params4bit(nn.Parameter):
@@ -176,7 +151,7 @@ def _duty_ram_efficient(rank: int, on_meta: bool) -> None:
         assert torch.equal(buffer, truth.get_buffer(name)), name
 
 
-def _duty_unpatched() -> None:
+def _duty_unpatched(rank: int) -> None:
     """A model that nobody patched takes Accelerate's own path."""
     accelerator = Accelerator(cpu=True)
     patch(tiny(dtype=torch.float32))
@@ -188,10 +163,28 @@ def _duty_unpatched() -> None:
     assert not hasattr(experts, "_hf_moe_ep")
 
 
-def _save_and_load(rank: int, world: int, folder: str) -> None:
-    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-        with launched(FSDP_STATE_DICT_TYPE=kind):
-            _save_and_load_as(kind, rank, f"{folder}/{kind}")
+RAM_EFFICIENT = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+# name: (what to do, under which settings of the launch)
+DUTIES: dict[str, tuple[Callable[[int], None], dict[str, str]]] = {
+    "fp32 upcast": (_duty_fp32_upcast, {}),
+    "optimizer swap": (_duty_optimizer_swap, {}),
+    "ignored modules": (_duty_ignored_modules, {"FSDP_IGNORED_MODULES": "model.norm"}),
+    "4-bit": (_duty_4bit, {}),
+    "ram efficient": (partial(_duty_ram_efficient, on_meta=False), RAM_EFFICIENT),
+    "ram efficient, on meta": (partial(_duty_ram_efficient, on_meta=True), RAM_EFFICIENT),
+    "unpatched": (_duty_unpatched, {}),
+}
+
+
+def _does_its_duty(name: str, rank: int, world: int) -> None:
+    do, settings = DUTIES[name]
+    with launched(**settings):
+        do(rank)
+
+
+def _saves_and_loads(kind: str, rank: int, world: int, folder: str) -> None:
+    with launched(FSDP_STATE_DICT_TYPE=kind):
+        _save_and_load_as(kind, rank, f"{folder}/{kind}")
 
 
 def _save_and_load_as(kind: str, rank: int, folder: str) -> None:
@@ -238,13 +231,27 @@ def test_parallelism_config_that_does_not_combine() -> None:
     check_parallelism(None, state)
 
 
-def test_plugin_given_by_hand_is_kept() -> None:
-    run_ranks(_plugin_by_hand, WORLD)
-
-
 def _plugin_by_hand(rank: int, world: int) -> None:
     with launched():
         patch(tiny())
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         assert accelerator.state.fsdp_plugin is plugin
+
+
+ON_TWO_RANKS = {
+    **{f"trains as stock: {name}": partial(_trains_as_stock, name) for name in VARIANTS},
+    "trains as stock: patched first": _trains_as_stock_patched_first,
+    **{f"duty: {name}": partial(_does_its_duty, name) for name in DUTIES},
+    **{
+        f"saves and loads: {kind}": partial(_saves_and_loads, kind)
+        for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+    },
+    "refused launches": _refused_launches,
+    "a plugin by hand is kept": _plugin_by_hand,
+}
+
+
+@pytest.mark.parametrize("claim", on_ranks(WORLD, ON_TWO_RANKS))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
