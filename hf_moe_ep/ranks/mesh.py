@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.upstream.process_groups import flatten_mesh
+from hf_moe_ep.upstream.process_groups import flatten_axes
 
 # Names of the axes.
 DP_REPLICATE = "dp_replicate"
@@ -113,7 +113,7 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
         dense=dense if hsdp else dense[FSDP],
         ep_fsdp=experts[DP_REPLICATE, EP_FSDP] if hsdp else experts[EP_FSDP],
         ep=experts[EP],
-        experts=flatten_mesh(experts[EP_FSDP, EP], f"{EP_FSDP}_{EP}"),
+        experts=flatten_axes(experts, (EP_FSDP, EP)),
         sp=sequence[SP],
         world_size=world_size,
         device=device,

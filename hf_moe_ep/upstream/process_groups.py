@@ -19,14 +19,14 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """One axis over all axes of `mesh`, which torch's DTensor then finds too (device_mesh.py).
+def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
+    """One axis over some axes of `mesh`, which torch's DTensor then finds too (device_mesh.py).
 
     None where torch cannot make it: up to 2.11 it slices no mesh in which ranks step by less along
     its first axis.
     """
     try:
-        return mesh._flatten(name)
+        return mesh[axes]._flatten("_".join(axes))
     except KeyError:
         return None
 

@@ -103,7 +103,11 @@ def test_masters_become_the_dtype_of_the_model_or_the_one_asked_for(
 def _alive() -> int:
     """Bytes of all tensors of this process."""
     # By their very type: fake tensors of torch.compile have no memory, lazy modules no attributes.
-    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and not x.is_meta]
+    tensors = [
+        x
+        for x in gc.get_objects()
+        if type(x) in (Tensor, nn.Parameter) and not x.is_meta and x.layout == torch.strided
+    ]
     return sum(
         {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
     )
