@@ -71,6 +71,7 @@ def test_quickstart(tmp_path: Path) -> None:
     assert abs(published[1][1] - 7 * (1 - 0.3328)) < 0.1
 
 
+@pytest.mark.slow
 def test_will_it_fit(tmp_path: Path) -> None:
     values = _run(
         "5_will_it_fit.ipynb",
@@ -121,6 +122,7 @@ def test_own_loop(tmp_path: Path) -> None:
     assert "ep_fsdp 1 x ep 2; this rank: experts 0 .. 3" in values["done.stdout"]
 
 
+@pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     values = _run(
         "3_checkpoints.ipynb",
