@@ -36,6 +36,7 @@ keyword) to search for in FILE.
     upstream/wrap.py | _hf_moe_ep_wrapper | functions of others, `integrations/install.py` lists
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     upstream/training_frameworks.py | distributed_type | the same
+    ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_once | whether compiled kernels were right here
     ops/spec.py | from_text | parsed formulas of the operator
     -- what Accelerate and the Trainer are told, for a run --

@@ -1,7 +1,7 @@
 """Every place where state hides is a row of the table in `state.py`, and every row is a place.
 
 Read from the syntax trees: attributes that are set on objects of others, names of ours on them,
-module globals that can change, and caches.
+module globals that can change, caches, and what runs at the interpreter's end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGE = Path(state.__file__).parent
 PREFIX = "_hf_moe_ep"
 MUTABLE = ("{}", "[]", "set()", "dict()", "list()")
 # Places, counted: one more is a decision, not an accident.
-ROWS = 39
+ROWS = 40
 # Objects that a function made itself or was given to fill: no state once it has returned.
 FILLED = {
     ("checkpoints/storage/unpickle.py", "found"): "metadata that was just read",
@@ -73,6 +73,8 @@ def find_writes(file: str, tree: ast.Module) -> Iterator[Write]:
             case ast.Subscript(ctx=ast.Store(), value=ast.Call(func=ast.Name(id="vars"))):
                 known = node.slice.value if isinstance(node.slice, ast.Constant) else None
                 yield Write(file, node.lineno, ast.unparse(node.value), known)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="atexit"), attr="register")):
+                yield Write(file, node.lineno, "atexit", "register")
             case ast.Constant(value=str(text)) if text.startswith(PREFIX):
                 yield Write(file, node.lineno, "", text)
             case ast.Global(names=names) | ast.Nonlocal(names=names):
@@ -163,6 +165,7 @@ ADDED = {
     "by a name that nobody knows": "def f(m, name, g):\n    setattr(m, name, g)",
     "a module global": "_SEEN: dict[str, int] = {}",
     "a counter": "def f():\n    global _COUNT\n    _COUNT += 1",
+    "what runs at the end": "import atexit\ndef f(g):\n    atexit.register(g)",
     "a cache": "import functools\n@functools.cache\ndef f(): ...",
 }
 
