@@ -78,7 +78,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     plugin = getattr(self.state, "fsdp_plugin", None)  # accelerate 1.15 has none on one CPU
     if state.meshes is None or plugin is None:
         return original(self, *args, **kwargs)
-    together("accelerator.prepare", partial(_check_no_empty_shards, args))
+    together("accelerator.prepare", partial(_check_sharded_before, args, plugin))
     with _nothing_to_wrap(plugin):
         return original(self, *args, **kwargs)
 
@@ -96,6 +96,23 @@ def _nothing_to_wrap(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
         yield
     finally:
         plugin.auto_wrap_policy = before
+
+
+def _check_sharded_before(args: tuple[Any, ...], plugin: FullyShardedDataParallelPlugin) -> None:
+    """Raise where Accelerate could not take a model that is sharded already."""
+    _check_no_activation_checkpointing(plugin)
+    _check_no_empty_shards(args)
+
+
+def _check_no_activation_checkpointing(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Raise where Accelerate would put wrappers between layers and their FSDP2 units."""
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "Accelerate's fsdp_activation_checkpointing wraps layers before they are "
+            "sharded, and this model is sharded already; set it to false and call "
+            "model.gradient_checkpointing_enable(), or let Accelerate shard: load the model with "
+            "transformers' from_pretrained and call patch(model)"
+        )
 
 
 def _check_no_empty_shards(args: tuple[Any, ...]) -> None:

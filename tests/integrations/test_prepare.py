@@ -1,24 +1,24 @@
-"""What `accelerator.prepare` leaves behind for the next model that the same process prepares."""
+"""What `accelerator.prepare` does with a model that was sharded before, and leaves for the next."""
 
+import pytest
 import torch
 from accelerate import Accelerator
-from support.launched import launched
-from support.ranks import run_ranks
-from support.tiny_models import tiny
+from accelerate.utils import FullyShardedDataParallelPlugin
+from support.checks import Check, Found, on_ranks
+from support.close import assert_close
+from support.launched import FP32_BUDGET, launched
+from support.parity import full_tensor
+from support.tiny_models import batch, tiny
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep import apply_ep_fsdp2, global_token_count
 
 WORLD = 2
 
 
-def test_a_stock_model_prepared_after_ours_has_a_unit_per_layer() -> None:
+def a_stock_model_prepared_after_ours_has_a_unit_per_layer(rank: int, world: int) -> None:
     """A reference model of DPO or GRPO with a root alone is gathered whole in each forward."""
-    run_ranks(_sharded_then_stock, WORLD)
-
-
-def _sharded_then_stock(rank: int, world: int) -> None:
     with launched():
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
         accelerator = Accelerator(cpu=True)
@@ -29,5 +29,56 @@ def _sharded_then_stock(rank: int, world: int) -> None:
         assert _units(stock) >= layers, _units(stock)
 
 
+def accelerates_activation_checkpointing_comes_too_late(rank: int, world: int) -> None:
+    """From the launch config, from a plugin, and where one rank alone asks for it."""
+    ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    optimizer = torch.optim.SGD(ours.parameters())
+    remedies = r"gradient_checkpointing_enable\(\), or let Accelerate shard.*patch\(model\)"
+    with launched(FSDP_ACTIVATION_CHECKPOINTING="true"):
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(ValueError, match=f"fsdp_activation_checkpointing .*{remedies}"):
+            accelerator.prepare(ours, optimizer)
+    for asks in (True, rank == 1):
+        with launched():
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=asks)
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+            with pytest.raises(ValueError, match=remedies):
+                accelerator.prepare(ours, optimizer)
+
+
+def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int) -> None:
+    """What the refusal above recommends: layers run again in backward, gradients are the same."""
+    with launched():
+        ours = apply_ep_fsdp2(tiny(dtype=torch.float32, seed=rank), ep_size=2)
+        ours.train().gradient_checkpointing_enable()
+        accelerator = Accelerator(cpu=True)
+        ours, _ = accelerator.prepare(ours, torch.optim.SGD(ours.parameters()))
+        runs: list[nn.Module] = []
+        ours.model.layers[0].mlp.register_forward_pre_hook(lambda mlp, _: runs.append(mlp))
+        stock = tiny(dtype=torch.float32)
+        ranks = [batch(stock, 2, 9, seed=other) for other in range(world)]
+        num_tokens = global_token_count(ours, ranks[rank]["labels"])
+        loss = ours(**ranks[rank], num_items_in_batch=num_tokens).loss
+        accelerator.backward(loss * world)
+        assert len(runs) == 2
+        for one in ranks:
+            stock(**one, num_items_in_batch=num_tokens).loss.backward()
+        for name, parameter in ours.named_parameters():
+            want = stock.get_parameter(name).grad
+            assert_close(name, full_tensor(parameter.grad), want, FP32_BUDGET)
+
+
 def _units(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+
+ON_TWO_RANKS = [
+    a_stock_model_prepared_after_ours_has_a_unit_per_layer,
+    accelerates_activation_checkpointing_comes_too_late,
+    gradient_checkpointing_of_a_sharded_model_equals_stock,
+]
+
+
+@pytest.mark.parametrize("claim", on_ranks(WORLD, *ON_TWO_RANKS))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

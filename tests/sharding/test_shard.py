@@ -1,0 +1,95 @@
+"""Which dimension of an expert weight FSDP2 splits: what "auto" picks, what 0 and 1 insist on."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.adapters import with_lora
+from support.tiny_models import tiny
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from hf_moe_ep import patch
+from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.shard import _check_expert_shard_dim, _expert_placement
+from hf_moe_ep.sharding.units import find_units
+from hf_moe_ep.sharding.values import find_places
+from hf_moe_ep.state import find_state
+
+# name: (shape of a weight on its ep rank, ranks that share it, the dimension "auto" picks)
+AUTO: dict[str, tuple[tuple[int, ...], int, int]] = {
+    "one rank": ((3, 5, 7), 1, 0),
+    "both divide": ((8, 32, 48), 4, 0),
+    "one expert each": ((4, 32, 48), 4, 0),
+    "experts alone divide": ((8, 33, 24), 2, 0),
+    "dim 1 alone divides": ((6, 32, 48), 4, 1),
+    "fewer experts than ranks": ((2, 32, 48), 4, 1),
+    "more ranks than both": ((2, 4, 48), 8, 0),  # padded: dim 0 all the same
+    "neither divides": ((6, 33, 24), 4, 0),
+    "dim 2 alone divides": ((3, 33, 48), 2, 0),
+    "no power of two": ((8, 33, 47), 3, 1),
+    "bias of each expert": ((3, 48), 2, 1),
+    "a number per expert, even": ((4,), 2, 0),
+    "a number per expert, uneven": ((3,), 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_pads_only_where_neither_dimension_divides(name: str) -> None:
+    """Dim 0 where it divides evenly, else dim 1 where that does, else dim 0 with padding."""
+    shape, ranks, dim = AUTO[name]
+    assert _expert_placement(torch.Size(shape), "auto", ranks).dim == dim
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_dim_0_is_taken_whether_it_divides_or_not(name: str) -> None:
+    shape, ranks, _ = AUTO[name]
+    assert _expert_placement(torch.Size(shape), 0, ranks).dim == 0
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_dim_1_is_taken_where_it_divides_and_refused_elsewhere(name: str) -> None:
+    """Also where dim 0 would do: who writes 1 gets 1, or hears why not."""
+    shape, ranks, _ = AUTO[name]
+    if len(shape) > 1 and shape[1] % ranks == 0:
+        assert _expert_placement(torch.Size(shape), 1, ranks).dim == 1
+        return
+    with pytest.raises(ValueError, match=r"dim 1 of .* which does not divide it") as refusal:
+        _expert_placement(torch.Size(shape), 1, ranks)
+    for said in (str(shape), f"({ranks})", "expert_shard_dim='auto'"):
+        assert said in str(refusal.value)
+
+
+ODD = {"hidden_size": 33, "head_dim": 4}  # down_proj (8, 33, 24), gate_up_proj (8, 48, 33)
+
+
+@pytest.mark.parametrize("shard_dim", ["auto", 0])
+def test_a_model_that_dim_1_cannot_split_passes_the_check_otherwise(shard_dim: str | int) -> None:
+    _check(patch(tiny(**ODD), expert_shard_dim=shard_dim))
+
+
+def test_a_model_is_refused_by_the_shape_that_an_ep_rank_holds() -> None:
+    """Half of 8 experts at ep 2: that is what the ranks of ep_fsdp share."""
+    with pytest.raises(ValueError, match=r"expert weight \(4, 33, 24\) evenly over ep_fsdp \(2\)"):
+        _check(patch(tiny(**ODD), expert_shard_dim=1))
+
+
+def test_factors_of_adapters_need_not_divide() -> None:
+    """Of weights 48 and 32 wide 16 ranks have even parts, of 3 ranks of 8 experts they have not."""
+    model = with_lora(tiny(), r=3)
+    factors = [p.shape for name, p in model.named_parameters() if "experts.lora_B" in name]
+    assert factors and all(shape[1] % 16 != 0 for shape in factors)
+    _check(patch(model, expert_shard_dim=1), ep_fsdp_size=16)
+
+
+def _check(model: nn.Module, ep_fsdp_size: int = 2) -> None:
+    """What `shard_model` does before it shards, at ep 2."""
+    state = find_state(model)
+    assert state is not None
+    options = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
+    units = find_units(model)
+    places = find_places(model, units.experts.values(), state.plan, options)
+    sizes: Any = SimpleNamespace(ep_size=2, ep_fsdp_size=ep_fsdp_size)
+    for experts in units.experts.values():
+        _check_expert_shard_dim(experts, places, state, sizes)
