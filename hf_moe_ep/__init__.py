@@ -27,6 +27,7 @@ except Exception as error:  # noqa: BLE001  a broken package may raise anything 
     _broken = error
 
     def _refuse(name: str) -> NoReturn:
+        """Raise the error of the import wherever one of the public names is asked for."""
         if name not in __all__:
             raise AttributeError(f"module 'hf_moe_ep' has no attribute {name!r}")
         raise ImportError(
@@ -34,7 +35,7 @@ except Exception as error:  # noqa: BLE001  a broken package may raise anything 
             f"`hf-moe-ep doctor` says which versions are wrong, or which package is broken"
         ) from _broken
 
-    # Not defined by its name, or type checkers would let every name pass.
+    # A function that is called __getattr__ would make type checkers accept every name.
     globals()["__getattr__"] = _refuse
 
 
@@ -56,6 +57,6 @@ __all__ = [
 ]
 
 if "_broken" in globals():
-    # Modules of the same names, which were complete before another failed.
+    # Some were imported before another failed, and some are names of modules: all are refused.
     for _name in __all__:
         globals().pop(_name, None)

@@ -6,12 +6,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
+from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer, find_state
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 
 def describe(model: nn.Module) -> str:
-    """Report on a patched model in a few lines, to print; numbers are of the calling rank.
+    """Return a report on a patched model, a few lines to print.
+
+    What is said of "this rank" differs between ranks.
 
         >>> print(describe(patch(model, ep_size=2)))
         MyMoeForCausalLM (my_moe), patched by hf_moe_ep
@@ -33,31 +35,41 @@ def describe(model: nn.Module) -> str:
 
 
 def _header(model: nn.Module, state: ModelState) -> str:
+    """Return the first line: the model's class, without what FSDP2 puts before it, and its type."""
     name = type(model).__name__.removeprefix("FSDP")
     return f"{name} ({state.plan.model_type}), patched by hf_moe_ep"
 
 
 def _experts(model: nn.Module, state: ModelState) -> str:
+    """Return the line of the layers with experts, and of what computes them."""
     layers = {
         canonical_name(name): layer
         for name, module in model.named_modules()
         if isinstance(layer := getattr(module, STATE, None), MoELayer)
     }
-    names, compute = list(layers), next(iter(layers.values())).compute
-    backend = "eager"
-    if compute is not None:
-        fallback = "asked for" if compute.required else "torch for fp64 and off the GPU"
-        why = compute.reason or fallback
-        backend = f"{compute.backend} ({'no triton: ' if compute.reason else ''}{why})"
-    if compute is not None and compute.recompute:
-        backend += ", pre-activations recomputed in backward"
+    names = list(layers)
     return (
         f"  experts    {len(names)} layers of {state.num_experts} ({names[0]} .. {names[-1]}), "
-        f"backend {backend}"
+        f"backend {_backend(layers[names[0]].compute)}"
     )
 
 
+def _backend(compute: Compute | None) -> str:
+    """Return the name of what computes the experts, and why it was chosen."""
+    if compute is None:
+        return "eager"
+    if compute.reason:
+        why = f"no triton: {compute.reason}"
+    elif compute.required:
+        why = "asked for"
+    else:
+        why = "torch for fp64 and off the GPU"
+    recomputes = ", pre-activations recomputed in backward" if compute.recompute else ""
+    return f"{compute.backend} ({why}){recomputes}"
+
+
 def _layout(state: ModelState) -> str:
+    """Return the line of how ranks share the model, and which experts this rank owns."""
     meshes, config = state.meshes, state.config
     if meshes is None:
         return (
@@ -75,6 +87,7 @@ def _layout(state: ModelState) -> str:
 
 
 def _memory(model: nn.Module) -> str:
+    """Return the line of how many numbers all parameters have, and those on this rank."""
     whole = local = 0
     for parameter in model.parameters():
         held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -84,12 +97,13 @@ def _memory(model: nn.Module) -> str:
 
 
 def _precision(model: nn.Module, state: ModelState) -> str:
+    """Return the line of dtypes: of parameters, of compute, of what gradients are reduced in."""
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
     policy = state.policy
-    compute = policy.param_dtype if policy is not None and policy.param_dtype else "as stored"
-    reduce_ = policy.reduce_dtype if policy is not None and policy.reduce_dtype else "as computed"
+    compute_dtype = policy.param_dtype if policy is not None else None
+    reduce_dtype = policy.reduce_dtype if policy is not None else None
     return (
-        f"  precision  stored {', '.join(dtypes)}; compute {compute}; gradients reduced "
-        f"{reduce_}; {units} FSDP2 modules"
+        f"  precision  stored {', '.join(dtypes)}; compute {compute_dtype or 'as stored'}; "
+        f"gradients reduced {reduce_dtype or 'as computed'}; {units} FSDP2 modules"
     ).replace("torch.", "")

@@ -39,6 +39,7 @@ keyword) to search for in FILE.
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ops/self_check.py | check_once | whether compiled kernels were right here
     ops/spec.py | from_text | parsed formulas of the operator
+    __init__.py | _broken __getattr__ | what failed at import, and what raises it at first use
     -- what Accelerate and the Trainer are told, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | how many ranks share a batch
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader

@@ -1,16 +1,17 @@
 """What sequence parallelism changes in Accelerate and the Trainer: sp ranks share their batches.
 
-4 processes with sp_size 2 are 2 data ranks. To Accelerate every process has batches of its own, so
-each place where it divides by the number of processes, or multiplies, learns better:
+4 processes with sp_size 2 are 2 data ranks: each pair works on the same batch. Accelerate believes
+that every process has batches of its own, so each place that counts processes is corrected:
 
-    data loaders          ranks of an sp group are given the same samples
-    gather_for_metrics    each sample once: what the first rank of each group has
-    schedulers            one step per data rank, not per process, and optimizer step
-    Trainer               token count, loss scale and total batch size by data ranks; logits in
-                          `predict()`; `num_input_tokens_seen`, `total_flos`
+    data loaders          give the ranks of an sp group the same samples
+    gather_for_metrics    takes each sample once, from the first rank of its group
+    schedulers            take one step per data rank and optimizer step, not one per process
+    Trainer               counts data ranks in its number of tokens, loss scale, total batch size,
+                          `num_input_tokens_seen` and `total_flos`; `predict()` sees whole logits
 
-The Trainer divides by `get_tp_size()` wherever ranks share a batch, so that is what we answer.
-`install.py` has the table of these wrappers; each is given what was there before as `original`.
+The Trainer divides by `get_tp_size()` where ranks share a batch, so ours returns their number.
+`install.py` has the table of these wrappers; `original` is always the function that was there
+before.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ Original = Callable[..., Any]
 
 
 def share_batches(accelerator: Accelerator, state: ModelState) -> None:
-    """Let `accelerator` know that `state.config.sp_size` consecutive ranks share their batches.
+    """Tell `accelerator` that `state.config.sp_size` consecutive ranks share their batches.
 
     Raises:
-        ValueError: data loaders were prepared already, for ranks that share nothing; or the size
-            does not divide the world.
+        ValueError: data loaders were prepared before, when ranks shared nothing; or sp_size does
+            not divide the number of ranks.
     """
     size = state.config.sp_size or 1
     if size == sharing(accelerator):
@@ -61,13 +62,16 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
 
 
 def sharing(accelerator: Accelerator) -> int:
-    """How many consecutive ranks share their batches."""
+    """Return how many consecutive ranks share their batches; 1 where none do."""
     return getattr(accelerator, _SHARING, 1)
 
 
 @dataclass(frozen=True)
 class _LoaderMesh:
-    """To Accelerate's data loaders, a mesh with context parallelism (accelerate/data_loader.py)."""
+    """A stand-in for a device mesh, of which Accelerate's data loaders ask names and sizes.
+
+    They give ranks along the axis "cp" the same samples (accelerate/data_loader.py).
+    """
 
     sizes: dict[str, int]
 
@@ -84,7 +88,10 @@ class _LoaderMesh:
 
 
 def loader_mesh(original: Original, self: Accelerator) -> Any:
-    """`Accelerator._prepare_device_mesh`, which its data loaders alone ask."""
+    """Answer `Accelerator._prepare_device_mesh`, which only its data loaders call.
+
+    Where ranks share batches: a mesh whose axis "cp" has their number.
+    """
     if sharing(self) == 1:
         return original(self)
     return _LoaderMesh(
@@ -95,7 +102,14 @@ def loader_mesh(original: Original, self: Accelerator) -> Any:
 def prepare_data_loader(
     original: Original, self: Accelerator, data_loader: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """`Accelerator.prepare_data_loader`: one order of samples on all ranks that share them."""
+    """Prepare a data loader so that ranks that share batches draw the same samples.
+
+    Wraps `Accelerator.prepare_data_loader`.
+
+    Raises:
+        ValueError: ranks share batches, and the loader deals samples in a way that cannot be
+            shared: `dispatch_batches=True`, "batch_rebalance", or a stream with batches of its own.
+    """
     if sharing(self) == 1:
         return original(self, data_loader, *args, **kwargs)
     if self.dispatch_batches:
@@ -109,11 +123,9 @@ def prepare_data_loader(
     sampler = get_sampler(data_loader)
     if isinstance(data_loader.dataset, IterableDataset):
         _check_stream(data_loader)
-        # Behind the back of its __setattr__, which wants a new loader for a new data set.
+        # In its __dict__: the __setattr__ of a loader refuses another data set.
         vars(data_loader)["dataset"] = _Stream(data_loader.dataset)
-    elif "BatchRebalanceSampler" in (
-        type(s).__name__ for s in (sampler, data_loader.batch_sampler)
-    ):
+    elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
         raise ValueError(
             f"train_sampling_strategy='batch_rebalance' deals samples to single processes, but "
             f"with sp_size={sharing(self)} that many share them; use another strategy"
@@ -134,7 +146,10 @@ def prepare_data_loader(
 def gather_for_metrics(
     original: Original, self: Accelerator, input_data: Any, use_gather_object: bool = False
 ) -> Any:
-    """`Accelerator.gather_for_metrics`: each sample once."""
+    """Gather each sample once, from the first rank of its group.
+
+    Wraps `Accelerator.gather_for_metrics`.
+    """
     if sharing(self) == 1:
         return original(self, input_data, use_gather_object)
     _count_stream(self)
@@ -142,7 +157,7 @@ def gather_for_metrics(
         first = self.process_index % sharing(self) == 0
         return original(self, input_data if first else input_data[:0], True)
     gather = self.gather
-    # It gathers by self.gather and then drops what fills up the last batch, in that order.
+    # It calls self.gather, and afterwards drops the samples that fill up the last batch.
     self.gather = lambda data: _first_of_each_group(gather(data), self)
     try:
         return original(self, input_data, False)
@@ -151,7 +166,10 @@ def gather_for_metrics(
 
 
 def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> Any:
-    """`Accelerator.prepare_scheduler`: as many steps as there are data ranks."""
+    """Prepare a scheduler that takes one step per data rank and optimizer step.
+
+    Wraps `Accelerator.prepare_scheduler`, which lets it take one per process.
+    """
     prepared = original(self, scheduler)
     per_process = prepared.step_with_optimizer and not prepared.split_batches
     if sharing(self) > 1 and per_process and prepared is not scheduler:
@@ -160,13 +178,20 @@ def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> 
 
 
 def create_accelerator(original: Original, self: transformers.Trainer) -> None:
-    """`Trainer.create_accelerator_and_postprocess`, before which it has its model."""
+    """Tell the Trainer's new Accelerator which ranks share batches.
+
+    Wraps `Trainer.create_accelerator_and_postprocess`; the Trainer has its model by then, unless
+    `model_init` makes it later.
+    """
     original(self)
     _tell(self, self.model)
 
 
 def call_model_init(original: Original, self: transformers.Trainer, *args: Any, **kw: Any) -> Any:
-    """`Trainer.call_model_init`, from which a model may come later."""
+    """Tell the Trainer's Accelerator which ranks share batches, once `model_init` made the model.
+
+    Wraps `Trainer.call_model_init`.
+    """
     model = original(self, *args, **kw)
     _tell(self, model)
     return model
@@ -175,7 +200,11 @@ def call_model_init(original: Original, self: transformers.Trainer, *args: Any, 
 def get_num_items_in_batch(
     original: Original, self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """`Trainer._get_num_items_in_batch`, which divides a count of this rank alone as well."""
+    """Return the number of label tokens in the batch, as the Trainer's loss divides by it.
+
+    Wraps `Trainer._get_num_items_in_batch`. It divides by `get_tp_size()` even a count that is of
+    this rank alone; that is undone here.
+    """
     count = original(self, *args, **kwargs)
     if count is None or self.args.average_tokens_across_devices:
         return count
@@ -183,12 +212,18 @@ def get_num_items_in_batch(
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
-    """`Trainer.floating_point_ops`, which it adds up over all processes."""
+    """Return this rank's share of the FLOPs of a batch: the Trainer adds up all processes.
+
+    Wraps `Trainer.floating_point_ops`.
+    """
     return original(self, inputs) // sharing(self.accelerator)
 
 
 def get_tp_size(original: Original, self: transformers.Trainer) -> int:
-    """`Trainer.get_tp_size`: by how many processes outnumber data ranks."""
+    """Return how many processes there are for each data rank.
+
+    Wraps `Trainer.get_tp_size`.
+    """
     size: int = original(self)
     return size * sharing(self.accelerator)
 
@@ -202,11 +237,15 @@ def prediction_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`Trainer.prediction_step`: whole logits where someone looks at them."""
+    """Predict a batch, with the logits of whole sequences where the Trainer returns logits.
+
+    Wraps `Trainer.prediction_step`.
+    """
     state = find_state(self.model)
     if state is None or sharing(self.accelerator) == 1:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-    before, state.gather_logits = state.gather_logits, not prediction_loss_only
+    before = state.gather_logits
+    state.gather_logits = not prediction_loss_only
     try:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     finally:
@@ -214,7 +253,10 @@ def prediction_step(
 
 
 def track_num_input_tokens(original: Original, self: transformers.Trainer, inputs: Any) -> None:
-    """`Trainer._track_num_input_tokens`, which adds up all processes."""
+    """Count input tokens once per data rank, where stock adds up all processes.
+
+    Wraps `Trainer._track_num_input_tokens`.
+    """
     before = self.state.num_input_tokens_seen
     original(self, inputs)
     seen = self.state.num_input_tokens_seen - before
@@ -222,10 +264,12 @@ def track_num_input_tokens(original: Original, self: transformers.Trainer, input
 
 
 class _EveryNth:
-    """A scheduler that takes every n-th step; the rest is the scheduler's own."""
+    """A scheduler that ignores all but every n-th call of `step`; all else is as it was."""
 
     def __init__(self, scheduler: Any, n: int) -> None:
-        self._scheduler, self._n, self._calls = scheduler, n, 0
+        self._scheduler = scheduler
+        self._n = n
+        self._calls = 0
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         self._calls += 1
@@ -239,14 +283,14 @@ class _EveryNth:
 
 
 class _Stream(IterableDataset[Any]):
-    """A stream that every rank reads whole and takes its part of; counts its rows.
+    """A stream that every rank reads whole, to take its own part of it; `rows` counts its samples.
 
-    `datasets` would otherwise deal whole files to data ranks, which end on different steps.
+    `datasets` would otherwise deal whole files to data ranks, which then end on different steps.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        # Shared with a loader's worker.
+        # In shared memory: a worker process counts, this one reads.
         self.rows = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[Any]:
@@ -256,12 +300,18 @@ class _Stream(IterableDataset[Any]):
             yield sample
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "rows"):
+        if name in ("dataset", "rows"):  # not there yet: being copied or unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
+def _rebalances(sampler: Any) -> bool:
+    """Return whether a sampler is the Trainer's of `train_sampling_strategy="batch_rebalance"`."""
+    return type(sampler).__name__ == "BatchRebalanceSampler"
+
+
 def _check_stream(data_loader: Any) -> None:
+    """Refuse a stream that makes its own batches."""
     if data_loader.batch_size is None:
         raise ValueError(
             "a stream that makes its own batches (batch_size=None) cannot be dealt to the data "
@@ -270,7 +320,10 @@ def _check_stream(data_loader: Any) -> None:
 
 
 def _count_stream(accelerator: Accelerator) -> None:
-    """Say how many rows of a stream's last batch are no repetition; Accelerate leaves it open."""
+    """Set `remainder` of a stream's loader, at its end: the real samples in its last batch.
+
+    The others only fill it up. Accelerate leaves the number open, as a stream has no length.
+    """
     loader = accelerator.gradient_state.active_dataloader
     shard = getattr(loader, "dataset", None)
     if not (isinstance(shard, IterableDatasetShard) and isinstance(shard.dataset, _Stream)):
@@ -281,7 +334,7 @@ def _count_stream(accelerator: Accelerator) -> None:
 
 @contextmanager
 def _options(accelerator: Accelerator, seedable: bool) -> Iterator[None]:
-    """Let each rank read one data loader for itself, and shuffle as all ranks do."""
+    """Make each rank read its data loader itself, and with `seedable` shuffle as all ranks do."""
     options = accelerator.dataloader_config
     before = options.dispatch_batches, options.use_seedable_sampler
     options.dispatch_batches = False
@@ -293,7 +346,10 @@ def _options(accelerator: Accelerator, seedable: bool) -> Iterator[None]:
 
 
 def _seeded_alike(init: Any, sharing: int) -> Any:
-    """Seed a loader's workers as the Trainer does, by data rank instead of process."""
+    """Return `init`, a loader's `worker_init_fn`; the Trainer's then seeds by data rank.
+
+    Its own seeds by process.
+    """
     if isinstance(init, partial) and "rank" in init.keywords:
         rank = init.keywords["rank"] // sharing
         return partial(init.func, *init.args, **init.keywords | {"rank": rank})
@@ -301,6 +357,7 @@ def _seeded_alike(init: Any, sharing: int) -> Any:
 
 
 def _tell(trainer: transformers.Trainer, model: Any) -> None:
+    """Tell the Trainer's Accelerator, and the state of a patched model, of each other."""
     state = None if model is None else find_state(model)
     if state is not None:
         share_batches(trainer.accelerator, state)
@@ -308,10 +365,12 @@ def _tell(trainer: transformers.Trainer, model: Any) -> None:
 
 
 def _seed_of_rank_0(seed: int) -> int:
+    """Return the seed that rank 0 was given."""
     return on_first("accelerator.prepare", lambda: int(seed))
 
 
 def _all_tensors(data: Any) -> bool:
+    """Return whether nested data holds tensors and nothing else."""
     try:
         recursively_apply(lambda x: x, data, error_on_other_type=True)
     except TypeError:
@@ -320,8 +379,10 @@ def _all_tensors(data: Any) -> bool:
 
 
 def _first_of_each_group(gathered: Any, accelerator: Accelerator) -> Any:
-    def pick(x: Tensor) -> Tensor:
-        by_rank = x.unflatten(0, (accelerator.num_processes, -1))
+    """Return the rows of the first rank of each group; `gathered` has the rows of all ranks."""
+
+    def pick(rows: Tensor) -> Tensor:
+        by_rank = rows.unflatten(0, (accelerator.num_processes, -1))
         return by_rank[:: sharing(accelerator)].flatten(0, 1)
 
     return recursively_apply(pick, gathered)

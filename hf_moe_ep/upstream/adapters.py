@@ -17,27 +17,34 @@ from hf_moe_ep.upstream.module_names import canonical_name
 
 
 def wraps_for_adapters(module: nn.Module) -> bool:
-    """Whether a module stands for another that PEFT adapts (peft/tuners/tuners_utils.py)."""
+    """Return whether `module` is PEFT's wrapper around a module that it adapts.
+
+    peft/tuners/tuners_utils.py, BaseTunerLayer.
+    """
     return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
 
 
 def without_adapters(model: Any) -> Any:
-    """The model inside a PeftModel, which is what others call too (peft/peft_model.py)."""
+    """Return the model inside a PeftModel; any other model as it is (peft/peft_model.py)."""
     is_peft_model = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     return model.get_base_model() if is_peft_model else model
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether PEFT, or transformers' add_adapter, attached any (integrations/peft.py)."""
+    """Return whether `model` has adapters, from PEFT or from transformers' `add_adapter`.
+
+    transformers/integrations/peft.py.
+    """
     return bool(getattr(model, "peft_config", None))
 
 
 def adapter_names(
     model: Any, state_dict: dict[str, Tensor], save_embedding_layers: str | bool = "auto"
 ) -> list[str] | None:
-    """Which tensors PEFT would save of a model with adapters; None of any other model.
+    """Return the names in `state_dict` that PEFT would save; None for a model without adapters.
 
-    Whether embeddings are among them "auto" tells from files, of which ranks may see different.
+    With "auto" PEFT looks into files to decide whether embeddings are saved too. Ranks may see
+    different files, so call this on one rank or pass True or False.
     """
     if not has_adapters(model):
         return None
@@ -58,9 +65,11 @@ def adapter_names(
 
 @contextmanager
 def canonical_modules(model: nn.Module) -> Iterator[None]:
-    """Let `model` name its modules as its state dict does, without activation checkpointing.
+    """Let `model.named_modules()` give the names of its state dict, inside the block.
 
-    PEFT looks up what it saves beside adapters by the names of modules (utils/save_and_load.py).
+    Activation checkpointing puts a component of its own into the former, not into the latter.
+
+    PEFT looks up by module names what it saves beside adapters (peft/utils/save_and_load.py).
     """
     original = model.named_modules
 
@@ -76,7 +85,15 @@ def canonical_modules(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ParameterFactor:
-    """lora_A or lora_B of an adapter on a stacked parameter of `module` (peft, ParamWrapper)."""
+    """One factor, lora_A or lora_B, of an adapter on a stacked parameter (peft, ParamWrapper).
+
+    Attributes:
+        module: the stock experts module whose parameter is adapted.
+        parameter: the factor's 2-D weight; r is the rank. lora_A is (r * experts, in), lora_B is
+            (out, r * experts).
+        is_b: whether it is lora_B.
+        num_experts: experts in the stack.
+    """
 
     module: nn.Module
     parameter: nn.Parameter
@@ -85,7 +102,7 @@ class ParameterFactor:
 
 
 def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]:
-    """Both factors, by name, of every adapter on a stacked parameter below `model`."""
+    """Yield (name, factor) for lora_A and lora_B of every adapter on a stacked (3-D) parameter."""
     for prefix, wrapper in model.named_modules():
         adapted = getattr(wrapper, "parameter_name", None)
         if not adapted or getattr(wrapper.get_base_layer(), adapted).ndim != 3:
@@ -105,7 +122,10 @@ def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]
 
 
 def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
-    """`get_peft_model` on a model on meta, where PEFT leaves factors without values."""
+    """Call `get_peft_model` on a model on meta, and give the factors memory and first values.
+
+    PEFT alone would leave them on meta, without values.
+    """
     from peft import get_peft_model
 
     model = get_peft_model(model, peft_config)
@@ -123,9 +143,10 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
 
 
 def adapter_parameters(model: nn.Module) -> set[int]:
-    """Ids of the parameters of all of PEFT's adapters, active or not (peft/tuners/tuners_utils.py).
+    """Return the `id` of each parameter of every adapter, active or not.
 
-    `set_adapter` freezes those that are not active, and what they have learnt is nowhere else.
+    `set_adapter` freezes adapters that are not active; they have learnt values all the same
+    (peft/tuners/tuners_utils.py).
     """
     parts = [
         getattr(module, name, None)

@@ -16,23 +16,26 @@ _STOCK_CONFIG = "_hf_moe_ep_stock"
 
 
 def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool = False) -> Any:
-    """A copy of `config` for attention modules alone, which selects `wrap(stock function)`.
+    """Return a copy of `config`, for attention modules alone, that selects `wrap(stock function)`.
 
-    Registered for attention and for masks (modeling_utils.py, masking_utils.py): a name that the
-    second does not know silently gets no mask. "flash" stays in the name, upstream asks for it.
+    The name is registered for attention and for masks (modeling_utils.py, masking_utils.py): a name
+    that is unknown to the second silently gets no mask. Where stock's name has "flash" in it, ours
+    has too, because transformers searches names for that word.
 
-    With `frames`, for a vision tower, `wrap` is told by `varlen=` whether stock is a flash
-    attention, and "flash" is in every name: upstream then leaves it to the function to keep frames
-    apart, instead of cutting its rows by lengths of which it has a slice only.
+    With `frames`, for a vision tower, `wrap` is called with `varlen=`, whether stock is a flash
+    attention, and our name has "flash" in it in any case: transformers then leaves it to the
+    function to keep frames apart. Otherwise it would cut the rows by the lengths of all frames,
+    while a rank has only a slice of them.
 
     Raises:
         ValueError: the model's attention is not in transformers' interface.
     """
     check_attention(config)
     stock = config._attn_implementation
-    name = f"{EXPERTS_IMPLEMENTATION}_{'flash_frames_' if frames else ''}{stock}"
-    how = {"varlen": "flash" in stock} if frames else {}
-    ALL_ATTENTION_FUNCTIONS.register(name, wrap(ALL_ATTENTION_FUNCTIONS[stock], **how))
+    kind = "flash_frames_" if frames else ""
+    name = f"{EXPERTS_IMPLEMENTATION}_{kind}{stock}"
+    options = {"varlen": "flash" in stock} if frames else {}
+    ALL_ATTENTION_FUNCTIONS.register(name, wrap(ALL_ATTENTION_FUNCTIONS[stock], **options))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
     own = copy.copy(config)
     own._attn_implementation_internal = name
@@ -41,7 +44,11 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
 
 
 def check_attention(config: Any) -> None:
-    """Raise where a model's attention, ours or stock, is not in transformers' interface."""
+    """Refuse attention that is not in transformers' interface, or that is "eager".
+
+    Raises:
+        ValueError: such an attention; the error names one that works.
+    """
     stock = getattr(config, _STOCK_CONFIG, config)._attn_implementation
     if stock not in ALL_ATTENTION_FUNCTIONS.valid_keys() or stock == "eager":
         raise ValueError(
@@ -51,9 +58,10 @@ def check_attention(config: Any) -> None:
 
 
 def stock_attention(module: nn.Module) -> Any:
-    """A copy of an attention module with the config that `own_attention_config` was made of.
+    """Return a copy of an attention module with its stock config, from before our copy.
 
-    Stock functions read from it which flash attention to import (integrations/flash_attention.py).
+    Stock attention functions read the config to learn which flash attention to import
+    (transformers/integrations/flash_attention.py).
     """
     module = copy.copy(module)
     module.config = getattr(module.config, _STOCK_CONFIG)

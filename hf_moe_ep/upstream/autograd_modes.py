@@ -18,21 +18,30 @@ StopRecomputation = _StopRecomputationError
 
 
 def backward_is_running() -> bool:
-    """Whether a graph task runs, as it does exactly while backward does (autograd/engine.cpp)."""
+    """Return whether a backward is running now, read off autograd's graph task.
+
+    torch/csrc/autograd/engine.cpp.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
 def hidden_from_modes() -> AbstractContextManager[Any]:
-    """A block that no dispatch mode sees, among them selective checkpointing's counting."""
+    """Return a context manager that hides what runs inside from all dispatch modes.
+
+    Selective checkpointing is such a mode: it counts the operators that it sees.
+    """
     modes: AbstractContextManager[Any] = _disable_current_modes()
     return modes
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """An assertion on the device: nobody waits for it."""
+    """Raise with `message` once the device finds `condition` (a one-element tensor) false.
+
+    The host does not wait for the answer: on a GPU the error comes at a later call.
+    """
     torch._assert_async(condition, message)
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another."""
+    """Return whether `tensor` is a view of another tensor to autograd."""
     return tensor._is_view()

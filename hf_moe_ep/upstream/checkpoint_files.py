@@ -8,5 +8,5 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 
 def metadata_path(reader: FileSystemReader, rank: int | None) -> Any:
-    """Where a checkpoint keeps its metadata (torch/distributed/checkpoint/filesystem.py)."""
+    """Return the path of a checkpoint's metadata: of one rank, or None for that of all ranks."""
     return reader._get_metadata_path(rank)

@@ -14,19 +14,25 @@ EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 
 
 def register_experts_forward(forward: Callable[..., Any]) -> None:
-    """Make `forward` selectable by config (transformers/integrations/moe.py)."""
+    """Make `forward` an experts implementation that a config can select by our name.
+
+    transformers/integrations/moe.py.
+    """
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, forward)
 
 
 def is_experts_module(module: nn.Module) -> bool:
-    """Whether a module routes its forward through transformers' experts interface."""
+    """Return whether the forward of `module` goes through transformers' experts interface."""
     flags = ("is_transposed", "has_bias", "is_concatenated", "has_gate")
     return all(hasattr(module, flag) for flag in flags)
 
 
 @dataclass(frozen=True)
 class ExpertsFlags:
-    """What `use_experts_implementation` wrote on an experts module (integrations/moe.py)."""
+    """The flags that `use_experts_implementation` set on an experts module (integrations/moe.py).
+
+    They say how its weights lie and what its formula is made of.
+    """
 
     is_transposed: bool
     has_bias: bool
@@ -36,19 +42,26 @@ class ExpertsFlags:
 
 
 def experts_flags(module: nn.Module) -> ExpertsFlags:
-    """The layout flags of an experts module."""
+    """Return the flags of an experts module; one that it lacks is False."""
     names = [field.name for field in fields(ExpertsFlags)]
     return ExpertsFlags(**{name: bool(getattr(module, name, False)) for name in names})
 
 
 def experts_gate(module: Any) -> Callable[[Tensor], Tensor]:
-    """From pre-activations to the down projection's input, as the module itself would."""
+    """Return the function from an expert's pre-activations to the input of its down projection.
+
+    The module's own gate where it has one, otherwise its activation function.
+    """
     return module._apply_gate if module.has_gate else module.act_fn
 
 
 def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
-    """Numbers that clamped gates keep on the module: candidates for alpha, and for the limit."""
-    alphas, limits = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
+    """Return two sets of numbers found on the module: candidates for alpha, and for the limit.
+
+    Models with clamped gates keep these two constants under one of several names.
+    """
+    alphas = ("alpha", "swiglu_alpha")
+    limits = ("limit", "swiglu_limit")
     found = vars(module)
     return (
         {float(found[name]) for name in alphas if found.get(name) is not None},
@@ -57,10 +70,10 @@ def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
 
 
 def own_experts_config(config: Any, implementation: str) -> Any:
-    """A copy of `config` for the experts alone that selects `implementation`.
+    """Return a copy of `config`, for experts modules alone, that selects `implementation`.
 
-    Models built from one config object share it, and `model.config` is what gets saved: neither
-    may learn of us, so only the experts modules see this copy.
+    The original may be shared with other models, and it is what gets saved as `model.config`, so
+    it stays as it is.
     """
     own = copy.copy(config)
     own._experts_implementation_internal = implementation

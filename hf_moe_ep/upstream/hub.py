@@ -38,13 +38,14 @@ _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
 
 
 def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -> Path:
-    """A folder as it is, or that of a model of the hub, downloaded where it is not in the cache.
+    """Return the folder `name_or_dir`, or the cached one of that model of the hub.
 
-    Takes its own options out of `options`. Ranks of one node wait for each other's downloads at
-    the locks of the cache.
+    A model that is not in the cache is downloaded; ranks of one node wait for each other at the
+    locks of the cache. Options of the download (`revision`, `cache_dir`, ...) and `subfolder` are
+    removed from `options`.
 
     Raises:
-        ValueError: a path where no folder is.
+        ValueError: `name_or_dir` is a path, and no folder is there.
     """
     name = os.fspath(name_or_dir)
     if not os.path.isdir(name) and (os.path.exists(name) or _PATH.match(name)):
@@ -61,13 +62,17 @@ def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -
 def empty_model(
     folder: Path, model_class: Any, find_dtype: Callable[[], torch.dtype], options: dict[str, Any]
 ) -> Any:
-    """The model that a folder's config describes, parameters on meta, buffers as they should be.
+    """Return the model that a folder's config describes: parameters on meta, buffers with values.
 
-    `find_dtype` counts where neither `options` nor the config names one. `options` are of the
-    config and of `PreTrainedModel._from_config` (modeling_utils.py).
+    Args:
+        folder: holds `config.json`.
+        model_class: a model or Auto class; None takes the class that the config names.
+        find_dtype: is called for the dtype where neither `options` nor the config names one.
+        options: for the config and for `PreTrainedModel._from_config` (modeling_utils.py).
 
     Raises:
-        ValueError: the config names a class that transformers has not; options that nobody knows.
+        ValueError: the config names a class that transformers lacks, or its weights are quantized;
+            an option that nothing here takes, or a dtype that torch lacks.
     """
     wanted = options.pop("dtype", options.pop("torch_dtype", "auto"))
     of_class = {
@@ -108,7 +113,7 @@ def empty_model(
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
-    """Widen what stock keeps in fp32 when it loads bf16 or fp16 (modeling_utils.py)."""
+    """Make fp32 what stock keeps in fp32 when it loads a model as `dtype` (modeling_utils.py)."""
     patterns = [
         re.compile(name.replace("*", ".*"))
         for name, kept in model._get_dtype_plan(dtype).items()
@@ -120,12 +125,12 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
 
 
 def base_prefix(model: Any) -> str:
-    """What a model with a head puts before the names of its base model, like "model."."""
+    """Return the prefix, like "model.", that a model with a head gives names of its base model."""
     return f"{model.base_model_prefix}."
 
 
 def is_base_model(model: Any) -> bool:
-    """Whether a model has no head: it is what others have under `base_prefix`."""
+    """Return whether `model` is a base model, which has no head."""
     return bool(model.base_model is model)
 
 
@@ -147,7 +152,7 @@ def _dtype_named(name: str) -> torch.dtype:
 
 
 def on_meta(build: Callable[[], Any]) -> Any:
-    """What `build` returns, parameters on meta and tied, buffers as they should be."""
+    """Return the model that `build` makes: parameters on meta and tied, buffers with values."""
     with init_empty_weights(include_buffers=False):
         model = build()
     model.tie_weights()
@@ -155,18 +160,24 @@ def on_meta(build: Callable[[], Any]) -> Any:
 
 
 def file_name(name: str) -> str:
-    """The name that a parameter has in checkpoints, without wrappers and what PEFT puts in."""
+    """Return the name of a parameter in checkpoints, without what wrappers and PEFT put in."""
     return _COPIES.sub("", stock_name(name)).removeprefix(_PEFT_PREFIX)
 
 
 def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:
-    """Those that the model's class does not ignore by itself (modeling_utils.py)."""
+    """Return those of `keys` that the model's class does not ignore on loading.
+
+    transformers/modeling_utils.py.
+    """
     patterns = getattr(without_adapters(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]
 
 
 def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[Any]:
-    """In bytes; transformers' own, which its `disable_progress_bar` turns off."""
+    """Return transformers' progress bar, labelled `what`, over `total` bytes.
+
+    transformers' `disable_progress_bar` turns it off for all, `shown=False` for this call.
+    """
     bar: AbstractContextManager[Any] = logging.tqdm(
         total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not shown
     )

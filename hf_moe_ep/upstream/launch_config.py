@@ -7,7 +7,7 @@ from typing import Any
 
 
 def default_launch_config() -> tuple[Path, dict[str, Any]] | None:
-    """Read the file that `accelerate config` wrote: its path and content, None where there is none.
+    """Return path and content of the file that `accelerate config` wrote; None if there is none.
 
     Raises:
         ValueError: the file has keys that the installed Accelerate does not know.

@@ -13,15 +13,21 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_
 
 
 def canonical_name(name: str) -> str:
-    """A module or parameter name without what activation checkpointing and compile put in."""
+    """Return a module or parameter name without what wrappers put in.
+
+    The wrappers are those of activation checkpointing, torch.compile and FSDP1.
+    """
     return _WRAPPERS.sub("", f"{name}.").rstrip(".")
 
 
 def stock_name(module_name: str) -> str:
-    """A module's name before it was wrapped for checkpointing, compile or adapters."""
+    """Return the name that a module had before any wrapper, PEFT's included."""
     return re.sub(r"\.base_layer(?=\.|$)", "", canonical_name(module_name))
 
 
 def unwrap(model: Any) -> Any:
-    """The model behind torch.compile's wrapper (torch/_dynamo/eval_frame.py, OptimizedModule)."""
+    """Return the model inside torch.compile's wrapper, or `model` itself where it has none.
+
+    torch/_dynamo/eval_frame.py, OptimizedModule.
+    """
     return getattr(model, "_orig_mod", model)

@@ -9,22 +9,25 @@ from torch import Tensor, nn
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of one module, not of its children; the dictionary itself, to write to."""
+    """Return the dictionary of the module's own buffers, not its children's; callers may write."""
     return module._buffers
 
 
 def own_children(module: nn.Module) -> Iterable[nn.Module | None]:
-    """The children that a module registered; wrappers of PEFT pass other attributes through."""
+    """Return the children that `module` itself registered.
+
+    `getattr` would not do: PEFT's wrappers answer it with attributes of what they wrap.
+    """
     return module._modules.values()
 
 
 def own_child(module: nn.Module, name: str) -> nn.Module | None:
-    """The child that a module registered under `name`."""
+    """Return the child that `module` itself registered under `name`, or None."""
     return module._modules.get(name)
 
 
 def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
-    """Take the forward hooks of a module off again that `is_ours` knows."""
+    """Remove the forward and pre-forward hooks of `module` for which `is_ours` is true."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if is_ours(hook)]:
             del hooks[key]
@@ -34,5 +37,5 @@ def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
 
 
 def allocate_meta(model: nn.Module, device: torch.device) -> None:
-    """Memory on `device` for what is on the meta device, shards of DTensors too; not filled."""
+    """Give memory on `device`, not filled, to all that is on meta, shards of DTensors too."""
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)

@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def default_store() -> Any:
-    """The store over which the default group was made (distributed_c10d.py)."""
+    """Return the store over which the default process group was made (distributed_c10d.py)."""
     return dist.distributed_c10d._get_default_store()
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
-    """One axis over some axes of `mesh`, which torch's DTensor then finds too (device_mesh.py).
+    """Return a mesh of one axis over `axes` of `mesh`, or None where torch cannot make it.
 
-    None where torch cannot make it: up to 2.11 it slices no mesh in which ranks step by less along
-    its first axis.
+    DTensor finds and uses it from then on (device_mesh.py). Torch up to 2.11 cannot slice a
+    mesh whose neighbours along the first axis are closer in rank than those along a later one.
     """
     try:
         return mesh[axes]._flatten("_".join(axes))
@@ -33,8 +33,11 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """A default group of which only this one rank is there; collectives return at once."""
-    # Registers the backend; nothing else of torch offers one rank of a group that is not there.
+    """Make a default group of `world_size` ranks of which only `rank` exists, inside the block.
+
+    Its collectives return at once and move nothing.
+    """
+    # The import registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

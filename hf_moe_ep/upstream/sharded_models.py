@@ -17,15 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def stock_class(kind: type) -> type:
-    """A module's class before FSDP2 put its own in front."""
-    return next(c for c in kind.__mro__ if not issubclass(c, FSDPModule))
+    """Return the class that a module had before FSDP2 replaced it by a subclass."""
+    return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
 
 
 def mark_fsdp_managed(model: nn.Module) -> None:
-    """Keep ranks in step in `generate()` (transformers/distributed/fsdp.py).
+    """Mark models for `generate()`, and keep the names of their classes.
 
-    And keep the names of model classes, which FSDP2 changes: by them the Trainer decides whether
-    label smoothing shifts labels (trainer.py, compute_loss).
+    With the mark `generate()` keeps ranks in step (transformers/distributed/fsdp.py). FSDP2 changes
+    class names, but by them the Trainer decides whether label smoothing shifts labels (trainer.py,
+    compute_loss).
     """
     for module in model.modules():
         if hasattr(module, "generate"):
@@ -36,7 +37,10 @@ def mark_fsdp_managed(model: nn.Module) -> None:
 
 
 def is_distributed_by_transformers(model: nn.Module) -> bool:
-    """Sharded at load time by `from_pretrained(distributed_config=...)` or `tp_plan=...`."""
+    """Return whether transformers sharded the model while it loaded it.
+
+    `from_pretrained(distributed_config=...)` and `from_pretrained(tp_plan=...)` do.
+    """
     return (
         getattr(model, "is_distributed_loading_by_transformers", False) is True
         or (getattr(model, "_tp_size", None) or 1) > 1
@@ -44,31 +48,35 @@ def is_distributed_by_transformers(model: nn.Module) -> bool:
 
 
 def inside_ddp_forward() -> bool:
-    """Whether DistributedDataParallel is the caller (torch/nn/parallel/distributed.py)."""
+    """Return whether this runs inside a forward of DistributedDataParallel.
+
+    torch/nn/parallel/distributed.py.
+    """
     return DistributedDataParallel._active_ddp_module is not None
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Whether FSDP1 wraps the model or a part of it."""
+    """Return whether FSDP1 wraps the model or a part of it."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def with_local(like: DTensor, local: Tensor) -> DTensor:
-    """A DTensor that lies as `like` does, on the device of `local`.
+    """Return a DTensor laid out as `like`, whose local shard is `local`, on the device of `local`.
 
-    Not from_local, which would bring it to the mesh's device (torch/distributed/tensor/_api.py).
+    `DTensor.from_local` would move it to the mesh's device (torch/distributed/tensor/_api.py).
     """
     return DTensor(local, like._spec, requires_grad=False)
 
 
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
-    """Let FSDP2 see the recompute of a second forward within one backward; a pre-forward hook.
+    """Tell FSDP2 that `unit` runs a new forward, after its backward has ended: a pre-forward hook.
 
-    A nested unit stays in state PRE_BACKWARD after its backward until the whole backward ends, so
-    when an enclosing checkpoint recomputes another forward (two forwards, one backward, reentrant)
-    FSDP2 takes the unit for prepared, registers nothing and never reduces its gradients. Seen with
-    torch 2.13 and the stock experts alike (torch/distributed/fsdp/_fully_shard/_fsdp_state.py), and
-    with whole layers where transformers checkpoints their `__call__` (before 5.23).
+    It matters for two forwards before one backward, under reentrant checkpointing. A nested unit
+    stays in state PRE_BACKWARD until the whole backward ends. When a checkpoint around it then
+    recomputes the other forward, FSDP2 takes the unit for prepared, registers no hooks and never
+    reduces the unit's gradients (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). Stock experts
+    show the same with torch 2.13, and so do whole layers where transformers checkpoints their
+    `__call__` (before 5.23).
     """
     assert isinstance(unit, FSDPModule)
     state = unit._get_fsdp_state()

@@ -12,27 +12,40 @@ TOWER_OUTPUTS = "mm_encoder_outputs"
 
 
 def takes_tower_outputs(inner: nn.Module) -> bool:
-    """Whether forward lets us run the vision tower ourselves (models/qwen3_vl_moe, since 5.23)."""
+    """Return whether the forward of `inner` takes the outputs of a vision tower that has run.
+
+    models/qwen3_vl_moe, since transformers 5.23.
+    """
     return TOWER_OUTPUTS in inspect.signature(inner.forward).parameters
 
 
 def tower_heads(tower: Any) -> int:
-    """Attention heads of the vision tower."""
+    """Return the number of attention heads of the vision tower."""
     return int(tower.config.num_heads)
 
 
 def tower_sizes(tower: Any) -> tuple[int, int]:
-    """Patches that are merged along one side, and values of one patch (models/qwen3_vl_moe)."""
+    """Return (m, values): m x m patches become one token, a patch is a row of `values` numbers."""
     return tower.spatial_merge_size, math.prod(tower.patch_embed.proj.weight.shape[1:])
 
 
 def run_tower(inner: Any, pixels: Tensor, grids: Tensor, **kwargs: Any) -> Any:
-    """The vision tower's outputs, one entry per picture (models/qwen3_vl_moe)."""
+    """Run the vision tower and return its outputs, one entry per picture.
+
+    Args:
+        inner: the model that holds the tower (models/qwen3_vl_moe).
+        pixels: (patches of all pictures, values of a patch).
+        grids: (pictures, 3): frames, height and width of each, in patches.
+        kwargs: for the tower's forward.
+    """
     return inner.get_image_features(pixels, grids, return_dict=True, **kwargs)
 
 
 def tower_tables(tower: Any, grids: Tensor) -> dict[str, Tensor]:
-    """What the tower computes of `grids` with a row per patch, as it accepts it precomputed."""
+    """Return the tables that the tower would compute from `grids` (pictures, 3): a row per patch.
+
+    Keys are the keyword arguments by which the tower takes them, interpolation and positions.
+    """
     from transformers import vision_utils  # transformers 5.17 has none, and no use for it
 
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
@@ -47,7 +60,10 @@ def tower_tables(tower: Any, grids: Tensor) -> dict[str, Tensor]:
 
 
 def split_tower_outputs(outputs: Any, counts: list[int]) -> list[Any]:
-    """Outputs of consecutive groups of pictures, as the inner model's forward takes them."""
+    """Split the tower's outputs into consecutive groups of `counts` pictures each.
+
+    Each group is an output object as the inner model's forward takes it.
+    """
     parts, first = [], 0
     for count in counts:
         picked = slice(first, first + count)

@@ -18,30 +18,36 @@ from torch import nn
 
 
 def declare_fsdp(state: AcceleratorState) -> None:
-    """Let every Accelerator of this process see FSDP (accelerate/state.py)."""
+    """Set FSDP as the distributed type, for every Accelerator of this process.
+
+    accelerate/state.py.
+    """
     state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
 def prepared_loaders(accelerator: Accelerator) -> list[Any]:
-    """The data loaders that an Accelerator prepared (accelerate/accelerator.py)."""
+    """Return the data loaders that `accelerator` prepared (accelerate/accelerator.py)."""
     loaders: list[Any] = accelerator._dataloaders
     return loaders
 
 
 def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
-    """The models that an Accelerator prepared (accelerate/accelerator.py)."""
+    """Return the models that `accelerator` prepared (accelerate/accelerator.py)."""
     models: list[nn.Module] = accelerator._models
     return models
 
 
 def checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:
-    """Where the Trainer saves its checkpoint of this step (transformers/trainer.py)."""
+    """Return the folder of the Trainer's checkpoint of this step (transformers/trainer.py)."""
     return Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
 
 
 def save_beside(trainer: transformers.Trainer, folder: str, state_dict: Any) -> None:
-    """`Trainer._save`: a model, and what the Trainer saves beside it (transformers/trainer.py)."""
+    """Call `Trainer._save`: write a model, and what the Trainer saves beside it.
+
+    transformers/trainer.py.
+    """
     trainer._save(folder, state_dict=state_dict)
 
 
@@ -51,7 +57,11 @@ def end_of_checkpoint(
     rotate: Callable[..., None],
     push: Callable[..., None],
 ) -> Iterator[None]:
-    """`rotate(stock, ...)` and `push(stock, ...)` for what `_save_checkpoint` ends with."""
+    """Replace the two last steps of `Trainer._save_checkpoint`, inside the block.
+
+    They delete old checkpoints and push to the hub. `rotate` and `push` are called instead, with
+    stock's function first.
+    """
     stock_rotate = transformers.trainer.rotate_checkpoints
     stock_push = trainer._push_from_checkpoint
     transformers.trainer.rotate_checkpoints = lambda *args, **kw: rotate(stock_rotate, *args, **kw)

@@ -20,11 +20,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wrap:
-    """One function to stand in front of.
+    """One function of another project, and ours that is called in its place.
 
     Attributes:
         target: where it is, as in the module's docstring.
-        wrapper: ours, which is given what was there before as its first argument.
+        wrapper: ours; its first argument is the function that was there before.
         why: what would be wrong without it.
         optional: its package may be missing, and then nothing is wrapped.
     """
@@ -36,16 +36,17 @@ class Wrap:
 
     @property
     def package(self) -> str:
+        """The package that holds the target."""
         return self.target.partition(":")[0].partition(".")[0]
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to wrap: a package that may be missing is installed."""
+        """Whether to wrap: True but for an optional package that is not installed."""
         return not self.optional or importlib.util.find_spec(self.package) is not None
 
 
 def find_owner(wrap: Wrap) -> tuple[Any, str]:
-    """The module or class that holds the target of `wrap`, and the target's name in it.
+    """Return the module or class that holds the target of `wrap`, and the target's name in it.
 
     Raises:
         ImportError: the installed version has no such function.
@@ -67,7 +68,7 @@ def wrap_all(wraps: Iterable[Wrap]) -> None:
     """Put every wrapper in front of its target, once per process; all of them or none.
 
     Raises:
-        ImportError: the installed version has one of the targets not.
+        ImportError: an installed version lacks one of the targets.
     """
     found = [(*find_owner(wrap), wrap.wrapper) for wrap in wraps if wrap.is_needed]
     for owner, name, wrapper in found:

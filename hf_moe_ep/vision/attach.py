@@ -23,7 +23,12 @@ from hf_moe_ep.vision.tower import TowerOnce
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Raise where the tower's attention cannot be split."""
+    """Refuse, with sp_size > 1, a vision tower whose attention cannot be split.
+
+    Raises:
+        ValueError: its heads do not divide by sp_size, or it uses eager attention or one that is
+            not in transformers' interface.
+    """
     if parts.tower is None or state.config.sp_size == 1:
         return
     heads = tower_heads(parts.tower.module)
@@ -32,7 +37,7 @@ def check(parts: Parts, state: ModelState) -> None:
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Hook the tower, its owner and the language model behind it."""
+    """Register hooks on the tower, on its owner and on the language model behind it."""
     tower = parts.tower
     if tower is None:
         return

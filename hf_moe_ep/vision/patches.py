@@ -8,8 +8,9 @@ pictures of 3 and 2 tokens:
     rank 0   AAAA AAAA AAAA      patches, blocks, mergers      features of A and B, whole
     rank 1   BBBB BBBB (pad)
 
-The language model's embeddings take them for the whole sequence; of the deepstack features, which
-its first layers add, each rank keeps the rows of its slice of the text.
+The whole sequence of text takes the features in the place of its picture tokens. Deepstack
+features, which the first layers of the language model add, come after the text was split: of those
+each rank keeps the rows of its slice.
 """
 
 from __future__ import annotations
@@ -29,19 +30,23 @@ from hf_moe_ep.upstream.towers import tower_tables
 
 
 class PatchSlice(Slice):
-    """A slice of the patches of all pictures; `frames` are the patches of each frame."""
+    """One rank's slice of the patches of all pictures.
+
+    Attributes:
+        frames: number of patches in each frame; a picture is one frame, a video several.
+    """
 
     def __init__(self, sequence: Slice, frames: list[int], unit: int) -> None:
         super().__init__(sequence.group, sequence.rank, sequence.size, sum(frames), unit)
         self.frames = frames
 
     def of_features(self) -> Slice:
-        """The same for what the mergers make of each unit."""
+        """Return this rank's slice of the features: one for each unit of patches."""
         return Slice(self.group, self.rank, self.size, self.length // self.unit)
 
 
 class TakePatches(Ours):
-    """Pre-forward hook of the tower: pixels and what is made of `grid_thw` become the slice."""
+    """Cuts pixels, and the tables made of `grid_thw`, to this rank's slice: a pre-forward hook."""
 
     @torch.compiler.disable
     def __call__(
@@ -58,7 +63,7 @@ class TakePatches(Ours):
 
 
 class JoinFeatures(Ours):
-    """Forward hook of the tower: what its mergers made, of all patches, in one exchange."""
+    """Gathers the features of all slices, in one exchange: a forward hook of the tower."""
 
     @torch.compiler.disable
     def __call__(
@@ -75,7 +80,10 @@ class JoinFeatures(Ours):
 
 
 class TakeDeepstack(Ours):
-    """Pre-forward hook of the language model: deepstack features of its slice of the text."""
+    """Keeps the deepstack features of this rank's slice of the text.
+
+    A pre-forward hook of the language model.
+    """
 
     @torch.compiler.disable
     def __call__(
@@ -112,9 +120,18 @@ def patch_attention(
     max_length_k: int,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention within each frame, for this rank's heads; registered with transformers.
+    """Attend within each frame, for this rank's heads; transformers calls it as the tower's own.
 
-    `varlen`: whether the stock function takes frames as `cu_seq_lens_q`, or one at a time.
+    Args:
+        stock: the attention function that the user chose.
+        varlen: whether `stock` keeps frames apart by `cu_seq_lens_q`; otherwise it is called once
+            per frame.
+        module: the attention module, with our config.
+        query: (1, heads, patches of this rank, head width), as `key` and `value`.
+        cu_seq_lens_q: (frames + 1,): where each frame begins, and the end of the last.
+
+    Returns:
+        The output (1, patches of this rank, heads, head width), and None in place of the weights.
     """
     part: PatchSlice | None = kwargs.pop(SLICE, None)
     module = stock_attention(module)
@@ -126,11 +143,12 @@ def patch_attention(
         out, _ = stock(module, query, key, value, attention_mask, **kwargs)
     else:
         frames = part.frames if part is not None else cu_seq_lens_q.diff().tolist()
-        each = zip(*(x.split(frames, 2) for x in (query, key, value)), strict=True)
-        out = torch.cat([stock(module, *qkv, attention_mask, **kwargs)[0] for qkv in each], 1)
+        by_frame = zip(*(x.split(frames, 2) for x in (query, key, value)), strict=True)
+        outs = [stock(module, *qkv, attention_mask, **kwargs)[0] for qkv in by_frame]
+        out = torch.cat(outs, 1)
     return (out if part is None else own_tokens(out, part)), None
 
 
 def patch_attention_with(stock: Callable[..., Any], *, varlen: bool) -> Callable[..., Any]:
-    """`patch_attention` around a stock attention function."""
+    """Return `patch_attention` around a stock attention function."""
     return partial(patch_attention, stock, varlen)

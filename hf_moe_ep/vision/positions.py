@@ -35,7 +35,7 @@ _GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
 class PositionCollator:
-    """`collate`, and `position_ids` (3, B, S) in every batch that has pictures.
+    """Adds `position_ids` (3, B, S) to every batch of `collate` that has pictures.
 
     Args:
         model: a vision-language model, in whatever it is wrapped; only its config is kept, so that
@@ -70,7 +70,10 @@ class PositionCollator:
 
 
 def _find_inner(model: nn.Module) -> nn.Module:
-    """Find the module whose class places pictures (PEFT's wrappers only pass its attributes on)."""
+    """Return the module whose own class has `get_rope_index`.
+
+    Wrappers of PEFT answer for attributes of what they wrap, so the instance tells nothing.
+    """
     for module in model.modules():
         if hasattr(type(module), "get_rope_index"):
             return module
@@ -81,7 +84,7 @@ def _find_inner(model: nn.Module) -> nn.Module:
 
 
 def _without_weights(inner: nn.Module) -> Any:
-    """Make an instance of the same class that holds the config and nothing else."""
+    """Return an instance of the same class that holds the config and nothing else."""
     # FSDP2 swaps a module's class for one of its own, which no worker could import.
     stock = next(kind for kind in type(inner).__mro__ if not issubclass(kind, FSDPModule))
     bare: Any = stock.__new__(stock)

@@ -46,18 +46,21 @@ _MODALITIES = {
 
 
 class TowerOnce(Ours):
-    """Pre-forward hook of the model that holds the tower: runs it, on every rank or on none."""
+    """Runs the vision tower, on every rank or on none.
+
+    A pre-forward hook of the model that holds the tower.
+    """
 
     def __init__(self, state: ModelState, tower: nn.Module) -> None:
         self.state, self.tower = state, tower
-        # Of a run without pixels: ties what it gave to the embeddings, once.
+        # The hook that ties the outputs of a run without pixels to the embeddings, once.
         self.tie: RemovableHandle | None = None
 
     @torch.compiler.disable
     def __call__(
         self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self.tie is not None:  # of a forward that ended early
+        if self.tie is not None:  # left by a forward that ended before its embedding ran
             self.tie.remove()
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
@@ -85,7 +88,10 @@ class TowerOnce(Ours):
         return (), given
 
     def _tie_once(self, inner: nn.Module, given: dict[str, Any], unseen: list[Tensor]) -> None:
-        """Through the embeddings of this forward the unseen outputs get a gradient: zero."""
+        """Make the embeddings of this forward depend on `unseen`, by a gradient of exact zeros.
+
+        Without it backward would pass the tower by on this rank, while others wait for it there.
+        """
         if given.get("inputs_embeds") is not None:
             given["inputs_embeds"] = _Tie.apply(given["inputs_embeds"], *unseen)
             return
@@ -100,14 +106,22 @@ class TowerOnce(Ours):
         self.tie = handle = embedding.register_forward_hook(torch.compiler.disable(tie))
 
     def _someone_sees(self, inner: nn.Module, given: dict[str, Any], device: torch.device) -> bool:
-        """Whether any rank has pixels; raises on every rank where one has a broken batch."""
+        """Return whether any rank has pixels.
+
+        Raises:
+            ValueError: a rank has pixels that do not fit their grids or its text; on every rank.
+        """
         claims = list(self._claims(inner, given, device))
         wrong = sum((left != right for _, left, right in claims), torch.zeros((), device=device))
         has = sum(given.get(pixels) is not None for pixels, _, _ in _MODALITIES.values())
         # The host waits here, once per forward: no rank knows alone.
         told = sum_over_ranks(torch.stack([wrong, torch.full_like(wrong, has)])).tolist()
         if told[0]:
-            mine = [text.format(int(a), int(b)) for text, a, b in claims if int(a) != int(b)]
+            mine = [
+                text.format(int(left), int(right))
+                for text, left, right in claims
+                if int(left) != int(right)
+            ]
             raise ValueError(
                 "; ".join(mine) or "another rank's images do not fit its text; its error says more"
             )
@@ -116,7 +130,10 @@ class TowerOnce(Ours):
     def _claims(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Pairs of numbers that have to be equal, and what to say where they are not."""
+        """Yield (text, left, right): two numbers that must be equal, and the error otherwise.
+
+        Both are scalars on `device`; `text` has a `{}` for each.
+        """
         merge, _ = tower_sizes(self.tower)
         ids = None if given.get("past_key_values") is not None else given.get("input_ids")
         for pixels, grid, token in _MODALITIES.values():
@@ -130,20 +147,29 @@ class TowerOnce(Ours):
                 yield text, (ids == getattr(inner.config, token)).sum(), patches // merge**2
 
     def _split(self, sequence: Slice | None, grids: Tensor) -> dict[str, PatchSlice]:
+        """Return the keyword that gives the tower its slice of the patches; {} where none is split.
+
+        `sequence` is this rank's slice of the text, `grids` (pictures, 3) the sizes in patches.
+        """
         if sequence is None:
             return {}
-        frames = [h * w for t, h, w in grids.tolist() for _ in range(t)]
+        frames = [height * width for count, height, width in grids.tolist() for _ in range(count)]
         merge, _ = tower_sizes(self.tower)
         return {SLICE: PatchSlice(sequence, frames, merge**2)}
 
     def _nothing_to_see(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Pixels and grid of the smallest picture that goes through every part of the tower."""
+        """Return pixels and grid of one picture of zeros: m x m patches that become one token.
+
+        It is the smallest that goes through every part of the tower.
+        """
         merge, values = tower_sizes(self.tower)
         pixels = torch.zeros(merge * merge, values, device=device)
         return pixels, torch.tensor([[1, merge, merge]], device=device)
 
 
 class _Tie(torch.autograd.Function):
+    """Returns the embeddings as they are; backward gives every `unseen` tensor zeros."""
+
     @staticmethod
     def forward(ctx: Any, embeds_BSH: Tensor, *unseen: Tensor) -> Tensor:
         ctx.like = [(feature.new_empty(0), feature.shape) for feature in unseen]
@@ -157,6 +183,7 @@ class _Tie(torch.autograd.Function):
 
 
 def _features(outputs: Any) -> list[Tensor]:
+    """Return all tensors in the tower's outputs."""
     return [
         feature
         for features in (outputs.pooler_output, *outputs.deepstack_features)
