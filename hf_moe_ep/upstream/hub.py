@@ -135,6 +135,7 @@ def is_base_model(model: Any) -> bool:
 
 
 def _check_not_quantized(config: Any, folder: Path) -> None:
+    """Refuse a checkpoint of quantized weights."""
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
         method = dict(quantized).get("quant_method", "an unknown method")
@@ -145,6 +146,7 @@ def _check_not_quantized(config: Any, folder: Path) -> None:
 
 
 def _dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of torch that is called `name`, like "bfloat16"."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype {name!r} is none of torch's; take 'bfloat16' or torch.bfloat16")

@@ -76,6 +76,7 @@ def wrap_all(wraps: Iterable[Wrap]) -> None:
 
 
 def _wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Put `wrapper` in front of `owner.name`, unless one of ours is there already."""
     original = getattr(owner, name)
     if hasattr(original, "_hf_moe_ep_wrapper"):
         return
@@ -89,6 +90,7 @@ def _wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _version(package: str) -> str:
+    """Return the installed version of a package, for an error."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

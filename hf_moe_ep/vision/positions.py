@@ -55,6 +55,7 @@ class PositionCollator:
         self._wanted = [*inspect.signature(self._bare.get_rope_index).parameters]
 
     def __call__(self, samples: list[Any]) -> MutableMapping[str, Any]:
+        """Return the batch of `samples`, with `position_ids` where it has pictures and none yet."""
         batch: MutableMapping[str, Any] = self.collate(samples)
         has_pictures = any(batch.get(name) is not None for name in _GRIDS)
         if not has_pictures or batch.get("position_ids") is not None:

@@ -73,7 +73,7 @@ class TowerOnce(Ours):
             for name, (pixels, grid, _) in _MODALITIES.items()
             if given.get(pixels) is not None
         }
-        if not here:
+        if not here:  # others have pixels: this rank runs along on zeros
             unseen = _features(run_tower(inner, *self._nothing_to_see(meshes.device)))
             if any(feature.requires_grad for feature in unseen):
                 self._tie_once(inner, given, unseen)
@@ -84,7 +84,7 @@ class TowerOnce(Ours):
         outputs = split_tower_outputs(run_tower(inner, pixels, grids, **split), counts)
         given[TOWER_OUTPUTS] = dict(zip(here, outputs, strict=True))
         for name in here:
-            given[_MODALITIES[name][0]] = None
+            given[_MODALITIES[name][0]] = None  # its tower has run
         return (), given
 
     def _tie_once(self, inner: nn.Module, given: dict[str, Any], unseen: list[Tensor]) -> None:
