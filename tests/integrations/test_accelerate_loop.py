@@ -1,14 +1,15 @@
 """A bare Accelerator loop on 2 ranks under the options people switch on, against stock in one
 process on the concatenated batches."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched, prepared
-from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 
@@ -19,21 +20,8 @@ AUX_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 State = dict[str, Tensor]
 
 
-def test_router_aux_loss_of_padded_batches_equals_stock() -> None:
-    run_ranks(_same_as_stock, WORLD, {}, AUX_LOSS)
-
-
-@pytest.mark.slow
-def test_compiled_equals_stock() -> None:
-    run_ranks(_same_as_stock, WORLD, {"dynamo_backend": "inductor"}, {}, timeout=400)
-
-
-def test_bf16_error_is_at_most_twice_that_of_stock_bf16() -> None:
-    run_ranks(_bf16_error, WORLD)
-
-
 def _same_as_stock(
-    rank: int, world: int, options: dict[str, Any], model_options: dict[str, Any]
+    options: dict[str, Any], model_options: dict[str, Any], rank: int, world: int
 ) -> None:
     model = tiny(dtype=torch.float32, seed=rank, **model_options)
     got = _train(model, rank, **options)
@@ -44,7 +32,7 @@ def _same_as_stock(
             assert_close(name, got[name], value, FP32_BUDGET)
 
 
-def _bf16_error(rank: int, world: int) -> None:
+def bf16_error_is_at_most_twice_that_of_stock_bf16(rank: int, world: int) -> None:
     """Both keep fp32 weights; the error is that of all parameters together after three steps."""
     got = _train(tiny(dtype=torch.float32), rank, mixed_precision="bf16")
     truth = _train_stock(tiny())
@@ -96,3 +84,17 @@ def _train_stock(model: nn.Module, bf16: bool = False) -> State:
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+NOT_COMPILED = {
+    "router aux loss of padded batches equals stock": partial(_same_as_stock, {}, AUX_LOSS),
+    "bf16 error is at most twice that of stock": bf16_error_is_at_most_twice_that_of_stock_bf16,
+}
+COMPILED = {"compiled equals stock": partial(_same_as_stock, {"dynamo_backend": "inductor"}, {})}
+
+
+@pytest.mark.parametrize(
+    "claim", [*on_ranks(WORLD, NOT_COMPILED), *on_ranks(WORLD, COMPILED, slow=True, timeout=400)]
+)
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
