@@ -108,6 +108,7 @@ def test_will_it_fit(tmp_path: Path) -> None:
     assert adapters["parameters"] > low["parameters"]
 
 
+@pytest.mark.slow
 def test_own_loop(tmp_path: Path) -> None:
     values = _run("2_own_loop.ipynb", tmp_path, "differences", "runs", "weights", "done.stdout")
     two_ranks = values["differences"]["ep 2 on two ranks"]
@@ -160,6 +161,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert number == 2 * (8 * 3 + 1 + 4 + 2 + 2) + 3
 
 
+@pytest.mark.slow
 def test_lora(tmp_path: Path) -> None:
     values = _run(
         "4_lora.ipynb",

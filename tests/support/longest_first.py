@@ -3,7 +3,6 @@
 # A worker takes the next file when it is done with one (make test): those that take longest go
 # first, or one worker would wait at the end for the other's.
 LONGEST_FIRST = (
-    "claims/test_notebooks.py",
     "integrations/test_trainer.py",
     "checkpoints/test_training.py",
     "vision/test_tower.py",
@@ -11,6 +10,7 @@ LONGEST_FIRST = (
     "checkpoints/test_hub.py",
     "claims/test_parity.py",
     "sequence/test_ulysses.py",
+    "claims/test_notebooks.py",
     "ops/test_compile.py",
     "ops/test_expert_mlp.py",
     "integrations/test_trainer_sp.py",

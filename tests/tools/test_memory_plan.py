@@ -155,7 +155,9 @@ def _measured(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
     return [one_step(case) for case in cases]
 
 
-@pytest.mark.parametrize("world, cases", [(2, TWO_RANKS), (4, FOUR_RANKS)])
+@pytest.mark.parametrize(
+    "world, cases", [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)]
+)
 def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> None:
     measured = run_ranks(_measured, world, cases)
     wrong = []
