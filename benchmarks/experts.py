@@ -3,11 +3,15 @@
     python benchmarks/experts.py                             CPU: one small fp32 shape
     python benchmarks/experts.py --write benchmarks/results  and a table and plots beside the others
     python benchmarks/experts.py --shapes qwen3-30b --tokens 4096 32768        (with a GPU: bf16)
+    python benchmarks/experts.py --json                      each row also as a line of JSON
 
-Before a shape is timed, outputs and gradients must agree with transformers' eager loop.
+Liger's fused experts take part where that package is installed. Before a shape is timed, outputs
+and gradients must agree with transformers' eager loop (with grouped_mm, where eager has no room).
+What disagrees, crashes or runs out of memory is a row that says so; the others go on.
 
     ms          forward, and forward + backward with gradients of rows, router and weights; median
-                (min .. max); implementations take turns, so a busy machine slows all
+                (min .. max); implementations take turns, so a busy machine slows all. On a GPU the
+                device's time alone: it spins while the host queues the work (`timing.py`)
     TFLOP/s     6 T K H F operations forward (gate, up and down, 2 each), 18 T K H F with backward
     saved       bytes kept for backward per token, parameters left out
     peak        GPU memory above what inputs and weights hold; not measured on a CPU
@@ -21,24 +25,30 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
+import json
 import os
 import statistics
-import time
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from figures import setting, spread
+from timing import milliseconds
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hf_moe_ep.moe.experts import choose_compute, run_experts
+from hf_moe_ep.state import Compute
 
-IMPLEMENTATIONS = ("ours", "eager", "grouped_mm")
+IMPLEMENTATIONS = ("ours", "eager", "grouped_mm", "liger")
+# What the others must agree with: the first of these that runs.
+TRUTHS = ("eager", "grouped_mm")
 # Largest difference to eager, relative to the largest element: roundings of the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
@@ -75,10 +85,11 @@ GPU_SHAPES = [
 
 @dataclass
 class Problem:
-    """One shape at one number of tokens, on the device."""
+    """One shape at one number of tokens, on the device; `compute` is how ours runs it."""
 
     shape: Shape
     experts: Any
+    compute: Compute
     rows: Tensor
     ids: Tensor
     weights: Tensor
@@ -86,16 +97,20 @@ class Problem:
 
     def forward(self, name: str) -> Tensor:
         if name == "ours":
-            compute = choose_compute(self.experts, "auto", recompute=False)
             return run_experts(
                 self.experts,
-                compute,
+                self.compute,
                 self.rows,
                 self.ids,
                 self.weights,
                 counts_L=None,
                 grad_scale=1.0,
             )
+        if name == "liger":
+            from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+            up, down = self.experts.gate_up_proj, self.experts.down_proj
+            return LigerFusedMoEFunction.apply(self.rows, up, down, self.ids.int(), self.weights)
         self.experts.config._experts_implementation = name
         return self.experts(self.rows, self.ids, self.weights)
 
@@ -135,47 +150,111 @@ def build(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype) -
         noise = -torch.empty(tokens, shape.experts).exponential_().log()
         ids = (likelihood.log() + noise).topk(shape.top_k, dim=1).indices
         weights = (weights / weights.sum(1, keepdim=True)).to(dtype)
-    return Problem(shape, experts, rows.requires_grad_(), ids, weights.requires_grad_(), upstream)
+    # Found once, as when a model is patched; the formula is searched for on the CPU.
+    compute = choose_compute(experts, "auto", recompute=False)
+    leaves = rows.requires_grad_(), ids, weights.requires_grad_()
+    return Problem(shape, experts, compute, *leaves, upstream)
 
 
-def check(problem: Problem, names: list[str]) -> None:
-    """Raise unless all implementations compute what eager does."""
-    want = [x.detach().clone() for x in problem.both("eager")]
+@dataclass
+class Row:
+    """What one implementation did at one shape; the lists are empty where `error` says why.
+
+    `checked`: its numbers were compared with a truth's, or it is the truth.
+    """
+
+    shape: Shape
+    tokens: int
+    name: str
+    checked: bool = False
+    forward: list[float] = field(default_factory=list)
+    both: list[float] = field(default_factory=list)
+    saved: float | None = None
+    peak: float | None = None
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was wrong or broke, rather than lacking memory or not covering the shape."""
+        return self.error not in ("", OUT_OF_MEMORY, NOT_COVERED)
+
+    def line(self) -> dict[str, Any]:
+        """For a file of JSON lines."""
+        figures: dict[str, Any] = {}
+        for kind, times in (("forward", self.forward), ("both", self.both)):
+            if times:
+                middle = statistics.median(times)
+                figures[f"{kind}_ms"] = round(middle, 4)
+                figures[f"{kind}_spread_ms"] = [round(min(times), 4), round(max(times), 4)]
+                flops = self.shape.flops(self.tokens, kind == "both")
+                figures[f"{kind}_tflops"] = round(flops / middle / 1e9, 4)
+        about = {"shape": self.shape.name, "sizes": asdict(self.shape), "tokens": self.tokens}
+        kept = {"saved_bytes_per_token": self.saved, "peak_mib": self.peak}
+        end = {"checked": self.checked, "error": self.error}
+        return {**about, "implementation": self.name, **figures, **kept, **end}
+
+
+OUT_OF_MEMORY = "out of memory"
+NOT_COVERED = "does not cover this shape"
+
+
+def why_not(error: Exception) -> str:
+    """One line for a row."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def difference(problem: Problem, name: str, truth: list[Tensor]) -> str:
+    """Say where an implementation does not compute what the truth is, and by how much."""
     limit = TOLERANCE[problem.rows.dtype]
-    for name in names:
-        for index, (got, true) in enumerate(zip(problem.both(name), want, strict=True)):
-            error = ((got - true).abs().max() / true.abs().max()).item()
-            if not error <= limit:
-                raise AssertionError(f"{name}: tensor {index} is off by {error:.1e} > {limit:.0e}")
+    for index, (got, true) in enumerate(zip(problem.both(name), truth, strict=True)):
+        error = ((got - true).abs().max() / true.abs().max()).item()
+        if not error <= limit:
+            return f"tensor {index} is off by {error:.1e} > {limit:.0e}"
+    return ""
 
 
-def timed(
-    problem: Problem, names: list[str], backward: bool, repeats: int
-) -> dict[str, list[float]]:
-    """Milliseconds of every repeat, by implementation; they take turns."""
+def check(problem: Problem, rows: dict[str, Row]) -> None:
+    """Note in each row whether the implementation runs, and agrees with the first truth that does.
+
+    Where no truth runs, as none has room for a large shape, the others stay unchecked.
+    """
+    truth: list[Tensor] = []
+    in_order = [name for name in TRUTHS if name in rows]
+    for name in in_order + [name for name in rows if name not in TRUTHS]:
+        row = rows[name]
+        if name == "liger" and problem.shape.gpt_oss:
+            row.error = NOT_COVERED
+            continue
+        try:
+            if truth:
+                row.error = difference(problem, name, truth)
+                row.checked = True
+            elif name in TRUTHS:
+                truth = [x.detach().clone() for x in problem.both(name)]
+                row.checked = True
+            else:
+                problem.both(name)
+        except Exception as error:  # noqa: BLE001  of whatever kind, it is this row's
+            row.error = why_not(error)
+
+
+def timed(problem: Problem, rows: dict[str, Row], backward: bool, repeats: int) -> None:
+    """Note milliseconds of every repeat in the rows; they take turns."""
     run: Callable[[str], Any] = problem.both if backward else problem.forward
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for name in names * 2:
-        run(name)
-    for _ in range(repeats):
-        for name in names:
-            with torch.set_grad_enabled(backward):
-                times[name].append(_once(lambda name=name: run(name), problem.rows.is_cuda))
-    return times
-
-
-def _once(fn: Callable[[], Any], cuda: bool) -> float:
-    if not cuda:
-        start = time.perf_counter()
-        fn()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    fn()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    for turn in range(-2, repeats):  # two to warm up
+        for name, row in rows.items():
+            if row.error:
+                continue
+            try:
+                with torch.set_grad_enabled(backward):
+                    ms = milliseconds(lambda name=name: run(name), problem.rows.is_cuda)
+            except Exception as error:  # noqa: BLE001  of whatever kind, it is this row's
+                row.error = why_not(error)
+                continue
+            if turn >= 0:
+                (row.both if backward else row.forward).append(ms)
 
 
 def saved_per_token(problem: Problem, name: str) -> float:
@@ -205,54 +284,52 @@ def ceiling(device: torch.device, dtype: torch.dtype) -> float:
     """TFLOP/s of one large square product: the best this machine does."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = [_once(lambda: a @ b, device.type == "cuda") for _ in range(20)]
+    times = [milliseconds(lambda: a @ b, device.type == "cuda") for _ in range(20)]
     return 2 * size**3 / statistics.median(times[5:]) / 1e9
 
 
-def measure(problem: Problem, repeats: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(implementation, its figures); one that cannot run this shape is left out and named."""
-    names = []
-    for name in IMPLEMENTATIONS:
-        try:
-            problem.both(name)
-            names.append(name)
-        except torch.cuda.OutOfMemoryError:
-            print(f"  {problem.shape.name}: {name} runs out of memory")
-    check(problem, [name for name in names if name != "eager"])
-    forward = timed(problem, names, backward=False, repeats=repeats)
-    both = timed(problem, names, backward=True, repeats=repeats)
-    for name in names:
-        yield (
-            name,
-            {
-                "forward": forward[name],
-                "both": both[name],
-                "saved": saved_per_token(problem, name),
-                "peak": peak_mib(problem, name),
-            },
-        )
+def measure(
+    shape: Shape,
+    tokens: int,
+    names: list[str],
+    repeats: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Row]:
+    """A row for each implementation, whatever happens to it."""
+    rows = {name: Row(shape, tokens, name) for name in names}
+    try:
+        problem = build(shape, tokens, device, dtype)
+    except torch.OutOfMemoryError as error:
+        for row in rows.values():
+            row.error = why_not(error)
+        return list(rows.values())
+    check(problem, rows)
+    timed(problem, rows, backward=False, repeats=repeats)
+    timed(problem, rows, backward=True, repeats=repeats)
+    for name, row in rows.items():
+        if not row.error:
+            try:
+                row.saved = saved_per_token(problem, name)
+                row.peak = peak_mib(problem, name)
+            except Exception as error:  # noqa: BLE001  of whatever kind, it is this row's
+                row.error = why_not(error)
+    return list(rows.values())
 
 
-def table_row(shape: Shape, tokens: int, name: str, figures: dict[str, Any], base: Any) -> str:
-    def tflops(times: list[float], backward: bool) -> str:
-        return f"{shape.flops(tokens, backward) / statistics.median(times) / 1e9:.3g}"
-
-    def ratio(key: str) -> str:
-        return spread([a / b for a, b in zip(figures[key], base[key], strict=True)])
-
-    cells = [
-        shape.name,
-        str(tokens),
-        name,
-        spread(figures["forward"]),
-        tflops(figures["forward"], False),
-        ratio("forward"),
-        spread(figures["both"]),
-        tflops(figures["both"], True),
-        ratio("both"),
-        f"{figures['saved']:,.0f}",
-        "-" if figures["peak"] is None else f"{figures['peak']:,.0f}",
-    ]
+def table_row(row: Row, ours: Row | None) -> str:
+    name = row.name if row.checked or row.error else f"{row.name} (unchecked)"
+    cells = [row.shape.name, str(row.tokens), name]
+    for kind in ("forward", "both"):
+        times, base = getattr(row, kind), getattr(ours, kind, [])
+        if not times:
+            cells += [row.error or "-", "-", "-"]
+            continue
+        flops = row.shape.flops(row.tokens, kind == "both")
+        ratios = [a / b for a, b in zip(times, base, strict=False)]
+        cells += [spread(times), f"{flops / statistics.median(times) / 1e9:.3g}"]
+        cells += [spread(ratios) if ratios else "-"]
+    cells += ["-" if x is None else f"{x:,.0f}" for x in (row.saved, row.peak)]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -262,20 +339,26 @@ HEADER = (
 )
 
 
-def plot(results: dict[Any, Any], top: float, path: Path) -> None:
+def installed() -> list[str]:
+    """The implementations that can be asked for on this machine."""
+    liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
+    return [name for name in IMPLEMENTATIONS if name != "liger" or liger]
+
+
+def plot(rows: list[Row], top: float, path: Path) -> None:
     """TFLOP/s of forward + backward over tokens, one panel per shape, the ceiling drawn in."""
     from matplotlib import pyplot
 
-    shapes = list(dict.fromkeys(shape for shape, _, _ in results))
+    shapes = list(dict.fromkeys(row.shape for row in rows))
     figure, axes = pyplot.subplots(
         1, len(shapes), figsize=(4.2 * len(shapes), 3.6), squeeze=False, layout="constrained"
     )
     for shape, axis in zip(shapes, axes[0], strict=True):
         for name in IMPLEMENTATIONS:
             points = [
-                (tokens, shape.flops(tokens, True) / statistics.median(figures["both"]) / 1e9)
-                for (other, tokens, which), figures in results.items()
-                if other == shape and which == name
+                (row.tokens, shape.flops(row.tokens, True) / statistics.median(row.both) / 1e9)
+                for row in rows
+                if row.shape == shape and row.name == name and row.both
             ]
             axis.plot(*zip(*points, strict=True), marker="o", label=name) if points else None
         axis.axhline(top, color="grey", linestyle="--", label="one large product")
@@ -284,55 +367,83 @@ def plot(results: dict[Any, Any], top: float, path: Path) -> None:
         axis.set_ylim(bottom=0)
     axes[0][0].legend()
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
-def main() -> None:
+def write(folder: Path, machine: str, about: list[str], lines: list[str]) -> None:
+    """The table so far, whole or not at all."""
+    text = [
+        "# One layer's experts: hf_moe_ep against transformers",
+        "",
+        *about,
+        "",
+        HEADER,
+        *lines,
+        "",
+        "Median (min .. max); `/ ours` is taken run by run, above 1 is slower than ours. Every "
+        "figure is explained at the top of `benchmarks/experts.py`.",
+        "",
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"experts-{machine}.md"
+    partial = path.with_suffix(".partial")
+    partial.write_text("\n".join(text))
+    partial.replace(path)
+
+
+def all_rows(args: argparse.Namespace, shapes: dict[str, Shape]) -> Iterator[list[Row]]:
+    """The rows of one shape and number of tokens after the other."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    for name in args.shapes:
+        for tokens in args.tokens:
+            yield measure(shapes[name], tokens, args.only, args.repeats, device, dtype)
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+
+
+def main() -> int:
+    """Returns 1 where an implementation was wrong or broke."""
     cuda = torch.cuda.is_available()
     shapes = {shape.name: shape for shape in (GPU_SHAPES if cuda else CPU_SHAPES)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=shapes, default=list(shapes))
     default = [1024, 4096, 8192, 32768] if cuda else [2048]
     parser.add_argument("--tokens", nargs="+", type=int, default=default)
+    parser.add_argument("--only", nargs="+", choices=installed(), default=installed())
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", action="store_true", help="print lines of JSON as well")
     parser.add_argument("--write", type=Path, help="folder for the table and the plot")
     args = parser.parse_args()
     load = os.getloadavg()[0]
-    device = torch.device("cuda" if cuda else "cpu")
     dtype = torch.bfloat16 if cuda else torch.float32
-    top = ceiling(device, dtype)
+    top = ceiling(torch.device("cuda" if cuda else "cpu"), dtype)
     machine = torch.cuda.get_device_name() if cuda else "cpu"
-    print(f"{machine}, {dtype}, one large product: {top:.3g} TFLOP/s\n{HEADER}", flush=True)
-    lines, results = [], {}
-    for shape in (shapes[name] for name in args.shapes):
-        for tokens in args.tokens:
-            problem = build(shape, tokens, device, dtype)
-            figures = dict(measure(problem, args.repeats))
-            for name, values in figures.items():
-                results[shape, tokens, name] = values
-                lines.append(table_row(shape, tokens, name, values, figures["ours"]))
-                print(lines[-1], flush=True)
-            del problem
-            gc.collect()
-            if cuda:
-                torch.cuda.empty_cache()
+    product = f"{machine}, {dtype}, one large product: {top:.3g} TFLOP/s"
+    print(f"{product}\n{HEADER}", flush=True)
+    lines: list[str] = []
+    found: list[Row] = []
+    for rows in all_rows(args, shapes):
+        ours = next((row for row in rows if row.name == "ours"), None)
+        for row in rows:
+            lines.append(table_row(row, ours))
+            print(lines[-1], flush=True)
+            if args.json:
+                print(json.dumps(row.line()), flush=True)
+        found += rows
+        if args.write:
+            about = [*setting("benchmarks/experts.py", load, 1), f"- device: {product}"]
+            write(args.write, _slug(machine), about, lines)
     if args.write:
-        slug = machine.lower().replace(" ", "-")
-        text = [
-            "# One layer's experts: hf_moe_ep against transformers",
-            "",
-            *setting("benchmarks/experts.py", load, 1),
-            f"- device: {machine}, {dtype}; one large matrix product: {top:.3g} TFLOP/s",
-            "",
-            HEADER,
-            *lines,
-            "",
-            "Median (min .. max); `/ ours` is taken run by run, above 1 is slower than ours. Every "
-            "figure is explained at the top of `benchmarks/experts.py`.",
-            "",
-        ]
-        (args.write / f"experts-{slug}.md").write_text("\n".join(text))
-        plot(results, top, args.write / f"experts-{slug}.png")
+        plot(found, top, args.write / f"experts-{_slug(machine)}.png")
+    return int(any(row.failed for row in found))
+
+
+def _slug(machine: str) -> str:
+    return machine.lower().replace(" ", "-")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
