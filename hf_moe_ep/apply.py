@@ -57,9 +57,9 @@ def apply_ep_fsdp2(
         offload_policy: FSDP2's policy; None keeps parameters on the device.
 
     Raises:
-        ValueError: no process group; sizes that do not fit the world; ranks that disagree;
-            missing weights; a checkpoint that is not whole or does not fit; and all that `patch`
-            raises.
+        ValueError: no process group; sizes that do not fit the world; ranks that disagree, or
+            would share a GPU; missing weights; a checkpoint that is not whole or does not fit; and
+            all that `patch` raises.
     """
     state: ModelState | None = getattr(model, STATE, None)
     if state is None or config is not None or overrides:

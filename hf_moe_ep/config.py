@@ -142,6 +142,12 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def launched_local_rank() -> int | None:
+    """Number of this process on its machine; None without a launcher that says it."""
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text else None
+
+
 def launched_with_fsdp() -> bool:
     """True under `accelerate launch` with `distributed_type: FSDP`."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

@@ -3,6 +3,7 @@
 check_everyone_calls   at the store, before the first collective: a rank that stays away is
                        named after five minutes, where a collective would hang
 check_alike            arguments that decide what ranks do together
+check_own_gpu          at the store too: NCCL's first collective fails where ranks share a GPU
 
 Each rank does its part, and the error of one becomes the error of all:
 
@@ -13,6 +14,7 @@ on_first    rank 0 alone works, all get it    newest = on_first("looking", find)
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +27,8 @@ from hf_moe_ep.upstream.process_groups import default_store
 
 # How far ranks may be apart when they begin to save.
 PATIENCE = timedelta(minutes=5)
+# When they begin to shard, each after it has loaded a model.
+_LOADING = timedelta(minutes=30)
 
 Value = TypeVar("Value")
 
@@ -66,6 +70,27 @@ def check_alike(what: str, **mine: Any) -> None:
                     f"with {theirs[name]!r}; take rank 0's on every rank (look for a time or a "
                     f"step in it that depends on the rank)"
                 )
+
+
+def check_own_gpu(gpu: str) -> None:
+    """Raise on every rank where two of them would compute on the same GPU; `gpu` is its UUID.
+
+    Raises:
+        ValueError: it names both ranks.
+    """
+    store, rank, key = default_store(), this_rank(), "hf_moe_ep/gpu"
+    holder = int(store.compare_set(f"{key}/{gpu}", "", str(rank)))
+    if holder != rank:
+        store.set(
+            f"{key}/shared",
+            f"ranks {holder} and {rank} would both compute on GPU {gpu} of "
+            f"{socket.gethostname()}, and NCCL needs one for each; start one process a GPU with "
+            f"torchrun or accelerate launch, and in each call "
+            f"torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before anything else",
+        )
+    check_everyone_calls("apply_ep_fsdp2 or from_pretrained", _LOADING)
+    if store.check([f"{key}/shared"]):
+        raise ValueError(store.get(f"{key}/shared").decode())
 
 
 def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:

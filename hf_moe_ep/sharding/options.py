@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from hf_moe_ep.config import launched_local_rank
+from hf_moe_ep.ranks.together import check_own_gpu
+
 
 @dataclass(frozen=True)
 class ShardOptions:
@@ -56,7 +59,31 @@ def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
 
 
 def default_device() -> torch.device:
-    """Find where the default group communicates: this rank's GPU under NCCL, else the CPU."""
-    if "nccl" in dist.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Find where the default group communicates: this rank's GPU under NCCL, else the CPU.
+
+    Raises:
+        ValueError: on every rank, where two of them would share a GPU.
+    """
+    # Not the backend's name: "undefined" after init_process_group() without one. A group of gloo
+    # alone carries CUDA tensors too, but who asks for it means the CPU.
+    if "cuda:nccl" not in dist.get_backend_config():
+        return torch.device("cpu")
+    index = _own_gpu()
+    torch.cuda.set_device(index)
+    check_own_gpu(str(torch.cuda.get_device_properties(index).uuid))
+    return torch.device("cuda", index)
+
+
+def _own_gpu() -> int:
+    """Find the GPU that was chosen for this rank; where none was, the launcher's LOCAL_RANK."""
+    assert dist.group.WORLD is not None
+    bound: torch.device | None = dist.group.WORLD.bound_device_id
+    if bound is not None and bound.index is not None:
+        return bound.index
+    local_rank = launched_local_rank()
+    # A rank that chose nothing is on device 0, as soon as anything asked CUDA for anything. One
+    # that sees a single GPU, because the launcher hides the others, has it as number 0.
+    chosen = torch.cuda.is_initialized() and torch.cuda.current_device() != 0
+    if local_rank is None or chosen or local_rank >= torch.cuda.device_count():
+        return torch.cuda.current_device()
+    return local_rank

@@ -1,0 +1,115 @@
+"""Where an own loop's model is sharded: over the GPUs wherever NCCL is, one for each rank."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.checks import Check, Found, on_ranks
+from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+from hf_moe_ep.sharding.options import default_device
+
+
+@dataclass
+class _Gpus:
+    """A machine's GPUs as torch.cuda would show them to one process."""
+
+    uuids: list[str]
+    current: int = 0
+    initialized: bool = True
+    set_to: list[int] = field(default_factory=list)
+
+    def current_device(self) -> int:
+        self.initialized = True
+        return self.current
+
+    def set_device(self, index: int) -> None:
+        self.set_to.append(index)
+        self.current = index
+
+    def install(self, patches: pytest.MonkeyPatch, backend: str) -> None:
+        """Let torch see them, and the default group as `init_process_group(backend)` makes it."""
+        patches.setattr(torch.cuda, "is_available", lambda: True)
+        patches.setattr(torch.cuda, "is_initialized", lambda: self.initialized)
+        patches.setattr(torch.cuda, "device_count", lambda: len(self.uuids))
+        patches.setattr(torch.cuda, "current_device", self.current_device)
+        patches.setattr(torch.cuda, "set_device", self.set_device)
+        patches.setattr(
+            torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=self.uuids[i])
+        )
+        with pytest.MonkeyPatch.context() as machine:
+            machine.setattr(torch._C, "_get_accelerator", lambda *_: SimpleNamespace(type="cuda"))
+            config = str(BackendConfig(Backend(backend)))
+        patches.setattr(dist, "get_backend", lambda *_: backend)
+        patches.setattr(dist, "get_backend_config", lambda *_: config)
+
+
+MACHINE = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
+
+
+def _device(backend: str, gpus: _Gpus, **environment: str) -> torch.device:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.delenv("LOCAL_RANK")
+        for name, value in environment.items():
+            patches.setenv(name, value)
+        gpus.install(patches, backend)
+        return default_device()
+
+
+def no_backend_named_means_the_gpu(rank: int, world: int) -> None:
+    """And naming NCCL, however, does; gloo alone means the CPU, on a GPU machine too."""
+    for backend in ("undefined", "nccl", "cpu:gloo,cuda:nccl"):
+        gpus = _Gpus(MACHINE)
+        device = _device(backend, gpus, LOCAL_RANK=str(rank))
+        assert device == torch.device("cuda", rank), (backend, device)
+    for backend in ("gloo", "cpu:gloo"):
+        assert _device(backend, _Gpus(MACHINE), LOCAL_RANK=str(rank)) == torch.device("cpu")
+    assert default_device() == torch.device("cpu")
+
+
+def local_rank_where_no_device_was_chosen(rank: int, world: int) -> None:
+    for initialized in (False, True):
+        gpus = _Gpus(MACHINE, initialized=initialized)
+        device = _device("nccl", gpus, LOCAL_RANK=str(rank))
+        assert device == torch.device("cuda", rank) and gpus.set_to == [rank]
+
+
+def the_chosen_device_stays(rank: int, world: int) -> None:
+    gpus = _Gpus(MACHINE, current=3 - rank)
+    assert _device("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 3 - rank)
+    with pytest.MonkeyPatch.context() as patches:
+        bound = torch.device("cuda", 1 - rank)
+        patches.setattr(
+            dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
+        )
+        gpus = _Gpus(["GPU-e", "GPU-f"])
+        assert _device("nccl", gpus, LOCAL_RANK=str(rank)) == bound
+
+
+def a_launcher_that_shows_each_rank_its_own_gpu(rank: int, world: int) -> None:
+    gpus = _Gpus([f"GPU-{rank}"])
+    assert _device("nccl", gpus, LOCAL_RANK=str(rank)) == torch.device("cuda", 0)
+
+
+def one_gpu_for_two_ranks_is_refused(rank: int, world: int) -> None:
+    """On both, before the first collective: without LOCAL_RANK, and with too few GPUs."""
+    match = r"ranks \d and \d would both compute on GPU GPU-a .*set_device\(int\(os.environ"
+    with pytest.raises(ValueError, match=match):
+        _device("nccl", _Gpus(MACHINE))
+
+
+ON_TWO_RANKS = on_ranks(
+    2,
+    no_backend_named_means_the_gpu,
+    local_rank_where_no_device_was_chosen,
+    the_chosen_device_stays,
+    a_launcher_that_shows_each_rank_its_own_gpu,
+    one_gpu_for_two_ranks_is_refused,
+)
+
+
+@pytest.mark.parametrize("claim", ON_TWO_RANKS)
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
