@@ -15,6 +15,7 @@ for its generation: no spills, within shared memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +58,11 @@ _LEAST_RANK = 16
 # Mean rows per expert below which tiles of 128 rows would be mostly padding.
 FEW_ROWS = 128
 
+# Shared memory that a program may take in the rows of a generation, most first.
+SHARED_BYTES = {"sm_90": 232_448, "sm_80": 101_376}
+
 TABLE: dict[tuple[str, int, str], Blocks] = {
-    # H100, H200 and later; 16-bit.
+    # H100, H200, and whatever else has their shared memory; 16-bit.
     ("sm_90", 2, "many"): Blocks(
         m=128,
         up=Block(n=128, k=64, warps=8, stages=3),
@@ -77,7 +81,7 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
         thin=Block(n=64, k=64, warps=4, stages=4),
         thin_outer=OuterBlock(m=128, n=64, k=64, warps=4, stages=4),
     ),
-    # A100, A6000, 4090: mma.sync, less shared memory (99 KiB on sm_86 and sm_89).
+    # A100, A6000, 4090, 5090: mma.sync, less shared memory (99 KiB on sm_86, sm_89 and sm_120).
     ("sm_80", 2, "many"): Blocks(
         m=128,
         up=Block(n=64, k=32, warps=8, stages=4),
@@ -128,10 +132,16 @@ for _itemsize, _bucket in ((2, "few"), (4, "many"), (4, "few")):
 
 
 def generation(device: torch.device) -> str:
-    """The rows of the table that a device uses; "interpreter" for a CPU."""
+    """The rows of the table that a device uses; "interpreter" for a CPU.
+
+    A kind of GPU that is not in the table is judged by what it has: the RTX 50xx are newer than an
+    H100, and have the shared memory of a 4090.
+    """
     if device.type != "cuda":
         return "interpreter"
-    return "sm_90" if torch.cuda.get_device_capability(device) >= (9, 0) else "sm_80"
+    properties: Any = torch.cuda.get_device_properties(device)
+    there = properties.shared_memory_per_block_optin
+    return next((name for name, needed in SHARED_BYTES.items() if needed <= there), "sm_80")
 
 
 def choose_blocks(up_LGH: Tensor, num_pairs: int) -> Blocks:
@@ -146,7 +156,9 @@ def rank_block(rank: int, most: int) -> int:
 
 
 def dot_precision(rows: Tensor) -> str:
-    """fp32 products follow torch's own switch for fp32 matrix products."""
-    if rows.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+    """fp32 products follow torch's own switch for fp32 matrix products, the older or the newer."""
+    # torch.get_float32_matmul_precision() raises where the newer one was used; what the older one
+    # was set to stands here as well.
+    if rows.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
         return "ieee"
     return "tf32"

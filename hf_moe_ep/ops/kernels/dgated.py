@@ -24,7 +24,7 @@ from hf_moe_ep.ops.kernels.gate import activate_backward, add_low_rank, halves
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def dgated_kernel(
     grad, pair_of_position, offsets, tiles, weights, down, down_bias, pre,
     grad_pre, act, partial,

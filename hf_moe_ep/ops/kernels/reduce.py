@@ -22,7 +22,7 @@ _SUM_COLUMNS = 128
 _FLAT = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def combine_kernel(
     rows, slots, weights, out, num_pairs, hidden,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -44,7 +44,7 @@ def combine_kernel(
     tl.store(out + row * hidden + o_h, total.to(out.dtype.element_ty), mask=o_h < hidden)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_slots"])
 def weight_grads_kernel(
     partial, slots, out, num_pairs, num_columns, num_slots, BLOCK: tl.constexpr
 ):

@@ -25,7 +25,7 @@ _BLOCK = 512
 _CHUNK = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(
     ids,
     counts,
@@ -45,7 +45,7 @@ def _count_kernel(
     tl.store(counts + block * num_experts + experts, total, mask=experts < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _scan_kernel(
     counts, offsets, num_blocks, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr
 ):
@@ -71,7 +71,7 @@ def _scan_kernel(
         start += tl.sum(count, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _tiles_kernel(
     offsets,
     tiles,
@@ -115,7 +115,7 @@ def open_tile(tiles, offsets, width, BLOCK_N: tl.constexpr):
     return expert, start, left, column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_sorted"])
 def _place_kernel(
     ids,
     starts,

@@ -1,0 +1,69 @@
+"""Launches of Triton kernels, noted instead of run: which kernel, and the variant that is built.
+
+    with Launches() as launches:
+        triton_mlp.forward(...)         tensors may be on "meta" or fake: nothing is computed
+    launches.variants["up_kernel"]      one line for each kernel that Triton would compile
+
+A variant is what Triton's own binder makes of the arguments for an H100: types, constants, and of
+pointers and integers whether they are divisible by 16 (or 1).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from hf_moe_ep.ops.kernels import dgated, grouped_mm, outer, reduce, sort_pairs, up
+
+KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
+
+
+class Launches:
+    """Within it no kernel runs; `on_launch` is called for each that would."""
+
+    def __init__(self, on_launch: Callable[[str], None] = lambda name: None) -> None:
+        self.variants: dict[str, set[str]] = defaultdict(set)
+        self._on_launch = on_launch
+        self._kernels: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Launches:
+        for module in KERNEL_MODULES:
+            for name, kernel in list(vars(module).items()):
+                own = isinstance(kernel, (JITFunction, InterpretedFunction))
+                if own and name.endswith("_kernel"):
+                    self._kernels.append((module, name, kernel))
+                    setattr(module, name, _Noted(name, kernel, self._note))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, kernel in self._kernels:
+            setattr(module, name, kernel)
+
+    def _note(self, name: str, variant: str) -> None:
+        self.variants[name].add(variant)
+        self._on_launch(name)
+
+
+class _Noted:
+    def __init__(self, name: str, kernel: Any, note: Callable[[str, str], None]) -> None:
+        self._name, self._note = name, note
+        if isinstance(kernel, InterpretedFunction):
+            kernel = JITFunction(kernel.fn, **kernel.kwargs)
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(size > 0 for size in grid)
+
+        def launch(*args: Any, **kwargs: Any) -> None:
+            arguments, specialization, options = self._bind(*args, **kwargs)
+            kinds = dict(zip(arguments, specialization, strict=True))
+            self._note(self._name, f"{kinds} {options}")
+
+        return launch

@@ -1,0 +1,100 @@
+"""Which row of the table of block sizes a GPU gets, and in what fp32 products are computed."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from expert_cases import FORMULAS, NAMES
+from support.close import assert_close
+from torch import Tensor
+from transformers.utils.import_utils import enable_tf32
+
+from hf_moe_ep.ops import reference
+from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.kernels.blocks import dot_precision, generation
+
+# Shared memory that a block may opt in to, by compute capability: CUDA's programming guide.
+KINDS = {
+    (8, 0): (166_912, "sm_80"),
+    (8, 6): (101_376, "sm_80"),
+    (8, 9): (101_376, "sm_80"),
+    (9, 0): (232_448, "sm_90"),
+    (10, 0): (232_448, "sm_90"),
+    (12, 0): (101_376, "sm_80"),
+    (12, 1): (101_376, "sm_80"),
+    (99, 0): (101_376, "sm_80"),  # a kind that nobody has seen
+    (99, 1): (400_000, "sm_90"),
+}
+
+
+@pytest.mark.parametrize("capability", KINDS)
+def test_a_gpu_gets_a_row_that_fits_into_its_shared_memory(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, row = KINDS[capability]
+    properties = SimpleNamespace(
+        major=capability[0], minor=capability[1], shared_memory_per_block_optin=shared
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert generation(torch.device("cuda", 0)) == row
+
+
+def test_a_cpu_gets_the_rows_of_the_interpreter() -> None:
+    assert generation(torch.device("cpu")) == "interpreter"
+
+
+@pytest.fixture
+def fresh_switches() -> Iterator[None]:
+    """The switches for fp32 products as a new process has them; other tests set the older one."""
+    enable_tf32.cache_clear()  # a second call with the same argument does nothing
+    switches = (torch.backends, torch.backends.cuda.matmul)
+    were = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = "none"
+    yield
+    enable_tf32.cache_clear()
+    for switch, was in zip(switches, were, strict=True):
+        switch.fp32_precision = was
+
+
+def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches: None) -> None:
+    """TrainingArguments(tf32=True) does, and torch_compile=True: torch's older reader raises."""
+    case = FORMULAS["silu, bias"]
+    inputs = dict(zip(NAMES, case.inputs(torch.float32), strict=True))
+    rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
+    experts = ExpertWeights(**inputs)
+    args = (rows_RH, case.ids_RK(), weights_RK, experts, case.formula)
+    enable_tf32(True)
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    out_RH = expert_mlp(*args, counts_L=case.counts_L(), backend="triton")
+    # The interpreter computes exact products whatever it is asked for.
+    assert_close("out", out_RH, reference.expert_mlp(*args), 2e-6)
+
+
+def test_products_follow_the_switch_whoever_set_it(fresh_switches: None) -> None:
+    rows = torch.empty(1)
+    assert dot_precision(rows) == "ieee"  # nobody did
+    enable_tf32(True)
+    assert dot_precision(rows) == "tf32"
+    enable_tf32(False)
+    assert dot_precision(rows) == "ieee"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    assert dot_precision(rows) == "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.backends.fp32_precision = "none"
+    for word, want in (("high", "tf32"), ("highest", "ieee"), ("medium", "tf32")):
+        torch.set_float32_matmul_precision(word)
+        assert dot_precision(rows) == want, word
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    assert dot_precision(rows) == "tf32"
+
+
+def test_sixteen_bit_products_ask_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "matmul", None)
+    rows: Tensor = torch.empty(1, dtype=torch.bfloat16)
+    assert dot_precision(rows) == "tf32"

@@ -1,0 +1,81 @@
+"""How kernels are launched, on no GPU: which variants Triton would build."""
+
+import random
+
+import pytest
+import torch
+from launches import Launches
+from torch import Tensor
+
+from hf_moe_ep.ops import triton_mlp
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.kernels import blocks
+
+EXPERTS, HIDDEN, FFN, TOP_K = 4, 256, 128, 2
+
+
+@pytest.fixture(autouse=True)
+def _h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "generation", lambda device: "sm_90")
+
+
+def _experts(device: str, rank: int = 0, *, bias: bool = True) -> ExpertWeights:
+    def stacked(*shape: int) -> Tensor:
+        return torch.empty(EXPERTS, *shape, dtype=torch.bfloat16, device=device)
+
+    experts = [stacked(2 * FFN, HIDDEN), stacked(2 * FFN), stacked(HIDDEN, FFN), stacked(HIDDEN)]
+    if not bias:
+        experts[1] = experts[3] = None
+    if rank:
+        experts += [stacked(rank, HIDDEN), stacked(2 * FFN, rank)]
+        experts += [stacked(rank, FFN), stacked(HIDDEN, rank)]
+    return ExpertWeights(*experts)
+
+
+def _step(rows: int, pairs: int, experts: ExpertWeights, device: str) -> None:
+    """Forward and backward of `rows` rows, `pairs` of whose choices are of experts here."""
+    rows_RH = torch.empty(rows, HIDDEN, dtype=torch.bfloat16, device=device)
+    weights_RK = torch.empty(rows, TOP_K, device=device)
+    ids_RK = torch.empty(rows, TOP_K, dtype=torch.int64, device=device)
+    counts_L = [pairs - 3 * (pairs // 4), *[pairs // 4] * 3]
+    formula = ExpertFormula()
+    routing = triton_mlp.route(ids_RK, counts_L, experts)
+    out_RH, pre_AG = triton_mlp.forward(rows_RH, weights_RK, experts, routing, formula, True)
+    triton_mlp.backward(
+        out_RH,
+        rows_RH,
+        weights_RK,
+        experts,
+        routing,
+        pre_AG,
+        formula,
+        grad_scale=0.5,
+        need={"rows", "weights", *experts.named_tensors()},
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_no_kernel_is_built_again_for_another_routing(rank: int) -> None:
+    """Under ep the counts change in every layer: a build takes a second, and the others wait."""
+    experts = _experts("meta", rank)
+    draw = random.Random(0)
+    counts = [(rows, draw.randint(513, 2 * rows)) for rows in draw.sample(range(300, 900), 20)]
+    counts += [(512, 1024), (512, 513)]  # divisible by 16, and not
+    with Launches() as launches:
+        _step(*counts[0], experts, "meta")
+        first = {name: set(variants) for name, variants in launches.variants.items()}
+        for rows, pairs in counts[1:]:
+            _step(rows, pairs, experts, "meta")
+    assert len(first) == 11  # every kernel
+    assert launches.variants == first
+
+
+def test_no_kernel_is_built_again_for_one_row_or_pair() -> None:
+    experts = _experts("meta")
+    with Launches() as launches:
+        _step(7, 11, experts, "meta")
+        first = {name: set(variants) for name, variants in launches.variants.items()}
+        for rows, pairs in ((1, 1), (1, 2), (2, 1), (16, 32)):
+            _step(rows, pairs, experts, "meta")
+    assert launches.variants == first
