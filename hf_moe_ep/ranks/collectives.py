@@ -1,8 +1,8 @@
 """The only collectives of forward and backward.
 
 `start_all_to_all` sends rows and returns at once; what it returns is waited for where the rows are
-needed. `gather_counts` is the one small exchange that precedes it, and where the host
-waits for a device. `swap_slices` and `all_gather` trade equal parts (sequence parallelism).
+needed. `start_gathering` is the one small exchange that precedes it, and its `wait` is where the
+host waits for a device. `swap_slices` and `all_gather` trade equal parts (sequence parallelism).
 `sum_over_ranks` and `max_over_ranks` reduce numbers that carry no gradient.
 
 Where rows and counts cannot be exchanged (a rank died, or never came and the process group's
@@ -71,15 +71,36 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
+class Gathering:
+    """Small vectors of all ranks on their way; holds what is read and written until `wait`."""
+
+    def __init__(self, work: dist.Work, tensors: tuple[Tensor, Tensor], where: str) -> None:
+        self._work, self._tensors, self._where = work, tensors, where
+
+    def wait(self) -> list[list[int]]:
+        """Wait, on a GPU too, for the vector of every rank."""
+        gathered, _ = self._tensors
+        try:
+            self._work.wait()
+            return gathered.tolist()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._where}: the exchange of counts failed; a rank of this group stopped, or "
+                f"never reached this layer within the process group's timeout ({error})"
+            ) from error
+
+
+def start_gathering(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> Gathering:
+    """Send `counts` (one int64 vector) to every rank of `group`."""
+    counts = counts.contiguous()
+    gathered = counts.new_empty(dist.get_world_size(group), len(counts))
+    work = _all_gather(gathered.view(-1), counts, group=group, async_op=True)
+    return Gathering(work, (gathered, counts), where)
+
+
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:
     """Gather `counts` (one int64 vector) of every rank of `group`, on the host."""
-    try:
-        return all_gather(counts, group).tolist()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{where}: the exchange of counts failed; a rank of this group stopped, or "
-            f"never reached this layer within the process group's timeout ({error})"
-        ) from error
+    return start_gathering(counts, group, where=where).wait()
 
 
 def sum_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_moe_ep.dispatcher import Header
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll, AllToAllExchange, order_rows
@@ -135,15 +136,18 @@ def _by_hand(rank: int, group: Group) -> None:
 def test_the_rows_of_the_example_in_order() -> None:
     """The table of `Order`'s docstring; rank 1 has its own places, its own one last."""
     sends_DT = torch.tensor([[True, False], [True, True]])
-    order = order_rows(sends_DT, rank=0)
-    assert order.token_Y.tolist() == [0, 1, 0, 1]
-    assert order.place_Y.tolist() == [0, 0, 1, 1]
-    assert order.slot_DT.tolist() == [[0, 0], [1, 0]]
+    order = order_rows(sends_DT, rank=0, num_slots=2)
+    assert order.token_X.tolist()[:3] == [0, 1, 0]
+    assert order.slots_TJ.tolist() == [[0, 2], [1, 3]]
     # If rank 1 had those tokens: place 0 is rank 0, so (0, t1) is the cell that is no row.
-    order = order_rows(sends_DT, rank=1)
-    assert order.token_Y.tolist() == [0, 0, 1, 1]
-    assert order.place_Y.tolist() == [0, 1, 1, 0]
-    assert order.slot_DT.tolist() == [[0, -1], [1, 0]]
+    order = order_rows(sends_DT, rank=1, num_slots=2)
+    assert order.token_X.tolist()[:3] == [0, 0, 1]
+    assert order.slots_TJ.tolist() == [[0, 1], [3, 2]]
+    # Three ranks, two rows a token at most: what is no row stands last.
+    sends_DT = torch.tensor([[True, False], [False, True], [True, False]])
+    order = order_rows(sends_DT, rank=1, num_slots=2)
+    assert order.token_X.tolist()[:3] == [0, 0, 1]
+    assert order.slots_TJ.tolist() == [[0, 1], [2, 3]]
 
 
 @contextmanager
@@ -331,6 +335,57 @@ def ranks_at_different_places(rank: int, world: int) -> None:
     _check_headers(rank, dist.group.WORLD)
 
 
+class _UntilRowsLeave(TorchDispatchMode):
+    """Operations on the device from the end of the host's wait to the first rows' transfer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = False
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.counting &= "alltoall" not in str(func)
+        # `fill_` is the tests' own: it poisons new memory.
+        asks_nothing = func.is_view or "empty" in str(func) or "fill_" in str(func)
+        if self.counting and not asks_nothing:
+            self.operations.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def what_stands_between_counts_and_rows(rank: int, world: int) -> None:
+    """The rows are cut out, nothing else: whatever can wait is done while they travel."""
+    assert dist.group.WORLD is not None
+    case = CASES[0]
+    ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
+    w_TK = w_TK.bfloat16()
+    read_off = AllToAll._exchange
+    with _UntilRowsLeave() as mode, pytest.MonkeyPatch.context() as patches:
+
+        def counts_are_there(*args: Any, **kwargs: Any) -> AllToAllExchange:
+            mode.counting = True
+            return read_off(*args, **kwargs)
+
+        patches.setattr(AllToAll, "_exchange", counts_are_there)
+        dispatch(x_TH, ids_TK, w_TK, num_experts=6, group=dist.group.WORLD, header=HERE)
+    assert mode.operations == ["aten.index_select.default"], mode.operations
+
+
+def what_an_exchange_keeps(rank: int, world: int) -> None:
+    """Two numbers of 4 bytes for each row that a token can have, and no larger tensor's view."""
+    assert dist.group.WORLD is not None
+    tokens, top_k, experts = 1000, 2, 12
+    case = Case("many tokens", world, (tokens,) * world, experts, top_k)
+    ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
+    *_, arrived = dispatch(
+        x_TH, ids_TK, w_TK, num_experts=experts, group=dist.group.WORLD, header=HERE
+    )
+    kept = [value for value in vars(arrived.exchange).values() if isinstance(value, Tensor)]
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept)
+    assert num_bytes == 2 * 4 * tokens * top_k + 4 + 8 * experts, num_bytes
+
+
 def _in_groups(grid: list[list[int]], rank: int, world: int) -> None:
     """Ranks of a group count from its own first one."""
     groups = [dist.new_group(ranks) for ranks in grid]
@@ -354,8 +409,14 @@ GROUPS = {
     "groups of consecutive ranks": partial(_in_groups, [[0, 1], [2, 3]]),
     "groups of every other rank": partial(_in_groups, [[0, 2], [1, 3]]),
 }
-TWO_RANKS = on_ranks(2, the_example_of_the_docstring, ranks_at_different_places, _of_cases(2))
-FOUR_RANKS = on_ranks(4, ranks_at_different_places, GROUPS, _of_cases(4))
+TWO_RANKS = on_ranks(
+    2,
+    the_example_of_the_docstring,
+    ranks_at_different_places,
+    what_stands_between_counts_and_rows,
+    _of_cases(2),
+)
+FOUR_RANKS = on_ranks(4, ranks_at_different_places, what_an_exchange_keeps, GROUPS, _of_cases(4))
 
 
 @pytest.mark.parametrize("claim", TWO_RANKS + FOUR_RANKS)

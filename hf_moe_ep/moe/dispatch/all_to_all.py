@@ -12,8 +12,9 @@ Rows lie destination by destination, in token order within one, those that stay 
 `token_of_row_N = [0, 1, 0]`. Rows that arrive lie in the order of their senders, own ones last.
 
 `AllToAll.plan` decides what goes where. Before any row travels, ranks gather one small vector each
-(`counts.py`): rows per destination, pairs per expert. It tells every rank how much it receives, and
-it is the layer's only host sync.
+(`counts.py`): rows per destination, pairs per expert. It tells every rank how much it receives. It
+is the layer's only host sync, behind which the device has nothing to do: so whatever can be is done
+before it, and cutting the rows out alone stands between the counts and the first transfer.
 
 `start` and `start_combine` return at once, `finish` waits. Each is an autograd node
 (`async_exchange.py`), so backward starts a transfer where forward waited for it and waits where
@@ -37,8 +38,8 @@ from torch import Tensor
 
 from hf_moe_ep.dispatcher import Header
 from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows, Wire
-from hf_moe_ep.moe.dispatch.counts import check_max_rows, exchange_counts
-from hf_moe_ep.ops.permute import add_rows, count_pairs, invert
+from hf_moe_ep.moe.dispatch.counts import check_max_rows, start_counts
+from hf_moe_ep.ops.permute import add_rows, count_pairs
 from hf_moe_ep.ranks.collectives import start_all_to_all
 
 
@@ -62,15 +63,20 @@ class AllToAll:
     ) -> list[AllToAllExchange]:
         """Plan an exchange per chunk, all from one exchange of counts."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        sends_DT = _destinations(expert_ids_TK // (self.num_experts // ranks), ranks)
+        local = self.num_experts // ranks
+        sends_DT = _destinations(expert_ids_TK // local, ranks)
         sends_of_chunks = sends_DT.tensor_split(self.num_chunks, dim=1)
         ids_of_chunks = expert_ids_TK.tensor_split(self.num_chunks)
         counts = []
         for sends, ids in zip(sends_of_chunks, ids_of_chunks, strict=True):
             counts += [sends.sum(1), count_pairs(ids, self.num_experts)]
-        # All that needs no counts is asked for before the host waits for them.
-        orders = [order_rows(sends, rank) for sends in sends_of_chunks]
-        gathered = exchange_counts(torch.cat(counts), self.group, header)
+        told = start_counts(torch.cat(counts), self.group, header)
+        # While counts travel, the device prepares whatever needs none of them: once they are there
+        # nothing stands between the host and the first rows.
+        num_slots = min(ranks, expert_ids_TK.shape[1])
+        orders = [order_rows(sends, rank, num_slots) for sends in sends_of_chunks]
+        local_id_E = _local_ids(self.num_experts, local, rank, expert_ids_TK.device)
+        gathered = told.wait()
         size = ranks + self.num_experts
         # tables[chunk][r] is what rank r told: rows per destination, then pairs per expert.
         tables = [
@@ -82,9 +88,8 @@ class AllToAll:
             everything = [told for table in tables for told in table]
             rows_D = [sum(told[rank] for told in everything) for rank in range(ranks)]
             check_max_rows(rows_D, self.max_rows, self.group, where)
-        num_slots = min(ranks, expert_ids_TK.shape[1])
         return [
-            self._exchange(order, table, rank, num_slots, where)
+            self._exchange(order, table, rank, local_id_E, where)
             for order, table in zip(orders, tables, strict=True)
         ]
 
@@ -93,24 +98,21 @@ class AllToAll:
         return self
 
     def _exchange(
-        self, order: Order, table: list[list[int]], rank: int, num_slots: int, where: str
+        self, order: Order, table: list[list[int]], rank: int, local_id_E: Tensor, where: str
     ) -> AllToAllExchange:
-        """Read off what goes where, now that every rank has told."""
-        ranks, num_tokens = order.slot_DT.shape
+        """Read off what goes where, now that every rank has told; asks nothing of the device."""
+        ranks = len(table)
         local = self.num_experts // ranks
         first = ranks + rank * local
         send_counts = list(table[rank][:ranks])
         recv_counts = [told[rank] for told in table]
         num_own = send_counts[rank]
         send_counts[rank] = recv_counts[rank] = 0
-        num_rows = sum(send_counts) + num_own
-        token_of_row_N, place_N = order.token_Y[:num_rows], order.place_Y[:num_rows]
-        slot_N = order.slot_DT[place_N, token_of_row_N]
         return AllToAllExchange(
             group=self.group,
-            token_of_row_N=token_of_row_N,
-            destination_N=torch.where(place_N == ranks - 1, rank, place_N + (place_N >= rank)),
-            slots_TJ=invert(token_of_row_N, slot_N, (num_tokens, num_slots)),
+            token_of_row_N=order.token_X[: sum(send_counts) + num_own],
+            slots_TJ=order.slots_TJ,
+            local_id_E=local_id_E,
             send_counts=send_counts,
             recv_counts=recv_counts,
             num_own=num_own,
@@ -124,9 +126,9 @@ class AllToAllExchange:
     """Where the rows of some tokens go, and what this rank gets.
 
     Attributes:
-        token_of_row_N: token of each row that is sent or kept, in the module's order.
-        destination_N: rank that each row goes to.
-        slots_TJ: rows of each token, see `ops/permute.py`.
+        token_of_row_N: token of each row that is sent or kept, in the module's order; int32.
+        slots_TJ: rows of each token, see `ops/permute.py`; int32.
+        local_id_E: what each expert is called on this rank, L where it is not here.
         send_counts, recv_counts: rows to and from each rank of the ep group; own rank: 0.
         num_own: rows that stay.
         counts_L: (row, expert) pairs per local expert.
@@ -135,8 +137,8 @@ class AllToAllExchange:
 
     group: dist.ProcessGroup
     token_of_row_N: Tensor
-    destination_N: Tensor
     slots_TJ: Tensor
+    local_id_E: Tensor
     send_counts: list[int]
     recv_counts: list[int]
     num_own: int
@@ -145,8 +147,7 @@ class AllToAllExchange:
 
     def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DispatchedRows:
         """Send every token to the ranks of its experts; weights in fp32 or wider."""
-        wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        return DispatchedRows(_RowWire(self), x_TH, weights_TK.to(wide), expert_ids_TK)
+        return DispatchedRows(_RowWire(self), x_TH, weights_TK, expert_ids_TK)
 
     @property
     def num_tokens(self) -> int:
@@ -174,19 +175,17 @@ class _RowWire(Wire):
     def send_tokens(
         self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        exchange, top_k, local = self.exchange, ids_TK.shape[1], len(self.counts_L)
+        exchange, top_k = self.exchange, ids_TK.shape[1]
         rows_RH = self._send_out(x_TH)
-        ids_NK = ids_TK.index_select(0, exchange.token_of_row_N)
-        ids_NK = ids_NK - (exchange.destination_N * local).unsqueeze(1)
-        ids_NK = ids_NK.masked_fill((ids_NK < 0) | (ids_NK >= local), local)
-        weights_NK = weights_TK.index_select(0, exchange.token_of_row_N)
+        wide = torch.promote_types(weights_TK.dtype, torch.float32)
         # Ids ride along as floats (exact below 2**24): one message less per layer.
-        routing_NX = torch.cat([weights_NK, ids_NK.to(weights_NK)], dim=1)
+        routing_TX = torch.cat([weights_TK.to(wide), ids_TK.to(wide)], dim=1)
+        routing_NX = routing_TX.index_select(0, exchange.token_of_row_N)
         routing_RX = self._travel(routing_NX, exchange.send_counts, exchange.recv_counts)
         return rows_RH, routing_RX[:, :top_k], routing_RX[:, top_k:]
 
     def local_ids(self, ids_RK: Tensor) -> Tensor:
-        return ids_RK.long()
+        return self.exchange.local_id_E.take(ids_RK.long())
 
     def send_row_grads(self, grad_RH: Tensor | None, grad_RK: Tensor | None) -> list[Tensor | None]:
         return [None if grad is None else self.send_results(grad) for grad in (grad_RH, grad_RK)]
@@ -235,34 +234,47 @@ def _destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:
     return sends_TD.scatter_(1, rank_of_pair_TK, True).t()
 
 
+def _local_ids(num_experts: int, local: int, rank: int, device: torch.device) -> Tensor:
+    """Number the experts of `rank` from its first one, and give all others the number L."""
+    local_id_E = torch.full((num_experts,), local, device=device)
+    local_id_E[rank * local : (rank + 1) * local] = torch.arange(local, device=device)
+    return local_id_E
+
+
 class Order(NamedTuple):
-    """In which order rows lie: the cells (place, token) of a table, those that are rows first.
+    """In which order rows lie: numbers for the cells (place, token) of a table that are rows.
 
     Places are the ranks in order but the own one last. Rank 0 of the module's example:
 
-        table    t0 t1     cells    (0, t0)  (0, t1)  (1, t0)    and (1, t1), which is no row
-        rank 1    x  x     token_Y    0        1        0          1
-        rank 0    x  .     place_Y    0        0        1          1
+        table    t0 t1     numbers    t0 t1     slots_TJ = [[0, 2],    token_X = [0, 1, 0, ...]
+        rank 1    x  x                 0  1                 [1, 3]]
+        rank 0    x  .                 2  3
 
-        slot_DT = [[0, 0], [1, 0]]: the row (1, t0) is t0's second, all others are first ones
-
-    How many cells are rows only the counts say, so all of them stay here; the first N of token_Y
-    are `token_of_row_N`. At `[place, token]` of a row slot_DT has its column in `slots_TJ`.
+    The cell that is no row has the number after the last row's, which `slots_TJ` means by "no
+    row". How many rows there are only the counts say: `token_X` has room for all there can be, and
+    its first N are `token_of_row_N`.
     """
 
-    token_Y: Tensor
-    place_Y: Tensor
-    slot_DT: Tensor
+    token_X: Tensor
+    slots_TJ: Tensor
 
 
-def order_rows(sends_DT: Tensor, rank: int) -> Order:
-    """Order the rows that `rank` sends or keeps, without asking the device how many there are."""
-    num_tokens = max(sends_DT.shape[1], 1)
+def order_rows(sends_DT: Tensor, rank: int, num_slots: int) -> Order:
+    """Order the rows that `rank` sends or keeps, without asking the device how many there are.
+
+    `num_slots` is the most rows that a token can have. What backward keeps of the order is int32,
+    `num_slots` numbers a token each.
+    """
+    ranks, num_tokens = sends_DT.shape
     sends_DT = torch.cat([sends_DT[:rank], sends_DT[rank + 1 :], sends_DT[rank : rank + 1]])
-    # argsort, because nonzero() would make the host wait.
-    cell_Y = (~sends_DT).flatten().to(torch.uint8).argsort(stable=True)
-    return Order(
-        token_Y=cell_Y % num_tokens,
-        place_Y=cell_Y // num_tokens,
-        slot_DT=sends_DT.cumsum(0) - 1,
-    )
+    end_Y = sends_DT.flatten().cumsum(0)
+    num_rows = end_Y[-1:] if len(end_Y) else end_Y.new_zeros(1)
+    row_DT = torch.where(sends_DT, end_Y.view(ranks, num_tokens) - 1, num_rows)
+    token_DT = torch.arange(num_tokens, device=row_DT.device, dtype=torch.int32).expand_as(row_DT)
+    token_X = token_DT.new_zeros(num_tokens * num_slots + 1)
+    token_X.scatter_(0, row_DT.flatten(), token_DT.flatten())
+    slots_TJ = row_DT.t().to(torch.int32)
+    if num_slots < ranks:
+        # Those that are no rows have the largest number.
+        slots_TJ = slots_TJ.sort(1).values[:, :num_slots]
+    return Order(token_X, slots_TJ.contiguous())

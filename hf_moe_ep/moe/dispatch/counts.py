@@ -12,28 +12,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_moe_ep.dispatcher import Header
-from hf_moe_ep.ranks.collectives import gather_counts
+from hf_moe_ep.ranks.collectives import Gathering, start_gathering
 
 
-def exchange_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) -> list[list[int]]:
-    """Gather `counts` of every rank; raise on all of them where one is at another place."""
-    mine = header.as_list()
+class CountsUnderWay:
+    """Headers and counts of all ranks of a group, on their way."""
+
+    def __init__(self, gathering: Gathering, group: dist.ProcessGroup, header: Header) -> None:
+        self._gathering, self._group, self._header = gathering, group, header
+
+    def wait(self) -> list[list[int]]:
+        """Wait for the counts of every rank; raise on all of them where one is elsewhere."""
+        mine = self._header.as_list()
+        gathered = self._gathering.wait()
+        told = [row[: len(mine)] for row in gathered]
+        if any(place != mine for place in told):
+            ranks = dist.get_process_group_ranks(self._group)
+            headers = [Header.from_list(place) for place in told]
+            lines = [
+                f"  rank {rank}: {header}" for rank, header in zip(ranks, headers, strict=True)
+            ]
+            raise RuntimeError(
+                "ranks of one ep group are at different places of the model:\n"
+                + "\n".join(lines)
+                + "\nEvery rank must run the same forwards in the same order and mode; look for a "
+                "branch, a skipped batch or a model.eval() that depends on the rank."
+            )
+        return [row[len(mine) :] for row in gathered]
+
+
+def start_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) -> CountsUnderWay:
+    """Send this rank's place and `counts` to every rank of `group`."""
     # Pinned, because a copy from pageable memory would make the host wait for the GPU once more.
-    place = torch.tensor(mine, dtype=counts.dtype, pin_memory=counts.is_cuda)
+    place = torch.tensor(header.as_list(), dtype=counts.dtype, pin_memory=counts.is_cuda)
     vector = torch.cat([place.to(counts.device, non_blocking=True), counts])
-    gathered = gather_counts(vector, group, where=str(header))
-    told = [row[: len(mine)] for row in gathered]
-    if any(place != mine for place in told):
-        ranks = dist.get_process_group_ranks(group)
-        headers = [Header.from_list(place) for place in told]
-        lines = [f"  rank {rank}: {header}" for rank, header in zip(ranks, headers, strict=True)]
-        raise RuntimeError(
-            "ranks of one ep group are at different places of the model:\n"
-            + "\n".join(lines)
-            + "\nEvery rank must run the same forwards in the same order and mode; look for a "
-            "branch, a skipped batch or a model.eval() that depends on the rank."
-        )
-    return [row[len(mine) :] for row in gathered]
+    return CountsUnderWay(start_gathering(vector, group, where=str(header)), group, header)
 
 
 def check_max_rows(rows: list[int], max_rows: int, group: dist.ProcessGroup, where: str) -> None:
