@@ -1,0 +1,411 @@
+"""Whole training steps of Qwen3-MoE: stock Transformers (and PEFT) against ours, full and LoRA.
+
+    python benchmarks/end_to_end.py                            tiny on a CPU; six layers on a GPU
+    python benchmarks/end_to_end.py --mode lora --layers 48 --vocab 151936 --rows 1 --checkpointing
+    python benchmarks/end_to_end.py --ranks 2                  CPU processes: FSDP2, ours with ep 2
+
+The model has the shape of Qwen3-30B-A3B and random weights, bf16 on a GPU. Without other sizes it
+is six of its 48 layers with an eighth of its vocabulary: head and layers in proportion.
+
+    ours             `patch(model)`; `ours_recompute` with `recompute_activations=True`
+    grouped_mm       stock, with torch's grouped matrix product: what it does by default
+    eager            stock, with its loop over experts
+
+Each side is a process of its own, with an end of its own: one that dies, hangs or has no room is a
+line that says so. A line of JSON a side, and one that compares its first losses with stock's, which
+must agree: equal seeds, equal data.
+
+    step_s           forward, backward and AdamW, until the device is done; median and spread
+    mfu              operations of the model over what the GPU's data sheet promises: 6 a trained
+                     weight and token, 4 a frozen one, causal attention; none for recomputation
+    peak_gib         allocated at most in those steps; on a CPU the most resident memory
+    kept             bytes that autograd keeps between forward and backward per token, parameters
+                     left out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import peak_mib, reset_peak, spawn
+from sequence import saved_storages
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from hf_moe_ep import apply_ep_fsdp2, patch
+
+SIDES = ("ours", "grouped_mm", "eager", "ours_recompute")
+# What the others' losses are compared with: the first of these that ran.
+STOCK = ("grouped_mm", "eager")
+MODES = ("full", "lora")
+WARMUP_STEPS = 3
+COMPARED_STEPS = 3
+# Large enough that weights of 0.02 move in bf16, small enough that roundings stay roundings.
+LEARNING_RATE = 1e-4
+# Relative. Means over thousands of tokens, so one rounding of the dtype is plenty.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
+# TFLOP/s of dense bf16 products, from NVIDIA's data sheets.
+DATA_SHEET = {"H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "A100": 312.0, "B200": 2250.0}
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model, and the tokens of each process."""
+
+    layers: int = 6
+    hidden: int = 2048
+    ffn: int = 768
+    experts: int = 128
+    top_k: int = 8
+    heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    vocab: int = 18992
+    rows: int = 4
+    length: int = 4096
+    adapter_rank: int = 16
+
+
+TINY = Sizes(2, 64, 32, 8, 2, 4, 2, 16, 128, 2, 32, 4)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one process measures, or one group of them."""
+
+    side: str
+    mode: str
+    sizes: Sizes
+    steps: int
+    checkpointing: bool = False
+    profile: bool = False
+    ranks: int = 1
+
+    def line(self) -> dict[str, Any]:
+        """The beginning of its line of JSON."""
+        names = ("mode", "checkpointing", "ranks", "steps")
+        about = {name: getattr(self, name) for name in names}
+        return {"end_to_end": self.side, **about, "sizes": asdict(self.sizes)}
+
+
+def build(cell: Cell, device: torch.device) -> nn.Module:
+    sizes = cell.sizes
+    config = Qwen3MoeConfig(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=3 * sizes.hidden,
+        moe_intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        num_experts=sizes.experts,
+        num_experts_per_tok=sizes.top_k,
+        norm_topk_prob=True,
+        max_position_embeddings=max(sizes.length, 4096),
+        use_cache=False,
+        experts_implementation="eager" if cell.side == "eager" else "grouped_mm",
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype_on(device), attn_implementation="sdpa"
+        )
+    if cell.mode == "lora":
+        model = with_adapters(model, sizes.adapter_rank)
+    if cell.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return distribute(model, cell).train()
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """On attention and experts; in the model's dtype on both sides."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    return get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+
+def distribute(model: nn.Module, cell: Cell) -> nn.Module:
+    """Patch ours; over several ranks shard both."""
+    recompute = cell.side == "ours_recompute"
+    if cell.side.startswith("ours"):
+        if cell.ranks == 1:
+            return patch(model, recompute_activations=recompute)
+        return apply_ep_fsdp2(model, ep_size=cell.ranks, recompute_activations=recompute)
+    if cell.ranks > 1:
+        base = model.get_base_model() if cell.mode == "lora" else model
+        for layer in base.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def model_flops(cell: Cell, model: nn.Module) -> float:
+    """Operations of one token, forward and backward."""
+    sizes = cell.sizes
+    active = sizes.top_k / sizes.experts
+    flops = 0.0
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" in name:
+            continue
+        used = parameter.numel() * (active if ".experts." in name else 1)
+        flops += used * (6 if parameter.requires_grad else 4)
+    # Two products of length x heads x head_dim forward, twice that backward, half of it masked.
+    attention = 6 * sizes.length * sizes.heads * sizes.head_dim
+    return flops + sizes.layers * attention
+
+
+def data_sheet_flops() -> float | None:
+    """Operations a second that this GPU's data sheet promises; None where we know none."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        for name, tflops in DATA_SHEET.items():
+            if name in device:
+                return 1e12 * tflops
+    return None
+
+
+def measure(cell: Cell, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Figures of one process; `note` hears of them as they come."""
+    cuda = torch.cuda.is_available() and cell.ranks == 1
+    device = torch.device("cuda" if cuda else "cpu")
+    start = time.perf_counter()
+    model = build(cell, device)
+    # Of a rank's own, or a sum of ranks' gradients that is no mean would not be seen.
+    generator = torch.Generator().manual_seed(dist.get_rank() if cell.ranks > 1 else 0)
+    shape = (cell.sizes.rows, cell.sizes.length)
+    input_ids = torch.randint(cell.sizes.vocab, shape, generator=generator).to(device)
+    batch = {"input_ids": input_ids, "labels": input_ids}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=cuda)
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    wait()
+    note({"build_s": round(time.perf_counter() - start, 2)})
+    line = time_steps(cell, model, optimizer, batch, wait, note)
+    flops = data_sheet_flops()
+    if flops and cuda:
+        line["mfu"] = round(model_flops(cell, model) * line["tok_per_s"] / flops, 4)
+    if cuda:
+        line["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+        line["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 3)
+    else:
+        line["peak_gib"] = round(peak_mib() / 1024, 3)
+    note(line)
+    with saved_storages(model) as kept:
+        loss = model(**batch).loss
+    line["kept_bytes_per_token"] = round(sum(kept.values()) / input_ids.numel())
+    kept.clear()
+    loss.backward()
+    optimizer.zero_grad()
+    if cell.profile:
+        line["profile"] = profile(model, batch, cuda)
+    note(line)
+    return line
+
+
+def time_steps(
+    cell: Cell,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    wait: Callable[[], None],
+    note: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Seconds of the steps behind the warm-up, and the loss of every step."""
+    seconds: list[float] = []
+    losses: list[float] = []
+    for step in range(WARMUP_STEPS + cell.steps):
+        if step == WARMUP_STEPS:
+            reset_peak()
+            if batch["input_ids"].is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+        if cell.ranks > 1:
+            dist.barrier()
+        wait()
+        start = time.perf_counter()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wait()
+        if cell.ranks > 1:
+            dist.barrier()
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+        note({"first_step_s": round(seconds[0], 3), "losses": losses})
+    timed = seconds[WARMUP_STEPS:]
+    middle = statistics.median(timed)
+    return {
+        "step_s": round(middle, 5),
+        "step_spread_s": [round(min(timed), 5), round(max(timed), 5)],
+        "tokens": cell.ranks * batch["input_ids"].numel(),
+        "tok_per_s": round(cell.ranks * batch["input_ids"].numel() / middle, 1),
+    }
+
+
+def profile(model: nn.Module, batch: Batch, cuda: bool, most: int = 25) -> dict[str, Any]:
+    """The kernels of one forward and backward that take longest: name, ms, calls."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if cuda:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    start = time.perf_counter()
+    with torch.profiler.profile(activities=kinds) as profiler:
+        model(**batch).loss.backward()
+        if cuda:
+            torch.cuda.synchronize()
+    ms = 1e3 * (time.perf_counter() - start)
+    events = profiler.key_averages()
+
+    def own(event: Any) -> float:
+        return (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
+
+    # On a GPU what runs there, not the operators of the host that started it.
+    on_device = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    events = sorted((e for e in events if e.device_type == on_device), key=own, reverse=True)
+    top = [[event.key[:90], round(own(event), 3), event.count] for event in events[:most]]
+    return {"wall_ms": round(ms, 2), "busy_ms": round(sum(map(own, events)), 2), "top": top}
+
+
+def on_rank(rank: int, cell: Cell) -> dict[str, Any]:
+    line: dict[str, Any] = {}
+    measure(cell, line.update)
+    return line
+
+
+def of_ranks(cell: Cell, seconds: float) -> dict[str, Any]:
+    """Rank 0's figures; losses are the mean over ranks, peaks the largest."""
+    try:
+        lines = spawn(on_rank, cell.ranks, cell, timeout=seconds)
+    except Exception as error:  # noqa: BLE001  the next side is another set of processes
+        return {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
+    means = [statistics.fmean(losses) for losses in zip(*(one["losses"] for one in lines))]
+    worst = {name: max(one[name] for one in lines) for name in ("peak_gib", "kept_bytes_per_token")}
+    return {**lines[0], "losses": means, **worst}
+
+
+def in_own_process(
+    cell: Cell, seconds: float, measure: Callable[..., Any] = measure
+) -> dict[str, Any]:
+    """What the process sent until it ended, and how it ended where that was not well."""
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_and_send, args=(sender, cell, measure))
+    process.start()
+    sender.close()
+    line: dict[str, Any] = {}
+    deadline = time.monotonic() + seconds
+    try:
+        while receiver.poll(max(deadline - time.monotonic(), 0)):
+            line |= receiver.recv()
+        line["error"] = f"stopped after {seconds:.0f} s"
+    except EOFError:
+        process.join(10)
+        if process.exitcode:
+            line.setdefault("error", f"died with exit code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+    return line
+
+
+def _measure_and_send(sender: Connection, cell: Cell, measure: Callable[..., Any]) -> None:
+    try:
+        measure(cell, sender.send)
+    except torch.OutOfMemoryError:
+        sender.send({"error": "out of memory"})
+    except Exception as error:
+        sender.send({"error": f"{type(error).__name__}: {str(error)[:600]}"})
+        raise
+
+
+def compare(lines: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, Any]]:
+    """For each side the largest relative difference of its first losses to stock's."""
+    with_losses = {line["end_to_end"]: line for line in lines if line.get("losses")}
+    truth = next((name for name in STOCK if name in with_losses), None)
+    found = []
+    for name, line in with_losses.items():
+        if truth is None or name == truth:
+            continue
+        pairs = list(zip(line["losses"], with_losses[truth]["losses"]))[:COMPARED_STEPS]
+        errors = [abs(got - want) / abs(want) for got, want in pairs]
+        allowed = TOLERANCE[dtype]
+        equal = all(error <= allowed for error in errors)  # NaN is not equal
+        found.append(
+            {"losses_of": name, "against": truth, "differences": errors, "allowed": allowed}
+            | {"equal": equal, "mode": line["mode"]}
+        )
+    return found
+
+
+def run(cells: list[Cell], seconds: float) -> int:
+    """Measure and print; 1 where a side broke or computes something else."""
+    cuda = torch.cuda.is_available() and cells[0].ranks == 1
+    lines = []
+    for cell in cells:
+        figures = of_ranks(cell, seconds) if cell.ranks > 1 else in_own_process(cell, seconds)
+        lines.append({**cell.line(), **figures})
+        print(json.dumps(lines[-1]), flush=True)
+    compared = compare(lines, dtype_on(torch.device("cuda" if cuda else "cpu")))
+    for line in compared:
+        print(json.dumps(line), flush=True)
+    broke = any(line.get("error", "out of memory") != "out of memory" for line in lines)
+    return int(broke or not all(line["equal"] for line in compared))
+
+
+def parse(arguments: list[str] | None = None) -> tuple[list[Cell], float]:
+    """The cells, and the seconds that each may take."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["ours", "grouped_mm"])
+    parser.add_argument("--mode", choices=MODES, default="full")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="the kernels that take longest")
+    parser.add_argument("--ranks", type=int, default=1, help="CPU processes")
+    parser.add_argument("--steps", type=int, default=5, help="timed, behind three of warm-up")
+    parser.add_argument("--seconds", type=float, default=300.0, help="that a side may take")
+    parser.add_argument("--tiny", action="store_true", help="the sizes of a CPU")
+    for size in fields(Sizes):
+        parser.add_argument(f"--{size.name.replace('_', '-')}", type=int)
+    args = parser.parse_args(arguments)
+    on_gpu = torch.cuda.is_available() and args.ranks == 1 and not args.tiny
+    asked = {f.name: getattr(args, f.name) for f in fields(Sizes)}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    sizes = replace(Sizes() if on_gpu else TINY, **asked)
+    flags = {"checkpointing": args.checkpointing, "profile": args.profile, "ranks": args.ranks}
+    return [Cell(side, args.mode, sizes, args.steps, **flags) for side in args.sides], args.seconds
+
+
+def main() -> int:
+    """Returns 1 where a side broke or computes something else."""
+    # Imported once for all sides; nothing touches a GPU before they are forked from it.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["end_to_end", "transformers.models.qwen3_moe.modeling_qwen3_moe", "peft"]
+    )
+    return run(*parse())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,423 @@
+"""Each Triton kernel of one MoE layer alone, as the layer calls it; and other blocks for them.
+
+    python benchmarks/layer_kernels.py --tokens 32768             every kernel as the table stands
+    python benchmarks/layer_kernels.py --tokens 32768 --sweep --seconds 120      and the candidates
+    python benchmarks/layer_kernels.py --adapter-rank 16          base frozen, adapters on both
+
+The layer runs forward and backward once and its calls are noted; each is then made again, alone, a
+few times. What is timed is therefore what runs, whatever arguments a kernel takes.
+
+A sweep goes through candidates of the block table (`hf_moe_ep/ops/kernels/blocks.py`). Workers
+compile them first, into Triton's cache on disk. A candidate counts if its result is the table's to
+two roundings; one that does not start is a line that says why. One JSON line per measurement,
+printed at once:
+
+    ms           the device's time, median of some measurements of three calls
+    tflops       operations of the product over it; gb_per_s: the least bytes it has to move
+    off          largest difference to the table's result, relative to its largest element
+    sum          all kernels of a direction, with the operations of the whole layer
+    whole        the layer itself: beside the sum it shows what is between the kernels
+
+Without a GPU it needs TRITON_INTERPRET=1 and shows that it runs, no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass, fields, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+import triton
+from timing import milliseconds
+from torch import Tensor
+
+from hf_moe_ep.ops import triton_mlp
+from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.kernels import blocks as table
+from hf_moe_ep.ops.kernels.blocks import Block, Blocks, OuterBlock
+
+KERNELS = "hf_moe_ep.ops.kernels."
+# Two roundings of bf16, of the largest element.
+ALLOWED = {torch.bfloat16: 2 * 2.0**-8, torch.float32: 1e-5}
+# Faster by less than this is a tie, and the table stays.
+TIE = 0.985
+# What the n-th call of a launching function is in a layer without adapters.
+LABELS = {
+    ("sort_pairs", 0): "sort",
+    ("up", 0): "up",
+    ("grouped_mm", 0): "down",
+    ("combine", 0): "combine",
+    ("dgated", 0): "dgated",
+    ("weight_grads", 0): "weight grads",
+    ("grouped_mm", 1): "dx",
+    ("combine", 1): "combine dx",
+    ("outer", 0): "dW down",
+    ("outer", 1): "dW up",
+}
+# The field of a row of the table that a function reads.
+FIELDS = {"up": "up", "grouped_mm": "matmul", "dgated": "dgated", "outer": "outer"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One layer: those of Qwen3-30B-A3B."""
+
+    tokens: int = 32768
+    experts: int = 128
+    top_k: int = 8
+    hidden: int = 2048
+    ffn: int = 768
+    adapter_rank: int = 0
+
+    def flops(self) -> float:
+        """Of one product of all pairs with one matrix of hidden x ffn."""
+        return 2.0 * self.tokens * self.top_k * self.hidden * self.ffn
+
+    def work(self, label: str, width: int) -> tuple[float, float]:
+        """Operations of a kernel, and the least bytes it moves; zeros where it is not known."""
+        pairs, weights = self.tokens * self.top_k, self.experts * self.hidden * self.ffn * width
+        x, y = self.tokens * self.hidden * width, pairs * self.hidden * width
+        act, one = pairs * self.ffn * width, self.flops()
+        known = {
+            "sort": (0.0, 16.0 * pairs),
+            "up": (2 * one, x + 2 * weights + 3 * act),
+            "down": (one, act + weights + y),
+            "combine": (0.0, y + x),
+            "dgated": (one, x + weights + 5 * act),
+            "dx": (2 * one, 2 * act + 2 * weights + y),
+            "combine dx": (0.0, y + x),
+            "dW down": (one, x + act + weights),
+            "dW up": (2 * one, 2 * act + x + 2 * weights),
+        }
+        return known.get(label, (0.0, 0.0))
+
+
+@dataclass
+class Call:
+    """One call of a function that launches kernels; `blocks` is the row it was given, if any."""
+
+    label: str
+    name: str
+    backward: bool
+    run: Callable[[Blocks | None], Any]
+
+    def result(self, blocks: Blocks | None = None) -> Tensor:
+        """The first tensor that it returns, under another row where one is given."""
+        found = self.run(blocks)
+        while not isinstance(found, Tensor):
+            found = vars(found) if hasattr(found, "__dataclass_fields__") else found
+            found = next(iter(found.values() if isinstance(found, dict) else found))
+        return found
+
+
+class Layer:
+    """Experts, rows and routing; draws the same numbers every time."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        torch.manual_seed(0)
+        draw = functools.partial(torch.randn, device=device, dtype=self.dtype)
+        tokens, experts, hidden, ffn = sizes.tokens, sizes.experts, sizes.hidden, sizes.ffn
+        up = draw(experts, 2 * ffn, hidden).mul_(hidden**-0.5)
+        down = draw(experts, hidden, ffn).mul_(ffn**-0.5)
+        trained = [up, down]
+        factors = {}
+        if sizes.adapter_rank:
+            rank = sizes.adapter_rank
+            shapes = {"up_a": (rank, hidden), "up_b": (2 * ffn, rank)}
+            shapes |= {"down_a": (rank, ffn), "down_b": (hidden, rank)}
+            factors = {name: draw(experts, *shape) for name, shape in shapes.items()}
+            trained = list(factors.values())
+        self.rows, self.grad = draw(tokens, hidden), draw(tokens, hidden)
+        self.weights = torch.rand(tokens, sizes.top_k, device=device)
+        scores = torch.rand(tokens, experts, device=device)
+        self.ids = scores.topk(sizes.top_k, dim=1).indices
+        self.leaves = [x.requires_grad_() for x in (self.rows, self.weights, *trained)]
+        self.experts = ExpertWeights(up, None, down, None, **factors)
+
+    def forward(self) -> Tensor:
+        formula = ExpertFormula()
+        return expert_mlp(
+            self.rows, self.ids, self.weights, self.experts, formula, backend="triton"
+        )
+
+    def both(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.forward(), self.leaves, self.grad)
+
+    def table_row(self) -> Blocks:
+        return table.choose_blocks(self.experts.up, self.sizes.tokens * self.sizes.top_k)
+
+    def calls(self, row: Blocks) -> list[Call]:
+        """What one forward and backward calls under a row of the table, in order."""
+        noted: list[Call] = []
+        with _noting(noted, row):
+            out = self.forward()
+            num_forward = len(noted)
+            torch.autograd.grad(out, self.leaves, self.grad)
+        for call in noted[num_forward:]:
+            call.backward = True
+        return noted
+
+
+@contextmanager
+def _noting(calls: list[Call], row: Blocks) -> Iterator[None]:
+    """Every launching function that `triton_mlp` calls is noted, and asks this row for blocks."""
+    times: Counter[str] = Counter()
+    plain = dict(vars(triton_mlp))
+
+    def noted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def launching(*args: Any, **kwargs: Any) -> Any:
+            labelled = LABELS.get((name, times[name])) or f"{name} {times[name]}"
+            times[name] += 1
+
+            def again(blocks: Blocks | None) -> Any:
+                def mine(value: Any) -> Any:
+                    return blocks if blocks and isinstance(value, Blocks) else value
+
+                return launch(*map(mine, args), **{key: mine(x) for key, x in kwargs.items()})
+
+            calls.append(Call(labelled, name, False, again))
+            return launch(*args, **kwargs)
+
+        return launching
+
+    try:
+        for name, value in plain.items():
+            module = getattr(value, "__module__", "")
+            if not isinstance(value, FunctionType) or not module.startswith(
+                "hf_moe_ep.ops.kernels"
+            ):
+                continue
+            if module != table.__name__ and name != "max_tiles":
+                setattr(triton_mlp, name, noted(name, value))
+        triton_mlp.choose_blocks = lambda *_: row
+        yield
+    finally:
+        vars(triton_mlp).update(plain)
+
+
+def candidates(row: Blocks) -> list[tuple[str, Blocks]]:
+    """(launching function, row with another block for it), the likeliest first."""
+    blocks = {
+        "outer": [(128, 256, 64, 8, 5), (128, 256, 64, 8, 4), (128, 256, 64, 8, 7)]
+        + [(256, 128, 64, 8, 5), (128, 128, 64, 8, 5), (128, 128, 64, 4, 5), (128, 256, 32, 8, 7)],
+        "up": [(128, 64, 8, 4), (64, 64, 8, 3), (64, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 3)]
+        + [(64, 64, 4, 4), (128, 32, 8, 6)],
+        "grouped_mm": [(256, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4)]
+        + [(256, 64, 8, 3), (128, 64, 4, 3), (256, 32, 8, 6), (64, 64, 4, 4)],
+        "dgated": [(128, 64, 8, 3), (128, 64, 8, 5), (64, 64, 8, 3), (128, 64, 8, 4)]
+        + [(64, 64, 4, 4)],
+    }
+    found = []
+    for m in (row.m, 64 if row.m == 128 else 128):
+        for name, options in blocks.items():
+            kind = OuterBlock if name == "outer" else Block
+            for option in options:
+                other = replace(row, m=m, **{FIELDS[name]: kind(*option)})
+                # The gradients of the weights know no tiles of rows.
+                if other != row and not (name == "outer" and m != row.m):
+                    found.append((name, other))
+    return found
+
+
+def note(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def measure(call: Call, blocks: Blocks | None, repeats: int) -> list[float]:
+    """Milliseconds, each the mean of three calls."""
+    cuda = torch.cuda.is_available()
+    for _ in range(2):
+        call.run(blocks)
+    return [milliseconds(lambda: call.run(blocks), cuda, times=3) for _ in range(repeats)]
+
+
+def figures(sizes: Sizes, label: str, times: list[float], width: int) -> dict[str, Any]:
+    ms = statistics.median(times)
+    flops, size = sizes.work(label, width)
+    line = {"ms": round(ms, 5), "spread_ms": [round(min(times), 5), round(max(times), 5)]}
+    if flops:
+        line["tflops"] = round(flops / ms / 1e9, 3)
+    if size:
+        line["gb_per_s"] = round(size / ms / 1e6, 2)
+    return line
+
+
+def why_not(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def as_text(row: Blocks, name: str) -> str:
+    """The block of a launching function in a row of the table."""
+    field = FIELDS.get(name)
+    if field is None:
+        return ""
+    block = getattr(row, field)
+    sizes = " ".join(f"{f.name}={value}" for f, value in zip(fields(block), astuple(block)))
+    return sizes if name == "outer" else f"rows={row.m} {sizes}"
+
+
+def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
+    """Every kernel under the table's row, their sums, and the whole; how many lines are errors."""
+    about = {"tokens": layer.sizes.tokens, "adapter_rank": layer.sizes.adapter_rank}
+    total = {False: 0.0, True: 0.0}
+    num_errors = 0
+    for call in layer.calls(row):
+        line = {"kernel": call.label, "backward": call.backward, "block": as_text(row, call.name)}
+        try:
+            times = measure(call, None, repeats)
+            line |= figures(layer.sizes, call.label, times, layer.rows.element_size())
+            total[call.backward] += statistics.median(times)
+        except Exception as error:  # noqa: BLE001  the next kernel is timed
+            line["error"] = why_not(error)
+            total[call.backward] = float("nan")
+            num_errors += 1
+        note(**line, **about)
+    try:
+        cuda = torch.cuda.is_available()
+        runs = {"forward": layer.forward, "both": layer.both}
+        whole = {
+            kind: statistics.median(milliseconds(run, cuda) for _ in range(repeats))
+            for kind, run in runs.items()
+        }
+    except Exception as error:  # noqa: BLE001  the sums are still worth a line
+        note(kernel="whole", error=why_not(error), **about)
+        num_errors, whole = num_errors + 1, {}
+    sums = {"forward": total[False], "both": total[False] + total[True]}
+    # Forward three products of hidden x ffn a pair, backward six; with the base frozen three.
+    products = {"forward": 3, "both": 6 if layer.sizes.adapter_rank else 9}
+    for name, of in (("sum", sums), ("whole", whole)):
+        line = {}
+        for kind, ms in of.items():
+            if ms == ms:  # not of kernels one of which did not run
+                tflops = products[kind] * layer.sizes.flops() / ms / 1e9
+                line |= {f"{kind}_ms": round(ms, 5), f"{kind}_tflops": round(tflops, 4)}
+        note(kernel=name, **line, **about)
+    return num_errors
+
+
+_in_worker: dict[str, Any] = {}
+
+
+def _open_worker(sizes: Sizes, row: Blocks) -> None:
+    _in_worker["layer"] = Layer(sizes)
+    _in_worker["calls"] = {row.m: _in_worker["layer"].calls(row)}
+
+
+def _compile(candidate: tuple[str, Blocks]) -> None:
+    """Run it once at a small number of tokens: it lies in Triton's cache then."""
+    name, blocks = candidate
+    known = _in_worker["calls"]
+    # What fails is reported when it is timed.
+    with suppress(Exception):
+        if blocks.m not in known:
+            known[blocks.m] = _in_worker["layer"].calls(blocks)
+        for call in known[blocks.m]:
+            if call.name == name:
+                call.run(blocks)
+
+
+def compile_all(layer: Layer, row: Blocks, found: list, workers: int, until: float) -> None:
+    """Fill Triton's cache on disk; what is not there in time is compiled when it is timed."""
+    small = replace(layer.sizes, tokens=256, experts=min(16, layer.sizes.experts))
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(workers, _open_worker, (small, row)) as pool:
+        pool.map_async(_compile, found, chunksize=1).wait(max(until - time.monotonic(), 0))
+        pool.terminate()
+
+
+def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> None:
+    """Candidates as lines, and the best of each kernel at the end."""
+    found = candidates(row)[: args.most]
+    if args.workers:
+        compile_all(layer, row, found, args.workers, until - 0.4 * args.seconds)
+    about = {"tokens": layer.sizes.tokens, "sweep": True}
+    best: dict[str, tuple[float, str]] = {}
+    calls, of_m = layer.calls(row), row.m
+    wanted = {}
+    for call in calls:
+        if call.name in FIELDS:
+            wanted[call.label] = call.result().clone()
+            best[call.label] = (statistics.median(measure(call, None, args.repeats)), "")
+    standing = {label: ms for label, (ms, _) in best.items()}
+    for name, blocks in found:
+        if time.monotonic() > until:
+            note(kernel=name, block=as_text(blocks, name), skipped="no time left", **about)
+            continue
+        try:
+            if blocks.m != of_m:
+                calls, of_m = [], blocks.m  # the other calls' tensors go first
+                calls = layer.calls(replace(row, m=blocks.m))
+        except Exception as error:  # noqa: BLE001  the next candidate may start
+            note(kernel=name, block=as_text(blocks, name), error=why_not(error), **about)
+            continue
+        for call in calls:
+            if call.name == name:
+                line = try_block(layer, call, blocks, wanted[call.label], args.repeats)
+                note(**line, **about)
+                if line.get("ms", float("inf")) < best[call.label][0]:
+                    best[call.label] = (line["ms"], line["block"])
+    for label, (ms, block) in best.items():
+        faster = ms < TIE * standing[label]
+        keep = {} if faster else {"keep": "the table's"}
+        note(best=label, block=block, ms=ms, table_ms=round(standing[label], 5), **keep, **about)
+
+
+def try_block(
+    layer: Layer, call: Call, blocks: Blocks, want: Tensor, repeats: int
+) -> dict[str, Any]:
+    """Time one candidate, if its result is right."""
+    line = {"kernel": call.label, "block": as_text(blocks, call.name)}
+    try:
+        got = call.result(blocks)
+        off = ((got - want).abs().max() / want.abs().max()).item()
+        line["off"] = off
+        if not off <= ALLOWED[layer.dtype]:
+            return {**line, "error": f"off by {off:.1e} > {ALLOWED[layer.dtype]:.0e}"}
+        times = measure(call, blocks, repeats)
+    except Exception as error:  # noqa: BLE001  the next block is tried
+        return {**line, "error": why_not(error)}
+    return line | figures(layer.sizes, call.label, times, layer.rows.element_size())
+
+
+def main() -> int:
+    """Returns 1 where a kernel did not run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for size in fields(Sizes):
+        name = f"--{size.name.replace('_', '-')}"
+        parser.add_argument(name, type=int, default=size.default)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--seconds", type=float, default=300.0, help="that a sweep may take")
+    parser.add_argument("--workers", type=int, default=12, help="that compile candidates")
+    parser.add_argument("--most", type=int, help="candidates")
+    args = parser.parse_args()
+    until = time.monotonic() + args.seconds
+    layer = Layer(Sizes(**{f.name: getattr(args, f.name) for f in fields(Sizes)}))
+    layer.both()  # compiles, and checks itself
+    row = layer.table_row()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
+    note(layer=str(layer.sizes), device=name, triton=triton.__version__, row=str(row))
+    if args.sweep:
+        sweep(layer, row, args, until)
+        return 0
+    return int(time_table(layer, row, args.repeats) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
