@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine: .venv, pinned installs, the work.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo demo-vision test test-full test-oldest lint fmt gpu bench clean
+.PHONY: demo demo-vision test test-full test-oldest lint fmt gpu gpu-rehearsal bench clean
 
 PIP := -m pip install --quiet --disable-pip-version-check
 EXTRAS := .[peft,demo,test,dev]
@@ -53,13 +53,20 @@ fmt: .venv/.done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# On a GPU machine: its own python3, nothing is installed; the table goes to benchmarks/results/.
+# On a GPU machine: its own python3, nothing is installed. Parts 1 to 4, at most ten minutes each;
+# results go to $OUT, or to benchmarks/results/<gpu>/raw (benchmarks/gpu.py).
+PART ?= 1
 gpu:
-	PYTHONPATH=. python3 -m pytest -m gpu tests/ops tests/claims/test_one_device.py
-	PYTHONPATH=. python3 benchmarks/experts.py --write benchmarks/results
+	python3 benchmarks/gpu.py $(PART)
+
+gpu-rehearsal: .venv/.done
+	$(BIN)/python benchmarks/gpu.py rehearsal
+
+NOT_ALONE := $(patsubst %,benchmarks/%.py,figures ranks timing gpu gpu_report layer_kernels)
 
 bench: .venv/.done
-	set -e; for script in $(sort $(wildcard benchmarks/*.py)); do $(BIN)/python $$script; done
+	set -e; for script in $(filter-out $(NOT_ALONE),$(sort $(wildcard benchmarks/*.py))); do \
+		$(BIN)/python $$script; done
 
 clean:
 	rm -rf .venv .venv-oldest out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -391,11 +391,12 @@ def write(folder: Path, machine: str, about: list[str], lines: list[str]) -> Non
     partial.replace(path)
 
 
-def all_rows(args: argparse.Namespace, shapes: dict[str, Shape]) -> Iterator[list[Row]]:
+def all_rows(args: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of one shape and number of tokens after the other."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     dtype = torch.bfloat16 if cuda else torch.float32
+    shapes = {shape.name: shape for shape in CPU_SHAPES + GPU_SHAPES}
     for name in args.shapes:
         for tokens in args.tokens:
             yield measure(shapes[name], tokens, args.only, args.repeats, device, dtype)
@@ -404,19 +405,25 @@ def all_rows(args: argparse.Namespace, shapes: dict[str, Shape]) -> Iterator[lis
                 torch.cuda.empty_cache()
 
 
-def main() -> int:
-    """Returns 1 where an implementation was wrong or broke."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    shapes = {shape.name: shape for shape in (GPU_SHAPES if cuda else CPU_SHAPES)}
+    default = [shape.name for shape in (GPU_SHAPES if cuda else CPU_SHAPES)]
+    names = [shape.name for shape in CPU_SHAPES + GPU_SHAPES]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=shapes, default=list(shapes))
-    default = [1024, 4096, 8192, 32768] if cuda else [2048]
-    parser.add_argument("--tokens", nargs="+", type=int, default=default)
+    parser.add_argument("--shapes", nargs="+", choices=names, default=default)
+    tokens = [1024, 4096, 8192, 32768] if cuda else [2048]
+    parser.add_argument("--tokens", nargs="+", type=int, default=tokens)
     parser.add_argument("--only", nargs="+", choices=installed(), default=installed())
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="print lines of JSON as well")
     parser.add_argument("--write", type=Path, help="folder for the table and the plot")
-    args = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Returns 1 where an implementation was wrong or broke."""
+    args = parse()
+    cuda = torch.cuda.is_available()
     load = os.getloadavg()[0]
     dtype = torch.bfloat16 if cuda else torch.float32
     top = ceiling(torch.device("cuda" if cuda else "cpu"), dtype)
@@ -425,7 +432,7 @@ def main() -> int:
     print(f"{product}\n{HEADER}", flush=True)
     lines: list[str] = []
     found: list[Row] = []
-    for rows in all_rows(args, shapes):
+    for rows in all_rows(args):
         ours = next((row for row in rows if row.name == "ours"), None)
         for row in rows:
             lines.append(table_row(row, ours))

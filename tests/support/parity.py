@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import (
@@ -21,8 +22,12 @@ from hf_moe_ep import (
     data_parallel_rank,
     data_parallel_size,
     global_token_count,
+    patch,
 )
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.sharding.options import ShardOptions, default_policy
+from hf_moe_ep.sharding.shard import shard_model
+from hf_moe_ep.state import STATE, ModelState
 from support.checks import Check
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.tiny_models import batch, tiny
@@ -40,6 +45,7 @@ class Case:
     `wrap` is done to the reference too, each under its own seed.
     `budget` is that of fp64, or FP32_INSIDE where the number of ranks is no power of two, for the
     loss factor then rounds in fp32; `needs` is what the versions at hand lack for it, if they do.
+    `device` names where everything lies; none leaves it to `apply_ep_fsdp2`.
     """
 
     name: str
@@ -56,6 +62,7 @@ class Case:
     backward: Callable[[nn.Module, list[Batch], Tensor, int], None] | None = None
     budget: float = FP64_MODEL
     needs: str = ""
+    device: str = ""
 
     def with_(self, **changes: Any) -> "Case":
         return replace(self, **changes)
@@ -75,8 +82,9 @@ def on_ranks(cases: list[Case], **options: Any) -> list[Any]:
 
 
 def run_case(case: Case, rank: int, world: int) -> None:
-    model = tiny(seed=rank, **case.model)
-    reference = tiny(seed=0, **case.model)
+    device = _device_of(case)
+    model = tiny(seed=rank, **case.model).to(device)
+    reference = tiny(seed=0, **case.model).to(device)
     if case.wrap:
         torch.manual_seed(rank)
         model = case.wrap(model)
@@ -88,7 +96,10 @@ def run_case(case: Case, rank: int, world: int) -> None:
         model.get_submodule(part).requires_grad_(False)
         reference.get_submodule(part).requires_grad_(False)
     sizes = {"ep_size": case.ep, "dp_replicate_size": case.replicate, "sp_size": case.sp}
-    apply_ep_fsdp2(model, **sizes, **case.config)
+    if case.device:
+        _shard_over(device, model, **sizes, **case.config)
+    else:
+        apply_ep_fsdp2(model, **sizes, **case.config)
     rank, world = data_parallel_rank(model), data_parallel_size(model)
     assert (rank, world) == (dist.get_rank() // case.sp, dist.get_world_size() // case.sp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -96,7 +107,10 @@ def run_case(case: Case, rank: int, world: int) -> None:
     make = case.micro_batches or uneven_batches
     backward = case.backward or plain_backward
     for step in range(STEPS):
-        everyone = [make(reference, other, world, step) for other in range(world)]
+        everyone = [
+            [_on(device, micro) for micro in make(reference, other, world, step)]
+            for other in range(world)
+        ]
         num_tokens = global_token_count(model, [b["labels"] for b in everyone[rank]])
         losses = [b["labels"][:, 1:].ne(-100).sum() for batches in everyone for b in batches]
         assert num_tokens == sum(losses), f"{case.name}: {num_tokens} tokens, want {sum(losses)}"
@@ -120,6 +134,29 @@ def run_case(case: Case, rank: int, world: int) -> None:
     budget = FP64_MODEL if case.budget == FP64_MODEL else 10 * case.budget
     for name, (got, want) in _pairs(model, reference, lambda p: p).items():
         assert_close(f"{case.name} after {STEPS} steps: {name}", got, want, budget)
+
+
+def _device_of(case: Case) -> torch.device:
+    """The one GPU that all ranks share, or the CPU."""
+    if case.device == "cuda":
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
+    return torch.device("cpu")
+
+
+def _on(device: torch.device, micro: Batch) -> Batch:
+    return {name: tensor.to(device) for name, tensor in micro.items()}
+
+
+def _shard_over(device: torch.device, model: nn.Module, **config: Any) -> None:
+    """As `apply_ep_fsdp2`, which takes the CPU where the group is gloo's."""
+    patch(model, **config)
+    state: ModelState = getattr(model, STATE)
+    policy, fp32_masters = default_policy(model)
+    options = ShardOptions(
+        policy, OffloadPolicy(), fp32_masters, state.config.reshard_after_forward
+    )
+    shard_model(model, state, options, device)
 
 
 def checkpointing(model: nn.Module, use_reentrant: bool) -> None:

@@ -1,0 +1,535 @@
+"""All that a stretch of time on a GPU is to show, in parts of at most ten minutes.
+
+    make gpu PART=1          right at all, ceilings, kernels, other blocks for them
+    make gpu PART=2          training on one GPU against stock, full and LoRA
+    make gpu PART=3          every GPU test, ranks that share a GPU, the sanitizer
+    make gpu PART=4          the second round: what moved since the table of blocks was changed
+    make gpu-rehearsal       every job with tiny sizes on the CPU, in a few minutes
+    python benchmarks/gpu.py report benchmarks/results/GPU      tables and a plot of what they left
+
+A part is a table of jobs, the most valuable first. Each is a process group of its own with an end
+of its own: one that crashes, hangs or has no room is a line, and the next one runs. A job that its
+part has no time left for is a line too. All output goes to `partN.log` as it comes, and each line
+of JSON in it to `partN.jsonl`, with the job's name; so whatever ends the run, what was measured is
+on disk: under $OUT where that is set, else under benchmarks/results/GPU/raw.
+
+Nothing here imports torch: a broken installation is a line as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Of the ten minutes that a command may have: the rest is for starting, and for copying results.
+PART_SECONDS = 570.0
+# A job is not begun in less time than this, or a third of what it may take.
+LEAST_SECONDS = 15.0
+PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "liger_kernel", "pytest")
+ASKED = "name driver_version clocks.sm clocks.mem clocks.max.sm power.draw power.limit"
+ASKED += " temperature.gpu memory.used"
+SAMPLE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One line of a part.
+
+    `prints` is a regular expression that the output must hold; `tool` is a program that `command`
+    runs under, and `tiny` what a rehearsal runs instead of both.
+    """
+
+    name: str
+    seconds: float
+    command: str
+    prints: str
+    tiny: str
+    tool: str = ""
+
+    def words(self, rehearsal: bool) -> list[str]:
+        """What is started; `python` is this one."""
+        line = self.tiny if rehearsal else f"{self.tool} {self.command}"
+        return [sys.executable if word == "python" else word for word in shlex.split(line)]
+
+
+_LAYER = "python benchmarks/layer_kernels.py"
+_TINY_LAYER = f"{_LAYER} --tokens 24 --experts 4 --top-k 2 --hidden 32 --ffn 32 --repeats 1"
+_EXPERTS = "python benchmarks/experts.py --json"
+_TINY_EXPERTS = f"{_EXPERTS} --tokens 64 --repeats 2"
+_TRAIN = "python benchmarks/end_to_end.py"
+_TINY_TRAIN = f"{_TRAIN} --tiny --steps 1"
+_LORA_48 = "--mode lora --layers 48 --vocab 151936 --rows 1 --checkpointing"
+_LORA_24 = "--mode lora --layers 24 --vocab 75968 --rows 2 --checkpointing"
+_TESTS = "python -m pytest -q -m gpu"
+_SECTIONS = " --section ".join(
+    ("", "SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
+)
+PARTS: dict[int, list[Job]] = {
+    1: [
+        Job(
+            "machine",
+            30,
+            "python benchmarks/gpu.py machine",
+            r'"device": "(?!cpu)',
+            "python benchmarks/gpu.py machine",
+        ),
+        Job(
+            "ceilings",
+            45,
+            "python benchmarks/ceilings.py",
+            r'"l2_read_tb_per_s"',
+            "python benchmarks/ceilings.py",
+        ),
+        Job(
+            "right at all",
+            75,
+            f"{_TESTS} -n 8 tests/ops/test_permute.py tests/ops/test_expert_mlp.py"
+            " -k 'edges or repeats or strided or frozen'",
+            r"\d+ passed",
+            f"{_TESTS} tests/ops/test_permute.py",
+        ),
+        Job(
+            "kernels, 32k tokens", 75, f"{_LAYER} --tokens 32768", r'"kernel": "whole"', _TINY_LAYER
+        ),
+        Job(
+            "layer against stock",
+            100,
+            f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 4096 --repeats 10",
+            r'"implementation": "ours".*"both_tflops"',
+            _TINY_EXPERTS,
+        ),
+        Job(
+            "other blocks, 32k tokens",
+            130,
+            f"{_LAYER} --tokens 32768 --sweep --seconds 120 --repeats 5",
+            r'"best"',
+            f"{_TINY_LAYER} --sweep --seconds 30 --workers 0 --most 3",
+        ),
+        Job(
+            "other blocks, 4k tokens",
+            70,
+            f"{_LAYER} --tokens 4096 --sweep --seconds 60 --repeats 5",
+            r'"best"',
+            f"{_TINY_LAYER} --sweep --seconds 30 --workers 1 --most 2",
+        ),
+        Job(
+            "counters",
+            40,
+            f"{_LAYER} --tokens 32768 --repeats 1",
+            r"Memory Throughput",
+            f"{_TINY_LAYER}",
+            tool=f"ncu --clock-control none --nvtx --nvtx-include one_call/{_SECTIONS}",
+        ),
+    ],
+    2: [
+        Job(
+            "full, 16k tokens",
+            135,
+            f"{_TRAIN} --profile --seconds 65",
+            r'"losses_of": "ours"',
+            f"{_TINY_TRAIN} --profile",
+        ),
+        Job(
+            "LoRA, 48 layers",
+            170,
+            f"{_TRAIN} {_LORA_48} --profile --seconds 82",
+            r'"end_to_end": "ours".*"tok_per_s"',
+            f"{_TINY_TRAIN} --mode lora --checkpointing --profile",
+        ),
+        Job(
+            "full, 32k tokens",
+            140,
+            f"{_TRAIN} --rows 8 --steps 3 --seconds 45 --sides ours grouped_mm ours_recompute",
+            r'"end_to_end": "ours".*"tok_per_s"',
+            f"{_TINY_TRAIN} --sides ours ours_recompute",
+        ),
+        Job(
+            "LoRA, 24 layers, 8k tokens",
+            120,
+            f"{_TRAIN} {_LORA_24} --seconds 58",
+            r'"end_to_end": "ours".*"tok_per_s"',
+            f"{_TINY_TRAIN} --mode lora --sides ours",
+        ),
+    ],
+    3: [
+        Job(
+            "all tests of the kernels",
+            240,
+            f"{_TESTS} -n 12 tests/ops",
+            r"\d+ passed",
+            f"{_TESTS} -n 2 tests/ops",
+        ),
+        Job(
+            "one device",
+            90,
+            f"{_TESTS} tests/claims/test_one_device.py",
+            r"\d+ passed",
+            f"{_TESTS} tests/claims/test_one_device.py",
+        ),
+        Job(
+            "ranks that share a GPU",
+            150,
+            f"{_TESTS} -vv tests/claims/test_shared_device.py",
+            r"\d+ passed",
+            "python -m pytest -q tests/claims/test_shared_device.py -k 'cpu and 2-fp64'",
+        ),
+        Job(
+            "memory checker",
+            70,
+            f"{_LAYER} --experts 8 --tokens 300 --top-k 2 --repeats 1",
+            r"ERROR SUMMARY: 0 errors",
+            _TINY_LAYER,
+            tool="compute-sanitizer --tool memcheck --error-exitcode 9",
+        ),
+    ],
+    4: [
+        Job(
+            "kernels, 32k tokens", 60, f"{_LAYER} --tokens 32768", r'"kernel": "whole"', _TINY_LAYER
+        ),
+        Job(
+            "layer against stock",
+            130,
+            f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 4096 1024",
+            r'"implementation": "ours".*"both_tflops"',
+            _TINY_EXPERTS,
+        ),
+        Job(
+            "full, 16k tokens",
+            125,
+            f"{_TRAIN} --profile --seconds 60",
+            r'"losses_of": "ours"',
+            f"{_TINY_TRAIN} --sides ours",
+        ),
+        Job(
+            "LoRA, 48 layers",
+            165,
+            f"{_TRAIN} {_LORA_48} --seconds 80",
+            r'"end_to_end": "ours".*"tok_per_s"',
+            f"{_TINY_TRAIN} --mode lora --sides ours",
+        ),
+        Job(
+            "kernels with adapters",
+            45,
+            f"{_LAYER} --tokens 32768 --adapter-rank 16",
+            r'"kernel": "whole"',
+            f"{_TINY_LAYER} --adapter-rank 4",
+        ),
+        Job(
+            "layer, other shapes",
+            90,
+            f"{_EXPERTS} --tokens 8192 --repeats 5",
+            r'"implementation": "ours".*"both_tflops"',
+            _TINY_EXPERTS,
+        ),
+    ],
+}
+
+
+@dataclass
+class Ended:
+    """How a job ended; `status` is "ok" or says why not."""
+
+    status: str
+    seconds: float
+    output: str
+    gpu: dict[str, Any]
+
+
+def run_part(
+    number: int,
+    jobs: list[Job],
+    out: Path,
+    *,
+    rehearsal: bool = False,
+    seconds: float = PART_SECONDS,
+) -> list[str]:
+    """Run the jobs in their order; returns the names of those that did not end well."""
+    out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + seconds
+    bad = []
+    with (
+        (out / f"part{number}.log").open("ab") as log,
+        (out / f"part{number}.jsonl").open("a") as lines,
+    ):
+        _note(lines, {"part": number, "rehearsal": rehearsal, **setting()})
+        for job in jobs:
+            about = {"part": number, "job": job.name}
+            ended = _one(job, log, lines, about, until, rehearsal)
+            ends = {"ended": ended.status, "seconds": round(ended.seconds, 1)}
+            command = shlex.join(job.words(rehearsal))
+            _note(lines, {**about, **ends, "command": command, "gpu": ended.gpu})
+            _tell(job, ended)
+            if ended.status != "ok":
+                bad.append(job.name)
+    return bad
+
+
+def _one(
+    job: Job, log: IO[bytes], lines: IO[str], about: dict, until: float, rehearsal: bool
+) -> Ended:
+    left = until - time.monotonic()
+    words = job.words(rehearsal)
+    if left < min(LEAST_SECONDS, job.seconds) or left < job.seconds / 3:
+        return Ended("skipped: no time left in this part", 0.0, "", {})
+    if shutil.which(words[0]) is None:
+        return Ended(f"skipped: no {words[0]} on this machine", 0.0, "", {})
+    log.write(f"\n==== {job.name}: {shlex.join(words)}\n".encode())
+    log.flush()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu_job_") as folder:
+        env = environment(os.environ, rehearsal, folder)
+        status, output, gpu = run(words, env, min(job.seconds, left), log, lines, about)
+    if status == "ok" and not rehearsal and not re.search(job.prints, output):
+        status = f"did not print {job.prints}"
+    return Ended(status, time.monotonic() - start, output, gpu)
+
+
+def environment(base: Mapping[str, str], rehearsal: bool, folder: str) -> dict[str, str]:
+    """What a job finds; `folder` is empty, and gone after it."""
+    env = {**base, "PYTHONUNBUFFERED": "1", "TMPDIR": folder, "HF_HUB_OFFLINE": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests"), base.get("PYTHONPATH", "")]
+    )
+    env |= {"PYTHONHASHSEED": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    # torch.cuda.is_available() asks the driver's library then, so that a process that was forked
+    # after it can still use the GPU.
+    env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # What one job compiled the next one finds, in this part and the next.
+    env.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), "hf_moe_ep_triton_cache")))
+    if rehearsal:
+        env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return env
+
+
+def run(
+    words: list[str],
+    env: dict[str, str],
+    seconds: float,
+    log: IO[bytes],
+    lines: IO[str],
+    about: dict[str, Any],
+) -> tuple[str, str, dict[str, Any]]:
+    """(how it ended, what it printed, the GPU meanwhile); its whole process group ends with it.
+
+    It writes into the log itself, so what it printed is on disk whatever ends this process.
+    """
+    with open(log.name, "rb") as reader, _process(words, env, log) as process:
+        reader.seek(0, os.SEEK_END)
+        output, rest = [], b""
+        samples: list[dict[str, float]] = []
+        deadline, next_sample = time.monotonic() + seconds, 0.0
+        status = ""
+        while not status:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(0.1)
+                status = "ok" if code == 0 else f"exit code {code}"
+            if not status and time.monotonic() >= deadline:
+                _kill(process)
+                status = f"stopped after {seconds:.0f} s"
+            if time.monotonic() >= next_sample:
+                samples += [sample] if (sample := ask_gpu()) else []
+                next_sample = time.monotonic() + SAMPLE_SECONDS
+            text = rest + reader.read()
+            *whole, rest = text.split(b"\n")
+            for line in whole:
+                output.append(line.decode(errors="replace"))
+                _copy_json(output[-1], lines, about)
+        output.append(rest.decode(errors="replace"))
+    return status, "\n".join(output), _summary(samples)
+
+
+@contextmanager
+def _process(
+    words: list[str], env: dict[str, str], log: IO[bytes]
+) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        words, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The process and all it started: what is left of a job would keep the GPU's memory."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _copy_json(text: str, lines: IO[str], about: dict[str, Any]) -> None:
+    if text.startswith("{"):
+        with suppress(json.JSONDecodeError):
+            _note(lines, {**about, **json.loads(text)})
+
+
+def _note(lines: IO[str], line: dict[str, Any]) -> None:
+    lines.write(json.dumps(line) + "\n")
+    lines.flush()
+    os.fsync(lines.fileno())
+
+
+def _tell(job: Job, ended: Ended) -> None:
+    """One line, and the end of the output where it did not end well."""
+    print(f"==== {job.name}: {ended.status}, {ended.seconds:.0f} s", flush=True)
+    found = [line for line in ended.output.splitlines() if line.strip()]
+    json_lines = [line for line in found if line.startswith("{")]
+    shown = json_lines[-12:] if json_lines and ended.status == "ok" else found[-12:]
+    print("\n".join(line[:300] for line in shown), flush=True)
+
+
+def ask_gpu() -> dict[str, Any]:
+    """What nvidia-smi says of the first GPU; empty without one."""
+    asked = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(ASKED.split())}",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = [value.strip() for value in said.splitlines()[0].split(",")]
+    return {
+        name: float(value) if re.fullmatch(r"[\d.]+", value) and name != "driver_version" else value
+        for name, value in zip(ASKED.split(), values, strict=False)
+    }
+
+
+def _summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Least, median and most of what moves while a job runs."""
+    moving = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "memory.used")
+    found = {name: [s[name] for s in samples if isinstance(s.get(name), float)] for name in moving}
+    return {
+        name: [min(values), statistics.median(values), max(values)]
+        for name, values in found.items()
+        if values
+    }
+
+
+def setting() -> dict[str, Any]:
+    """Commit, versions, GPU: what makes a figure one that can be measured again."""
+    versions = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        "commit": commit(),
+        "sources": sources(),
+        "versions": versions,
+        "gpu": ask_gpu(),
+        "command": shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
+    }
+
+
+def commit() -> str:
+    """$COMMIT, or what git says; the folder may have travelled without its history."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    with suppress(OSError):
+        said = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        return os.environ.get("COMMIT") or said or "unknown"
+    return os.environ.get("COMMIT", "unknown")
+
+
+def sources() -> str:
+    """A hash of the package and the benchmarks, by which a commit can be found again."""
+    found = hashlib.sha256()
+    for folder in ("hf_moe_ep", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def machine() -> int:
+    """What torch sees; 1 where that is no GPU."""
+    if shutil.which("nvidia-smi"):
+        print(subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
+    import torch
+
+    line: dict[str, Any] = {"device": "cpu", **setting(), "torch_cuda": torch.version.cuda}
+    if torch.cuda.is_available():
+        properties: Any = torch.cuda.get_device_properties(0)
+        line |= {
+            "device": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 2),
+            "l2_mib": properties.L2_cache_size / 2**20,
+            "capability": torch.cuda.get_device_capability(0),
+        }
+        line["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    line["liger"] = importlib.util.find_spec("liger_kernel") is not None
+    print(json.dumps(line), flush=True)
+    return 0
+
+
+def results_folder() -> Path:
+    """$OUT, or the one of this GPU."""
+    if os.environ.get("OUT"):
+        return Path(os.environ["OUT"])
+    name = str(ask_gpu().get("name", "no-gpu"))
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return ROOT / "benchmarks" / "results" / slug / "raw"
+
+
+def rehearse(out: Path, only: list[int]) -> int:
+    """Every job with tiny sizes on the CPU; 1 where one did not end well."""
+    start = time.monotonic()
+    bad = []
+    for number in only:
+        bad += run_part(number, PARTS[number], out, rehearsal=True, seconds=1200.0)
+    print(f"rehearsal: {time.monotonic() - start:.0f} s, did not end well: {bad or 'none'}")
+    return int(bool(bad))
+
+
+def main() -> int:
+    """Returns 1 where a job did not end well."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for number, jobs in PARTS.items():
+        one = commands.add_parser(str(number), help=", ".join(job.name for job in jobs))
+        one.add_argument("--only", help="jobs whose name holds this")
+    rehearsal = commands.add_parser("rehearsal", help="every job with tiny sizes on the CPU")
+    rehearsal.add_argument("parts", type=int, nargs="*", default=list(PARTS))
+    rehearsal.add_argument("--out", type=Path, default=ROOT / "out" / "gpu-rehearsal")
+    commands.add_parser("machine", help="what torch sees")
+    report = commands.add_parser("report", help="tables and a plot from raw lines")
+    report.add_argument("folder", type=Path, help="with raw/*.jsonl in it")
+    args = parser.parse_args()
+    if args.command == "machine":
+        return machine()
+    if args.command == "rehearsal":
+        return rehearse(args.out, args.parts)
+    if args.command == "report":
+        import gpu_report
+
+        return gpu_report.write(args.folder)
+    number = int(args.command)
+    jobs = [job for job in PARTS[number] if not args.only or args.only in job.name]
+    bad = run_part(number, jobs, results_folder())
+    print(f"part {number}: did not end well: {', '.join(bad) or 'none'}")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""benchmarks/gpu.py: whatever ends a job or the run, what was measured before is on disk."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import end_to_end
+import experts
+import gpu
+import gpu_report
+import layer_kernels
+import pytest
+from support.scripts import ROOT
+
+
+def _job(name: str, code: str, seconds: float = 20.0, prints: str = "") -> gpu.Job:
+    command = f"python -c {shlex.quote(code)}"
+    return gpu.Job(name, seconds, command, prints, tiny=command)
+
+
+def _figure(value: int) -> str:
+    return f"print('{{\"figure\": {value}}}', flush=True)"
+
+
+def _lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (out / "part7.jsonl").read_text().splitlines()]
+
+
+def _figures(out: Path) -> list[tuple[str, int]]:
+    return [(line["job"], line["figure"]) for line in _lines(out) if "figure" in line]
+
+
+def _endings(out: Path) -> dict[str, str]:
+    return {line["job"]: line["ended"] for line in _lines(out) if "ended" in line}
+
+
+def test_a_job_that_dies_or_hangs_is_a_line_and_the_next_one_runs(tmp_path: Path) -> None:
+    """What it printed until then is kept; so is that of a job that says the wrong thing."""
+    jobs = [
+        _job("good", _figure(1)),
+        _job("killed", f"{_figure(2)}; import os; os.kill(os.getpid(), 9)"),
+        _job("raises", f"{_figure(3)}; raise OSError('no room')"),
+        _job("hangs", f"{_figure(4)}; import time; time.sleep(600)", seconds=2.0),
+        _job("silent", _figure(5), prints="passed"),
+        gpu.Job("absent", 20.0, "python -V", "", tiny="", tool="no-such-tool --all"),
+        _job("last", _figure(6), prints="figure"),
+    ]
+    bad = gpu.run_part(7, jobs, tmp_path)
+    assert bad == ["killed", "raises", "hangs", "silent", "absent"]
+    assert [value for _, value in _figures(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert _endings(tmp_path) == {
+        "good": "ok",
+        "killed": "exit code -9",
+        "raises": "exit code 1",
+        "hangs": "stopped after 2 s",
+        "silent": "did not print passed",
+        "absent": "skipped: no no-such-tool on this machine",
+        "last": "ok",
+    }
+    assert "OSError: no room" in (tmp_path / "part7.log").read_text()
+    first = _lines(tmp_path)[0]
+    assert first["sources"] == gpu.sources() and first["versions"]["torch"]
+
+
+def test_what_a_job_started_ends_with_it(tmp_path: Path) -> None:
+    """A grandchild would keep the GPU's memory, and slow the next job."""
+    pid_file = tmp_path / "pid"
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); "
+    child += f"open({str(pid_file)!r}, 'w').write(str(p.pid))"
+    gpu.run_part(7, [_job("parent", child)], tmp_path)
+    pid = int(pid_file.read_text())
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _alive(pid):
+        time.sleep(0.05)
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_part_ends_in_its_time(tmp_path: Path) -> None:
+    """A job gets what is left; one that could not be done in it is a line."""
+    waits = "import time; time.sleep(600)"
+    jobs = [_job("long", waits, seconds=600.0), _job("late", _figure(1), seconds=60.0)]
+    start = time.monotonic()
+    gpu.run_part(7, [jobs[1]], tmp_path, seconds=2.0)
+    assert _endings(tmp_path)["late"] == "skipped: no time left in this part"
+    gpu.run_part(7, [_job("short", waits, seconds=2.0), *jobs], tmp_path, seconds=3.0)
+    assert time.monotonic() - start < 30
+    assert _endings(tmp_path)["long"] == "skipped: no time left in this part"
+
+
+def test_a_run_that_is_killed_leaves_what_was_measured(tmp_path: Path) -> None:
+    """Also of the job that was running."""
+    code = (
+        "import sys; from pathlib import Path; import gpu\n"
+        f"words = [{_figure(1)!r}, {_figure(2) + '; import time; time.sleep(20)'!r}]\n"
+        "import shlex\n"
+        "line = ['python -c ' + shlex.quote(word) for word in words]\n"
+        "jobs = [gpu.Job(f'job{i}', 60, x, '', x) for i, x in enumerate(line)]\n"
+        f"gpu.run_part(7, jobs, Path({str(tmp_path)!r}))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}/benchmarks"},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    log = tmp_path / "part7.log"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (log.exists() and log.read_text().count("}\n") >= 2):
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert _figures(tmp_path)[:1] == [("job0", 1)] and _endings(tmp_path) == {"job0": "ok"}
+    assert '{"figure": 2}' in log.read_text()
+
+
+def test_every_part_fits_its_ten_minutes_and_its_programs_take_their_arguments() -> None:
+    """An option that is not there would be found on the GPU."""
+    parsers = {
+        "benchmarks/end_to_end.py": end_to_end.parse,
+        "benchmarks/experts.py": experts.parse,
+        "benchmarks/layer_kernels.py": layer_kernels.parse,
+    }
+    parsed = 0
+    for number, jobs in gpu.PARTS.items():
+        assert sum(job.seconds for job in jobs) <= gpu.PART_SECONDS, number
+        assert len({job.name for job in jobs}) == len(jobs)
+        for job in jobs:
+            for rehearsal in (False, True):
+                words = job.words(rehearsal)
+                script = next((word for word in words if word in parsers), None)
+                if script is not None:
+                    parsers[script](words[words.index(script) + 1 :])
+                    parsed += 1
+    assert parsed >= 20
+
+
+@pytest.mark.slow
+def test_every_selection_of_gpu_tests_selects_some() -> None:
+    for job in (job for jobs in gpu.PARTS.values() for job in jobs if "pytest" in job.command):
+        words = [*job.words(rehearsal=False), "--collect-only"]
+        done = subprocess.run(
+            words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+        )
+        assert done.returncode == 0, f"{job.name}: {done.stdout[-2000:]}"
+
+
+@pytest.mark.slow
+def test_the_rehearsal_runs_every_job(tmp_path: Path) -> None:
+    """With tiny sizes, on the CPU; and the report reads what it left."""
+    raw = tmp_path / "raw"
+    words = [sys.executable, "benchmarks/gpu.py", "rehearsal", "--out", str(raw)]
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1500
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    ended = [line for line in gpu_report.read(raw) if "ended" in line]
+    names = [(number, job.name) for number, jobs in gpu.PARTS.items() for job in jobs]
+    assert [(line["part"], line["job"]) for line in ended] == names
+    assert {line["ended"] for line in ended} == {"ok"}
+    assert gpu_report.write(tmp_path) == 0
+    page = (tmp_path / "figures.md").read_text()
+    for title in ("Ceilings", "One layer", "Its kernels", "Training", "First losses", "Jobs"):
+        assert f"## {title}" in page, title
+    assert "A rehearsal on a CPU" in page and (tmp_path / "figures.png").exists()
+
+
+def test_the_report_shows_the_last_figures_errors_and_a_line_cut_short(tmp_path: Path) -> None:
+    """It rounds, and adds nothing."""
+    kernel = {"part": 1, "job": "kernels", "kernel": "up", "tokens": 32768, "adapter_rank": 0}
+    lines = [
+        {"part": 1, "rehearsal": False, **gpu.setting()},
+        {**kernel, "ms": 9.0, "spread_ms": [8.5, 9.5], "tflops": 181.0},
+        {**kernel, "ms": 3.25, "spread_ms": [3.125, 3.5], "tflops": 507.5},
+        {**kernel, "kernel": "down", "error": "OutOfResources: a | b"},
+        {"part": 1, "job": "kernels", "ended": "exit code -9", "seconds": 12.5, "gpu": {}},
+    ]
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "part1.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"kernel": "dx", "m')
+    assert gpu_report.write(tmp_path) == 0
+    page = (tmp_path / "figures.md").read_text()
+    assert "| 32768 | 0 | up | 3.25 | 3.12 .. 3.5 | 508 | - |" in page
+    assert "| 32768 | 0 | down | - | - | - | OutOfResources: a / b |" in page
+    assert "181" not in page and "| 1 | kernels | exit code -9 | 12.5 |" in page
+    assert "rehearsal" not in page and gpu.sources() in page
