@@ -58,6 +58,8 @@ LEARNING_RATE = 1e-4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 # TFLOP/s of dense bf16 products, from NVIDIA's data sheets.
 DATA_SHEET = {"H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "A100": 312.0, "B200": 2250.0}
+# Imported once for all sides, which are forked from there: no import may touch a GPU.
+PRELOADED = ["end_to_end", "transformers.models.qwen3_moe.modeling_qwen3_moe", "peft"]
 Batch = dict[str, Tensor]
 
 
@@ -240,9 +242,10 @@ def time_steps(
     losses: list[float] = []
     for step in range(WARMUP_STEPS + cell.steps):
         if step == WARMUP_STEPS:
-            reset_peak()
             if batch["input_ids"].is_cuda:
                 torch.cuda.reset_peak_memory_stats()
+            else:
+                reset_peak()
         if cell.ranks > 1:
             dist.barrier()
         wait()
@@ -400,10 +403,7 @@ def parse(arguments: list[str] | None = None) -> tuple[list[Cell], float]:
 
 def main() -> int:
     """Returns 1 where a side broke or computes something else."""
-    # Imported once for all sides; nothing touches a GPU before they are forked from it.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["end_to_end", "transformers.models.qwen3_moe.modeling_qwen3_moe", "peft"]
-    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     return run(*parse())
 
 

@@ -33,7 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import FunctionType
 from typing import Any
 
@@ -47,7 +47,7 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks as table
-from hf_moe_ep.ops.kernels.blocks import Block, Blocks, OuterBlock
+from hf_moe_ep.ops.kernels.blocks import Blocks
 
 KERNELS = "hf_moe_ep.ops.kernels."
 # Two roundings of bf16, of the largest element.
@@ -67,8 +67,15 @@ LABELS = {
     ("outer", 0): "dW down",
     ("outer", 1): "dW up",
 }
-# The field of a row of the table that a function reads.
-FIELDS = {"up": "up", "grouped_mm": "matmul", "dgated": "dgated", "outer": "outer"}
+# The field of a row of the table that each of them reads; the first that there is.
+FIELDS = {
+    "up": ("up",),
+    "down": ("down", "matmul"),
+    "dx": ("rows", "matmul"),
+    "dgated": ("dgated",),
+    "dW down": ("outer",),
+    "dW up": ("outer",),
+}
 
 
 @dataclass(frozen=True)
@@ -107,10 +114,9 @@ class Sizes:
 
 @dataclass
 class Call:
-    """One call of a function that launches kernels; `blocks` is the row it was given, if any."""
+    """One call of a function that launches kernels, to be made again under any row."""
 
     label: str
-    name: str
     backward: bool
     run: Callable[[Blocks | None], Any]
 
@@ -191,7 +197,7 @@ def _noting(calls: list[Call], row: Blocks) -> Iterator[None]:
 
                 return launch(*map(mine, args), **{key: mine(x) for key, x in kwargs.items()})
 
-            calls.append(Call(labelled, name, False, again))
+            calls.append(Call(labelled, False, again))
             return launch(*args, **kwargs)
 
         return launching
@@ -211,28 +217,28 @@ def _noting(calls: list[Call], row: Blocks) -> Iterator[None]:
         vars(triton_mlp).update(plain)
 
 
+def field_of(label: str, row: Blocks) -> str:
+    """The field of the table that a kernel reads; "" if none, or an adapter's."""
+    return next((name for name in FIELDS.get(label, ()) if hasattr(row, name)), "")
+
+
 def candidates(row: Blocks) -> list[tuple[str, Blocks]]:
-    """(launching function, row with another block for it), the likeliest first."""
-    blocks = {
-        "outer": [(128, 256, 64, 8, 5), (128, 256, 64, 8, 4), (128, 256, 64, 8, 7)]
-        + [(256, 128, 64, 8, 5), (128, 128, 64, 8, 5), (128, 128, 64, 4, 5), (128, 256, 32, 8, 7)],
-        "up": [(128, 64, 8, 4), (64, 64, 8, 3), (64, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 3)]
-        + [(64, 64, 4, 4), (128, 32, 8, 6)],
-        "grouped_mm": [(256, 64, 8, 4), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4)]
-        + [(256, 64, 8, 3), (128, 64, 4, 3), (256, 32, 8, 6), (64, 64, 4, 4)],
-        "dgated": [(128, 64, 8, 3), (128, 64, 8, 5), (64, 64, 8, 3), (128, 64, 8, 4)]
-        + [(64, 64, 4, 4)],
-    }
-    found = []
-    for m in (row.m, 64 if row.m == 128 else 128):
-        for name, options in blocks.items():
-            kind = OuterBlock if name == "outer" else Block
-            for option in options:
-                other = replace(row, m=m, **{FIELDS[name]: kind(*option)})
-                # The gradients of the weights know no tiles of rows.
-                if other != row and not (name == "outer" and m != row.m):
-                    found.append((name, other))
-    return found
+    """(field, row with another block there): the table's own, the other row's, one more stage."""
+    found = [
+        (candidate.field, candidate.blocks())
+        for candidate in getattr(table, "CANDIDATES", ())
+        if table.TABLE[candidate.row] == row
+    ]
+    names = list(dict.fromkeys(field_of(label, row) for label in FIELDS))
+    for (kind, itemsize, _), other in table.TABLE.items():
+        beside = (kind, itemsize) in {key[:2] for key, mine in table.TABLE.items() if mine is row}
+        if beside and other.m != row.m:
+            # The gradients of the weights know no tiles of rows.
+            found += [(name, other) for name in names if name != "outer"]
+    for name in names:
+        block = getattr(row, name)
+        found.append((name, replace(row, **{name: replace(block, stages=block.stages + 1)})))
+    return list(dict.fromkeys(found))
 
 
 def note(**line: Any) -> None:
@@ -264,14 +270,14 @@ def why_not(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def as_text(row: Blocks, name: str) -> str:
-    """The block of a launching function in a row of the table."""
-    field = FIELDS.get(name)
-    if field is None:
+def as_text(row: Blocks, field: str) -> str:
+    """A block of a row of the table."""
+    if not field:
         return ""
     block = getattr(row, field)
-    sizes = " ".join(f"{f.name}={value}" for f, value in zip(fields(block), astuple(block)))
-    return sizes if name == "outer" else f"rows={row.m} {sizes}"
+    values = {name: value for name, value in asdict(block).items() if value is not None}
+    sizes = " ".join(f"{name}={value}" for name, value in values.items())
+    return sizes if field == "outer" else f"rows={row.m} {sizes}"
 
 
 def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
@@ -280,7 +286,8 @@ def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
     total = {False: 0.0, True: 0.0}
     num_errors = 0
     for call in layer.calls(row):
-        line = {"kernel": call.label, "backward": call.backward, "block": as_text(row, call.name)}
+        line = {"kernel": call.label, "backward": call.backward}
+        line["block"] = as_text(row, field_of(call.label, row))
         try:
             times = measure(call, None, repeats)
             line |= figures(layer.sizes, call.label, times, layer.rows.element_size())
@@ -323,14 +330,14 @@ def _open_worker(sizes: Sizes, row: Blocks) -> None:
 
 def _compile(candidate: tuple[str, Blocks]) -> None:
     """Run it once at a small number of tokens: it lies in Triton's cache then."""
-    name, blocks = candidate
+    field, blocks = candidate
     known = _in_worker["calls"]
     # What fails is reported when it is timed.
     with suppress(Exception):
         if blocks.m not in known:
             known[blocks.m] = _in_worker["layer"].calls(blocks)
         for call in known[blocks.m]:
-            if call.name == name:
+            if field_of(call.label, blocks) == field:
                 call.run(blocks)
 
 
@@ -353,27 +360,28 @@ def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> 
     calls, of_m = layer.calls(row), row.m
     wanted = {}
     for call in calls:
-        if call.name in FIELDS:
+        if field_of(call.label, row):
             wanted[call.label] = call.result().clone()
             best[call.label] = (statistics.median(measure(call, None, args.repeats)), "")
     standing = {label: ms for label, (ms, _) in best.items()}
-    for name, blocks in found:
+    for field, blocks in found:
+        block = as_text(blocks, field)
         if time.monotonic() > until:
-            note(kernel=name, block=as_text(blocks, name), skipped="no time left", **about)
+            note(field=field, block=block, skipped="no time left", **about)
             continue
         try:
             if blocks.m != of_m:
                 calls, of_m = [], blocks.m  # the other calls' tensors go first
                 calls = layer.calls(replace(row, m=blocks.m))
         except Exception as error:  # noqa: BLE001  the next candidate may start
-            note(kernel=name, block=as_text(blocks, name), error=why_not(error), **about)
+            note(field=field, block=block, error=why_not(error), **about)
             continue
         for call in calls:
-            if call.name == name:
+            if field_of(call.label, row) == field:
                 line = try_block(layer, call, blocks, wanted[call.label], args.repeats)
-                note(**line, **about)
+                note(block=block, **line, **about)
                 if line.get("ms", float("inf")) < best[call.label][0]:
-                    best[call.label] = (line["ms"], line["block"])
+                    best[call.label] = (line["ms"], block)
     for label, (ms, block) in best.items():
         faster = ms < TIE * standing[label]
         keep = {} if faster else {"keep": "the table's"}
@@ -384,7 +392,7 @@ def try_block(
     layer: Layer, call: Call, blocks: Blocks, want: Tensor, repeats: int
 ) -> dict[str, Any]:
     """Time one candidate, if its result is right."""
-    line = {"kernel": call.label, "block": as_text(blocks, call.name)}
+    line: dict[str, Any] = {"kernel": call.label}
     try:
         got = call.result(blocks)
         off = ((got - want).abs().max() / want.abs().max()).item()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import Any
 import end_to_end as bench
 import pytest
 import torch
+from support.scripts import ROOT
 from torch import nn
 
 from hf_moe_ep.state import STATE
@@ -126,3 +129,22 @@ def test_ours_is_patched_and_stock_is_not() -> None:
     assert patched_as("ours")[0] is False and patched_as("ours_recompute")[0] is True
     assert patched_as("grouped_mm") == (None, "grouped_mm")
     assert patched_as("eager") == (None, "eager")
+
+
+@pytest.mark.slow
+def test_no_import_touches_a_gpu() -> None:
+    """Sides are forked from a process that has imported all this: CUDA must be theirs to open."""
+    code = (
+        "import torch\n"
+        "def touched(*args, **kwargs):\n"
+        "    raise AssertionError('an import touched CUDA')\n"
+        "for name in ('_lazy_init', 'init', 'current_device', 'get_device_capability',\n"
+        "             'get_device_properties', 'get_device_name', 'mem_get_info'):\n"
+        "    assert hasattr(torch.cuda, name)\n"
+        "    setattr(torch.cuda, name, touched)\n"
+        "import importlib, end_to_end\n"
+        "for name in end_to_end.PRELOADED:\n"
+        "    importlib.import_module(name)\n"
+    )
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/benchmarks"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=240)
