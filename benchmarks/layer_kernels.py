@@ -260,10 +260,15 @@ def figures(sizes: Sizes, label: str, times: list[float], width: int) -> dict[st
     flops, size = sizes.work(label, width)
     line = {"ms": round(ms, 5), "spread_ms": [round(min(times), 5), round(max(times), 5)]}
     if flops:
-        line["tflops"] = round(flops / ms / 1e9, 3)
+        line["tflops"] = short(flops / ms / 1e9)
     if size:
-        line["gb_per_s"] = round(size / ms / 1e6, 2)
+        line["gb_per_s"] = short(size / ms / 1e6)
     return line
+
+
+def short(value: float) -> float:
+    """To five digits."""
+    return float(f"{value:.5g}")
 
 
 def why_not(error: Exception) -> str:
@@ -315,7 +320,7 @@ def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
         for kind, ms in of.items():
             if ms == ms:  # not of kernels one of which did not run
                 tflops = products[kind] * layer.sizes.flops() / ms / 1e9
-                line |= {f"{kind}_ms": round(ms, 5), f"{kind}_tflops": round(tflops, 4)}
+                line |= {f"{kind}_ms": round(ms, 5), f"{kind}_tflops": short(tflops)}
         note(kernel=name, **line, **about)
     return num_errors
 
