@@ -66,10 +66,14 @@ class Job:
     tool: str = ""
     variables: str = ""
 
+    def line(self, rehearsal: bool) -> str:
+        """The command, as one would type it."""
+        return self.tiny if rehearsal else f"{self.tool} {self.command}".strip()
+
     def words(self, rehearsal: bool) -> list[str]:
         """What is started; `python` is this one."""
-        line = self.tiny if rehearsal else f"{self.tool} {self.command}"
-        return [sys.executable if word == "python" else word for word in shlex.split(line)]
+        words = shlex.split(self.line(rehearsal))
+        return [sys.executable if word == "python" else word for word in words]
 
 
 _LAYER = "python benchmarks/layer_kernels.py"
@@ -278,8 +282,8 @@ def run_part(
             about = {"part": number, "job": job.name}
             ended = _one(job, log, lines, about, until, rehearsal)
             ends = {"ended": ended.status, "seconds": round(ended.seconds, 1)}
-            command = shlex.join(job.words(rehearsal))
-            _note(lines, {**about, **ends, "command": command, "gpu": ended.gpu})
+            command = {"command": job.line(rehearsal)}
+            _note(lines, {**about, **ends, **command, "gpu": ended.gpu})
             _tell(job, ended)
             if ended.status != "ok":
                 bad.append(job.name)
@@ -295,7 +299,7 @@ def _one(
         return Ended("skipped: no time left in this part", 0.0, "", {})
     if shutil.which(words[0]) is None:
         return Ended(f"skipped: no {words[0]} on this machine", 0.0, "", {})
-    log.write(f"\n==== {job.name}: {shlex.join(words)}\n".encode())
+    log.write(f"\n==== {job.name}: {job.line(rehearsal)}\n".encode())
     log.flush()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_job_") as folder:

@@ -390,7 +390,14 @@ def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> 
     for label, (ms, block) in best.items():
         faster = ms < TIE * standing[label]
         keep = {} if faster else {"keep": "the table's"}
-        note(best=label, block=block, ms=ms, table_ms=round(standing[label], 5), **keep, **about)
+        note(
+            best=label,
+            block=block,
+            ms=round(ms, 5),
+            table_ms=round(standing[label], 5),
+            **keep,
+            **about,
+        )
 
 
 def try_block(
