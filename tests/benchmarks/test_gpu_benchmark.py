@@ -197,4 +197,4 @@ def test_the_report_shows_the_last_figures_errors_and_a_line_cut_short(tmp_path:
     assert "| 32768 | 0 | down | - | - | - | OutOfResources: a / b |" in page
     assert "| 9 |" not in page and "| 181 |" not in page
     assert "| 1 | kernels | exit code -9 | 12.5 |" in page
-    assert "rehearsal" not in page and gpu.sources() in page
+    assert "A rehearsal on a CPU" not in page and gpu.sources() in page
