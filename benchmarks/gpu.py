@@ -210,11 +210,11 @@ PARTS: dict[int, list[Job]] = {
     ],
     4: [
         Job(
-            "kernels, 32k tokens", 60, f"{_LAYER} --tokens 32768", r'"kernel": "whole"', _TINY_LAYER
+            "kernels, 32k tokens", 50, f"{_LAYER} --tokens 32768", r'"kernel": "whole"', _TINY_LAYER
         ),
         Job(
             "layer against stock",
-            130,
+            115,
             f"{_EXPERTS} --shapes qwen3-30b --tokens 32768 4096 1024",
             r'"implementation": "ours".*"both_tflops"',
             _TINY_EXPERTS,
@@ -242,7 +242,7 @@ PARTS: dict[int, list[Job]] = {
         ),
         Job(
             "layer, other shapes",
-            90,
+            70,
             f"{_EXPERTS} --tokens 8192 --repeats 5",
             r'"implementation": "ours".*"both_tflops"',
             _TINY_EXPERTS,
