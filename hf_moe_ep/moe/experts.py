@@ -3,7 +3,8 @@
 The weights are the stacked parameters of the stock module, under FSDP2 already gathered to this
 rank's experts, `[L, 2F, H]` and `[L, H, F]` or their transposes. `grad_scale` is 1 / world: an
 expert receives the gradients of its whole ep group through the dispatch, so its FSDP2 unit only
-sums, and the division that FSDP2 does elsewhere happens here.
+sums, and the division that FSDP2 does elsewhere happens here (under fp16 only in part, see
+`sharding/options.py`).
 
 How a module is computed is settled once, when the model is patched: its formula is found by
 running the module's own gate on numbers and comparing, so an architecture whose gate merely looks

@@ -77,7 +77,7 @@ def moe_forward(
         top_k_index,
         top_k_weights,
         counts_L=None,
-        grad_scale=1.0 if meshes is None else 1.0 / meshes.world_size,
+        grad_scale=1.0 / layer.grad_divisor,
     )
 
 
@@ -109,7 +109,7 @@ def _ep_forward(
                 expert_ids_RK,
                 weights_RK,
                 counts_L=arriving.counts_L,
-                grad_scale=1.0 / meshes.world_size,
+                grad_scale=1.0 / layer.grad_divisor,
                 weights=weights,
             )
             home.send(arriving, out_RH)

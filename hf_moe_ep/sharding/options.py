@@ -58,6 +58,28 @@ def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
     return MixedPrecisionPolicy(param_dtype=low[0], reduce_dtype=torch.float32), True
 
 
+def grad_divisors(
+    dtype: torch.dtype, reduce_dtype: torch.dtype, *, ep_size: int, world_size: int
+) -> tuple[int, int]:
+    """Split world_size, which an expert's summed gradients are divided by: (before, after).
+
+    Before is in our backward, where the quotient is rounded to `dtype`; after is behind the
+    reduction, which would be one pass more. fp16 reaches down to 6e-8 only: there a gradient is
+    rounded as the sum over its ep group's tokens divided by ep_size, as large as that of a weight
+    which every rank has. Where the reduction adds in fp16 too, it is kept from 65504 as FSDP2 does
+    it, by dividing by about the root of the rest before.
+    """
+    if dtype != torch.float16:
+        return world_size, 1
+    before, rest = ep_size, world_size // ep_size
+    if reduce_dtype == torch.float16:
+        root = 1
+        while rest % (2 * root) == 0 and root * root < rest:
+            root *= 2
+        before *= root
+    return before, world_size // before
+
+
 def default_device() -> torch.device:
     """Find where the default group communicates: this rank's GPU under NCCL, else the CPU.
 

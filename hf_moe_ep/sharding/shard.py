@@ -1,8 +1,8 @@
 """Turn a patched model into FSDP2 units: experts split over ep, then everything sharded.
 
     unit                 mesh                          gradient
-    experts of a layer,  ep_fsdp, after Shard(0) / ep  summed; 1/world applied in our backward
-    and their adapters
+    experts of a layer,  ep_fsdp, after Shard(0) / ep  summed; 1/world applied in our backward,
+    and their adapters                                 under fp16 partly behind the sum
     decoder layer        fsdp                          averaged by FSDP2
     vision block, tower  fsdp
     embedding            fsdp
@@ -32,10 +32,10 @@ from torch.distributed.tensor import DTensor, Shard
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.checks import check_dtypes, check_frozen, check_ranks_agree
-from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
 from hf_moe_ep.sharding.units import find_units, keep_last_layer, set_prefetch
 from hf_moe_ep.sharding.values import Places, broadcast_unsharded, find_places, materialize
-from hf_moe_ep.state import ModelState
+from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import canonical_name
 from hf_moe_ep.upstream.sharded_models import forget_finished_backward, mark_fsdp_managed
@@ -145,6 +145,21 @@ def _shard_experts(
     # gloo rejects and NCCL zeroes in bf16 (https://github.com/pytorch/pytorch/issues/190747).
     experts.set_gradient_divide_factor(1.0)
     experts.set_force_sum_reduction_for_comms(True)
+    dtype = options.mp_policy.param_dtype or next(experts.parameters()).dtype
+    layer: MoELayer = getattr(experts, STATE)
+    layer.grad_divisor, after = grad_divisors(
+        dtype,
+        options.mp_policy.reduce_dtype or dtype,
+        ep_size=meshes.ep_size,
+        world_size=meshes.world_size,
+    )
+    if after > 1:
+        # FSDP2's factor would divide twice where ep_fsdp is one rank (torch 2.13).
+        experts.set_all_reduce_hook(partial(_divide, by=after))
+
+
+def _divide(reduced: torch.Tensor, by: int) -> None:
+    reduced.div_(by)
 
 
 def _check_expert_shard_dim(

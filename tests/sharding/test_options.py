@@ -1,5 +1,6 @@
 """Where an own loop's model is sharded: over the GPUs wherever NCCL is, one for each rank."""
 
+import copy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.checks import Check, Found, on_ranks
+from support.parity import full_tensor
+from support.tiny_models import batch, tiny
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from hf_moe_ep.sharding.options import default_device
+from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep.sharding.options import default_device, grad_divisors
 
 
 @dataclass
@@ -100,8 +104,46 @@ def one_gpu_for_two_ranks_is_refused(rank: int, world: int) -> None:
         _device("nccl", _Gpus(MACHINE))
 
 
+def fp16_gradients_are_rounded_before_they_are_divided(rank: int, world: int) -> None:
+    """Where they are small, a division before rounding would take their last bits.
+
+    Both ranks have the same batch, so the mean of their gradients is that of one process, bit by
+    bit. The loss is scaled down until those of the experts are subnormal.
+    """
+    stock = tiny(dtype=torch.float16, num_hidden_layers=1)
+    inputs = batch(stock, 2, 7, seed=0)
+    alone = patch(copy.deepcopy(stock))
+    (alone(**inputs).loss * 2**-12).backward()
+    want = alone.model.layers[0].mlp.experts.down_proj.grad.float()
+    assert 0 < want.abs().max() < 2**-14 and (want != 0).float().mean() > 0.2
+    for replicas in (1, 2):
+        model = apply_ep_fsdp2(copy.deepcopy(stock), dp_replicate_size=replicas)
+        (model(**inputs).loss * 2**-12).backward()
+        got = full_tensor(model.model.layers[0].mlp.experts.down_proj.grad)
+        assert got.dtype == torch.float32 and torch.equal(got, want), replicas
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "ep_size", "world_size", "want"),
+    [
+        ((torch.float32, torch.float32), 8, 64, (64, 1)),
+        ((torch.bfloat16, torch.float32), 8, 64, (64, 1)),
+        ((torch.float16, torch.float32), 8, 64, (8, 8)),
+        ((torch.float16, torch.float32), 64, 64, (64, 1)),
+        # As FSDP2 splits 8: 4 before, 2 after a sum in fp16.
+        ((torch.float16, torch.float16), 8, 64, (32, 2)),
+        ((torch.float16, torch.float16), 1, 6, (2, 3)),
+    ],
+)
+def test_what_gradients_are_divided_by(
+    dtypes: tuple[torch.dtype, torch.dtype], ep_size: int, world_size: int, want: tuple[int, int]
+) -> None:
+    assert grad_divisors(*dtypes, ep_size=ep_size, world_size=world_size) == want
+
+
 ON_TWO_RANKS = on_ranks(
     2,
+    fp16_gradients_are_rounded_before_they_are_divided,
     no_backend_named_means_the_gpu,
     local_rank_where_no_device_was_chosen,
     the_chosen_device_stays,
