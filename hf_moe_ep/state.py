@@ -16,7 +16,7 @@ keyword) to search for in FILE.
     upstream/experts_interface.py | _experts_implementation_internal register | a copied config
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- what a ModelState or MoELayer is told later --
-    sharding/shard.py | meshes policy dtypes dispatcher | from sharding on
+    sharding/shard.py | meshes policy dtypes dispatcher grad_divisor | from sharding on
     moe/layer.py | forward_number | counts forwards
     moe/recompute.py | frame | the checkpointed layer that runs, during its run
     lora/computed.py | adapters | the active ones, one forward
@@ -37,6 +37,7 @@ keyword) to search for in FILE.
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     upstream/training_frameworks.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
+    ranks/places.py | _UNDER_WAY | exchanges that have not ended
     ops/self_check.py | check_once | whether compiled kernels were right here
     ops/spec.py | from_text | parsed formulas of the operator
     __init__.py | _broken __getattr__ | what failed at import, and what raises it at first use
@@ -57,6 +58,7 @@ keyword) to search for in FILE.
     checkpoints/convert.py | read_metadata | of one reader, for its life
     -- threads --
     ranks/background.py | _SaveThread | the list of threads tells which saves still run
+    ranks/places.py | _Teller enable | on a GPU, has an abort tell the place; faulthandler with it
 """
 
 from __future__ import annotations
@@ -189,12 +191,14 @@ class MoELayer:
     Attributes:
         compute: None for the model's own loop.
         adapters: by the parameter that they adapt, while a forward runs; empty between forwards.
+        grad_divisor: what our backward divides the experts' gradients by (`sharding/options.py`).
     """
 
     index: int
     model: ModelState
     compute: Compute | None
     adapters: dict[str, Sequence[ActiveAdapter]] = field(default_factory=dict)
+    grad_divisor: int = 1
 
 
 class Ours:

@@ -95,6 +95,8 @@ class Frame(CheckpointFrame):
         self._next += 1
         if routed.expert_ids_TK is expert_ids_TK:
             return routed.exchanges
+        # Not a flag that the next exchange of counts brings: by then an optimizer would have
+        # stepped with wrong gradients.
         assert_later(
             (routed.expert_ids_TK == expert_ids_TK).all(),
             f"recomputing MoE layer {layer}, the router chose other experts than in forward and "

@@ -5,37 +5,60 @@ needed. `start_gathering` is the one small exchange that precedes it, and its `w
 host waits for a device. `swap_slices` and `all_gather` trade equal parts (sequence parallelism).
 `sum_over_ranks` and `max_over_ranks` reduce numbers that carry no gradient.
 
-Where rows and counts cannot be exchanged (a rank died, or never came and the process group's
-timeout passed), the error is raised again with the place, which the backend's message lacks.
+Where rows and counts cannot be exchanged under gloo (a rank died, or never came and the process
+group's timeout passed), the error is raised again with the place, which the backend's message
+lacks. NCCL raises none: its watchdog aborts the process after that timeout, and `places.py` has
+the place told then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_moe_ep.ranks.places import Place, enter
+
 # Renamed in torch 2.13, where the old name warns at every call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@contextmanager
+def _told(place: Place, on_gpu: bool = False) -> Iterator[None]:
+    """Leave `place` behind, or raise again with it what went wrong there."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        place.leave()
+        raise RuntimeError(
+            f"{place}: the GPU of this rank had stopped before, here the host noticed; what "
+            f"stopped it stands above on stderr, as `Assertion ... failed` where it was a check "
+            f"of this package ({error})"
+        ) from error
+    except RuntimeError as error:
+        place.leave()
+        raise RuntimeError(
+            f"{place}, could not be exchanged; one of these ranks stopped, or never reached this "
+            f"layer within the process group's timeout ({error})"
+        ) from error
+    place.leave(on_gpu)
 
 
 class Transfer:
     """Rows on their way; holds what is read and written until `wait` has returned."""
 
-    def __init__(self, work: dist.Work, tensors: tuple[Tensor, Tensor], where: str) -> None:
-        self._work, self._tensors, self._where = work, tensors, where
+    def __init__(self, work: dist.Work, tensors: tuple[Tensor, Tensor], place: Place) -> None:
+        self._work, self._tensors, self._place = work, tensors, place
 
     def wait(self) -> None:
         """Let whatever runs next on this device see the rows; on a GPU the host goes on."""
-        try:
+        received, _ = self._tensors
+        with _told(self._place, on_gpu=received.is_cuda):
             self._work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self._where}: rows could not be exchanged; a rank of this ep group stopped, or "
-                f"never reached this layer within the process group's timeout ({error})"
-            ) from error
 
 
 def start_all_to_all(
@@ -49,11 +72,12 @@ def start_all_to_all(
 ) -> Transfer:
     """Send `send_counts[d]` consecutive rows to rank d of `group`, filling `received_RX`."""
     rows_NX = rows_NX.contiguous()
+    place = enter(where, "rows", group)
     work = dist.all_to_all_single(
         received_RX, rows_NX, recv_counts, send_counts, group=group, async_op=True
     )
     assert work is not None
-    return Transfer(work, (received_RX, rows_NX), where)
+    return Transfer(work, (received_RX, rows_NX), place)
 
 
 def swap_slices(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -74,28 +98,24 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class Gathering:
     """Small vectors of all ranks on their way; holds what is read and written until `wait`."""
 
-    def __init__(self, work: dist.Work, tensors: tuple[Tensor, Tensor], where: str) -> None:
-        self._work, self._tensors, self._where = work, tensors, where
+    def __init__(self, work: dist.Work, tensors: tuple[Tensor, Tensor], place: Place) -> None:
+        self._work, self._tensors, self._place = work, tensors, place
 
     def wait(self) -> list[list[int]]:
         """Wait, on a GPU too, for the vector of every rank."""
         gathered, _ = self._tensors
-        try:
+        with _told(self._place):
             self._work.wait()
             return gathered.tolist()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self._where}: the exchange of counts failed; a rank of this group stopped, or "
-                f"never reached this layer within the process group's timeout ({error})"
-            ) from error
 
 
 def start_gathering(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> Gathering:
     """Send `counts` (one int64 vector) to every rank of `group`."""
     counts = counts.contiguous()
     gathered = counts.new_empty(dist.get_world_size(group), len(counts))
+    place = enter(where, "counts", group)
     work = _all_gather(gathered.view(-1), counts, group=group, async_op=True)
-    return Gathering(work, (gathered, counts), where)
+    return Gathering(work, (gathered, counts), place)
 
 
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.interpreter_end import let_threads_finish
+from hf_moe_ep.ranks.places import tell_on_abort
 from hf_moe_ep.upstream.process_groups import flatten_axes
 
 # Names of the axes.
@@ -90,6 +91,8 @@ class Meshes:
 def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     """Create the process groups of `config` over the default group; every rank calls this."""
     let_threads_finish()
+    if device.type == "cuda":
+        tell_on_abort(device)
     world_size = dist.get_world_size()
     ep, replicate = config.ep_size or 1, config.dp_replicate_size or 1
     sp = config.sp_size or 1

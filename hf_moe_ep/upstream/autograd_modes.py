@@ -37,7 +37,8 @@ def hidden_from_modes() -> AbstractContextManager[Any]:
 def assert_later(condition: Tensor, message: str) -> None:
     """Raise with `message` once the device finds `condition` (a one-element tensor) false.
 
-    The host does not wait for the answer: on a GPU the error comes at a later call.
+    The host does not wait for the answer. A GPU puts `message` (255 characters at most) on stderr
+    and stops; what waits for it next raises an AcceleratorError, which does not repeat the message.
     """
     torch._assert_async(condition, message)
 

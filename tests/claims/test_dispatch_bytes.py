@@ -5,6 +5,7 @@ The truth of each case runs every expert on every token in one place, in fp64, a
 
 import os
 import random
+import re
 import signal
 from collections import Counter
 from dataclasses import dataclass
@@ -247,8 +248,8 @@ def test_cases_reach_the_edges() -> None:
 def _die_in_the_second_step(rank: int, world: int) -> None:
     model = apply_ep_fsdp2(tiny(), ep_size=2, dispatch_chunks=2)
     for step in range(3):
-        if step == 1 and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 1 and rank == 1:  # in its first MoE layer
+            AllToAll.plan = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         model(**batch(model, 2, 7, seed=rank)).loss.backward()
 
 
@@ -259,3 +260,6 @@ def test_a_killed_rank_ends_the_others_with_an_error() -> None:
     assert outcomes[1][:2] == ("error", "ProcessDied")
     for rank in (0, 2, 3):
         assert outcomes[rank][0] == "error", outcomes[rank]
+    # The one that waits for it in the ep group names the place.
+    match = r"^MoE layer 0 of forward 2 .*: counts, group mesh_ep of ranks 0, 1, could not be exch"
+    assert re.match(match, outcomes[0][2]), outcomes[0]

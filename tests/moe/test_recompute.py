@@ -2,10 +2,14 @@
 
 import copy
 import itertools
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -362,6 +366,31 @@ def test_a_function_that_does_something_else_the_second_time_is_refused() -> Non
         frame.take(1, ids)
     with pytest.raises(RuntimeError, match="recomputing MoE layer 0, the router chose other"):
         frame.take(0, ids + 1)
+
+
+_OTHER_EXPERTS = """
+from types import SimpleNamespace
+import torch
+from hf_moe_ep.moe.recompute import Frame
+frame = Frame(SimpleNamespace(frame=None, num_experts=4), None)
+ids = torch.tensor([[0, 1]], device="cuda")
+frame.keep(3, ids, [])
+frame._next = 0
+frame.take(3, ids + 1)
+print("the host went on", flush=True)
+torch.ones(1, device="cuda").tolist()
+"""
+
+
+@pytest.mark.gpu
+def test_other_experts_stop_a_gpu_which_says_why() -> None:
+    """The host learns of it where it waits next; the device has put the layer on stderr by then."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", _OTHER_EXPERTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "the host went on" in done.stdout, done
+    assert "recomputing MoE layer 3, the router chose other experts" in done.stderr, done.stderr
+    assert "device-side assert triggered" in done.stderr, done.stderr
 
 
 def test_topk_of_a_checkpoint_within_is_its_own() -> None:

@@ -162,6 +162,22 @@ def test_sp_groups_are_consecutive_ranks() -> None:
         build_meshes(ParallelConfig(sp_size=8, dp_replicate_size=2), CPU)
 
 
+def test_groups_are_described_by_their_axis() -> None:
+    """NCCL's watchdog prints it; one over all ranks is torch's default group."""
+    with _as_rank(0, 8):
+        meshes = build_meshes(ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2), CPU)
+        described = {
+            axis: mesh.get_group(axis).group_desc
+            for mesh in (meshes.dense, meshes.ep_fsdp, meshes.ep, meshes.sp, meshes.experts)
+            for axis in mesh.mesh_dim_names
+        }
+        axes = ("dp_replicate", "fsdp", "ep_fsdp", "ep", "sp", "ep_fsdp_ep")
+        assert described == {axis: f"mesh_{axis}" for axis in axes}
+        assert (
+            build_meshes(ParallelConfig(ep_size=8), CPU).ep.get_group().group_desc == "default_pg"
+        )
+
+
 REFUSED = [
     (3, 1, 8, r"ep_size \(3\).*8 / 1 = 8.*try 1, 2, 4, 8,.*multiple of 3 processes"),
     (16, 1, 8, r"ep_size \(16\).*8 / 1 = 8.*try 1, 2, 4, 8,.*multiple of 16 processes"),
