@@ -28,8 +28,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @contextmanager
-def _told(place: Place, on_gpu: bool = False) -> Iterator[None]:
-    """Leave `place` behind, or raise again with it what went wrong there."""
+def _naming(place: Place) -> Iterator[None]:
+    """Raise again, with the place, what goes wrong there."""
     try:
         yield
     except torch.AcceleratorError as error:
@@ -45,7 +45,6 @@ def _told(place: Place, on_gpu: bool = False) -> Iterator[None]:
             f"{place}, could not be exchanged; one of these ranks stopped, or never reached this "
             f"layer within the process group's timeout ({error})"
         ) from error
-    place.leave(on_gpu)
 
 
 class Transfer:
@@ -57,8 +56,9 @@ class Transfer:
     def wait(self) -> None:
         """Let whatever runs next on this device see the rows; on a GPU the host goes on."""
         received, _ = self._tensors
-        with _told(self._place, on_gpu=received.is_cuda):
+        with _naming(self._place):
             self._work.wait()
+            self._place.leave(on_gpu=received.is_cuda)
 
 
 def start_all_to_all(
@@ -73,9 +73,10 @@ def start_all_to_all(
     """Send `send_counts[d]` consecutive rows to rank d of `group`, filling `received_RX`."""
     rows_NX = rows_NX.contiguous()
     place = enter(where, "rows", group)
-    work = dist.all_to_all_single(
-        received_RX, rows_NX, recv_counts, send_counts, group=group, async_op=True
-    )
+    with _naming(place):
+        work = dist.all_to_all_single(
+            received_RX, rows_NX, recv_counts, send_counts, group=group, async_op=True
+        )
     assert work is not None
     return Transfer(work, (received_RX, rows_NX), place)
 
@@ -104,9 +105,11 @@ class Gathering:
     def wait(self) -> list[list[int]]:
         """Wait, on a GPU too, for the vector of every rank."""
         gathered, _ = self._tensors
-        with _told(self._place):
+        with _naming(self._place):
             self._work.wait()
-            return gathered.tolist()
+            told: list[list[int]] = gathered.tolist()
+        self._place.leave()
+        return told
 
 
 def start_gathering(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> Gathering:
@@ -114,7 +117,8 @@ def start_gathering(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> 
     counts = counts.contiguous()
     gathered = counts.new_empty(dist.get_world_size(group), len(counts))
     place = enter(where, "counts", group)
-    work = _all_gather(gathered.view(-1), counts, group=group, async_op=True)
+    with _naming(place):
+        work = _all_gather(gathered.view(-1), counts, group=group, async_op=True)
     return Gathering(work, (gathered, counts), place)
 
 

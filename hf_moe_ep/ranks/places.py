@@ -50,7 +50,12 @@ class Place:
 
     @property
     def ended(self) -> bool:
-        return self._ended if isinstance(self._ended, bool) else self._ended.query()
+        if isinstance(self._ended, bool):
+            return self._ended
+        try:
+            return self._ended.query()
+        except torch.AcceleratorError:  # a GPU that stopped; whoever waits for it hears why
+            return False
 
     def __str__(self) -> str:
         return f"{self._where}: {self._what}, {describe_group(self._group)}"

@@ -56,17 +56,18 @@ def test_an_abort_tells_the_place(tmp_path: Path) -> None:
 
 
 def the_gpus_own_error_is_told_apart(rank: int, world: int) -> None:
-    """A device-side assertion is found at the next wait: no word of a rank that never came."""
-    with pytest.MonkeyPatch.context() as patches:
+    """A device-side assertion is found at the next exchange: no word of a rank that never came."""
 
-        def gather(*_: object, **__: object) -> None:
-            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+    def stopped(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
-        patches.setattr(collectives, "_all_gather", lambda *_, **__: SimpleNamespace(wait=gather))
-        match = r"^here: counts, group default_pg of ranks 0, 1: .* above on stderr.*device-side"
-        with pytest.raises(RuntimeError, match=match) as caught:
-            gather_counts(torch.zeros(1), dist.group.WORLD, where="here")
-    assert "never reached" not in str(caught.value)
+    match = r"^here: counts, group default_pg of ranks 0, 1: .* above on stderr.*device-side"
+    for found_by in (stopped, lambda *_, **__: SimpleNamespace(wait=stopped)):
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(collectives, "_all_gather", found_by)
+            with pytest.raises(RuntimeError, match=match) as caught:
+                gather_counts(torch.zeros(1), dist.group.WORLD, where="here")
+        assert "never reached" not in str(caught.value)
 
 
 def on_a_gpu_the_device_ends_an_exchange(rank: int, world: int) -> None:
@@ -78,6 +79,8 @@ def on_a_gpu_the_device_ends_an_exchange(rank: int, world: int) -> None:
             self.number = len(begun)
 
         def query(self) -> bool:
+            if "the end" in reached:
+                raise torch.AcceleratorError("CUDA error: device-side assert triggered")
             return len(reached) >= self.number
 
     begun: list[Place] = []
@@ -91,6 +94,8 @@ def on_a_gpu_the_device_ends_an_exchange(rank: int, world: int) -> None:
     reached.append("the first")
     assert [place.ended for place in begun] == [True, False, False]
     enter("the host", "counts", dist.group.WORLD).leave()
+    reached.append("the end")  # of a GPU that an assertion stopped: nothing more ends on it
+    assert [place.ended for place in begun[1:]] == [False] * 2
     assert [str(place).partition(":")[0] for place in places._UNDER_WAY] == [
         "layer 1",
         "layer 2",
