@@ -85,6 +85,7 @@ _TINY_TRAIN = f"{_TRAIN} --tiny --steps 1"
 _LORA_48 = "--mode lora --layers 48 --vocab 151936 --rows 1 --checkpointing"
 _LORA_24 = "--mode lora --layers 24 --vocab 75968 --rows 2 --checkpointing"
 _TESTS = "python -m pytest -q -m gpu"
+_ON_ONE_GPU = "tests/dispatch/test_one_rank.py tests/moe/test_recompute.py"
 _SECTIONS = " --section ".join(
     ("", "SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
 )
@@ -186,9 +187,9 @@ PARTS: dict[int, list[Job]] = {
         Job(
             "one device",
             90,
-            f"{_TESTS} tests/claims/test_one_device.py",
+            f"{_TESTS} tests/claims/test_one_device.py {_ON_ONE_GPU}",
             r"\d+ passed",
-            f"{_TESTS} tests/claims/test_one_device.py",
+            f"{_TESTS} tests/claims/test_one_device.py {_ON_ONE_GPU}",
         ),
         Job(
             "ranks that share a GPU",
