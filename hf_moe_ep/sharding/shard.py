@@ -146,7 +146,8 @@ def _shard_experts(
     experts.set_gradient_divide_factor(1.0)
     experts.set_force_sum_reduction_for_comms(True)
     dtype = options.mp_policy.param_dtype or next(experts.parameters()).dtype
-    layer: MoELayer = getattr(experts, STATE)
+    # Adapters are wrapped around the module that is ours.
+    layer: MoELayer = next(vars(m)[STATE] for m in experts.modules() if STATE in vars(m))
     layer.grad_divisor, after = grad_divisors(
         dtype,
         options.mp_policy.reduce_dtype or dtype,
