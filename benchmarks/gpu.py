@@ -109,7 +109,7 @@ PARTS: dict[int, list[Job]] = {
             "right at all",
             75,
             f"{_TESTS} -n 8 tests/ops/test_permute.py tests/ops/test_expert_mlp.py"
-            " -k 'edges or repeats or strided or frozen'",
+            " -k 'edges or repeats or strided or frozen or silu-triton'",
             r"\d+ passed",
             f"{_TESTS} tests/ops/test_permute.py",
         ),

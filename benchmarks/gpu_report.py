@@ -18,6 +18,7 @@ Line = dict[str, Any]
 Column = tuple[str, str]
 
 KERNEL_COLUMNS: list[Column] = [
+    ("part", "part"),
     ("tokens", "tokens"),
     ("adapter_rank", "adapters"),
     ("kernel", "kernel"),
@@ -29,6 +30,7 @@ KERNEL_COLUMNS: list[Column] = [
     ("error", "error"),
 ]
 WHOLE_COLUMNS: list[Column] = [
+    ("part", "part"),
     ("tokens", "tokens"),
     ("adapter_rank", "adapters"),
     ("kernel", ""),
@@ -38,6 +40,7 @@ WHOLE_COLUMNS: list[Column] = [
     ("both_tflops", "TFLOP/s"),
 ]
 LAYER_COLUMNS: list[Column] = [
+    ("part", "part"),
     ("shape", "shape"),
     ("tokens", "tokens"),
     ("implementation", "implementation"),
@@ -51,6 +54,7 @@ LAYER_COLUMNS: list[Column] = [
     ("error", "error"),
 ]
 BEST_COLUMNS: list[Column] = [
+    ("part", "part"),
     ("tokens", "tokens"),
     ("best", "kernel"),
     ("table_ms", "table, ms"),
@@ -59,6 +63,7 @@ BEST_COLUMNS: list[Column] = [
     ("keep", "keep"),
 ]
 TRAIN_COLUMNS: list[Column] = [
+    ("part", "part"),
     ("mode", "mode"),
     ("layers", "layers"),
     ("tokens", "tokens"),
@@ -72,6 +77,7 @@ TRAIN_COLUMNS: list[Column] = [
     ("error", "error"),
 ]
 EQUAL_COLUMNS: list[Column] = [
+    ("part", "part"),
     ("job", "job"),
     ("losses_of", "side"),
     ("against", "against"),
@@ -148,8 +154,10 @@ def text(lines: list[Line]) -> str:
     kernels = having("kernel", lambda line: not line.get("sweep"))
     sums = [line for line in kernels if line["kernel"] in ("sum", "whole")]
     single = [line for line in kernels if line["kernel"] not in ("sum", "whole")]
-    sizes = ("tokens", "adapter_rank", "kernel")
-    cells = ("end_to_end", "mode", "layers", "tokens", "rows", "length", "ranks")
+    # Part 4 is measured beside part 1, not in its place.
+    sizes = ("part", "tokens", "adapter_rank", "kernel")
+    cells = ("part", "end_to_end", "mode", "layers", "tokens", "rows", "length", "checkpointing")
+    best = ("part", "best", "tokens")
     page = ["# What one GPU showed", ""]
     if any(line.get("rehearsal") for line in lines):
         page += ["**A rehearsal on a CPU with tiny sizes: no figure here says anything.**", ""]
@@ -160,9 +168,11 @@ def text(lines: list[Line]) -> str:
     )
     page += table("Its kernels, alone", last(single, *sizes), KERNEL_COLUMNS)
     page += table("Kernels together, and the layer itself", last(sums, *sizes), WHOLE_COLUMNS)
-    page += table("Other blocks for them", last(having("best"), "best", "tokens"), BEST_COLUMNS)
+    page += table("Other blocks for them", last(having("best"), *best), BEST_COLUMNS)
     page += table("Training, whole steps", last(having("end_to_end"), *cells), TRAIN_COLUMNS)
-    page += table("First losses", last(having("losses_of"), "job", "losses_of"), EQUAL_COLUMNS)
+    page += table(
+        "First losses", last(having("losses_of"), "part", "job", "losses_of"), EQUAL_COLUMNS
+    )
     page += _profiles(last(having("profile"), *cells))
     page += table("Jobs", last(having("ended"), "part", "job"), JOB_COLUMNS)
     return "\n".join(page)
@@ -173,13 +183,12 @@ _SHAPE = ("shape", "tokens", "implementation")
 
 def _settings(lines: list[Line]) -> list[str]:
     found = []
-    for line in last((line for line in lines if "sources" in line), "commit", "sources", "part"):
+    for line in last((line for line in lines if "rehearsal" in line), "commit", "part"):
         gpu = line.get("gpu") or {}
         versions = ", ".join(f"{name} {value}" for name, value in line["versions"].items())
         card = f"{gpu.get('name', 'no GPU')}, driver {gpu.get('driver_version', '-')}"
-        part = f"part {line['part']}" if "part" in line else "machine"
         found.append(
-            f"- {part}: `{line['command']}`, {line['date']} UTC; {card}, at most "
+            f"- part {line['part']}: `{line['command']}`, {line['date']} UTC; {card}, at most "
             f"{cell(gpu.get('clocks.max.sm'))} MHz, {cell(gpu.get('power.limit'))} W; commit "
             f"{line['commit']}, sources {line['sources']}; {versions}"
         )
@@ -216,7 +225,7 @@ def _profiles(lines: list[Line]) -> list[str]:
 def plot(lines: list[Line], path: Path) -> bool:
     """TFLOP/s of a layer by implementation, and tokens/s of training; False without either."""
     layer = last((x for x in lines if "both_tflops" in x and "implementation" in x), *_SHAPE)
-    cells = ("end_to_end", "mode", "tokens", "job")
+    cells = ("end_to_end", "mode", "tokens", "checkpointing", "job")
     train = last((x for x in lines if "tok_per_s" in x), *cells)
     if not layer and not train:
         return False

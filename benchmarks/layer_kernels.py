@@ -54,7 +54,7 @@ KERNELS = "hf_moe_ep.ops.kernels."
 ALLOWED = {torch.bfloat16: 2 * 2.0**-8, torch.float32: 1e-5}
 # Faster by less than this is a tie, and the table stays.
 TIE = 0.985
-# What the n-th call of a launching function is in a layer without adapters.
+# What the n-th call of a launching function is; with adapters the products of `outer` are others.
 LABELS = {
     ("sort_pairs", 0): "sort",
     ("up", 0): "up",
@@ -171,7 +171,7 @@ class Layer:
     def calls(self, row: Blocks) -> list[Call]:
         """What one forward and backward calls under a row of the table, in order."""
         noted: list[Call] = []
-        with _noting(noted, row):
+        with _noting(noted, row, outer_is_known=not self.sizes.adapter_rank):
             out = self.forward()
             num_forward = len(noted)
             torch.autograd.grad(out, self.leaves, self.grad)
@@ -181,14 +181,16 @@ class Layer:
 
 
 @contextmanager
-def _noting(calls: list[Call], row: Blocks) -> Iterator[None]:
+def _noting(calls: list[Call], row: Blocks, *, outer_is_known: bool) -> Iterator[None]:
     """Every launching function that `triton_mlp` calls is noted, and asks this row for blocks."""
     times: Counter[str] = Counter()
     plain = dict(vars(triton_mlp))
 
     def noted(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
         def launching(*args: Any, **kwargs: Any) -> Any:
-            labelled = LABELS.get((name, times[name])) or f"{name} {times[name]}"
+            plain_call = f"{name} {times[name]}"
+            known = name != "outer" or outer_is_known
+            labelled = LABELS.get((name, times[name]), plain_call) if known else plain_call
             times[name] += 1
 
             def again(blocks: Blocks | None) -> Any:

@@ -185,6 +185,7 @@ def test_the_report_shows_the_last_figures_errors_and_a_line_cut_short(tmp_path:
         {"part": 1, "rehearsal": False, **gpu.setting()},
         {**kernel, "ms": 9.0, "spread_ms": [8.5, 9.5], "tflops": 181.0},
         {**kernel, "ms": 3.25, "spread_ms": [3.125, 3.5], "tflops": 507.5},
+        {**kernel, "part": 4, "ms": 3.0, "spread_ms": [2.5, 3.5], "tflops": 549.75},
         {**kernel, "kernel": "down", "error": "OutOfResources: a | b"},
         {"part": 1, "job": "kernels", "ended": "exit code -9", "seconds": 12.5, "gpu": {}},
     ]
@@ -193,8 +194,9 @@ def test_the_report_shows_the_last_figures_errors_and_a_line_cut_short(tmp_path:
     (raw / "part1.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"kernel": "dx", "m')
     assert gpu_report.write(tmp_path) == 0
     page = (tmp_path / "figures.md").read_text()
-    assert "| 32768 | 0 | up | 3.25 | 3.12 .. 3.5 | 508 | - |" in page
-    assert "| 32768 | 0 | down | - | - | - | OutOfResources: a / b |" in page
+    assert "| 1 | 32768 | 0 | up | 3.25 | 3.12 .. 3.5 | 508 | - |" in page
+    assert "| 1 | 32768 | 0 | down | - | - | - | OutOfResources: a / b |" in page
+    assert "| 4 | 32768 | 0 | up | 3 | 2.5 .. 3.5 | 550 | - |" in page
     assert "| 9 |" not in page and "| 181 |" not in page
     assert "| 1 | kernels | exit code -9 | 12.5 |" in page
     assert "A rehearsal on a CPU" not in page and gpu.sources() in page

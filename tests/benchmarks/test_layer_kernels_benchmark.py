@@ -27,6 +27,17 @@ def test_calls_are_the_layers_own_in_their_order(layer: bench.Layer) -> None:
     assert torch.equal(again["dW up"], grad_up) and torch.equal(again["dW down"], grad_down)
 
 
+def test_with_adapters_no_product_has_the_name_of_another() -> None:
+    """The base is frozen: what `outer` makes there are gradients of the adapters."""
+    adapted = bench.Layer(replace(SIZES, adapter_rank=2))
+    labels = [call.label for call in adapted.calls(adapted.table_row())]
+    assert labels.count("up") == labels.count("down") == labels.count("dx") == 1
+    assert [label for label in labels if label.startswith("outer")] == [
+        f"outer {number}" for number in range(4)
+    ]
+    assert not any(label.startswith("dW") for label in labels)
+
+
 def test_a_call_runs_under_the_row_it_is_given(layer: bench.Layer) -> None:
     """A candidate's block reaches the kernel; one that cannot start is a line."""
     row = layer.table_row()
