@@ -148,6 +148,19 @@ def test_every_part_fits_its_ten_minutes_and_its_programs_take_their_arguments()
     assert parsed >= 20
 
 
+def test_every_gpu_test_is_in_part_3() -> None:
+    """A new one has to be put there, or no GPU ever runs it."""
+    words = " ".join(job.command for job in gpu.PARTS[3]).split()
+    chosen = [word for word in words if word.startswith("tests/")]
+    marked = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("*.py")
+        if "mark.gpu" in path.read_text() and path != Path(__file__)
+    ]
+    assert len(marked) >= 5
+    assert not [path for path in marked if not path.startswith(tuple(chosen))]
+
+
 @pytest.mark.slow
 def test_every_selection_of_gpu_tests_selects_some() -> None:
     for job in (job for jobs in gpu.PARTS.values() for job in jobs if "pytest" in job.command):

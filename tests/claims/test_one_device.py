@@ -28,8 +28,6 @@ from hf_moe_ep import (
     save_checkpoint,
     save_pretrained,
 )
-from hf_moe_ep.dispatcher import Header
-from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 
 # Sizes that the Triton kernels take; dropout draws from the generator of the device.
 SIZES: dict[str, Any] = {"moe_intermediate_size": 32, "attention_dropout": 0.2}
@@ -138,30 +136,6 @@ def _offloaded(folder: str) -> None:
     assert_equal(_values(model), want)
 
 
-def _dispatch_alone(device: str) -> None:
-    """An ep group of one: everything stays, and goes through empty transfers all the same."""
-    here = Header(0, 0, True, True, False, False, top_k=2, itemsize=4)
-    x_TH = torch.randn(7, 16, device=device).requires_grad_()
-    w_TK = torch.rand(7, 2, device=device).requires_grad_()
-    ids_TK = torch.rand(7, 4, device=device).topk(2, dim=1).indices
-    plan = AllToAll(dist.group.WORLD, 4).plan(ids_TK, here, hidden_bytes=16 * 4)
-    (exchange,) = plan
-    arriving = exchange.start(x_TH, w_TK, ids_TK)
-    rows_RH, w_RK, ids_RK = arriving.finish()
-    assert_equal({"ids": ids_RK.long().cpu()}, {"ids": ids_TK.cpu()})
-    assert arriving.counts_L == ids_TK.flatten().bincount(minlength=4).tolist()
-    # What an expert does that doubles its rows.
-    out_TH = arriving.start_combine(2 * rows_RH * w_RK.sum(1, keepdim=True)).finish()
-    grad_TH = torch.randn_like(out_TH)
-    out_TH.backward(grad_TH)
-    factor = 2 * w_TK.detach().sum(1, keepdim=True)
-    _assert_close({"out": out_TH.detach()}, {"out": factor * x_TH.detach()})
-    assert x_TH.grad is not None and w_TK.grad is not None
-    _assert_close({"x": x_TH.grad}, {"x": factor * grad_TH})
-    want_T1 = 2 * (grad_TH * x_TH.detach()).sum(1, keepdim=True)
-    _assert_close({"w": w_TK.grad}, {"w": want_T1.expand(-1, 2)})
-
-
 def _one_process(rank: int, world: int, folder: str, device: str) -> None:
     if device == "cuda":
         _join_nccl(folder)
@@ -171,7 +145,6 @@ def _one_process(rank: int, world: int, folder: str, device: str) -> None:
     assert_equal(read_all(Path(folder, "copy")), hub_state(base))
     _train_save_resume(folder, device)
     _adapters(folder, device)
-    _dispatch_alone(device)
     if device == "cuda":
         _offloaded(folder)
 
