@@ -145,7 +145,11 @@ def _device_of(case: Case) -> torch.device:
 
 
 def _on(device: torch.device, micro: Batch) -> Batch:
-    return {name: tensor.to(device) for name, tensor in micro.items()}
+    """Move what is a tensor: `use_cache` and its like are none."""
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in micro.items()
+    }
 
 
 def _shard_over(device: torch.device, model: nn.Module, **config: Any) -> None:
