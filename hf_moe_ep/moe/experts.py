@@ -227,7 +227,7 @@ def _backend(compute: Compute, rows_RH: Tensor) -> str:
     from hf_moe_ep.ops import triton_mlp
 
     if triton_mlp.covers(rows_RH):
-        return "triton"
+        return "triton" if compute.required else "auto"
     if compute.required:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in triton_mlp.DTYPES)
         raise ValueError(

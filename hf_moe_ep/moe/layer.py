@@ -34,6 +34,7 @@ from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
 from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.recompute import CheckpointWatch
 from hf_moe_ep.ops.expert_mlp import postpone_grads
+from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
@@ -97,10 +98,12 @@ def _ep_forward(
     with hidden:
         exchanges = _exchanges(layer, experts.training, x_TH, expert_ids_TK)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
+    weights: ExpertWeights | None = None
     with WayHome() as home:
         for arriving in overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
             # Here, so that backward computes their gradients while those of the rows travel.
-            weights = postpone_grads(local_weights(experts, layer.compute, x_TH, first_expert))
+            weights = weights or local_weights(experts, layer.compute, x_TH, first_expert)
+            weights = postpone_grads(weights)
             rows_RH, weights_RK, expert_ids_RK = arriving.finish()
             out_RH = run_experts(
                 experts,

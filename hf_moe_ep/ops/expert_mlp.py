@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_moe_ep.ops.autograd import mark_without_grad, nothing
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertWeights, LateGrads, WeightGrads
+from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, LateGrads
 from hf_moe_ep.ops.operators import run_backward, save
 from hf_moe_ep.ops.spec import ExpertSpec
 
@@ -52,18 +52,22 @@ def expert_mlp(
             R * K pairs.
         grad_scale: multiplies the gradients of the experts' own tensors, and nothing else.
         recompute: compute the pre-activations again in backward instead of keeping them.
-        backend: "torch", or "triton" for tensors that `triton_mlp.covers`.
+        backend: "torch", or for tensors that `triton_mlp.covers` "triton" or "auto": the latter
+            takes torch, with a warning, where the kernels cannot be built or do not fit.
     """
     named = experts.named_tensors()
     tensors = list(named.values())
-    wanted = any(tensor.requires_grad for tensor in (rows_RH, weights_RK, *tensors))
+    inputs = {"rows": rows_RH, "weights": weights_RK, **named}
+    trained = [name for name, tensor in inputs.items() if tensor.requires_grad]
+    wanted = bool(trained) and torch.is_grad_enabled()
     spec = ExpertSpec(
         formula,
         tuple(named),
         up_scale=experts.up_scale,
         down_scale=experts.down_scale,
         grad_scale=grad_scale,
-        keep_pre=wanted and torch.is_grad_enabled() and not recompute,
+        keep_pre=wanted and not recompute,
+        trained=tuple(trained) if wanted else (),
         backend=backend,
     ).to_text()
     if experts.late is None:
@@ -83,39 +87,52 @@ def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
     Of the nodes that are ready, autograd runs the one made last. Called between two functions that
     send rows away and take them in, it puts the weights' gradients between their backwards: while
     the rows' gradients travel.
+
+    What this returned is handed in again for another chunk of rows. The gradients of all chunks are
+    added up in fp32 or wider and rounded once: no less exact than those of one chunk.
     """
     tensors = experts.named_tensors()
     wanted = any(tensor.requires_grad for tensor in tensors.values())
     if not (wanted and torch.is_grad_enabled()):
         return experts
-    late = LateGrads()
-    postponed = _Postpone.apply(late, tuple(tensors), *tensors.values())
+    earlier = experts.late
+    late = LateGrads() if earlier is None else LateGrads(earlier.sums)
+    postponed = _Postpone.apply(late, earlier is None, tuple(tensors), *tensors.values())
     return replace(experts, late=late, **dict(zip(tensors, postponed, strict=True)))
 
 
 class _Postpone(torch.autograd.Function):
-    """The identity, in whose backward the gradients come from `late` instead of the edges."""
+    """The identity, in whose backward the gradients come from `late` instead of the edges.
+
+    Those of several chunks stand behind each other, so the first of them runs last: it hands on the
+    gradients of all.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, late: LateGrads, names: tuple[str, ...], *tensors: Tensor
+        ctx: Any, late: LateGrads, first: bool, names: tuple[str, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.late = late
+        ctx.first = first
         ctx.names = names
         ctx.set_materialize_grads(False)
         outputs = tuple(tensor.detach() for tensor in tensors)
-        _, _, *needs = ctx.needs_input_grad
+        _, _, _, *needs = ctx.needs_input_grad
         mark_without_grad(ctx, outputs, tuple(needs))
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        finish = ctx.late.finish
+        late = ctx.late
         # What `finish` holds on to is freed with it.
-        ctx.late.finish = None
-        grads = WeightGrads() if finish is None else finish()
-        return (None, None, *(getattr(grads, name) for name in ctx.names))
+        finish, late.finish = late.finish, None
+        # The gradients of a single chunk need no sum.
+        grads = late.sums if late.sums or not ctx.first else ExpertGrads()
+        if finish is not None:
+            finish(grads)
+        found = grads.take() if ctx.first else {}
+        return (None, None, None, *(found.get(name) for name in ctx.names))
 
 
 class _RowsFirst(torch.autograd.Function):

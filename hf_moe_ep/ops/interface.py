@@ -4,6 +4,7 @@
     LowRows         what an adapter adds to a product, as the Triton kernels take it
     Routing         which pair sits where once pairs are sorted by expert
     WeightGrads     the gradients a backward was asked for
+    ExpertGrads     a place for those of the experts, to which several backwards may add
 
 Two experts, top-2, row 1 going to expert 0 only (id 2 = "no expert here"):
 
@@ -16,8 +17,9 @@ Two experts, top-2, row 1 going to expert 0 only (id 2 = "no expert here"):
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 # The tensors of ExpertWeights, in the order in which they are handed on.
@@ -98,13 +100,6 @@ class ExpertWeights:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-@dataclass
-class LateGrads:
-    """A place for `finish`, which computes the gradients that a backward has left for later."""
-
-    finish: Callable[[], WeightGrads] | None = None
-
-
 @dataclass(frozen=True)
 class Routing:
     """Pairs sorted by expert, int32; see the module's example.
@@ -132,3 +127,49 @@ class WeightGrads:
     up_b: Tensor | None = None
     down_a: Tensor | None = None
     down_b: Tensor | None = None
+
+
+def empty_grad(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for the gradient of `like`: of a matrix as it lies, of anything else contiguous."""
+    layout = torch.preserve_format if like.dim() == 3 else torch.contiguous_format
+    return torch.empty_like(like, dtype=dtype, memory_format=layout)
+
+
+class ExpertGrads:
+    """Gradients of the experts' tensors, each in its tensor's dtype, or `wide`: in fp32 at least.
+
+    What is added up by several backwards is wide, and rounded once, when it is taken out.
+    """
+
+    def __init__(self, *, wide: bool = False) -> None:
+        self._wide = wide
+        self._sums: dict[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def place(self, name: str, like: Tensor) -> tuple[Tensor, bool]:
+        """Memory for the gradient of `like`, and whether there is one, to be added to."""
+        if name in self._sums:
+            return self._sums[name], True
+        dtype = torch.promote_types(like.dtype, torch.float32) if self._wide else like.dtype
+        self._sums[name] = empty_grad(like, dtype)
+        self._dtypes[name] = like.dtype
+        return self._sums[name], False
+
+    def take(self) -> dict[str, Tensor]:
+        """Every gradient in the dtype of its tensor, by name; nothing is left here."""
+        # One by one: a wide sum is let go before the next one is rounded.
+        return {name: self._sums.pop(name).to(self._dtypes[name]) for name in list(self._sums)}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+
+@dataclass
+class LateGrads:
+    """A place for `finish`, which computes the gradients that a backward has left for later.
+
+    Several calls with the same weights share `sums`.
+    """
+
+    sums: ExpertGrads = field(default_factory=lambda: ExpertGrads(wide=True))
+    finish: Callable[[ExpertGrads], None] | None = None

@@ -18,23 +18,67 @@ nothing inside them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_moe_ep.ops import torch_mlp
-from hf_moe_ep.ops.interface import Routing, WeightGrads
+from hf_moe_ep.ops.interface import (
+    ExpertGrads,
+    ExpertWeights,
+    Routing,
+    WeightGrads,
+    empty_grad,
+)
 from hf_moe_ep.ops.spec import ExpertSpec
 
 
-def _implementation(backend: str) -> Any:
-    if backend == "triton":
-        # Triton is imported by those who can use it.
-        from hf_moe_ep.ops import triton_mlp
+def _kernels() -> Any:
+    # Triton is imported by those who can use it.
+    from hf_moe_ep.ops import triton_mlp
 
-        return triton_mlp
-    return torch_mlp
+    return triton_mlp
+
+
+def _implementation(
+    call: ExpertSpec,
+    weights_RK: Tensor,
+    num_pairs: int,
+    experts: ExpertWeights,
+    *also_trained: tuple[str, ...],
+) -> Any:
+    """What computes a call forward and, for what is trained or `also_trained`, backward.
+
+    Raises:
+        RuntimeError: where it is the kernels by name, and they cannot run here.
+    """
+    if call.backend == "torch":
+        return torch_mlp
+    from hf_moe_ep.ops.self_check import self_check, warn_once
+
+    for trained in (call.trained, *also_trained):
+        reason = self_check(weights_RK, num_pairs, experts, call, trained)
+        if reason and call.backend == "triton":
+            raise RuntimeError(
+                f"experts_backend='triton' cannot run here: {reason}; use "
+                f"experts_backend='auto' or 'torch'"
+            )
+        if reason:
+            warn_once(weights_RK.device, reason)
+            return torch_mlp
+    return _kernels()
+
+
+def _as_promised(routing: Routing, up_LGH: Tensor) -> Routing:
+    """A routing of the torch path in the shapes and on the device of the kernels'.
+
+    torch.compile was promised those, before anybody could know that the kernels do not run.
+    """
+    _, _, shape = _kernels().routing_shapes(routing.pair_A.numel(), up_LGH)
+    offsets = routing.offsets.to(up_LGH.device)
+    return replace(routing, offsets=offsets, tiles=offsets.new_full(shape, -1))
 
 
 @torch.library.custom_op("hf_moe_ep::expert_mlp", mutates_args=())
@@ -48,20 +92,18 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out_RH and what backward needs; see the module."""
     call = ExpertSpec.from_text(spec)
-    implementation = _implementation(call.backend)
     named = call.experts(experts)
     counts_L = None if counts is None else list(counts)
-    if call.backend == "triton":
-        from hf_moe_ep.ops.self_check import self_check
-
-        num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
-        self_check(weights.shape[1], num_pairs, named, call.formula)
+    num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
+    implementation = _implementation(call, weights, num_pairs, named)
     routing = implementation.route(expert_ids, counts_L, named)
     out_RH, pre_AG = implementation.forward(
         rows, weights, named, routing, call.formula, call.keep_pre
     )
     if not call.keep_pre:
         pre_AG = rows.new_empty(0)
+    if call.backend == "auto" and implementation is torch_mlp:
+        routing = _as_promised(routing, named.up)
     return out_RH, pre_AG, routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles
 
 
@@ -79,13 +121,14 @@ def _(
     num_pairs = expert_ids.numel() if counts is None else sum(counts)
     pre = rows.new_empty(num_pairs, up.shape[1]) if call.keep_pre else rows.new_empty(0)
     slots = expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
-    shapes = _implementation(call.backend).routing_shapes(num_pairs, up)
+    promised = torch_mlp if call.backend == "torch" else _kernels()
+    shapes = promised.routing_shapes(num_pairs, up)
     device = "cpu" if call.backend == "torch" else rows.device
     pair, offsets, tiles = (
         torch.empty(shape, dtype=torch.int32, device=where)
         for shape, where in zip(shapes, (rows.device, device, device), strict=True)
     )
-    return torch.empty_like(rows), pre, pair, slots, offsets, tiles
+    return rows.new_empty(rows.shape), pre, pair, slots, offsets, tiles
 
 
 @torch.library.custom_op("hf_moe_ep::expert_mlp_backward", mutates_args=())
@@ -103,7 +146,7 @@ def _backward_op(
 def _(grad: Tensor, saved: Sequence[Tensor], spec: str, needs: Sequence[bool]) -> list[Tensor]:
     inputs = saved[: len(needs)]
     return [
-        torch.empty_like(tensor) if need else grad.new_empty(0)
+        empty_grad(tensor) if need else grad.new_empty(0)
         for tensor, need in zip(inputs, needs, strict=True)
     ]
 
@@ -115,22 +158,26 @@ def run_backward(
     needs: Sequence[bool],
     *,
     later: bool = False,
-) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
+) -> tuple[WeightGrads, Callable[[ExpertGrads], None] | None]:
     """Run the implementation's backward on what `save` has kept; returns what it returns."""
     call = ExpertSpec.from_text(spec)
     names = call.names
     rows_RH, weights_RK, *experts = saved[: len(names)]
-    pre_AG, *routing = saved[len(names) :]
-    return _implementation(call.backend).backward(
+    pre_AG, *made = saved[len(names) :]
+    routing = Routing(*made)
+    named = call.experts(experts)
+    need = tuple(name for name, wanted in zip(names, needs, strict=True) if wanted)
+    implementation = _implementation(call, weights_RK, routing.pair_A.numel(), named, need)
+    return implementation.backward(
         grad_RH,
         rows_RH,
         weights_RK,
-        call.experts(experts),
-        Routing(*routing),
+        named,
+        routing,
         pre_AG if call.keep_pre else None,
         call.formula,
         grad_scale=call.grad_scale,
-        need={name for name, wanted in zip(names, needs, strict=True) if wanted},
+        need=set(need),
         later=later,
     )
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_moe_ep.ops.devices import on_its_device
+
 
 def add_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
     """out_TH with `out_TH[t]` = the sum of the rows that belong to token t; no gradient."""
@@ -25,7 +27,7 @@ def add_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tenso
         # Imported where there is a GPU: Triton is not for every machine.
         from hf_moe_ep.ops.kernels.reduce import combine
 
-        return combine(rows_NH.contiguous(), slots_TJ.contiguous(), None)
+        return on_its_device(combine)(rows_NH.contiguous(), slots_TJ.contiguous(), None)
     wide = torch.promote_types(rows_NH.dtype, torch.float32)
     out_TH = rows_NH.new_zeros(num_tokens, hidden, dtype=wide)
     if not rows_NH.is_cuda:

@@ -1,16 +1,28 @@
-"""The compiled kernels against the torch path, once per process, GPU and kind of kernel.
+"""The compiled kernels against the torch path, once per process, GPU and kind of call.
 
 A compiler that miscompiles one kernel on one GPU has happened (Triton 3.7.1 on B300: a wrong
 gradient and no error; Liger-Kernel pull request 1294), and nothing but numbers shows it. So the
-first call of a kind runs a small problem of the same dtype, formula, block sizes, alignment and
-ranks of adapters forward and backward on both paths, and raises if they differ. Most of its time
-is compilation that the call needs anyway.
+first call of a kind runs small problems on both paths, and raises if they differ:
+
+    products    the expert MLP forward and, where something is trained, backward: a few experts of
+                the same dtypes, formula, block sizes, alignment, ranks of adapters
+    routing     the sort of pairs by expert, for as many experts and choices as there are
+    sums        of a row's experts, over rows as wide as they are
+
+A kind is whatever Triton builds a kernel anew for, so what is launched was checked: a test compares
+the two. Kernels that cannot be built or do not fit into a GPU are found here as well. Most of the
+time is compilation that the call needs anyway.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+import itertools
+import subprocess
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -19,126 +31,242 @@ from torch import Tensor
 from hf_moe_ep.ops import torch_mlp, triton_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
-from hf_moe_ep.ops.kernels.blocks import FEW_ROWS
+from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, choose_blocks, dot_precision
+from hf_moe_ep.ops.kernels.reduce import combine
+from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
+from hf_moe_ep.ops.spec import ExpertSpec
 
-_GRADS = ("rows", "weights", *WEIGHT_NAMES)
-_NUM_EXPERTS = 3
-# Largest error, relative to the largest element, in roundings of the dtype.
+# What Triton, its compilers and ptxas raise where a kernel cannot be built or does not fit.
+_UNBUILT = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
+# Largest error, relative to the largest element, in roundings of what products round to. Exact
+# fp32 products round at every addition; TF32, which rounds like fp16, is still far beyond that.
 _ROUNDINGS = 8
+_ROUNDINGS_OF_FP32 = 64
 
 
-def self_check(top_k: int, num_pairs: int, experts: ExpertWeights, formula: ExpertFormula) -> None:
-    """Raise RuntimeError where the kernels for such a call compute something else than torch."""
+@dataclass(frozen=True)
+class Kind:
+    """What the kernels of a call are built for.
+
+    Attributes:
+        precision: of fp32 products.
+        tensors: names of the experts' tensors that there are.
+        trained: names of what wants a gradient; of rows, weights and the experts' tensors.
+        few: whether experts have few rows each.
+        ranks: of the adapters of up and down, 0 where there is none.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    weights_dtype: torch.dtype
+    precision: str
+    formula: ExpertFormula
+    tensors: tuple[str, ...]
+    trained: tuple[str, ...]
+    keep_pre: bool
+    transposed: bool
+    top_k: int
+    num_experts: int
+    hidden: int
+    ffn: int
+    few: bool
+    ranks: tuple[int, int] = (0, 0)
+
+
+def self_check(
+    weights_RK: Tensor,
+    num_pairs: int,
+    experts: ExpertWeights,
+    spec: ExpertSpec,
+    trained: tuple[str, ...],
+) -> str:
+    """Why the kernels of such a call cannot run here, empty if they can.
+
+    Raises:
+        RuntimeError: where they compute something else than torch.
+    """
     if triton_mlp.interpreted():
-        return
+        return ""
     num_experts, pre_size, hidden = experts.up.shape
-    check_once(
+    up, down = (0 if a is None else a.shape[1] for a in (experts.up_a, experts.down_a))
+    kind = Kind(
         experts.up.device,
         experts.up.dtype,
-        formula,
-        experts.up_bias is not None,
+        weights_RK.dtype,
+        dot_precision(experts.up),
+        spec.formula,
+        spec.tensors,
+        trained,
+        spec.keep_pre,
         experts.up.stride(2) != 1,
-        min(top_k, _NUM_EXPERTS),
-        # Divisible by the same powers of two as the real sizes.
-        256 + hidden % 256,
-        256 + formula.ffn_size(pre_size) % 256,
-        FEW_ROWS // 2 if num_pairs < FEW_ROWS * num_experts else FEW_ROWS * 2,
-        tuple(0 if a is None else a.shape[1] for a in (experts.up_a, experts.down_a)),
+        weights_RK.shape[1],
+        num_experts,
+        hidden,
+        _short(spec.formula.ffn_size(pre_size)),
+        num_pairs < FEW_ROWS * num_experts,
+        (up, down),
     )
+    return check_once(kind)
 
 
 @functools.cache
-def check_once(
-    device: torch.device,
-    dtype: torch.dtype,
-    formula: ExpertFormula,
-    bias: bool,
-    transposed: bool,
-    top_k: int,
-    hidden: int,
-    ffn: int,
-    rows_per_expert: int,
-    ranks: tuple[int, ...] = (0, 0),
-) -> None:
-    """Compare forward and backward on a small problem of these properties.
-
-    `ranks` are those of the adapters of up and down, 0 where there is none.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64)
-
-    def matrix(out_size: int, in_size: int) -> Tensor:
-        values = draw(_NUM_EXPERTS, out_size, in_size) / in_size**0.5
-        return values.mT.contiguous().mT if transposed else values
-
-    def adapter(weight_LOI: Tensor, rank: int) -> list[Tensor | None]:
-        if not rank:
-            return [None, None]
-        out_size, in_size = weight_LOI.shape[1:]
-        a_LPI = draw(_NUM_EXPERTS, rank, in_size) / in_size**0.5
-        return [a_LPI, draw(_NUM_EXPERTS, out_size, rank) / rank**0.5]
-
-    pre_size = 2 * ffn if formula.gated else ffn
-    rows = rows_per_expert * _NUM_EXPERTS // top_k + 1
-    up, down = matrix(pre_size, hidden), matrix(hidden, ffn)
-    biases = (draw(_NUM_EXPERTS, pre_size), draw(_NUM_EXPERTS, hidden)) if bias else (None, None)
-    tensors = [draw(rows, hidden), draw(rows, top_k).abs(), up, biases[0], down, biases[1]]
-    tensors += [*adapter(up, ranks[0]), *adapter(down, ranks[1])]
-    tensors = [x if x is None else x.to(dtype) for x in tensors]
-    ids_RK = draw(rows, _NUM_EXPERTS).argsort(1)[:, :top_k]
-    grad_RH = draw(rows, hidden).to(dtype)
-    got = _run(triton_mlp, tensors, ids_RK, grad_RH, formula)
-    wide = [x if x is None else x.double() for x in tensors]
-    want = _run(torch_mlp, wide, ids_RK, grad_RH.double(), formula)
-    limit = _ROUNDINGS * torch.finfo(_product_dtype(dtype)).eps
-    for name, mine, true in zip(("out", *_GRADS), got, want, strict=True):
-        if mine is None or true is None:
-            continue
-        error = ((mine.double() - true).abs().max() / true.abs().max()).item()
-        if not error <= limit:
+def check_once(kind: Kind) -> str:
+    """Compare the kernels of a kind with torch; see `self_check`."""
+    checks = (_products, _routing, _sums)
+    try:
+        found = [numbers for check in checks for numbers in check(kind)]
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except _UNBUILT as unbuilt:
+        return f"{type(unbuilt).__name__}: {unbuilt}".splitlines()[0]
+    exact = kind.dtype == torch.float32 and kind.precision == "ieee"
+    # fp32 products may be TF32, which rounds like fp16.
+    rounded = torch.float16 if kind.dtype == torch.float32 and not exact else kind.dtype
+    limit = (_ROUNDINGS_OF_FP32 if exact else _ROUNDINGS) * torch.finfo(rounded).eps
+    for name, got, want in found:
+        error = _error(got, want)
+        if not error <= (limit if got.is_floating_point() else 0):
             raise RuntimeError(
                 f"the Triton kernels of hf_moe_ep compute wrong numbers on "
-                f"{_name(device)} with Triton {triton.__version__}: error "
-                f"{error:.1e} in {name} ({formula}, {dtype}), at most {limit:.1e} is rounding. "
+                f"{_name(kind.device)} with Triton {triton.__version__}: error "
+                f"{error:.1e} in {name} ({kind}), at most {limit:.1e} is rounding. "
                 f"Train with experts_backend='torch', and report this line"
             )
+    return ""
+
+
+@functools.cache
+def warn_once(device: torch.device, reason: str) -> None:
+    """Say that experts run on the torch path instead."""
+    warnings.warn(
+        f"the Triton kernels of hf_moe_ep cannot run on {_name(device)} with Triton "
+        f"{triton.__version__}, so experts run on the torch path, which is slower: {reason}",
+        stacklevel=2,
+    )
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    scale = want.double().abs().max().item()
+    return (got.double() - want.double()).abs().max().item() / (scale or 1.0)
 
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
-def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype whose rounding rules: fp32 products may be TF32, which rounds like fp16."""
-    return torch.float16 if dtype == torch.float32 else dtype
+def _short(size: int) -> int:
+    """A size that is divisible by the same powers of two, and by the same blocks."""
+    return 256 + size % 256
+
+
+_Numbers = Iterator[tuple[str, Tensor, Tensor]]
+
+
+def _products(kind: Kind) -> _Numbers:
+    """(name, ours, torch's in fp64) of the output and of every gradient that is wanted."""
+    generator = torch.Generator(kind.device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=kind.device, dtype=torch.float64)
+
+    # A row names an expert at most once.
+    num_experts = min(kind.num_experts, max(3, kind.top_k + 1))
+    hidden, ffn = _short(kind.hidden), kind.ffn
+    pre_size = 2 * ffn if kind.formula.gated else ffn
+    pairs_per_expert = FEW_ROWS // 2 if kind.few else FEW_ROWS * 2
+    num_rows = pairs_per_expert * num_experts // kind.top_k + 1
+
+    def matrix(out_size: int, in_size: int) -> Tensor:
+        values = draw(num_experts, out_size, in_size) / in_size**0.5
+        return values.mT.contiguous().mT if kind.transposed else values
+
+    up_rank, down_rank = kind.ranks
+    shapes = {
+        "up_bias": (pre_size,),
+        "down_bias": (hidden,),
+        "up_a": (up_rank, hidden),
+        "up_b": (pre_size, up_rank),
+        "down_a": (down_rank, ffn),
+        "down_b": (hidden, down_rank),
+    }
+    drawn = {"up": matrix(pre_size, hidden), "down": matrix(hidden, ffn)}
+    for name in kind.tensors:
+        if name in shapes:
+            drawn[name] = draw(num_experts, *shapes[name]) / shapes[name][-1] ** 0.5
+    drawn = {name: drawn[name].to(kind.dtype) for name in kind.tensors}
+    rows_RH = draw(num_rows, hidden).to(kind.dtype)
+    weights_RK = draw(num_rows, kind.top_k).abs().to(kind.weights_dtype)
+    ids_RK = draw(num_rows, num_experts).argsort(1)[:, : kind.top_k]
+    grad_RH = draw(num_rows, hidden).to(kind.dtype)
+    inputs = {"rows": rows_RH, "weights": weights_RK, "grad": grad_RH, **drawn}
+    wide = {name: x.double() for name, x in inputs.items()}
+    got = _run(triton_mlp, kind, inputs, ids_RK, keep_pre=kind.keep_pre)
+    want = _run(torch_mlp, kind, wide, ids_RK, keep_pre=True)
+    return ((name, got[name], want[name]) for name in want)
 
 
 def _run(
-    implementation: object,
-    tensors: list[Tensor | None],
-    ids_RK: Tensor,
-    grad_RH: Tensor,
-    formula: ExpertFormula,
-) -> list[Tensor | None]:
-    rows_RH, weights_RK, *rest = tensors
-    assert rows_RH is not None and weights_RK is not None
-    experts = ExpertWeights(*rest)  # type: ignore[arg-type]
-    experts = replace(experts, up_scale=0.5, down_scale=2.0)
-    routing = implementation.route(ids_RK, None, experts)  # type: ignore[attr-defined]
-    out_RH, pre_AG = implementation.forward(  # type: ignore[attr-defined]
-        rows_RH, weights_RK, experts, routing, formula, True
-    )
-    grads, _ = implementation.backward(  # type: ignore[attr-defined]
-        grad_RH,
-        rows_RH,
-        weights_RK,
-        experts,
-        routing,
-        pre_AG,
-        formula,
-        grad_scale=1.0,
-        need={"rows", "weights", *experts.named_tensors()},
-    )
-    return [out_RH, *(getattr(grads, name) for name in _GRADS)]
+    implementation: Any, kind: Kind, inputs: dict[str, Tensor], ids_RK: Tensor, *, keep_pre: bool
+) -> dict[str, Tensor]:
+    named: dict[str, Any] = {name: inputs.get(name) for name in WEIGHT_NAMES}
+    experts = ExpertWeights(**named, up_scale=0.5, down_scale=2.0)
+    routing = implementation.route(ids_RK, None, experts)
+    call = (inputs["rows"], inputs["weights"], experts, routing)
+    out_RH, pre_AG = implementation.forward(*call, kind.formula, keep_pre)
+    found = {"out": out_RH}
+    if kind.trained:
+        grads, _ = implementation.backward(
+            inputs["grad"],
+            *call,
+            pre_AG if keep_pre else None,
+            kind.formula,
+            grad_scale=1.0,
+            need=set(kind.trained),
+        )
+        found |= {name: getattr(grads, name) for name in kind.trained}
+    return found
+
+
+def _routing(kind: Kind) -> _Numbers:
+    """(name, ours, torch's) of a routing to as many experts, some of the pairs without one."""
+    generator = torch.Generator(kind.device).manual_seed(0)
+    num_rows = 1 + 1024 // kind.top_k
+    scores = torch.rand(num_rows, kind.num_experts, generator=generator, device=kind.device)
+    ids_RK = scores.argsort(1)[:, : kind.top_k]
+    ids_RK[::3, 0] = kind.num_experts
+    here = ids_RK < kind.num_experts
+    counts_L = torch.bincount(ids_RK[here], minlength=kind.num_experts).tolist()
+    like = scores.new_empty(kind.num_experts, 1, 1, dtype=kind.dtype)
+    num_pairs = FEW_ROWS * kind.num_experts - 1 if kind.few else FEW_ROWS * kind.num_experts
+    block_m = choose_blocks(like, num_pairs).m
+    got = sort_pairs(ids_RK, kind.num_experts, sum(counts_L), block_m)
+    want = torch_mlp.route(ids_RK, counts_L, ExpertWeights(like, None, like, None))
+    starts = want.offsets.tolist()
+    tiles = [
+        (expert, start)
+        for expert, (first, end) in enumerate(itertools.pairwise(starts))
+        for start in range(first, end, block_m)
+    ]
+    tiles += [(-1, 0)] * (len(got.tiles) - len(tiles))
+    yield "pairs by expert", got.pair_A, want.pair_A
+    yield "positions of pairs", got.slots_RK, want.slots_RK
+    yield "pairs of each expert", got.offsets, want.offsets.to(kind.device)
+    yield "tiles", got.tiles, torch.tensor(tiles, device=kind.device)
+
+
+def _sums(kind: Kind) -> _Numbers:
+    """(name, ours, torch's in fp64) of sums over the choices of a few rows as wide as real ones."""
+    generator = torch.Generator(kind.device).manual_seed(0)
+    num_rows, num_pairs = 3, 2 * kind.top_k
+    shape = (num_pairs, kind.hidden)
+    rows_AH = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
+    weights_RK = torch.rand(num_rows, kind.top_k, generator=generator, device=kind.device)
+    weights_RK = weights_RK.to(kind.weights_dtype)
+    # The last row has no pair here.
+    slots_RK = torch.arange(num_rows * kind.top_k, dtype=torch.int32, device=kind.device)
+    slots_RK = slots_RK.view(num_rows, kind.top_k).clamp(max=num_pairs)
+    padded_AH = torch.cat([rows_AH, rows_AH.new_zeros(1, kind.hidden)]).double()
+    y_RKH = padded_AH[slots_RK.long()]
+    weighted_RH = (y_RKH * weights_RK.double().unsqueeze(2)).sum(1)
+    yield "weighted sums", combine(rows_AH, slots_RK, weights_RK), weighted_RH
+    yield "sums", combine(rows_AH, slots_RK, None), y_RKH.sum(1)

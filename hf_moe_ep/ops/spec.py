@@ -34,7 +34,8 @@ class ExpertSpec:
         up_scale, down_scale: of the adapters.
         grad_scale: multiplies the gradients of the experts' own tensors.
         keep_pre: whether the pre-activations are kept for backward.
-        backend: "torch" or "triton".
+        trained: names (of `names`) of what will want a gradient, as far as forward can tell.
+        backend: "torch", "triton", or "auto": triton, or torch where the kernels cannot be built.
     """
 
     formula: ExpertFormula
@@ -43,6 +44,7 @@ class ExpertSpec:
     down_scale: float = 1.0
     grad_scale: float = 1.0
     keep_pre: bool = True
+    trained: tuple[str, ...] = ()
     backend: str = "torch"
 
     @property
@@ -99,5 +101,5 @@ def _read(text: str, kind: str) -> Any:
     if kind == "float":
         return float.fromhex(text)
     if kind == "tuple[str, ...]":
-        return tuple(text.split(","))
+        return tuple(text.split(",")) if text else ()
     return text == "True" if kind == "bool" else text

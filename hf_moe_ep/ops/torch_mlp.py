@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula, activate, activate_backward
-from hf_moe_ep.ops.interface import ExpertWeights, LowRank, Routing, WeightGrads
+from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, LowRank, Routing, WeightGrads
 from hf_moe_ep.ops.permute import count_pairs, invert
 
 _BLOCK = 2048
@@ -80,7 +80,7 @@ def backward(
     grad_scale: float,
     need: set[str],
     later: bool = False,
-) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
+) -> tuple[WeightGrads, Callable[[ExpertGrads], None] | None]:
     """Gradients of rows, weights and the experts' tensors; None where not in `need`.
 
     `pre_AG` None computes the pre-activations again. With `later` the gradients of the experts are
@@ -90,7 +90,8 @@ def backward(
     wide = weights_RK.dtype
     grad_weights = weights_RK.new_zeros(weights_RK.numel()) if "weights" in need else None
     grad_rows_RH = _wide_zeros(rows_RH) if "rows" in need else None
-    grads = WeightGrads() if later else _empty_expert_grads(experts, routing, need)
+    found = ExpertGrads()
+    places = {} if later else _places(found, experts, routing, need)
     add = partial(_add_expert_grads, rows_RH=rows_RH, experts=experts, scale=grad_scale)
     up_back = experts.up_adapter and experts.up_adapter.transposed()
     down_back = experts.down_adapter and experts.down_adapter.transposed()
@@ -115,40 +116,63 @@ def backward(
         if later:
             kept.append(step)
         else:
-            add(step, grads)
-    grads.rows = None if grad_rows_RH is None else grad_rows_RH.to(rows_RH.dtype)
-    grads.weights = None if grad_weights is None else grad_weights.view_as(weights_RK)
+            add(step, places)
+    grads = WeightGrads(
+        rows=None if grad_rows_RH is None else grad_rows_RH.to(rows_RH.dtype),
+        weights=None if grad_weights is None else grad_weights.view(weights_RK.shape),
+        **found.take(),
+    )
 
-    def finish() -> WeightGrads:
-        expert_grads = _empty_expert_grads(experts, routing, need)
+    def finish(into: ExpertGrads) -> None:
+        places = _places(into, experts, routing, need)
         for step in kept:
-            add(step, expert_grads)
-        return expert_grads
+            add(step, places)
 
     return grads, finish if later else None
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Memory for one gradient, and whether something is there already, to be added to."""
+
+    grad: Tensor
+    add: bool
+
+
+def _places(
+    grads: ExpertGrads, experts: ExpertWeights, routing: Routing, need: set[str]
+) -> dict[str, _Place]:
+    """Places of the gradients asked for; zero for experts without pairs."""
+    wanted = {name: x for name, x in experts.named_tensors().items() if name in need}
+    places = {name: _Place(*grads.place(name, tensor)) for name, tensor in wanted.items()}
+    for expert, (start, end) in enumerate(itertools.pairwise(routing.offsets.tolist())):
+        for place in places.values():
+            if start == end and not place.add:
+                place.grad[expert].zero_()
+    return places
+
+
 def _add_expert_grads(
-    step: _Step, grads: WeightGrads, *, rows_RH: Tensor, experts: ExpertWeights, scale: float
+    step: _Step, places: dict[str, _Place], *, rows_RH: Tensor, experts: ExpertWeights, scale: float
 ) -> None:
     """Compute the gradients of the experts of one block, in place."""
     block = step.block
     grad_MH = step.grad_MH
-    if grads.down_bias is not None:
-        _sum(_scale(grad_MH, block.weight_M), grads.down_bias, block, scale)
-    if grads.up_bias is not None:
-        _sum(step.grad_pre_MG, grads.up_bias, block, scale)
-    if any(grad is not None for grad in (grads.down, grads.down_a, grads.down_b)):
+    if "down_bias" in places:
+        _sum(_scale(grad_MH, block.weight_M), places["down_bias"], block, scale)
+    if "up_bias" in places:
+        _sum(step.grad_pre_MG, places["up_bias"], block, scale)
+    if places.keys() & {"down", "down_a", "down_b"}:
         act_MF = _scale(step.act_MF, block.weight_M)
-        if grads.down is not None:
-            _outer(grad_MH, act_MF, grads.down, block, scale)
-        into = (grads.down_a, grads.down_b)
+        if "down" in places:
+            _outer(grad_MH, act_MF, places["down"], block, scale)
+        into = (places.get("down_a"), places.get("down_b"))
         _add_low_rank_grads(act_MF, grad_MH, experts.down_adapter, into, block, scale)
-    if any(grad is not None for grad in (grads.up, grads.up_a, grads.up_b)):
+    if places.keys() & {"up", "up_a", "up_b"}:
         x_MH = rows_RH.index_select(0, block.row_M)
-        if grads.up is not None:
-            _outer(step.grad_pre_MG, x_MH, grads.up, block, scale)
-        into = (grads.up_a, grads.up_b)
+        if "up" in places:
+            _outer(step.grad_pre_MG, x_MH, places["up"], block, scale)
+        into = (places.get("up_a"), places.get("up_b"))
         _add_low_rank_grads(x_MH, step.grad_pre_MG, experts.up_adapter, into, block, scale)
 
 
@@ -250,7 +274,7 @@ def _add_low_rank_grads(
     rows_MI: Tensor,
     grad_MO: Tensor,
     adapter: LowRank | None,
-    into: tuple[Tensor | None, Tensor | None],
+    into: tuple[_Place | None, _Place | None],
     block: _Block,
     scale: float,
 ) -> None:
@@ -261,29 +285,14 @@ def _add_low_rank_grads(
     scale = scale * adapter.scale
     for expert, (rows, grad) in block.split(rows_MI, grad_MO):
         if a_LPI is not None:
-            back_MP = grad @ adapter.b_LOP[expert]
-            torch.addmm(a_LPI[expert], back_MP.t(), rows, beta=0, alpha=scale, out=a_LPI[expert])
+            _product(grad @ adapter.b_LOP[expert], rows, a_LPI, expert, scale)
         if b_LOP is not None:
-            low_MP = rows @ adapter.a_LPI[expert].t()
-            torch.addmm(b_LOP[expert], grad.t(), low_MP, beta=0, alpha=scale, out=b_LOP[expert])
-
-
-def _empty_expert_grads(experts: ExpertWeights, routing: Routing, need: set[str]) -> WeightGrads:
-    """Memory for the gradients asked for; zero for experts without pairs."""
-    grads = {
-        name: torch.empty_like(tensor)
-        for name, tensor in experts.named_tensors().items()
-        if name in need
-    }
-    for expert, (start, end) in enumerate(itertools.pairwise(routing.offsets.tolist())):
-        if start == end:
-            for grad in grads.values():
-                grad[expert].zero_()
-    return WeightGrads(**grads)
+            _product(grad, rows @ adapter.a_LPI[expert].t(), b_LOP, expert, scale)
 
 
 def _wide_zeros(rows_RH: Tensor) -> Tensor:
-    return torch.zeros_like(rows_RH, dtype=torch.promote_types(rows_RH.dtype, torch.float32))
+    wide = torch.promote_types(rows_RH.dtype, torch.float32)
+    return rows_RH.new_zeros(rows_RH.shape, dtype=wide)
 
 
 def _add_to_rows(y_MH: Tensor, sum_RH: Tensor, block: _Block) -> None:
@@ -296,18 +305,25 @@ def _add_to_rows(y_MH: Tensor, sum_RH: Tensor, block: _Block) -> None:
         sum_RH.index_add_(0, row, y.to(sum_RH.dtype))
 
 
-def _outer(left_MO: Tensor, right_MI: Tensor, out_LOI: Tensor, block: _Block, scale: float) -> None:
+def _outer(left_MO: Tensor, right_MI: Tensor, place: _Place, block: _Block, scale: float) -> None:
     """Compute `scale * left^T right` over the pairs of each expert of the block, in place."""
     for expert, (left, right) in block.split(left_MO, right_MI):
-        out = out_LOI[expert]
-        torch.addmm(out, left.t(), right, beta=0, alpha=scale, out=out)
+        _product(left, right, place, expert, scale)
 
 
-def _sum(rows_MO: Tensor, out_LO: Tensor, block: _Block, scale: float) -> None:
+def _product(left: Tensor, right: Tensor, place: _Place, expert: int, scale: float) -> None:
+    """Compute `scale * left^T right` of one expert in place, in the dtype of the place."""
+    out = place.grad[expert]
+    left, right = left.to(out.dtype), right.to(out.dtype)
+    torch.addmm(out, left.t(), right, beta=int(place.add), alpha=scale, out=out)
+
+
+def _sum(rows_MO: Tensor, place: _Place, block: _Block, scale: float) -> None:
     """Compute the gradient of a bias: sum the pairs of each expert, in fp32 or wider."""
     wide = torch.promote_types(rows_MO.dtype, torch.float32)
     for expert, (rows,) in block.split(rows_MO):
-        out_LO[expert] = rows.sum(0, dtype=wide) * scale
+        sum_O = rows.sum(0, dtype=wide) * scale
+        place.grad[expert] = place.grad[expert] + sum_O if place.add else sum_O
 
 
 def _scale(act_MF: Tensor, weight_M: Tensor) -> Tensor:

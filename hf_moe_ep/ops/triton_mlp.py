@@ -26,14 +26,17 @@ import torch
 import triton
 from torch import Tensor
 
+from hf_moe_ep.ops.devices import on_its_device
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import (
     NO_ADAPTER,
+    ExpertGrads,
     ExpertWeights,
     LowRank,
     LowRows,
     Routing,
     WeightGrads,
+    empty_grad,
 )
 from hf_moe_ep.ops.kernels.blocks import Blocks, choose_blocks
 from hf_moe_ep.ops.kernels.dgated import dgated
@@ -56,12 +59,13 @@ def covers(rows_RH: Tensor) -> bool:
     return rows_RH.dtype in DTYPES and (rows_RH.is_cuda or interpreted())
 
 
+@on_its_device
 def route(expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights) -> Routing:
     """Pairs sorted by expert; see `sort_pairs`."""
     num_pairs = expert_ids_RK.numel() if counts_L is None else sum(counts_L)
     num_experts = experts.up.shape[0]
     if num_pairs == 0:
-        slots_RK = torch.zeros_like(expert_ids_RK, dtype=torch.int32)
+        slots_RK = expert_ids_RK.new_zeros(expert_ids_RK.shape, dtype=torch.int32)
         offsets = slots_RK.new_zeros(num_experts + 1)
         return Routing(slots_RK.new_empty(0), slots_RK, offsets, slots_RK.new_empty(0, 2))
     blocks = choose_blocks(experts.up, num_pairs)
@@ -75,6 +79,7 @@ def routing_shapes(num_pairs: int, up_LGH: Tensor) -> tuple[tuple[int, ...], ...
     return (num_pairs,), (num_experts + 1,), (num_tiles, 2)
 
 
+@on_its_device
 def forward(
     rows_RH: Tensor,
     weights_RK: Tensor,
@@ -88,7 +93,7 @@ def forward(
     experts = _with_contiguous_biases(experts)
     if num_pairs == 0:
         pre_shape = (0, experts.up.shape[1])
-        return torch.zeros_like(rows_RH), rows_RH.new_empty(pre_shape)
+        return rows_RH.new_zeros(rows_RH.shape), rows_RH.new_empty(pre_shape)
     blocks = choose_blocks(experts.up, num_pairs)
     top_k = weights_RK.shape[1]
     rows_RH = _with_contiguous_rows(rows_RH)
@@ -99,6 +104,7 @@ def forward(
     return combine(y_AH, routing.slots_RK, weights_RK.contiguous()), pre_AG
 
 
+@on_its_device
 def backward(
     grad_RH: Tensor,
     rows_RH: Tensor,
@@ -111,28 +117,89 @@ def backward(
     grad_scale: float,
     need: set[str],
     later: bool = False,
-) -> tuple[WeightGrads, Callable[[], WeightGrads] | None]:
+) -> tuple[WeightGrads, Callable[[ExpertGrads], None] | None]:
     """Gradients of rows, weights and the experts' tensors; None where not in `need`.
 
     `pre_AG` None computes the pre-activations again. With `later` the gradients of the experts are
     left to the function that is returned.
     """
     num_pairs = routing.pair_A.numel()
-    top_k = weights_RK.shape[1]
     if num_pairs == 0:
-        inputs = {"rows": rows_RH, "weights": weights_RK, **experts.named_tensors()}
-        zeros = {name: torch.zeros_like(x) for name, x in inputs.items() if name in need}
-        grads = WeightGrads(**zeros)
-        return grads, (lambda: grads) if later else None
+        return _grads_of_no_pairs(rows_RH, weights_RK, experts, need, later=later)
     experts = _with_contiguous_biases(experts)
     blocks = choose_blocks(experts.up, num_pairs)
     rows_RH = _with_contiguous_rows(rows_RH)
     grad_RH = _with_contiguous_rows(grad_RH)
     weights_RK = weights_RK.contiguous()
+    # Each step leaves behind what the next ones read, and nothing else.
+    args = (rows_RH, weights_RK, experts, routing, formula, blocks, need)
+    step, grad_weights_RK = _back_through_down(grad_RH, pre_AG, *args)
+    grad_rows_RH, up_low = _back_to_rows(step.grad_pre_AG, experts, routing, blocks, need)
+    finish = partial(
+        _add_expert_grads, grad_RH, replace(step, up_low=up_low), experts, routing, blocks,
+        grad_scale, need,
+    )  # fmt: skip
+    grads = WeightGrads(grad_rows_RH, grad_weights_RK)
+    if later:
+        return grads, finish
+    found = ExpertGrads()
+    finish(found)
+    return replace(grads, **found.take()), None
+
+
+def _grads_of_no_pairs(
+    rows_RH: Tensor, weights_RK: Tensor, experts: ExpertWeights, need: set[str], *, later: bool
+) -> tuple[WeightGrads, Callable[[ExpertGrads], None] | None]:
+    """What `backward` returns where no row has an expert here: zeros."""
+    inputs = {"rows": rows_RH, "weights": weights_RK}
+    zeros = {name: empty_grad(x).zero_() for name, x in inputs.items() if name in need}
+
+    def finish(grads: ExpertGrads) -> None:
+        for name, tensor in experts.named_tensors().items():
+            if name in need:
+                grad, add = grads.place(name, tensor)
+                if not add:
+                    grad.zero_()
+
+    if later:
+        return WeightGrads(**zeros), finish
+    found = ExpertGrads()
+    finish(found)
+    return WeightGrads(**zeros, **found.take()), None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the gradients of the experts are made of, besides the gradient of the output.
+
+    `act_AF` carries the routing weights.
+    """
+
+    rows_RH: Tensor
+    weights_RK: Tensor
+    act_AF: Tensor
+    grad_pre_AG: Tensor
+    down_low: LowRows
+    up_low: LowRows = NO_ADAPTER
+
+
+def _back_through_down(
+    grad_RH: Tensor,
+    pre_AG: Tensor | None,
+    rows_RH: Tensor,
+    weights_RK: Tensor,
+    experts: ExpertWeights,
+    routing: Routing,
+    formula: ExpertFormula,
+    blocks: Blocks,
+    need: set[str],
+) -> tuple[_Step, Tensor | None]:
+    """The step back through down and gate, and the gradient of the routing weights."""
+    top_k = weights_RK.shape[1]
     if pre_AG is None:
         _, pre_AG = _activations(rows_RH, top_k, experts, routing, formula, blocks, keep_pre=True)
-    down_back = experts.down_adapter and experts.down_adapter.transposed()
-    down_low = _low_rows(grad_RH, down_back, routing, blocks, gather_top_k=top_k)
+    adapter = experts.down_adapter and experts.down_adapter.transposed()
+    low = _low_rows(grad_RH, adapter, routing, blocks, gather_top_k=top_k)
     grad_pre_AG, act_AF, partial_CA = dgated(
         grad_RH,
         weights_RK,
@@ -142,23 +209,28 @@ def backward(
         routing,
         formula,
         blocks,
-        down_low,
+        low,
         need_act=bool(need & {"down", "down_a", "down_b"}),
         need_weights="weights" in need,
     )
-    grads = WeightGrads()
-    if "weights" in need:
-        grads.weights = weight_grads(partial_CA, routing, weights_RK)
-    up_low = NO_ADAPTER
+    step = _Step(rows_RH, weights_RK, act_AF, grad_pre_AG, low)
+    if "weights" not in need:
+        return step, None
+    return step, weight_grads(partial_CA, routing, weights_RK)
+
+
+def _back_to_rows(
+    grad_pre_AG: Tensor, experts: ExpertWeights, routing: Routing, blocks: Blocks, need: set[str]
+) -> tuple[Tensor | None, LowRows]:
+    """The gradient of the rows, and the first product of up's adapter on the way back."""
+    low = NO_ADAPTER
     if need & {"rows", "up_a"}:
-        up_back = experts.up_adapter and experts.up_adapter.transposed()
-        up_low = _low_rows(grad_pre_AG, up_back, routing, blocks)
-    if "rows" in need:
-        grad_x_AH = grouped_mm(grad_pre_AG, experts.up, None, routing, blocks, up_low)
-        grads.rows = combine(grad_x_AH, routing.slots_RK, None)
-    sources = _Sources(rows_RH, weights_RK, grad_RH, act_AF, grad_pre_AG, up_low, down_low)
-    finish = partial(_expert_grads, sources, experts, routing, blocks, grad_scale, need)
-    return (grads, finish) if later else (finish(grads), None)
+        adapter = experts.up_adapter and experts.up_adapter.transposed()
+        low = _low_rows(grad_pre_AG, adapter, routing, blocks)
+    if "rows" not in need:
+        return None, low
+    grad_x_AH = grouped_mm(grad_pre_AG, experts.up, None, routing, blocks, low)
+    return combine(grad_x_AH, routing.slots_RK, None), low
 
 
 def _activations(
@@ -202,97 +274,96 @@ def _low_rows(
     return LowRows(low_AP, b_LPO)
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """Tensors that the gradients of the experts are made of; act_AF carries the routing weights."""
-
-    rows_RH: Tensor
-    weights_RK: Tensor
-    grad_RH: Tensor
-    act_AF: Tensor
-    grad_pre_AG: Tensor
-    up_low: LowRows
-    down_low: LowRows
-
-
-def _expert_grads(
-    sources: _Sources,
+@on_its_device
+def _add_expert_grads(
+    grad_RH: Tensor,
+    step: _Step,
     experts: ExpertWeights,
     routing: Routing,
     blocks: Blocks,
     scale: float,
     need: set[str],
-    grads: WeightGrads | None = None,
-) -> WeightGrads:
-    """Add the gradients of the experts' tensors to `grads`, last: nothing waits for them."""
-    grads = grads or WeightGrads()
-    weights_RK = sources.weights_RK
-    top_k = weights_RK.shape[1]
+    grads: ExpertGrads,
+) -> None:
+    """Put the gradients of the experts' tensors into `grads`, last: nothing waits for them."""
+    top_k = step.weights_RK.shape[1]
     if need & {"down", "up", "down_a", "down_b", "up_a", "up_b"}:
         order_L = routing.offsets.diff().argsort(descending=True)
         product = partial(
             outer, routing=routing, order_L=order_L, top_k=top_k, blocks=blocks, scale=scale
         )
-        _add_matrix_grads(sources, experts, product, need, grads)
+        _add_matrix_grads(grad_RH, step, experts, product, need, grads)
         low_rows = partial(_low_rows, routing=routing, blocks=blocks)
-        _add_adapter_grads(sources, experts, product, low_rows, need, grads)
+        _add_adapter_grads(grad_RH, step, experts, product, low_rows, need, grads)
     if "down_bias" in need:
         assert experts.down_bias is not None
-        grads.down_bias = segment_sum(
-            sources.grad_RH, experts.down_bias, routing, top_k, weights_RK, scale=scale, gather=True
-        )
+        fill = partial(segment_sum, grad_RH, step.weights_RK, gather=True)
+        fill = partial(fill, routing=routing, top_k=top_k, scale=scale)
+        _add_bias_grad("down_bias", experts.down_bias, fill, grads)
     if "up_bias" in need:
         assert experts.up_bias is not None
-        grads.up_bias = segment_sum(
-            sources.grad_pre_AG, experts.up_bias, routing, top_k, None, scale=scale, gather=False
-        )
-    return grads
+        fill = partial(segment_sum, step.grad_pre_AG, None, gather=False)
+        fill = partial(fill, routing=routing, top_k=top_k, scale=scale)
+        _add_bias_grad("up_bias", experts.up_bias, fill, grads)
 
 
 def _add_matrix_grads(
-    sources: _Sources,
+    grad_RH: Tensor,
+    step: _Step,
     experts: ExpertWeights,
-    product: Callable[..., Tensor],
+    product: Callable[..., None],
     need: set[str],
-    grads: WeightGrads,
+    grads: ExpertGrads,
 ) -> None:
     """Add the gradients of both matrices."""
     if "down" in need:
-        out = torch.empty_like(experts.down)
-        grads.down = product(sources.grad_RH, sources.act_AF, out, gather_left=True)
+        out, add = grads.place("down", experts.down)
+        product(grad_RH, step.act_AF, out, gather_left=True, add=add)
     if "up" in need:
-        out = torch.empty_like(experts.up)
-        grads.up = product(sources.grad_pre_AG, sources.rows_RH, out, gather_right=True)
+        out, add = grads.place("up", experts.up)
+        product(step.grad_pre_AG, step.rows_RH, out, gather_right=True, add=add)
 
 
 def _add_adapter_grads(
-    sources: _Sources,
+    grad_RH: Tensor,
+    step: _Step,
     experts: ExpertWeights,
-    product: Callable[..., Tensor],
+    product: Callable[..., None],
     low_rows: Callable[..., LowRows],
     need: set[str],
-    grads: WeightGrads,
+    grads: ExpertGrads,
 ) -> None:
     """Add the gradients of both adapters: `low^T x`, transposed, of a; `grad^T low` of b."""
     down = experts.down_adapter
     up = experts.up_adapter
-    top_k = sources.weights_RK.shape[1]
+    top_k = step.weights_RK.shape[1]
     if down is not None and "down_a" in need:
-        grads.down_a = torch.empty_like(down.a_LPI)
-        into_LFP = grads.down_a.transpose(1, 2)
-        product(sources.act_AF, sources.down_low.low_AP, into_LFP, thin=True)
+        out, add = grads.place("down_a", down.a_LPI)
+        into_LFP = out.transpose(1, 2)
+        product(step.act_AF, step.down_low.low_AP, into_LFP, thin=True, add=add)
     if down is not None and "down_b" in need:
-        low_AP = low_rows(sources.act_AF, down).low_AP
-        out = torch.empty_like(down.b_LOP)
-        grads.down_b = product(sources.grad_RH, low_AP, out, gather_left=True, thin=True)
+        low_AP = low_rows(step.act_AF, down).low_AP
+        out, add = grads.place("down_b", down.b_LOP)
+        product(grad_RH, low_AP, out, gather_left=True, thin=True, add=add)
     if up is not None and "up_a" in need:
-        grads.up_a = torch.empty_like(up.a_LPI)
-        into_LHP = grads.up_a.transpose(1, 2)
-        product(sources.rows_RH, sources.up_low.low_AP, into_LHP, gather_left=True, thin=True)
+        out, add = grads.place("up_a", up.a_LPI)
+        into_LHP = out.transpose(1, 2)
+        product(step.rows_RH, step.up_low.low_AP, into_LHP, gather_left=True, thin=True, add=add)
     if up is not None and "up_b" in need:
-        low_AP = low_rows(sources.rows_RH, up, gather_top_k=top_k).low_AP
-        out = torch.empty_like(up.b_LOP)
-        grads.up_b = product(sources.grad_pre_AG, low_AP, out, thin=True)
+        low_AP = low_rows(step.rows_RH, up, gather_top_k=top_k).low_AP
+        out, add = grads.place("up_b", up.b_LOP)
+        product(step.grad_pre_AG, low_AP, out, thin=True, add=add)
+
+
+def _add_bias_grad(
+    name: str, bias_LO: Tensor, fill: Callable[..., None], grads: ExpertGrads
+) -> None:
+    """Fill the gradient of a bias, or add to it what `fill` computes."""
+    out_LO, add = grads.place(name, bias_LO)
+    share_LO = torch.empty_like(out_LO) if add else out_LO
+    fill(out_LO=share_LO)
+    if add:
+        out_LO += share_LO
 
 
 def _with_contiguous_rows(x_RH: Tensor) -> Tensor:

@@ -26,8 +26,6 @@ FILLED = {
     ("checkpoints/storage/unpickle.py", "found"): "metadata that was just read",
     ("checkpoints/storage/unpickle.py", "found.storage_meta"): "metadata that was just read",
     ("checkpoints/training/save.py", "snapshot"): "the copies of one save",
-    ("ops/torch_mlp.py", "grads"): "gradients on their way to the caller",
-    ("ops/triton_mlp.py", "grads"): "gradients on their way to the caller",
     ("sequence/ulysses.py", "module"): "a copy of the attention module, made for this call",
     ("upstream/attention_interface.py", "module"): "the copy",
     ("vision/positions.py", "bare"): "an instance without weights, made for a collator",

@@ -119,5 +119,6 @@ def adapted(
 def strided(x: Tensor) -> list[Tensor]:
     """The same values in layouts a caller may hand over: transposed storage, and every other."""
     other = x.transpose(-1, -2).contiguous().transpose(-1, -2)
-    gaps = torch.stack([x, torch.full_like(x, float("nan"))], dim=-1)[..., 0]
+    hole = float("nan") if x.is_floating_point() else 1 << 40
+    gaps = torch.stack([x, torch.full_like(x, hole)], dim=-1)[..., 0]
     return [other, gaps]

@@ -25,9 +25,9 @@ KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
 
 
 class Launches:
-    """Within it no kernel runs; `on_launch` is called for each that would."""
+    """Within it no kernel runs; `on_launch`, where given, is called instead of the binder."""
 
-    def __init__(self, on_launch: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(self, on_launch: Callable[[str], None] | None = None) -> None:
         self.variants: dict[str, set[str]] = defaultdict(set)
         self._on_launch = on_launch
         self._kernels: list[tuple[Any, str, Any]] = []
@@ -38,32 +38,33 @@ class Launches:
                 own = isinstance(kernel, (JITFunction, InterpretedFunction))
                 if own and name.endswith("_kernel"):
                     self._kernels.append((module, name, kernel))
-                    setattr(module, name, _Noted(name, kernel, self._note))
+                    note = self._on_launch or self.variants[name].add
+                    setattr(module, name, _Noted(name, kernel, note, bind=self._on_launch is None))
         return self
 
     def __exit__(self, *_: object) -> None:
         for module, name, kernel in self._kernels:
             setattr(module, name, kernel)
 
-    def _note(self, name: str, variant: str) -> None:
-        self.variants[name].add(variant)
-        self._on_launch(name)
-
 
 class _Noted:
-    def __init__(self, name: str, kernel: Any, note: Callable[[str, str], None]) -> None:
-        self._name, self._note = name, note
+    def __init__(self, name: str, kernel: Any, note: Callable[[str], None], *, bind: bool) -> None:
+        self._name, self._note, self._bind = name, note, None
         if isinstance(kernel, InterpretedFunction):
             kernel = JITFunction(kernel.fn, **kernel.kwargs)
-        backend = make_backend(GPUTarget("cuda", 90, 32))
-        self._bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        if bind:
+            backend = make_backend(GPUTarget("cuda", 90, 32))
+            self._bind = create_function_from_signature(kernel.signature, kernel.params, backend)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         assert all(size > 0 for size in grid)
 
         def launch(*args: Any, **kwargs: Any) -> None:
+            if self._bind is None:
+                self._note(self._name)
+                return
             arguments, specialization, options = self._bind(*args, **kwargs)
             kinds = dict(zip(arguments, specialization, strict=True))
-            self._note(self._name, f"{kinds} {options}")
+            self._note(f"{kinds} {options}")
 
         return launch

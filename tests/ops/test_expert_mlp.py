@@ -408,21 +408,33 @@ def test_saved_bytes_at_the_shape_of_qwen3_30b(
     assert 4096 < per_token <= limit
 
 
+LAYOUTS = {"contiguous": lambda x: x, "transposed": lambda x: strided(x)[0]}
+LAYOUTS["with gaps"] = lambda x: strided(x)[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_the_operators_keep_torch_library_rules(backend: str, device: str) -> None:
-    """Fake shapes equal real ones, no output aliases an input, autograd is registered."""
+def test_the_operators_keep_torch_library_rules(backend: str, device: str, layout: str) -> None:
+    """Fake shapes and strides equal real ones whatever the inputs' strides are, no output aliases
+    an input, autograd is registered."""
     case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True, transposed=True)
-    rows, weights, *experts = [x.requires_grad_() for x in case.inputs(torch.float32, device)]
+    put = LAYOUTS[layout]
+
+    def leaf(x: Tensor) -> Tensor:
+        return put(x).detach().requires_grad_()
+
+    rows, weights, *experts = [leaf(x) for x in case.inputs(torch.float32, device)]
+    assert rows.is_contiguous() == weights.is_contiguous() == (layout == "contiguous")
     named = adapted(case, 2, torch.float32, device)
-    tensors = [*experts, *(named[name].requires_grad_() for name in ADAPTERS)]
+    tensors = [*experts, *(leaf(named[name]) for name in ADAPTERS)]
     spec = ExpertSpec(case.formula, (*NAMES[2:], *ADAPTERS), 0.5, 2.0, 0.5, True, backend)
-    args = (rows, weights, tensors, case.ids_RK(device), case.counts_L(), spec.to_text())
+    args = (rows, weights, tensors, put(case.ids_RK(device)), case.counts_L(), spec.to_text())
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp.default, args, test_utils=tests)
     out, *saved = torch.ops.hf_moe_ep.expert_mlp(*args)
     kept = [x.detach() for x in (rows, weights, *tensors, *saved)]
     needs = [name != "up_bias" for name in spec.names]
-    back = (torch.randn_like(out), kept, spec.to_text(), needs)
+    back = (put(torch.randn_like(out)), kept, spec.to_text(), needs)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp_backward.default, back, test_utils=tests)
 

@@ -1,4 +1,4 @@
-"""How kernels are launched, on no GPU: which variants Triton would build."""
+"""How kernels are launched, on no GPU: which variants Triton would build, and on which device."""
 
 import random
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 from launches import Launches
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights
 from hf_moe_ep.ops.kernels import blocks
+from hf_moe_ep.ops.permute import add_rows
 
 EXPERTS, HIDDEN, FFN, TOP_K = 4, 256, 128, 2
 
@@ -33,7 +35,9 @@ def _experts(device: str, rank: int = 0, *, bias: bool = True) -> ExpertWeights:
     return ExpertWeights(*experts)
 
 
-def _step(rows: int, pairs: int, experts: ExpertWeights, device: str) -> None:
+def _step(
+    rows: int, pairs: int, experts: ExpertWeights, device: str, *, later: bool = False
+) -> None:
     """Forward and backward of `rows` rows, `pairs` of whose choices are of experts here."""
     rows_RH = torch.empty(rows, HIDDEN, dtype=torch.bfloat16, device=device)
     weights_RK = torch.empty(rows, TOP_K, device=device)
@@ -42,7 +46,7 @@ def _step(rows: int, pairs: int, experts: ExpertWeights, device: str) -> None:
     formula = ExpertFormula()
     routing = triton_mlp.route(ids_RK, counts_L, experts)
     out_RH, pre_AG = triton_mlp.forward(rows_RH, weights_RK, experts, routing, formula, True)
-    triton_mlp.backward(
+    _, finish = triton_mlp.backward(
         out_RH,
         rows_RH,
         weights_RK,
@@ -52,7 +56,10 @@ def _step(rows: int, pairs: int, experts: ExpertWeights, device: str) -> None:
         formula,
         grad_scale=0.5,
         need={"rows", "weights", *experts.named_tensors()},
+        later=later,
     )
+    if finish is not None:
+        finish(ExpertGrads())
 
 
 @pytest.mark.parametrize("rank", [0, 16])
@@ -79,3 +86,35 @@ def test_no_kernel_is_built_again_for_one_row_or_pair() -> None:
         for rows, pairs in ((1, 1), (1, 2), (2, 1), (16, 32)):
             _step(rows, pairs, experts, "meta")
     assert launches.variants == first
+
+
+class _Current:
+    """Stands for torch.cuda.device_of: the device of a tensor is the current one meanwhile."""
+
+    index = 0
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._index = tensor.get_device()
+
+    def __enter__(self) -> None:
+        self._before, _Current.index = _Current.index, self._index
+
+    def __exit__(self, *_: object) -> None:
+        _Current.index = self._before
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(
+    later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may be on cuda:1 while cuda:0 is the current device, where Triton would launch."""
+    monkeypatch.setattr(torch.cuda, "device_of", _Current)
+    launched: list[tuple[str, int]] = []
+    with FakeTensorMode(), Launches(lambda name: launched.append((name, _Current.index))):
+        _step(40, 60, _experts("cuda:1", rank=16), "cuda:1", later=later)
+        rows_NH = torch.empty(9, HIDDEN, device="cuda:1")
+        slots_TJ = torch.empty(5, 2, dtype=torch.int64, device="cuda:1")
+        assert len({name for name, _ in launched}) == 11  # every kernel
+        add_rows(rows_NH, slots_TJ.new_empty(9), slots_TJ)
+    assert launched[-1][0] == "combine_kernel"
+    assert [launch for launch in launched if launch[1] != 1] == []

@@ -1,66 +1,354 @@
-"""The self-check passes on right kernels and refuses wrong ones; here in Triton's interpreter."""
+"""The self-check passes on right kernels, refuses wrong ones, and says why one cannot be built.
 
+Here in Triton's interpreter; what is launched on an H100 is compared with what was checked.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import triton
+from launches import Launches
+from torch import Tensor
 
-from hf_moe_ep.ops import self_check, triton_mlp
+from hf_moe_ep.ops import self_check, torch_mlp, triton_mlp
+from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertWeights
-from hf_moe_ep.ops.self_check import check_once
+from hf_moe_ep.ops.interface import ExpertWeights, WeightGrads
+from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, up
+from hf_moe_ep.ops.self_check import Kind, check_once
+from hf_moe_ep.ops.spec import ExpertSpec
 
-KIND = (torch.device("cpu"), torch.float32, ExpertFormula(), True, False, 2, 32, 16, 8)
-ADAPTED = (*KIND, (2, 3))
+MATRICES = ("up", "down")
+ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
+KIND = Kind(
+    torch.device("cpu"),
+    torch.float32,
+    torch.float32,
+    "ieee",
+    ExpertFormula(),
+    tensors=("up", "up_bias", "down", "down_bias"),
+    trained=("rows", "weights", "up", "up_bias", "down", "down_bias"),
+    keep_pre=True,
+    transposed=False,
+    top_k=2,
+    num_experts=3,
+    hidden=32,
+    ffn=16,
+    few=True,
+)
+FROZEN = replace(KIND, tensors=MATRICES, trained=("rows", "weights"))
+LORA = replace(
+    FROZEN, tensors=(*MATRICES, *ADAPTERS), trained=("rows", "weights", *ADAPTERS), ranks=(2, 3)
+)
+INFERENCE = replace(FROZEN, trained=(), keep_pre=False)
+RECOMPUTED = replace(FROZEN, keep_pre=False)
+KINDS = {"base": KIND, "frozen": FROZEN, "lora": LORA}
+KINDS |= {"inference": INFERENCE, "recomputed": RECOMPUTED}
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> None:
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     check_once.cache_clear()
+    self_check.warn_once.cache_clear()
+    # A tenth of the work: three tiles of an expert instead of sixteen.
+    monkeypatch.setattr(self_check, "FEW_ROWS", 32)
+    monkeypatch.setattr(self_check, "_short", lambda size: 16 + size % 16)
 
 
-@pytest.mark.parametrize("kind", [KIND, ADAPTED], ids=["base", "adapters"])
-def test_right_kernels_pass(kind: tuple[Any, ...]) -> None:
-    check_once(*kind)
+@pytest.mark.parametrize("name", KINDS)
+def test_right_kernels_pass(name: str) -> None:
+    assert check_once(KINDS[name]) == ""
 
 
-@pytest.mark.parametrize("kernel", ["up", "grouped_mm", "thin_mm", "dgated", "outer", "combine"])
-def test_one_wrong_element_of_any_kernel_is_refused(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
+def _wrong(
+    monkeypatch: pytest.MonkeyPatch, name: str, when: Callable[[dict[str, Any]], bool]
 ) -> None:
-    right = getattr(triton_mlp, kernel)
+    """One element of what a launch writes is wrong, where its arguments are such."""
+    owner = self_check if name == "combine alone" else triton_mlp
+    name = name.removesuffix(" alone")
+    right = getattr(owner, name)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         out = right(*args, **kwargs)
-        first = out[0] if isinstance(out, tuple) else out
-        first.view(-1)[3] += 10
+        if when(kwargs | dict(enumerate(args))):
+            first = out[0] if isinstance(out, tuple) else out
+            first = args[2] if first is None else first
+            first.view(-1)[3] += 10
         return out
 
-    monkeypatch.setattr(triton_mlp, kernel, wrong)
+    monkeypatch.setattr(owner, name, wrong)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["up", "grouped_mm", "thin_mm", "dgated", "outer", "combine", "combine alone"]
+)
+def test_one_wrong_element_of_any_kernel_is_refused(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _wrong(monkeypatch, kernel, lambda arguments: True)
     with pytest.raises(
         RuntimeError, match=r"compute wrong numbers on cpu.*experts_backend='torch'"
     ):
-        check_once(*(ADAPTED if kernel == "thin_mm" else KIND))
+        check_once(LORA if kernel == "thin_mm" else KIND)
+
+
+# What is wrong, where, the kind that has to find it, one that has nothing to do with it.
+VARIANTS = {
+    "a frozen base": ("dgated", lambda x: not x["need_act"], FROZEN, KIND),
+    "nothing kept": ("up", lambda x: not x["keep_pre"], INFERENCE, FROZEN),
+    "computed again": ("up", lambda x: not x["keep_pre"], RECOMPUTED, FROZEN),
+    "16-bit routing weights": (
+        "combine",
+        lambda x: x[2] is not None and x[2].dtype == torch.float16,
+        replace(INFERENCE, dtype=torch.float16, weights_dtype=torch.float16),
+        replace(INFERENCE, dtype=torch.float16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_that_is_wrong_is_refused_where_it_is_launched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, when, launching, other = VARIANTS[name]
+    _wrong(monkeypatch, kernel, when)
+    assert check_once(other) == ""
+    with pytest.raises(RuntimeError, match="compute wrong numbers"):
+        check_once(launching)
+
+
+def _tf32(x: Tensor) -> Tensor:
+    """Rounded to the 10 bits of mantissa that TF32 has."""
+    return ((x.view(torch.int32) + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
+
+
+def test_a_tf32_product_is_refused_where_exact_ones_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = triton_mlp.grouped_mm
+
+    def rounding(rows_AI: Tensor, matrix_LIO: Tensor, *args: Any) -> Tensor:
+        return right(_tf32(rows_AI), _tf32(matrix_LIO.contiguous()), *args)
+
+    monkeypatch.setattr(triton_mlp, "grouped_mm", rounding)
+    assert check_once(replace(KIND, precision="tf32")) == ""
+    with pytest.raises(RuntimeError, match="compute wrong numbers"):
+        check_once(KIND)
+
+
+def _experts(hidden: int, rank: int | None = None) -> ExpertWeights:
+    up_LGH, down_LHF = torch.empty(4, 64, hidden), torch.empty(4, hidden, 32)
+    experts = ExpertWeights(up_LGH, None, down_LHF, None)
+    if rank:
+        a_LPF, b_LHP = torch.empty(4, rank, 32), torch.empty(4, hidden, rank)
+        experts = replace(experts, down_a=a_LPF, down_b=b_LHP)
+    return experts
 
 
 def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One check for equal dtype, formula, bucket, alignment and ranks; another for odd sizes."""
-    kinds: list[tuple[Any, ...]] = []
+    """A kind is whatever a kernel would be built anew for."""
+    kinds: list[Kind] = []
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
-    monkeypatch.setattr(self_check, "check_once", lambda *kind: kinds.append(kind))
+    monkeypatch.setattr(self_check, "check_once", kinds.append)
 
-    def call(hidden: int, pairs: int, rank: int | None = None) -> None:
-        up_LGH, down_LHF = torch.empty(4, 64, hidden), torch.empty(4, hidden, 32)
-        experts = ExpertWeights(up_LGH, None, down_LHF, None)
-        if rank:
-            a_LPF, b_LHP = torch.empty(4, rank, 32), torch.empty(4, hidden, rank)
-            experts = replace(experts, down_a=a_LPF, down_b=b_LHP)
-        self_check.self_check(2, pairs, experts, ExpertFormula())
+    def call(
+        hidden: int = 2048,
+        pairs: int = 5000,
+        rank: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        trained: tuple[str, ...] = (),
+        keep_pre: bool = True,
+    ) -> Kind:
+        experts = _experts(hidden, rank)
+        spec = ExpertSpec(ExpertFormula(), tuple(experts.named_tensors()), keep_pre=keep_pre)
+        weights_RK = torch.empty(7, 2, dtype=dtype)
+        self_check.self_check(weights_RK, pairs, experts, spec, trained)
+        return kinds[-1]
 
-    for hidden, pairs in ((512, 4000), (2048, 5000), (2064, 5000), (2048, 100)):
-        call(hidden, pairs)
-    assert kinds[0] == kinds[1] and len(set(kinds)) == 3
-    for rank in (8, 8, 16):
-        call(2048, 5000, rank)
-    assert kinds[4] == kinds[5] and len(set(kinds)) == 5
+    assert call(pairs=4000) == call()
+    others = [
+        call(),
+        call(hidden=2064),
+        call(pairs=20),
+        call(rank=8),
+        call(rank=16),
+        call(dtype=torch.bfloat16),
+        call(trained=("rows",)),
+        call(keep_pre=False),
+    ]
+    monkeypatch.setattr(self_check, "dot_precision", lambda rows: "tf32")
+    others.append(call())
+    assert len(set(others)) == len(others)
+
+
+def _call(backend: str, grads: bool = True) -> list[Tensor]:
+    torch.manual_seed(0)
+    leaves = [torch.randn(7, 32), torch.rand(7, 2), torch.randn(4, 64, 32), torch.randn(4, 32, 32)]
+    leaves = [x.requires_grad_(grads) for x in leaves]
+    rows_RH, weights_RK, up_LGH, down_LHF = leaves
+    experts = ExpertWeights(up_LGH, None, down_LHF, None)
+    ids_RK = torch.tensor([[0, 1], [2, 3], [1, 4], [3, 1], [2, 0], [4, 4], [0, 3]])
+    counts_L = [3, 3, 2, 3]
+    args = (rows_RH, ids_RK, weights_RK, experts, ExpertFormula())
+    out_RH = expert_mlp(*args, counts_L=counts_L, backend=backend)
+    if not grads:
+        return [out_RH]
+    return [out_RH.detach(), *torch.autograd.grad(out_RH.square().sum(), leaves)]
+
+
+UNBUILT = {
+    "no room": triton.OutOfResources(147_456, 101_376, "shared memory"),
+    "does not compile": RuntimeError("PassManager::run failed"),
+}
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+@pytest.mark.parametrize("kernel", ["up", "dgated", "sort_pairs"])
+def test_kernels_that_cannot_be_built_leave_the_experts_to_torch(
+    kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under "auto", with one warning; by name it is an error."""
+    want = _call("torch")
+
+    def unbuilt(*args: Any, **kwargs: Any) -> Any:
+        raise UNBUILT[name]
+
+    monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_mlp, kernel, unbuilt)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            got = _call("auto")
+            assert all(torch.equal(mine, true) for mine, true in zip(got, want, strict=True))
+            _call("auto", grads=False) if kernel != "dgated" else None
+    assert len(caught) == 1
+    reason = str(UNBUILT[name])
+    assert reason in str(caught[0].message) and "torch path" in str(caught[0].message)
+    with pytest.raises(RuntimeError, match="experts_backend='triton' cannot run here") as error:
+        _call("triton")
+    assert reason in str(error.value)
+
+
+def test_auto_takes_the_kernels_where_they_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
+    got, want = _call("auto"), _call("torch")
+    assert not torch.equal(got[0], want[0])  # or it was torch
+    assert all(torch.equal(a, b) for a, b in zip(got, _call("triton"), strict=True))
+
+
+def test_a_gpu_that_is_out_of_memory_is_not_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(triton_mlp, "up", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        check_once(KIND)
+
+
+REAL = replace(
+    KIND, dtype=torch.bfloat16, top_k=8, num_experts=128, hidden=2048, ffn=768, few=False
+)
+# The real sizes of calls; ffn as `self_check` writes it.
+LAUNCHED = {
+    "trained": replace(REAL, tensors=MATRICES, trained=("rows", "weights", *MATRICES)),
+    "biases": REAL,
+    "few rows": replace(REAL, few=True),
+    "frozen": replace(REAL, tensors=MATRICES, trained=("rows", "weights")),
+    "first layer, frozen": replace(REAL, tensors=MATRICES, trained=("weights",)),
+    "inference": replace(REAL, tensors=MATRICES, trained=(), keep_pre=False),
+    "recomputed": replace(REAL, keep_pre=False),
+    "16-bit routing weights": replace(REAL, weights_dtype=torch.bfloat16),
+    "lora": replace(
+        REAL,
+        tensors=(*MATRICES, *ADAPTERS),
+        trained=("rows", "weights", *ADAPTERS),
+        ranks=(16, 16),
+    ),
+    "odd sizes": replace(REAL, hidden=2064, ffn=784),
+    "gpt-oss": replace(
+        REAL,
+        formula=ExpertFormula(interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0),
+        transposed=True,
+        top_k=4,
+        num_experts=32,
+        hidden=2880,
+        ffn=2880,
+    ),
+    "fp32": replace(REAL, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_what_is_launched_was_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every variant of every kernel that a call on an H100 would build, and no GPU in sight."""
+    monkeypatch.undo()
+    kind = LAUNCHED[name]
+    monkeypatch.setattr(blocks, "generation", lambda device: "sm_90")
+    for module in (blocks, dgated, grouped_mm, outer, up):
+        monkeypatch.setattr(module, "dot_precision", lambda rows: kind.precision)
+    # Numbers are not the point: nothing runs, and torch need not either.
+    monkeypatch.setattr(self_check, "torch_mlp", _NoTruth())
+    with Launches() as checked:
+        for check in (self_check._products, self_check._routing, self_check._sums):
+            list(check(replace(kind, ffn=256 + kind.ffn % 256)))
+    with Launches() as launched:
+        _launch(kind)
+    assert {"up_kernel", "combine_kernel"} <= launched.variants.keys()
+    for kernel, variants in launched.variants.items():
+        assert variants <= checked.variants[kernel], kernel
+
+
+class _NoTruth:
+    """In place of the torch path: routes, and computes nothing."""
+
+    route = staticmethod(torch_mlp.route)
+
+    @staticmethod
+    def forward(rows_RH: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        return rows_RH, rows_RH
+
+    @staticmethod
+    def backward(grad_RH: Tensor, *args: Any, need: set[str], **kwargs: Any) -> Any:
+        return WeightGrads(**dict.fromkeys(need, grad_RH)), None
+
+
+def _launch(kind: Kind) -> None:
+    """One call of the kind's real sizes."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=kind.dtype, device="meta")
+
+    def matrix(out_size: int, in_size: int) -> Tensor:
+        if kind.transposed:
+            return empty(kind.num_experts, in_size, out_size).mT
+        return empty(kind.num_experts, out_size, in_size)
+
+    hidden, ffn, (up_rank, down_rank) = kind.hidden, kind.ffn, kind.ranks
+    tensors = {
+        "up": matrix(2 * ffn, hidden),
+        "up_bias": empty(kind.num_experts, 2 * ffn),
+        "down": matrix(hidden, ffn),
+        "down_bias": empty(kind.num_experts, hidden),
+        "up_a": empty(kind.num_experts, up_rank, hidden),
+        "up_b": empty(kind.num_experts, 2 * ffn, up_rank),
+        "down_a": empty(kind.num_experts, down_rank, ffn),
+        "down_b": empty(kind.num_experts, hidden, down_rank),
+    }
+    named = dict.fromkeys(tensors) | {name: tensors[name] for name in kind.tensors}
+    experts = ExpertWeights(**named)
+    rows = 333 if kind.few else 33_333
+    rows_RH = empty(rows, hidden)
+    weights_RK = empty(rows, kind.top_k).to(kind.weights_dtype)
+    routing = triton_mlp.route(weights_RK.long(), None, experts)
+    call = (rows_RH, weights_RK, experts, routing)
+    out_RH, pre_AG = triton_mlp.forward(*call, kind.formula, kind.keep_pre)
+    if kind.trained:
+        pre_AG = pre_AG if kind.keep_pre else None
+        need = set(kind.trained)
+        triton_mlp.backward(out_RH, *call, pre_AG, kind.formula, grad_scale=0.5, need=need)

@@ -18,6 +18,7 @@ OTHER = ExpertSpec(
     down_scale=2.0,
     grad_scale=1 / 3,
     keep_pre=False,
+    trained=("rows", "down"),
     backend="triton",
 )
 
@@ -27,7 +28,8 @@ def test_the_text_by_hand() -> None:
         "gated=False interleaved=True activation=gelu_tanh alpha=0x1.b3b645a1cac08p+0 "
         "limit=0x1.c000000000000p+2 up_offset=0x1.0000000000000p+0 tensors=up,down,down_bias "
         "up_scale=0x1.0000000000000p-1 down_scale=0x1.0000000000000p+1 "
-        "grad_scale=0x1.5555555555555p-2 keep_pre=False backend=triton"
+        "grad_scale=0x1.5555555555555p-2 keep_pre=False "
+        "trained=rows,down backend=triton"
     )
 
 

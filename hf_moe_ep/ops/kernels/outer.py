@@ -1,9 +1,12 @@
-"""out[l] = scale * left^T right over the pairs of expert l: the gradient of a weight.
+"""out[l] (+)= scale * left^T right over the pairs of expert l: the gradient of a weight.
 
 Either side is a buffer in pair order, or rows that are gathered on the way in. An expert without
 pairs gets exact zeros. Programs of the busiest experts start first: theirs are the longest loops.
 Of an adapter's factors the side of the rank is the right one, `thin`; a gradient that has it the
 other way round is filled as a transposed view.
+
+To an fp32 `out` may be added: a launch adds to every element once, so the order of the sum is that
+of the launches, and the additions in memory are atomic only because those need no registers.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ def outer_kernel(
     out_stride_l, out_stride_m, out_stride_n, scale,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_m = tl.cdiv(height, BLOCK_M)
     num_n = tl.cdiv(width, BLOCK_N)
@@ -56,7 +59,10 @@ def outer_kernel(
     o_row = o_m.to(tl.int64)[:, None] * out_stride_m
     o_column = o_n.to(tl.int64)[None, :] * out_stride_n
     m_out = (o_m < height)[:, None] & (o_n < width)[None, :]
-    tl.store(out + o_row + o_column, (sums * scale).to(out.dtype.element_ty), mask=m_out)
+    if ADD:
+        tl.atomic_add(out + o_row + o_column, sums * scale, mask=m_out, sem="relaxed")
+    else:
+        tl.store(out + o_row + o_column, (sums * scale).to(out.dtype.element_ty), mask=m_out)
 
 
 def outer(
@@ -72,8 +78,9 @@ def outer(
     gather_left: bool = False,
     gather_right: bool = False,
     thin: bool = False,
-) -> Tensor:
-    """Fills and returns `out_LOI`, of any strides; `left` and `right` have contiguous rows."""
+    add: bool = False,
+) -> None:
+    """Fill `out_LOI`, of any strides, or add to it; `left` and `right` have contiguous rows."""
     num_experts, height, width = out_LOI.shape
     block: OuterBlock = blocks.outer
     if thin:
@@ -84,7 +91,6 @@ def outer(
         top_k, height, width, left.stride(0), right.stride(0), *out_LOI.stride(), scale,
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right,
         BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k,
-        EVEN_M=height % block.m == 0, EVEN_N=width % block.n == 0,
+        EVEN_M=height % block.m == 0, EVEN_N=width % block.n == 0, ADD=add,
         PRECISION=dot_precision(left), num_warps=block.warps, num_stages=block.stages,
     )  # fmt: skip
-    return out_LOI

@@ -44,7 +44,7 @@ def combine_kernel(
     tl.store(out + row * hidden + o_h, total.to(out.dtype.element_ty), mask=o_h < hidden)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_slots"])
+@triton.jit(do_not_specialize=["num_pairs", "num_columns", "num_slots"])
 def weight_grads_kernel(
     partial, slots, out, num_pairs, num_columns, num_slots, BLOCK: tl.constexpr
 ):
@@ -113,20 +113,18 @@ def weight_grads(partial_CA: Tensor, routing: Routing, like_RK: Tensor) -> Tenso
 
 def segment_sum(
     rows: Tensor,
-    like_LO: Tensor,
+    weights_RK: Tensor | None,
     routing: Routing,
     top_k: int,
-    weights_RK: Tensor | None,
+    out_LO: Tensor,
     *,
     scale: float,
     gather: bool,
-) -> Tensor:
-    """The gradient of a bias; rows are gathered, or lie in pair order."""
-    num_experts, width = like_LO.shape
-    out_LO = torch.empty_like(like_LO, memory_format=torch.contiguous_format)
+) -> None:
+    """Fill `out_LO`, the gradient of a bias; rows are gathered, or lie in pair order."""
+    num_experts, width = out_LO.shape
     segment_sum_kernel[(num_experts, triton.cdiv(width, _SUM_COLUMNS))](
         rows, routing.pair_A, weights_RK, routing.offsets, out_LO, top_k, width, rows.stride(0),
         scale, GATHER=gather, WEIGHTED=weights_RK is not None,
         BLOCK_M=_SUM_ROWS, BLOCK_N=_SUM_COLUMNS,
     )  # fmt: skip
-    return out_LO

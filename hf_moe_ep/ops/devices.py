@@ -1,0 +1,26 @@
+"""Launches on the device of their tensors, which need not be the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def on_its_device(
+    function: Callable[Concatenate[Tensor, _P], _R],
+) -> Callable[Concatenate[Tensor, _P], _R]:
+    """Make the device of the first argument the current one meanwhile: Triton launches there."""
+
+    @wraps(function)
+    def on_device(tensor: Tensor, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.cuda.device_of(tensor):
+            return function(tensor, *args, **kwargs)
+
+    return on_device

@@ -1,0 +1,61 @@
+"""What backward still holds while it makes the gradients of the experts, which are large."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from expert_cases import ADAPTERS, FORMULAS, TRITON, adapted
+
+from hf_moe_ep.ops import triton_mlp
+from hf_moe_ep.ops.interface import ExpertWeights
+
+# What they return, and whether an expert's gradient is made of it.
+MADE_BY = {"grouped_mm": (False,), "up": (False, False), "dgated": (True, True, False)}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("backend", "device"), TRITON)
+def test_backward_lets_go_of_what_the_experts_gradients_are_not_made_of(
+    backend: str, device: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows' gradient of every pair is [A, H], what is computed again [A, 2F]: 1 GB each."""
+    case = FORMULAS["silu, bias"]
+    inputs = adapted(case, 2, torch.float32, device)
+    rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
+    experts = ExpertWeights(**inputs)
+    routing = triton_mlp.route(case.ids_RK(device), case.counts_L(), experts)
+    call = (rows_RH, weights_RK, experts, routing)
+    out_RH, pre_AG = triton_mlp.forward(*call, case.formula, True)
+    made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+    held: list[str] = []
+
+    def watched(name: str) -> Any:
+        right = getattr(triton_mlp, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = right(*args, **kwargs)
+            parts = out if isinstance(out, tuple) else (out,)
+            for number, (part, needed) in enumerate(zip(parts, MADE_BY[name], strict=True)):
+                if not needed:
+                    made.append((f"{name} {number}", weakref.ref(part)))
+            return out
+
+        return run
+
+    right_outer = triton_mlp.outer
+
+    def outer(*args: Any, **kwargs: Any) -> None:
+        held.extend(name for name, ref in made if ref() is not None)
+        right_outer(*args, **kwargs)
+
+    for name in MADE_BY:
+        monkeypatch.setattr(triton_mlp, name, watched(name))
+    monkeypatch.setattr(triton_mlp, "outer", outer)
+    pre_AG = None if recompute else pre_AG
+    need = {"rows", "weights", "up", "up_bias", "down", "down_bias", *ADAPTERS}
+    triton_mlp.backward(
+        torch.ones_like(out_RH), *call, pre_AG, case.formula, grad_scale=1.0, need=need
+    )
+    assert len(made) == (4 if recompute else 2)
+    assert held == []

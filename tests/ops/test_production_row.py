@@ -1,0 +1,98 @@
+"""The row of the block table that real models take: whole blocks of 128 rows, no masks.
+
+Every other test's sizes are small: they fill tiles in part, and take the masked loops.
+"""
+
+import math
+
+import pytest
+import torch
+from launches import Launches
+from support.close import max_error
+from torch import Tensor
+
+from hf_moe_ep.ops import triton_mlp
+from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.kernels import blocks
+from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, TABLE
+
+ROW = ("sm_90", 2, "many")
+NAMES = ("rows", "weights", "up", "down")
+
+
+def _draw(tokens: int, top_k: int, experts: int, hidden: int, ffn: int, device: str):  # type: ignore[no-untyped-def]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    tensors = [
+        normal(tokens, hidden),
+        normal(tokens, top_k).abs(),
+        normal(experts, 2 * ffn, hidden) / hidden**0.5,
+        normal(experts, hidden, ffn) / ffn**0.5,
+    ]
+    ids_RK = normal(tokens, experts).argsort(1)[:, :top_k]
+    return tensors, ids_RK, normal(tokens, hidden)
+
+
+def _run(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, backend: str) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    rows_RH, weights_RK, up, down = leaves
+    experts = ExpertWeights(up, None, down, None)
+    out_RH = expert_mlp(rows_RH, ids_RK, weights_RK, experts, ExpertFormula(), backend=backend)
+    return [out_RH.detach(), *torch.autograd.grad(out_RH, leaves, grad_RH)]
+
+
+def _check(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, dtype: torch.dtype) -> None:
+    """Errors against fp64 at most twice those of plain torch in the same dtype."""
+    low = [x if index == 1 else x.to(dtype) for index, x in enumerate(tensors)]
+    grad_RH = grad_RH.to(dtype)
+    truth = _run([x.double() for x in low], ids_RK, grad_RH.double(), "torch")
+    plain, ours = (_run(low, ids_RK, grad_RH, backend) for backend in ("torch", "triton"))
+    for name, mine, other, true in zip(("out", *NAMES), ours, plain, truth, strict=True):
+        error, budget = max_error(mine, true), 2 * max_error(other, true)
+        assert error <= budget, f"{name}: {error:.2e} > {budget:.2e}"
+
+
+@pytest.mark.gpu
+def test_sixteen_experts_of_qwen3_30b() -> None:
+    tokens, top_k, experts = 4096, 8, 16
+    assert tokens * top_k >= FEW_ROWS * experts
+    _check(*_draw(tokens, top_k, experts, 2048, 768, "cuda"), torch.bfloat16)
+
+
+def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, in fp16: tiles full and ragged, every other block full."""
+    monkeypatch.setattr(blocks, "generation", lambda device: ROW[0])
+    row = TABLE[ROW]
+    products = (row.up, row.matmul, row.dgated, row.outer)
+    size = math.lcm(row.outer.m, *(n for block in products for n in (block.n, block.k)))
+    experts, top_k = 2, 1
+    tokens = FEW_ROWS * experts + 5
+    tensors, ids_RK, grad_RH = _draw(tokens, top_k, experts, size, size, "cpu")
+    with Launches() as launches:
+        _launch(size, tokens, experts)
+    loops = {name: launches.variants[name] for name in ("up_kernel", "dgated_kernel")}
+    loops |= {name: launches.variants[name] for name in ("grouped_mm_kernel", "outer_kernel")}
+    for name, variants in loops.items():
+        assert variants and all("'EVEN_N': ('constexpr', True)" in x for x in variants), name
+    _check(tensors, ids_RK, grad_RH, torch.float16)
+
+
+def _launch(size: int, tokens: int, experts: int) -> None:
+    """Forward and backward of such a call on meta tensors."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float16, device="meta")
+
+    weights = ExpertWeights(empty(experts, 2 * size, size), None, empty(experts, size, size), None)
+    rows_RH, weights_RK = empty(tokens, size), empty(tokens, 1)
+    routing = triton_mlp.route(weights_RK.long(), None, weights)
+    call = (rows_RH, weights_RK, weights, routing)
+    out_RH, pre_AG = triton_mlp.forward(*call, ExpertFormula(), True)
+    triton_mlp.backward(
+        out_RH, *call, pre_AG, ExpertFormula(), grad_scale=1.0, need={"rows", "up", "down"}
+    )
