@@ -383,7 +383,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """The process and all it started: what is left of a job would keep the GPU's memory."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    # One that a driver holds cannot be killed, and must not hold the next job up.
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(20)
 
 
 def _copy_json(text: str, lines: IO[str], about: dict[str, Any]) -> None:
