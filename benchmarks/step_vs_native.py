@@ -201,7 +201,8 @@ def saved_bytes(model: nn.Module) -> Iterator[Counter[str]]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         exchanges = plan(*args, **kwargs)
         kept = [value for exchange in exchanges for value in vars(exchange).values()]
-        total["bytes"] += sum(value.nbytes for value in kept if isinstance(value, Tensor))
+        storages = [_storage(value) for value in kept if isinstance(value, Tensor)]
+        total["bytes"] += sum({one.data_ptr(): one.nbytes() for one in storages}.values())
         return exchanges
 
     with ExitStack() as stack:

@@ -89,12 +89,13 @@ def _expected_saved(sizes: bench.Sizes, routing: list, rank: int, ep: int) -> in
             for experts in routing[other][layer]:
                 here = sum(expert // local == own for expert in experts)
                 received, pairs = received + (here > 0), pairs + here
-        sent = sum(len({e // local for e in experts}) for experts in routing[rank][layer])
         total += received * sizes.hidden * FP32 + pairs * 2 * sizes.intermediate * FP32
         total += received * top_k * (FP32 + INT32)  # weights; places of the pairs
         total += pairs * INT32 + (local + 1) * INT32  # pairs by expert
-        # Where each row came from and went to, and the rows of each token.
-        total += sent * 2 * INT64 + tokens * min(ep, top_k) * INT64
+        # The token of each row and the rows of each token, as many as there can be at most, and
+        # what each expert is called here.
+        rows = tokens * min(ep, top_k)
+        total += (rows + 1) * INT32 + rows * INT32 + sizes.experts * INT64
     return total
 
 
