@@ -156,8 +156,8 @@ PARTS: dict[int, list[Job]] = {
         ),
         Job(
             "LoRA, 48 layers",
-            170,
-            f"{_TRAIN} {_LORA_48} --profile --seconds 82",
+            190,
+            f"{_TRAIN} {_LORA_48} --profile --seconds 92",
             r'"end_to_end": "ours".*"tok_per_s"',
             f"{_TINY_TRAIN} --mode lora --checkpointing --profile",
         ),
@@ -170,8 +170,8 @@ PARTS: dict[int, list[Job]] = {
         ),
         Job(
             "LoRA, 24 layers, 8k tokens",
-            120,
-            f"{_TRAIN} {_LORA_24} --seconds 58",
+            100,
+            f"{_TRAIN} {_LORA_24} --seconds 48",
             r'"end_to_end": "ours".*"tok_per_s"',
             f"{_TINY_TRAIN} --mode lora --sides ours",
         ),
