@@ -38,6 +38,7 @@ def test_with_adapters_no_product_has_the_name_of_another() -> None:
     assert not any(label.startswith("dW") for label in labels)
 
 
+@pytest.mark.slow
 def test_a_call_runs_under_the_row_it_is_given(layer: bench.Layer) -> None:
     """A candidate's block reaches the kernel; one that cannot start is a line."""
     row = layer.table_row()
@@ -62,6 +63,7 @@ def test_a_candidate_with_another_result_is_never_timed(layer: bench.Layer) -> N
         assert any(name == field and other != row for name, other in bench.candidates(row))
 
 
+@pytest.mark.slow
 def test_sums_are_of_all_kernels_and_name_one_that_did_not_run(
     layer: bench.Layer, capsys: pytest.CaptureFixture[str]
 ) -> None:
