@@ -104,13 +104,15 @@ class ExpertWeights:
 class Routing:
     """Pairs sorted by expert, int32; see the module's example.
 
-    `tiles` is the work list of the Triton kernels (`sort_pairs`), empty elsewhere.
+    `tiles` is the work list of the Triton kernels (`sort_pairs`) and `row_A = pair_A // K`, which
+    they read in their loops; both are empty elsewhere.
     """
 
     pair_A: Tensor
     slots_RK: Tensor
     offsets: Tensor
     tiles: Tensor
+    row_A: Tensor
 
 
 @dataclass

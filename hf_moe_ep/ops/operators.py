@@ -9,7 +9,8 @@ nothing inside them.
     experts    the tensors that there are, of WEIGHT_NAMES: `Tensor[]`. A `Tensor?[]` with None in
                it gets no gradients from torch.library (it takes only lists of tensors apart), so
                `spec` says which tensors these are
-    made       for backward: pre_AG (empty unless kept), pair_A, slots_RK, offsets, tiles
+    made       for backward: pre_AG (empty unless kept), pair_A, slots_RK, offsets, tiles,
+               row_A
     saved      rows, weights, *experts, *made
     spec       everything else: `spec.ExpertSpec`, as text
     needs      of rows, weights and each of experts: whether its gradient is wanted
@@ -76,9 +77,10 @@ def _as_promised(routing: Routing, up_LGH: Tensor) -> Routing:
 
     torch.compile was promised those, before anybody could know that the kernels do not run.
     """
-    _, _, shape = _kernels().routing_shapes(routing.pair_A.numel(), up_LGH)
+    _, _, tiles, rows = _kernels().routing_shapes(routing.pair_A.numel(), up_LGH)
     offsets = routing.offsets.to(up_LGH.device)
-    return replace(routing, offsets=offsets, tiles=offsets.new_full(shape, -1))
+    unused = offsets.new_full(tiles, -1), offsets.new_zeros(rows)
+    return replace(routing, offsets=offsets, tiles=unused[0], row_A=unused[1])
 
 
 @torch.library.custom_op("hf_moe_ep::expert_mlp", mutates_args=())
@@ -89,7 +91,7 @@ def _forward_op(
     expert_ids: Tensor,
     counts: Sequence[int] | None,
     spec: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out_RH and what backward needs; see the module."""
     call = ExpertSpec.from_text(spec)
     named = call.experts(experts)
@@ -104,7 +106,8 @@ def _forward_op(
         pre_AG = rows.new_empty(0)
     if call.backend == "auto" and implementation is torch_mlp:
         routing = _as_promised(routing, named.up)
-    return out_RH, pre_AG, routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles
+    made = routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles, routing.row_A
+    return out_RH, pre_AG, *made
 
 
 @_forward_op.register_fake
@@ -124,11 +127,11 @@ def _(
     promised = torch_mlp if call.backend == "torch" else _kernels()
     shapes = promised.routing_shapes(num_pairs, up)
     device = "cpu" if call.backend == "torch" else rows.device
-    pair, offsets, tiles = (
+    pair, offsets, tiles, row = (
         torch.empty(shape, dtype=torch.int32, device=where)
-        for shape, where in zip(shapes, (rows.device, device, device), strict=True)
+        for shape, where in zip(shapes, (rows.device, device, device, device), strict=True)
     )
-    return rows.new_empty(rows.shape), pre, pair, slots, offsets, tiles
+    return rows.new_empty(rows.shape), pre, pair, slots, offsets, tiles, row
 
 
 @torch.library.custom_op("hf_moe_ep::expert_mlp_backward", mutates_args=())

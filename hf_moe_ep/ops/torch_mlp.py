@@ -36,12 +36,13 @@ def route(expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeig
     pair_A = order.to(torch.int32)
     slots_RK = invert(order // top_k, order % top_k, (num_rows, top_k)).to(torch.int32)
     offsets = torch.tensor([0, *counts_L], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return Routing(pair_A, slots_RK, offsets, tiles=offsets.new_empty(0))
+    unused = offsets.new_empty(0), offsets.new_empty(0)
+    return Routing(pair_A, slots_RK, offsets, *unused)
 
 
 def routing_shapes(num_pairs: int, up_LGH: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Shapes of pair_A, offsets and tiles, for torch.compile."""
-    return (num_pairs,), (up_LGH.shape[0] + 1,), (0,)
+    """Shapes of pair_A, offsets, tiles and row_A, for torch.compile."""
+    return (num_pairs,), (up_LGH.shape[0] + 1,), (0,), (0,)
 
 
 def forward(

@@ -67,16 +67,17 @@ def route(expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeig
     if num_pairs == 0:
         slots_RK = expert_ids_RK.new_zeros(expert_ids_RK.shape, dtype=torch.int32)
         offsets = slots_RK.new_zeros(num_experts + 1)
-        return Routing(slots_RK.new_empty(0), slots_RK, offsets, slots_RK.new_empty(0, 2))
+        nothing = slots_RK.new_empty(0)
+        return Routing(nothing, slots_RK, offsets, slots_RK.new_empty(0, 2), nothing.clone())
     blocks = choose_blocks(experts.up, num_pairs)
     return sort_pairs(expert_ids_RK, num_experts, num_pairs, blocks.m)
 
 
 def routing_shapes(num_pairs: int, up_LGH: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Shapes of pair_A, offsets and tiles, for torch.compile."""
+    """Shapes of pair_A, offsets, tiles and row_A, for torch.compile."""
     num_experts = up_LGH.shape[0]
     num_tiles = max_tiles(num_pairs, num_experts, choose_blocks(up_LGH, num_pairs).m)
-    return (num_pairs,), (num_experts + 1,), (num_tiles, 2)
+    return (num_pairs,), (num_experts + 1,), (num_tiles, 2), (num_pairs,)
 
 
 @on_its_device
@@ -95,9 +96,8 @@ def forward(
         pre_shape = (0, experts.up.shape[1])
         return rows_RH.new_zeros(rows_RH.shape), rows_RH.new_empty(pre_shape)
     blocks = choose_blocks(experts.up, num_pairs)
-    top_k = weights_RK.shape[1]
     rows_RH = _with_contiguous_rows(rows_RH)
-    act_AF, pre_AG = _activations(rows_RH, top_k, experts, routing, formula, blocks, keep_pre)
+    act_AF, pre_AG = _activations(rows_RH, experts, routing, formula, blocks, keep_pre)
     low = _low_rows(act_AF, experts.down_adapter, routing, blocks)
     down_LFH = experts.down.transpose(1, 2)
     y_AH = grouped_mm(act_AF, down_LFH, experts.down_bias, routing, blocks, low)
@@ -195,11 +195,10 @@ def _back_through_down(
     need: set[str],
 ) -> tuple[_Step, Tensor | None]:
     """The step back through down and gate, and the gradient of the routing weights."""
-    top_k = weights_RK.shape[1]
     if pre_AG is None:
-        _, pre_AG = _activations(rows_RH, top_k, experts, routing, formula, blocks, keep_pre=True)
+        _, pre_AG = _activations(rows_RH, experts, routing, formula, blocks, keep_pre=True)
     adapter = experts.down_adapter and experts.down_adapter.transposed()
-    low = _low_rows(grad_RH, adapter, routing, blocks, gather_top_k=top_k)
+    low = _low_rows(grad_RH, adapter, routing, blocks, gather=True)
     grad_pre_AG, act_AF, partial_CA = dgated(
         grad_RH,
         weights_RK,
@@ -229,13 +228,12 @@ def _back_to_rows(
         low = _low_rows(grad_pre_AG, adapter, routing, blocks)
     if "rows" not in need:
         return None, low
-    grad_x_AH = grouped_mm(grad_pre_AG, experts.up, None, routing, blocks, low)
+    grad_x_AH = grouped_mm(grad_pre_AG, experts.up, None, routing, blocks, low, back=True)
     return combine(grad_x_AH, routing.slots_RK, None), low
 
 
 def _activations(
     rows_RH: Tensor,
-    top_k: int,
     experts: ExpertWeights,
     routing: Routing,
     formula: ExpertFormula,
@@ -243,10 +241,9 @@ def _activations(
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     """act_AF and pre_AG; the latter is empty unless kept."""
-    low = _low_rows(rows_RH, experts.up_adapter, routing, blocks, gather_top_k=top_k)
+    low = _low_rows(rows_RH, experts.up_adapter, routing, blocks, gather=True)
     return up(
         rows_RH,
-        top_k,
         experts.up,
         experts.up_bias,
         routing,
@@ -263,14 +260,14 @@ def _low_rows(
     routing: Routing,
     blocks: Blocks,
     *,
-    gather_top_k: int | None = None,
+    gather: bool = False,
 ) -> LowRows:
     """The first product of an adapter, with the factor of the second."""
     if adapter is None:
         return NO_ADAPTER
     a_LIP = adapter.a_LPI.transpose(1, 2)
     b_LPO = adapter.b_LOP.transpose(1, 2)
-    low_AP = thin_mm(rows, a_LIP, routing, blocks, scale=adapter.scale, gather_top_k=gather_top_k)
+    low_AP = thin_mm(rows, a_LIP, routing, blocks, scale=adapter.scale, gather=gather)
     return LowRows(low_AP, b_LPO)
 
 
@@ -286,24 +283,21 @@ def _add_expert_grads(
     grads: ExpertGrads,
 ) -> None:
     """Put the gradients of the experts' tensors into `grads`, last: nothing waits for them."""
-    top_k = step.weights_RK.shape[1]
     if need & {"down", "up", "down_a", "down_b", "up_a", "up_b"}:
         order_L = routing.offsets.diff().argsort(descending=True)
-        product = partial(
-            outer, routing=routing, order_L=order_L, top_k=top_k, blocks=blocks, scale=scale
-        )
+        product = partial(outer, routing=routing, order_L=order_L, blocks=blocks, scale=scale)
         _add_matrix_grads(grad_RH, step, experts, product, need, grads)
         low_rows = partial(_low_rows, routing=routing, blocks=blocks)
         _add_adapter_grads(grad_RH, step, experts, product, low_rows, need, grads)
     if "down_bias" in need:
         assert experts.down_bias is not None
         fill = partial(segment_sum, grad_RH, step.weights_RK, gather=True)
-        fill = partial(fill, routing=routing, top_k=top_k, scale=scale)
+        fill = partial(fill, routing=routing, scale=scale)
         _add_bias_grad("down_bias", experts.down_bias, fill, grads)
     if "up_bias" in need:
         assert experts.up_bias is not None
         fill = partial(segment_sum, step.grad_pre_AG, None, gather=False)
-        fill = partial(fill, routing=routing, top_k=top_k, scale=scale)
+        fill = partial(fill, routing=routing, scale=scale)
         _add_bias_grad("up_bias", experts.up_bias, fill, grads)
 
 
@@ -336,7 +330,6 @@ def _add_adapter_grads(
     """Add the gradients of both adapters: `low^T x`, transposed, of a; `grad^T low` of b."""
     down = experts.down_adapter
     up = experts.up_adapter
-    top_k = step.weights_RK.shape[1]
     if down is not None and "down_a" in need:
         out, add = grads.place("down_a", down.a_LPI)
         into_LFP = out.transpose(1, 2)
@@ -350,7 +343,7 @@ def _add_adapter_grads(
         into_LHP = out.transpose(1, 2)
         product(step.rows_RH, step.up_low.low_AP, into_LHP, gather_left=True, thin=True, add=add)
     if up is not None and "up_b" in need:
-        low_AP = low_rows(step.rows_RH, up, gather_top_k=top_k).low_AP
+        low_AP = low_rows(step.rows_RH, up, gather=True).low_AP
         out, add = grads.place("up_b", up.b_LOP)
         product(step.grad_pre_AG, low_AP, out, thin=True, add=add)
 

@@ -362,6 +362,7 @@ def test_saved_for_backward_rows_pre_activations_and_routing(
         "pre-activations": 0 if recompute else pairs * 2 * case.ffn * half,
         "routing weights": num_rows * top_k * word,
         "sorted pairs": pairs * word,
+        "their rows": pairs * word if backend == "triton" else 0,
         "slots": num_rows * top_k * word,
         "offsets": (case.num_experts + 1) * word,
         "tiles": tiles * 2 * word if backend == "triton" else 0,

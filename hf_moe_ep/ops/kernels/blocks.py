@@ -2,11 +2,16 @@
 
 Ranks that tune on their own diverge and stall each other's collectives, and a first step that
 takes minutes looks like a hang. A row of the table is chosen by the GPU's generation, the width of
-the dtype and the mean number of rows per expert; every row is compiled ahead of time by the tests
-for its generation: no spills, within shared memory.
+the dtype and the mean number of rows per expert. `CANDIDATES` may be faster than the row they are
+for; only a GPU can say. The tests compile all of them ahead of time, and look at registers, shared
+memory and loops.
 
     m                     rows of a tile, shared by all kernels of one call
-    Block(n, k, ...)      columns, step along the sum, warps, pipeline stages
+    Block(n, k, ...)      columns, step along the sum, warps, pipeline stages; the most registers
+                          of a thread, where the compiler takes more than leaves room for two;
+                          tma: `down` and `rows` by `block_product` where it can
+    up, down              the two products of the experts; n of up is that of act
+    dgated, rows, outer   back through down and gate; the gradient of rows; of matrices
     thin, thin_outer      products with a side of the rank of an adapter: n is at most that
     rank                  step along the rank in the other kernels, at most
     up_adapted            `up` with an adapter, where it needs another block to spill nothing
@@ -14,7 +19,7 @@ for its generation: no spills, within shared memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +32,8 @@ class Block:
     k: int
     warps: int
     stages: int
+    registers: int | None = None
+    tma: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,15 +43,26 @@ class OuterBlock:
     k: int
     warps: int
     stages: int
+    registers: int | None = None
+
+
+def options(block: Block | OuterBlock) -> dict[str, int | None]:
+    """What a launch hands to the compiler."""
+    return {
+        "num_warps": block.warps,
+        "num_stages": block.stages,
+        "maxnreg": block.registers,
+    }
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """One row of the table: `up`, `matmul` (down, and the gradient of rows), `dgated`, `outer`."""
+    """One row of the table."""
 
     m: int
     up: Block
-    matmul: Block
+    down: Block
+    rows: Block
     dgated: Block
     outer: OuterBlock
     thin: Block
@@ -66,45 +84,50 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
     ("sm_90", 2, "many"): Blocks(
         m=128,
         up=Block(n=128, k=64, warps=8, stages=3),
-        matmul=Block(n=256, k=64, warps=8, stages=3),
+        down=Block(n=256, k=64, warps=8, stages=3),
+        rows=Block(n=256, k=64, warps=8, stages=3),
         dgated=Block(n=128, k=64, warps=8, stages=4),
-        outer=OuterBlock(m=128, n=256, k=64, warps=8, stages=3),
+        outer=OuterBlock(m=128, n=256, k=64, warps=8, stages=5),
         thin=Block(n=64, k=64, warps=4, stages=4),
-        thin_outer=OuterBlock(m=128, n=64, k=64, warps=4, stages=4),
+        thin_outer=OuterBlock(m=128, n=64, k=64, warps=4, stages=6),
     ),
     ("sm_90", 2, "few"): Blocks(
         m=64,
         up=Block(n=64, k=64, warps=4, stages=4),
-        matmul=Block(n=128, k=64, warps=4, stages=4),
+        down=Block(n=128, k=64, warps=4, stages=4),
+        rows=Block(n=128, k=64, warps=4, stages=4),
         dgated=Block(n=128, k=64, warps=8, stages=4),
-        outer=OuterBlock(m=128, n=128, k=64, warps=8, stages=3),
+        outer=OuterBlock(m=128, n=128, k=64, warps=8, stages=5),
         thin=Block(n=64, k=64, warps=4, stages=4),
-        thin_outer=OuterBlock(m=128, n=64, k=64, warps=4, stages=4),
+        thin_outer=OuterBlock(m=128, n=64, k=64, warps=4, stages=6),
     ),
     # A100, A6000, 4090, 5090: mma.sync, less shared memory (99 KiB on sm_86, sm_89 and sm_120).
     ("sm_80", 2, "many"): Blocks(
         m=128,
         up=Block(n=64, k=32, warps=8, stages=4),
-        matmul=Block(n=128, k=32, warps=8, stages=4),
+        down=Block(n=128, k=32, warps=8, stages=4),
+        rows=Block(n=128, k=32, warps=8, stages=4),
         dgated=Block(n=64, k=32, warps=8, stages=4),
-        outer=OuterBlock(m=128, n=128, k=32, warps=8, stages=4),
+        outer=OuterBlock(m=128, n=128, k=32, warps=8, stages=5),
         thin=Block(n=64, k=32, warps=4, stages=4),
-        thin_outer=OuterBlock(m=64, n=64, k=64, warps=4, stages=3),
+        thin_outer=OuterBlock(m=64, n=64, k=64, warps=4, stages=5),
     ),
     ("sm_80", 2, "few"): Blocks(
         m=64,
         up=Block(n=64, k=32, warps=4, stages=4),
-        matmul=Block(n=128, k=32, warps=4, stages=4),
+        down=Block(n=128, k=32, warps=4, stages=4),
+        rows=Block(n=128, k=32, warps=4, stages=4),
         dgated=Block(n=64, k=32, warps=4, stages=4),
-        outer=OuterBlock(m=64, n=128, k=32, warps=4, stages=4),
+        outer=OuterBlock(m=64, n=128, k=32, warps=4, stages=5),
         thin=Block(n=64, k=32, warps=4, stages=4),
-        thin_outer=OuterBlock(m=64, n=64, k=64, warps=4, stages=3),
+        thin_outer=OuterBlock(m=64, n=64, k=64, warps=4, stages=5),
     ),
     # Triton's interpreter: small enough that the tests' small sizes fill several blocks.
     ("interpreter", 2, "many"): Blocks(
         m=16,
         up=Block(n=16, k=32, warps=1, stages=1),
-        matmul=Block(n=32, k=16, warps=1, stages=1),
+        down=Block(n=32, k=16, warps=1, stages=1),
+        rows=Block(n=32, k=16, warps=1, stages=1),
         dgated=Block(n=32, k=16, warps=1, stages=1),
         outer=OuterBlock(m=32, n=16, k=16, warps=1, stages=1),
         thin=Block(n=32, k=16, warps=1, stages=1),
@@ -115,20 +138,71 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
 # Exact products are unrolled: short steps.
 _FP32 = Blocks(
     m=64,
-    up=Block(n=32, k=32, warps=4, stages=2),
-    matmul=Block(n=64, k=32, warps=4, stages=2),
-    dgated=Block(n=64, k=32, warps=4, stages=2),
-    outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=2),
-    thin=Block(n=64, k=32, warps=4, stages=2),
-    thin_outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=2),
+    up=Block(n=32, k=32, warps=4, stages=3),
+    down=Block(n=64, k=32, warps=4, stages=3),
+    rows=Block(n=64, k=32, warps=4, stages=3),
+    dgated=Block(n=64, k=32, warps=4, stages=3),
+    outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=4),
+    thin=Block(n=64, k=32, warps=4, stages=3),
+    thin_outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=4),
     rank=16,
-    up_adapted=Block(n=32, k=32, warps=8, stages=2),
+    up_adapted=Block(n=32, k=32, warps=8, stages=3),
 )
 for _generation in ("sm_80", "sm_90"):
     for _bucket in ("many", "few"):
         TABLE[(_generation, 4, _bucket)] = _FP32
 for _itemsize, _bucket in ((2, "few"), (4, "many"), (4, "few")):
     TABLE[("interpreter", _itemsize, _bucket)] = TABLE[("interpreter", 2, "many")]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A block that may be faster than the table's: of one field of Blocks, in one row.
+
+    It compiles within the limits of the row's GPUs. Whether it is faster only they can say.
+    """
+
+    row: tuple[str, int, str]
+    field: str
+    block: Block | OuterBlock
+
+    def blocks(self) -> Blocks:
+        """The row of the table with this block in it."""
+        changed: dict[str, Any] = {self.field: self.block}
+        return replace(TABLE[self.row], **changed)
+
+
+_MANY = ("sm_90", 2, "many")
+_FEW = ("sm_90", 2, "few")
+_A100 = ("sm_80", 2, "many")
+CANDIDATES: tuple[Candidate, ...] = (
+    # One more stage; then two programs on a multiprocessor, which overlap beginnings and ends but
+    # read 1.3 times as much from the L2 cache.
+    Candidate(_MANY, "up", Block(n=128, k=64, warps=8, stages=4)),
+    Candidate(_MANY, "up", Block(n=64, k=64, warps=8, stages=3)),
+    Candidate(_MANY, "up", Block(n=64, k=64, warps=4, stages=3)),
+    Candidate(_MANY, "down", Block(n=256, k=64, warps=8, stages=4)),
+    Candidate(_MANY, "down", Block(n=128, k=64, warps=8, stages=3)),
+    Candidate(_MANY, "down", Block(n=128, k=64, warps=4, stages=3)),
+    Candidate(_MANY, "rows", Block(n=256, k=64, warps=8, stages=4)),
+    Candidate(_MANY, "rows", Block(n=128, k=64, warps=8, stages=3)),
+    Candidate(_MANY, "rows", Block(n=256, k=64, warps=8, stages=3, tma=True)),
+    Candidate(_MANY, "rows", Block(n=256, k=64, warps=8, stages=4, tma=True)),
+    Candidate(_MANY, "dgated", Block(n=128, k=64, warps=8, stages=3)),
+    Candidate(_MANY, "dgated", Block(n=128, k=64, warps=8, stages=3, registers=128)),
+    Candidate(_MANY, "dgated", Block(n=256, k=64, warps=8, stages=3)),
+    Candidate(_MANY, "dgated", Block(n=256, k=64, warps=16, stages=4)),
+    Candidate(_MANY, "outer", OuterBlock(m=128, n=256, k=64, warps=8, stages=6)),
+    Candidate(_MANY, "outer", OuterBlock(m=256, n=128, k=64, warps=8, stages=5)),
+    Candidate(_MANY, "outer", OuterBlock(m=128, n=128, k=64, warps=8, stages=5)),
+    Candidate(_FEW, "up", Block(n=128, k=64, warps=8, stages=4)),
+    Candidate(_FEW, "down", Block(n=256, k=64, warps=8, stages=4)),
+    Candidate(_FEW, "rows", Block(n=256, k=64, warps=8, stages=4)),
+    Candidate(_FEW, "outer", OuterBlock(m=128, n=256, k=64, warps=8, stages=5)),
+    Candidate(_A100, "down", Block(n=128, k=64, warps=8, stages=3)),
+    Candidate(_A100, "rows", Block(n=128, k=64, warps=8, stages=3)),
+    Candidate(_A100, "outer", OuterBlock(m=128, n=128, k=32, warps=8, stages=6)),
+)
 
 
 def generation(device: torch.device) -> str:

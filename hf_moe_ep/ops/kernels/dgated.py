@@ -3,7 +3,8 @@
 With g the gradient of a row's output, s its routing weight and down the matrix of its expert:
 
     grad_act_AF = g @ down (+ its adapter)    never stored
-    grad_s_A    = <grad_act, act> (+ <g, down_bias>)      one partial sum per block of columns
+    grad_s_A    = <grad_act, act> (+ <g, down_bias>)      one partial sum per block of columns,
+                                                          the bias's in a launch of its own
     grad_pre_AG = gate formula backwards, for s * grad_act
     act_AF      = s * act, the right side of down's gradient
 
@@ -19,21 +20,65 @@ from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import Blocks, dot_precision, rank_block
+from hf_moe_ep.ops.kernels.blocks import Blocks, dot_precision, options, rank_block
 from hf_moe_ep.ops.kernels.gate import activate_backward, add_low_rank, halves
+from hf_moe_ep.ops.kernels.product import tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
+
+# Columns of a step of `bias_dots_kernel`.
+_BIAS_COLUMNS = 64
+
+
+@triton.jit
+def _back_through_gate(
+    grad_act, s, pre, grad_pre, act, o_m, first, left, ffn,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, NEED_ACT: tl.constexpr,
+):  # fmt: skip
+    """Stores grad_pre and act for columns from `first` on; returns the sums of grad_act * act."""
+    PART: tl.constexpr = grad_act.shape[1]
+    pre_size = 2 * ffn if GATED else ffn
+    o_n = first + tl.arange(0, PART)
+    m_mn = (o_m < left)[:, None] & (o_n < ffn)[None, :]
+    o_pre = o_m[:, None] * pre_size + o_n[None, :]
+    if GATED and INTERLEAVED:
+        o_both = 2 * first + tl.arange(0, 2 * PART)
+        o_pre = o_m[:, None] * pre_size + o_both[None, :]
+        m_both = (o_m < left)[:, None] & (o_both < pre_size)[None, :]
+        both = tl.load(pre + o_pre, mask=m_both, other=0.0).to(tl.float32)  # [M, 2 N]
+        gate, up = tl.split(tl.reshape(both, (grad_act.shape[0], PART, 2)))
+    else:
+        gate = tl.load(pre + o_pre, mask=m_mn, other=0.0).to(tl.float32)  # [M, N]
+        up = gate
+        if GATED:
+            up = tl.load(pre + o_pre + ffn, mask=m_mn, other=0.0).to(tl.float32)  # [M, N]
+    b_act, grad_gate, grad_up = activate_backward(
+        grad_act * s[:, None], gate, up, ACTIVATION, GATED, ALPHA, LIMIT, UP_OFFSET
+    )
+    kind = grad_pre.dtype.element_ty
+    if GATED and INTERLEAVED:
+        both = tl.reshape(tl.join(grad_gate, grad_up), (grad_act.shape[0], 2 * PART))
+        tl.store(grad_pre + o_pre, both.to(kind), mask=m_both)
+    else:
+        tl.store(grad_pre + o_pre, grad_gate.to(kind), mask=m_mn)
+        if GATED:
+            tl.store(grad_pre + o_pre + ffn, grad_up.to(kind), mask=m_mn)
+    if NEED_ACT:
+        p_act = act + o_m[:, None] * ffn + o_n[None, :]
+        tl.store(p_act, (b_act * s[:, None]).to(act.dtype.element_ty), mask=m_mn)
+    return tl.sum(grad_act * b_act, axis=1)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def dgated_kernel(
-    grad, pair_of_position, offsets, tiles, weights, down, down_bias, pre,
+    grad, pair_of_position, row_of_position, offsets, tiles, weights, down, pre,
     grad_pre, act, partial,
-    top_k, hidden, ffn, num_pairs,
-    grad_stride, down_stride_l, down_stride_h, down_stride_f, bias_stride_l,
+    hidden, ffn, num_pairs,
+    grad_stride, down_stride_l, down_stride_h, down_stride_f,
     low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_f,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    HAS_BIAS: tl.constexpr, NEED_ACT: tl.constexpr, NEED_PARTIAL: tl.constexpr,
+    NEED_ACT: tl.constexpr, NEED_PARTIAL: tl.constexpr,
     RANK: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -44,84 +89,70 @@ def dgated_kernel(
     o_m = tl.arange(0, BLOCK_M)
     # What lies behind the expert's last pair reads that pair again, and is not stored.
     position = start + tl.minimum(o_m, left - 1)  # [M]
-    pair = tl.load(pair_of_position + position)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_k = tl.arange(0, BLOCK_K)
-    p_g = grad + (pair // top_k).to(tl.int64)[:, None] * grad_stride + o_k[None, :]  # [M, K]
-    down += expert.to(tl.int64) * down_stride_l
-    p_w = down + o_k[:, None] * down_stride_h + o_n[None, :] * down_stride_f  # [K, N]
-    grad_act = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    bias_sum = tl.zeros([BLOCK_M], tl.float32)
-    for step in range(0, hidden, BLOCK_K):
-        if EVEN_K:
-            b_g = tl.load(p_g)  # [M, K]
-        else:
-            b_g = tl.load(p_g, mask=(step + o_k < hidden)[None, :], other=0.0)  # [M, K]
-        if EVEN_N and EVEN_K:
-            b_w = tl.load(p_w)  # [K, N]
-        else:
-            m_w = (step + o_k < hidden)[:, None] & (o_n < ffn)[None, :]
-            b_w = tl.load(p_w, mask=m_w, other=0.0)  # [K, N]
-        grad_act = tl.dot(b_g, b_w, grad_act, input_precision=PRECISION)
-        if HAS_BIAS:
-            p_bias = down_bias + expert.to(tl.int64) * bias_stride_l + step + o_k
-            b_bias = tl.load(p_bias, mask=step + o_k < hidden, other=0.0)  # [K]
-            bias_sum += tl.sum(b_g.to(tl.float32) * b_bias.to(tl.float32)[None, :], axis=1)
-        p_g += BLOCK_K
-        p_w += BLOCK_K * down_stride_h
+    grad_act = tile_product(
+        grad, row_of_position, grad_stride, down, down_stride_l, down_stride_h, down_stride_f,
+        expert, position, hidden, o_n, ffn, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+    )  # fmt: skip
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
         grad_act = add_low_rank(
             grad_act, low, position, low_b, o_n, ffn,
             low_b_stride_p, low_b_stride_f, RANK, BLOCK_P, PRECISION,
         )  # fmt: skip
-    s = tl.load(weights + pair).to(tl.float32)  # [M]
+    s = tl.load(weights + tl.load(pair_of_position + position)).to(tl.float32)  # [M]
     # Row addresses start at the tile, so that what each element adds fits in 32 bits.
     pre_size = 2 * ffn if GATED else ffn
     pre += start.to(tl.int64) * pre_size
     grad_pre += start.to(tl.int64) * pre_size
     act += start.to(tl.int64) * ffn
+    # A gate's formula over a whole block needs more registers than there are: by halves, and
+    # where more columns or pairs of them taken apart want more, by quarters.
     HALF: tl.constexpr = BLOCK_N // 2
-    grad_act_halves = halves(grad_act, BLOCK_M, HALF)
+    QUARTER: tl.constexpr = BLOCK_N // 4
     dot = tl.zeros([BLOCK_M], tl.float32)
+    grad_act_halves = halves(grad_act, BLOCK_M, HALF)
     for half in tl.static_range(2):
-        o_n = column * BLOCK_N + half * HALF + tl.arange(0, HALF)
-        m_mn = (o_m < left)[:, None] & (o_n < ffn)[None, :]
-        if not GATED:
-            o_pre = o_m[:, None] * ffn + o_n[None, :]
-            gate = tl.load(pre + o_pre, mask=m_mn, other=0.0).to(tl.float32)  # [M, N / 2]
-            up = gate
-        elif INTERLEAVED:
-            o_both = 2 * (column * BLOCK_N + half * HALF) + tl.arange(0, 2 * HALF)
-            o_pre = o_m[:, None] * pre_size + o_both[None, :]
-            m_both = (o_m < left)[:, None] & (o_both < pre_size)[None, :]
-            both = tl.load(pre + o_pre, mask=m_both, other=0.0).to(tl.float32)  # [M, N]
-            gate, up = tl.split(tl.reshape(both, (BLOCK_M, HALF, 2)))
+        first = column * BLOCK_N + half * HALF
+        if BLOCK_N > 128 or INTERLEAVED:
+            quarters = halves(grad_act_halves[half], BLOCK_M, QUARTER)
+            for quarter in tl.static_range(2):
+                dot += _back_through_gate(
+                    quarters[quarter], s, pre, grad_pre, act, o_m, first + quarter * QUARTER,
+                    left, ffn, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
+                )  # fmt: skip
         else:
-            o_pre = o_m[:, None] * pre_size + o_n[None, :]
-            gate = tl.load(pre + o_pre, mask=m_mn, other=0.0).to(tl.float32)  # [M, N / 2]
-            up = tl.load(pre + o_pre + ffn, mask=m_mn, other=0.0).to(tl.float32)  # [M, N / 2]
-        b_grad_act = grad_act_halves[half]  # [M, N / 2]
-        b_act, grad_gate, grad_up = activate_backward(
-            b_grad_act * s[:, None], gate, up, ACTIVATION, GATED, ALPHA, LIMIT, UP_OFFSET
-        )
-        dot += tl.sum(b_grad_act * b_act, axis=1)
-        kind = grad_pre.dtype.element_ty
-        if GATED and INTERLEAVED:
-            both = tl.reshape(tl.join(grad_gate, grad_up), (BLOCK_M, 2 * HALF))
-            tl.store(grad_pre + o_pre, both.to(kind), mask=m_both)
-        else:
-            tl.store(grad_pre + o_pre, grad_gate.to(kind), mask=m_mn)
-            if GATED:
-                tl.store(grad_pre + o_pre + ffn, grad_up.to(kind), mask=m_mn)
-        if NEED_ACT:
-            p_act = act + o_m[:, None] * ffn + o_n[None, :]
-            tl.store(p_act, (b_act * s[:, None]).to(act.dtype.element_ty), mask=m_mn)
+            dot += _back_through_gate(
+                grad_act_halves[half], s, pre, grad_pre, act, o_m, first,
+                left, ffn, GATED, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_ACT,
+            )  # fmt: skip
     if NEED_PARTIAL:
-        if HAS_BIAS:
-            dot += tl.where(column == 0, bias_sum, 0.0)
         p_partial = partial + column.to(tl.int64) * num_pairs + start + o_m  # [M]
         tl.store(p_partial, dot, mask=o_m < left)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def bias_dots_kernel(
+    grad, row_of_position, offsets, tiles, bias, partial,
+    num_columns, hidden, num_pairs, grad_stride, bias_stride_l,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """partial[num_columns, a] = <gradient of the row of a, bias of its expert>."""
+    expert, start, left, _ = open_tile(tiles, offsets, 1, 1)
+    if expert < 0:
+        return
+    o_m = tl.arange(0, BLOCK_M)
+    row = tl.load(row_of_position + start + tl.minimum(o_m, left - 1))  # [M]
+    p_g = grad + row.to(tl.int64)[:, None] * grad_stride
+    bias += expert.to(tl.int64) * bias_stride_l
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for step in range(0, hidden, BLOCK_K):
+        o_k = step + tl.arange(0, BLOCK_K)
+        b_bias = tl.load(bias + o_k, mask=o_k < hidden, other=0.0)  # [K]
+        b_g = tl.load(p_g + o_k[None, :], mask=(o_k < hidden)[None, :], other=0.0)  # [M, K]
+        total += tl.sum(b_g.to(tl.float32) * b_bias.to(tl.float32)[None, :], axis=1)
+    p_partial = partial + num_pairs.to(tl.int64) * num_columns + start + o_m  # [M]
+    tl.store(p_partial, total, mask=o_m < left)
 
 
 def dgated(
@@ -140,6 +171,8 @@ def dgated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_pre_AG, act_AF times the routing weight, and partial sums [columns, A] of grad_s.
 
+    A bias has a column of its own, the last one.
+
     `grad_RH` has contiguous rows, `weights_RK` and `pre_AG` are contiguous. What is not needed
     is empty.
     """
@@ -149,21 +182,26 @@ def dgated(
     columns = triton.cdiv(ffn, block.n)
     grad_pre_AG = torch.empty_like(pre_AG)
     act_AF = pre_AG.new_empty((num_pairs, ffn) if need_act else (0,))
+    has_bias = down_bias_LH is not None and need_weights
     partial_CA = pre_AG.new_empty(
-        (columns, num_pairs) if need_weights else (0,), dtype=torch.float32
+        (columns + has_bias, num_pairs) if need_weights else (0,), dtype=torch.float32
     )
     dgated_kernel[(routing.tiles.shape[0] * columns,)](
-        grad_RH, routing.pair_A, routing.offsets, routing.tiles, weights_RK, down_LHF,
-        down_bias_LH, pre_AG, grad_pre_AG, act_AF, partial_CA,
-        weights_RK.shape[1], hidden, ffn, num_pairs,
-        grad_RH.stride(0), *down_LHF.stride(),
-        0 if down_bias_LH is None else down_bias_LH.stride(0), *low.kernel_arguments(),
+        grad_RH, routing.pair_A, routing.row_A, routing.offsets, routing.tiles, weights_RK,
+        down_LHF, pre_AG, grad_pre_AG, act_AF, partial_CA,
+        hidden, ffn, num_pairs, grad_RH.stride(0), *down_LHF.stride(), *low.kernel_arguments(),
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
-        HAS_BIAS=down_bias_LH is not None and need_weights, NEED_ACT=need_act,
-        NEED_PARTIAL=need_weights,
+        NEED_ACT=need_act, NEED_PARTIAL=need_weights,
         RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
-        PRECISION=dot_precision(grad_RH), num_warps=block.warps, num_stages=block.stages,
+        PRECISION=dot_precision(grad_RH), **options(block),
     )  # fmt: skip
+    if has_bias:
+        assert down_bias_LH is not None
+        bias_dots_kernel[(routing.tiles.shape[0],)](
+            grad_RH, routing.row_A, routing.offsets, routing.tiles, down_bias_LH,
+            partial_CA, columns, hidden, num_pairs, grad_RH.stride(0), down_bias_LH.stride(0),
+            BLOCK_M=blocks.m, BLOCK_K=_BIAS_COLUMNS,
+        )  # fmt: skip
     return grad_pre_AG, act_AF, partial_CA

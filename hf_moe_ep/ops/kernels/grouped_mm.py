@@ -14,22 +14,23 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, rank_block
+from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, options, rank_block
 from hf_moe_ep.ops.kernels.gate import add_low_rank
+from hf_moe_ep.ops.kernels.product import block_product, tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 
 @triton.jit
 def grouped_mm_kernel(
-    rows, offsets, tiles, matrix, bias, out,
-    inner, width,
+    rows, row_of_position, offsets, tiles, matrix, bias, out,
+    inner, width, row_stride,
     matrix_stride_l, matrix_stride_k, matrix_stride_n, bias_stride_l,
-    low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_n,
-    pair_of_position, top_k, row_stride, scale,
-    HAS_BIAS: tl.constexpr, RANK: tl.constexpr, BLOCK_P: tl.constexpr,
-    GATHER: tl.constexpr, SCALED: tl.constexpr,
+    low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_n, scale,
+    HAS_BIAS: tl.constexpr, RANK: tl.constexpr, BLOCK_P: tl.constexpr, SCALED: tl.constexpr,
+    BY_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -40,28 +41,17 @@ def grouped_mm_kernel(
     # What lies behind the expert's last pair reads that pair again, and is not stored.
     position = start + tl.minimum(o_m, left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_k = tl.arange(0, BLOCK_K)
-    if GATHER:
-        row = tl.load(pair_of_position + position) // top_k  # [M]
-        p_x = rows + row.to(tl.int64)[:, None] * row_stride + o_k[None, :]  # [M, K]
+    if BY_BLOCKS:
+        sums = block_product(
+            rows, matrix, start, expert * inner, column * BLOCK_N, inner,
+            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        )  # fmt: skip
     else:
-        p_x = rows + position.to(tl.int64)[:, None] * inner + o_k[None, :]  # [M, K]
-    matrix += expert.to(tl.int64) * matrix_stride_l
-    p_w = matrix + o_k[:, None] * matrix_stride_k + o_n[None, :] * matrix_stride_n  # [K, N]
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(0, inner, BLOCK_K):
-        if EVEN_K:
-            b_x = tl.load(p_x)  # [M, K]
-        else:
-            b_x = tl.load(p_x, mask=(step + o_k < inner)[None, :], other=0.0)  # [M, K]
-        if EVEN_N and EVEN_K:
-            b_w = tl.load(p_w)  # [K, N]
-        else:
-            m_w = (step + o_k < inner)[:, None] & (o_n < width)[None, :]
-            b_w = tl.load(p_w, mask=m_w, other=0.0)  # [K, N]
-        sums = tl.dot(b_x, b_w, sums, input_precision=PRECISION)
-        p_x += BLOCK_K
-        p_w += BLOCK_K * matrix_stride_k
+        sums = tile_product(
+            rows, row_of_position, row_stride, matrix,
+            matrix_stride_l, matrix_stride_k, matrix_stride_n,
+            expert, position, inner, o_n, width, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+        )  # fmt: skip
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
         sums = add_low_rank(
@@ -86,10 +76,16 @@ def grouped_mm(
     routing: Routing,
     blocks: Blocks,
     low: LowRows = NO_ADAPTER,
+    *,
+    back: bool = False,
 ) -> Tensor:
-    """out_AO in the dtype of `rows_AI`, which is contiguous; the matrix has any strides."""
+    """out_AO in the dtype of `rows_AI`, which is contiguous; the matrix has any strides.
+
+    With `back` the rows are gradients of up's output; otherwise they go forward through down.
+    """
     out_AO = rows_AI.new_empty(rows_AI.shape[0], matrix_LIO.shape[2])
-    _launch(rows_AI, matrix_LIO, bias_LO, out_AO, routing, blocks, blocks.matmul, low)
+    block = blocks.rows if back else blocks.down
+    _launch(rows_AI, None, matrix_LIO, bias_LO, out_AO, routing, blocks, block, low)
     return out_AO
 
 
@@ -100,19 +96,22 @@ def thin_mm(
     blocks: Blocks,
     *,
     scale: float,
-    gather_top_k: int | None = None,
+    gather: bool = False,
 ) -> Tensor:
-    """out_AP = scale * rows_AI @ matrix, or of the rows of each pair where `gather_top_k` is
-    given. Rows are contiguous; gathered ones may have any distance.
+    """out_AP = scale * rows_AI @ matrix, or of the row of each pair with `gather`.
+
+    Rows are contiguous; gathered ones may have any distance.
     """
     out_AP = rows.new_empty(routing.pair_A.numel(), matrix_LIP.shape[2])
     block = replace(blocks.thin, n=rank_block(matrix_LIP.shape[2], blocks.thin.n))
-    _launch(rows, matrix_LIP, None, out_AP, routing, blocks, block, scale=scale, top_k=gather_top_k)
+    row_A = routing.row_A if gather else None
+    _launch(rows, row_A, matrix_LIP, None, out_AP, routing, blocks, block, scale=scale)
     return out_AP
 
 
 def _launch(
     rows: Tensor,
+    row_A: Tensor | None,
     matrix_LIO: Tensor,
     bias_LO: Tensor | None,
     out_AO: Tensor,
@@ -122,18 +121,34 @@ def _launch(
     low: LowRows = NO_ADAPTER,
     *,
     scale: float | None = None,
-    top_k: int | None = None,
 ) -> None:
     inner, width = matrix_LIO.shape[1:]
+    strides = rows.stride(0), *matrix_LIO.stride()
+    sides: tuple[Tensor | TensorDescriptor, ...] = rows, matrix_LIO
+    by_blocks = block.tma and row_A is None and _fits_descriptors(rows, matrix_LIO, block)
+    if by_blocks:
+        sides = (
+            TensorDescriptor.from_tensor(rows, [blocks.m, block.k]),
+            TensorDescriptor.from_tensor(matrix_LIO.flatten(0, 1), [block.k, block.n]),
+        )
     grid = (routing.tiles.shape[0] * triton.cdiv(width, block.n),)
     grouped_mm_kernel[grid](
-        rows, routing.offsets, routing.tiles, matrix_LIO, bias_LO, out_AO, inner, width,
-        *matrix_LIO.stride(), 0 if bias_LO is None else bias_LO.stride(0),
-        *low.kernel_arguments(),
-        routing.pair_A, top_k or 1, rows.stride(0), 1.0 if scale is None else scale,
+        sides[0], row_A, routing.offsets, routing.tiles, sides[1], bias_LO, out_AO,
+        inner, width, *strides, 0 if bias_LO is None else bias_LO.stride(0),
+        *low.kernel_arguments(), 1.0 if scale is None else scale,
         HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
-        GATHER=top_k is not None, SCALED=scale is not None,
+        SCALED=scale is not None, BY_BLOCKS=by_blocks,
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=width % block.n == 0, EVEN_K=inner % block.k == 0,
-        PRECISION=dot_precision(rows), num_warps=block.warps, num_stages=block.stages,
+        PRECISION=dot_precision(rows), **options(block),
     )  # fmt: skip
+
+
+def _fits_descriptors(rows: Tensor, matrix_LIO: Tensor, block: Block) -> bool:
+    """Whether both sides are what a descriptor describes: aligned, with contiguous columns."""
+    aligned = all(
+        x.data_ptr() % 16 == 0 and x.stride(-2) * x.element_size() % 16 == 0
+        for x in (rows, matrix_LIO)
+    )
+    whole_steps = matrix_LIO.shape[1] % block.k == 0
+    return aligned and whole_steps and matrix_LIO.is_contiguous() and rows.stride(1) == 1

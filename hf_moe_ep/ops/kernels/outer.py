@@ -18,13 +18,46 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
-from hf_moe_ep.ops.kernels.blocks import Blocks, OuterBlock, dot_precision, rank_block
+from hf_moe_ep.ops.kernels.blocks import Blocks, OuterBlock, dot_precision, options, rank_block
+
+
+@triton.jit
+def _add_step(
+    sums, left, right, row_of_position, position, end, o_m, o_n, height, width,
+    left_stride, right_stride,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, WHOLE: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """sums + left^T right over the pairs at `position` [K]; all are before `end` where WHOLE."""
+    if GATHER_LEFT or GATHER_RIGHT:
+        if WHOLE:
+            row = tl.load(row_of_position + position)  # [K]
+        else:
+            row = tl.load(row_of_position + position, mask=position < end, other=0)  # [K]
+    left_row = row if GATHER_LEFT else position
+    right_row = row if GATHER_RIGHT else position
+    p_left = left + left_row.to(tl.int64)[:, None] * left_stride + o_m[None, :]  # [K, M]
+    p_right = right + right_row.to(tl.int64)[:, None] * right_stride + o_n[None, :]  # [K, N]
+    m_left = (o_m < height)[None, :]
+    m_right = (o_n < width)[None, :]
+    if not WHOLE:
+        m_left = m_left & (position < end)[:, None]
+        m_right = m_right & (position < end)[:, None]
+    if WHOLE and EVEN_M:
+        b_left = tl.load(p_left)  # [K, M]
+    else:
+        b_left = tl.load(p_left, mask=m_left, other=0.0)  # [K, M]
+    if WHOLE and EVEN_N:
+        b_right = tl.load(p_right)  # [K, N]
+    else:
+        b_right = tl.load(p_right, mask=m_right, other=0.0)  # [K, N]
+    return tl.dot(tl.trans(b_left), b_right, sums, input_precision=PRECISION)
 
 
 @triton.jit
 def outer_kernel(
-    left, right, pair_of_position, offsets, order, out,
-    top_k, height, width, left_stride, right_stride,
+    left, right, row_of_position, offsets, order, out,
+    height, width, left_stride, right_stride,
     out_stride_l, out_stride_m, out_stride_n, scale,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -36,25 +69,22 @@ def outer_kernel(
     block = tl.program_id(0) % (num_m * num_n)
     o_m = (block // num_n) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = (block % num_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
+    # The last step, of fewer pairs, stands apart: in the others nothing is masked by position.
+    last = start + (end - start) // BLOCK_K * BLOCK_K
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(start, end, BLOCK_K):
-        position = first + tl.arange(0, BLOCK_K)
-        m_k = position < end
-        left_row = position
-        right_row = position
-        if GATHER_LEFT or GATHER_RIGHT:
-            row = tl.load(pair_of_position + position, mask=m_k, other=0) // top_k  # [K]
-            left_row = row if GATHER_LEFT else position
-            right_row = row if GATHER_RIGHT else position
-        p_left = left + left_row.to(tl.int64)[:, None] * left_stride + o_m[None, :]  # [K, M]
-        p_right = right + right_row.to(tl.int64)[:, None] * right_stride + o_n[None, :]  # [K, N]
-        m_left = m_k[:, None] if EVEN_M else m_k[:, None] & (o_m < height)[None, :]
-        m_right = m_k[:, None] if EVEN_N else m_k[:, None] & (o_n < width)[None, :]
-        b_left = tl.load(p_left, mask=m_left, other=0.0)  # [K, M]
-        b_right = tl.load(p_right, mask=m_right, other=0.0)  # [K, N]
-        sums = tl.dot(tl.trans(b_left), b_right, sums, input_precision=PRECISION)
+    for first in range(start, last, BLOCK_K):
+        sums = _add_step(
+            sums, left, right, row_of_position, first + o_k, end, o_m, o_n, height, width,
+            left_stride, right_stride, GATHER_LEFT, GATHER_RIGHT, True, EVEN_M, EVEN_N, PRECISION,
+        )  # fmt: skip
+    if last < end:
+        sums = _add_step(
+            sums, left, right, row_of_position, last + o_k, end, o_m, o_n, height, width,
+            left_stride, right_stride, GATHER_LEFT, GATHER_RIGHT, False, EVEN_M, EVEN_N, PRECISION,
+        )  # fmt: skip
     out += expert.to(tl.int64) * out_stride_l
     o_row = o_m.to(tl.int64)[:, None] * out_stride_m
     o_column = o_n.to(tl.int64)[None, :] * out_stride_n
@@ -71,7 +101,6 @@ def outer(
     out_LOI: Tensor,
     routing: Routing,
     order_L: Tensor,
-    top_k: int,
     blocks: Blocks,
     *,
     scale: float,
@@ -87,10 +116,10 @@ def outer(
         block = replace(blocks.thin_outer, n=rank_block(width, blocks.thin_outer.n))
     grid = (num_experts * triton.cdiv(height, block.m) * triton.cdiv(width, block.n),)
     outer_kernel[grid](
-        left, right, routing.pair_A, routing.offsets, order_L, out_LOI,
-        top_k, height, width, left.stride(0), right.stride(0), *out_LOI.stride(), scale,
+        left, right, routing.row_A, routing.offsets, order_L, out_LOI,
+        height, width, left.stride(0), right.stride(0), *out_LOI.stride(), scale,
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right,
         BLOCK_M=block.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_M=height % block.m == 0, EVEN_N=width % block.n == 0, ADD=add,
-        PRECISION=dot_precision(left), num_warps=block.warps, num_stages=block.stages,
+        PRECISION=dot_precision(left), **options(block),
     )  # fmt: skip

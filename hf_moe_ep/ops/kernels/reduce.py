@@ -60,7 +60,7 @@ def weight_grads_kernel(
 
 @triton.jit
 def segment_sum_kernel(
-    rows, pair_of_position, weights, offsets, out, top_k, width, row_stride, scale,
+    rows, pair_of_position, row_of_position, weights, offsets, out, width, row_stride, scale,
     GATHER: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
@@ -72,14 +72,13 @@ def segment_sum_kernel(
         position = first + tl.arange(0, BLOCK_M)
         m_m = position < end
         row = position
-        if GATHER or WEIGHTED:
-            pair = tl.load(pair_of_position + position, mask=m_m, other=0)  # [M]
         if GATHER:
-            row = pair // top_k
+            row = tl.load(row_of_position + position, mask=m_m, other=0)  # [M]
         p_y = rows + row.to(tl.int64)[:, None] * row_stride + o_n[None, :]  # [M, N]
         b_y = tl.load(p_y, mask=m_m[:, None] & (o_n < width)[None, :], other=0.0)  # [M, N]
         b_y = b_y.to(tl.float32)
         if WEIGHTED:
+            pair = tl.load(pair_of_position + position, mask=m_m, other=0)  # [M]
             s = tl.load(weights + pair, mask=m_m, other=0.0).to(tl.float32)  # [M]
             b_y = b_y * s[:, None]
         total += tl.sum(b_y, axis=0)
@@ -115,7 +114,6 @@ def segment_sum(
     rows: Tensor,
     weights_RK: Tensor | None,
     routing: Routing,
-    top_k: int,
     out_LO: Tensor,
     *,
     scale: float,
@@ -124,7 +122,7 @@ def segment_sum(
     """Fill `out_LO`, the gradient of a bias; rows are gathered, or lie in pair order."""
     num_experts, width = out_LO.shape
     segment_sum_kernel[(num_experts, triton.cdiv(width, _SUM_COLUMNS))](
-        rows, routing.pair_A, weights_RK, routing.offsets, out_LO, top_k, width, rows.stride(0),
-        scale, GATHER=gather, WEIGHTED=weights_RK is not None,
+        rows, routing.pair_A, routing.row_A, weights_RK, routing.offsets, out_LO, width,
+        rows.stride(0), scale, GATHER=gather, WEIGHTED=weights_RK is not None,
         BLOCK_M=_SUM_ROWS, BLOCK_N=_SUM_COLUMNS,
     )  # fmt: skip

@@ -4,7 +4,8 @@ Four launches and no atomics, so the order is that of a stable sort whatever the
 
     count    [blocks, L]   how many pairs of each block go to each expert
     scan                   where the pairs of each expert, and of each (block, expert), start
-    place                  each pair's position = that start + its rank among the block's equals
+    place                  each pair's position = that start + its rank among the block's equals,
+                           and the other way round: the pair, and the row, of each position
     tiles                  the work list of the matrix kernels
 
 A tile is up to BLOCK_M consecutive positions of one expert, `(expert, first position)`. Their
@@ -120,10 +121,12 @@ def _place_kernel(
     ids,
     starts,
     pair_of_position,
+    row_of_position,
     slots,
     num_pairs,
     num_sorted,
     num_experts,
+    top_k,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -139,6 +142,8 @@ def _place_kernel(
         position = tl.sum(mine * (start[None, :] + tl.cumsum(mine, 0) - mine), axis=1)
         here = (expert >= 0) & (expert < num_experts)
         tl.store(pair_of_position + position, pair, mask=here)
+        # Here once, so that no loop that reads the row divides.
+        tl.store(row_of_position + position, pair // top_k, mask=here)
         tl.store(slots + pair, tl.where(here, position, num_sorted), mask=pair < num_pairs)
         start += tl.sum(mine, axis=0)
 
@@ -158,6 +163,7 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) 
     num_tiles = max_tiles(num_sorted, num_experts, block_m)
     tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=device)
     pair_A = torch.empty(num_sorted, dtype=torch.int32, device=device)
+    row_A = torch.empty_like(pair_A)
     slots_RK = torch.empty(ids_RK.shape, dtype=torch.int32, device=device)
     sizes = {"CHUNK": _CHUNK, "EXPERTS": triton.next_power_of_2(max(num_experts, 2))}
     ids_RK = ids_RK.contiguous()
@@ -165,8 +171,9 @@ def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) 
     _count_kernel[per_block](ids_RK, counts, num_pairs, num_experts, BLOCK=_BLOCK, **sizes)
     _scan_kernel[(1,)](counts, offsets, num_blocks, num_experts, **sizes, num_warps=8)
     _place_kernel[per_block](
-        ids_RK, counts, pair_A, slots_RK, num_pairs, num_sorted, num_experts, BLOCK=_BLOCK, **sizes
-    )
+        ids_RK, counts, pair_A, row_A, slots_RK, num_pairs, num_sorted, num_experts,
+        ids_RK.shape[1], BLOCK=_BLOCK, **sizes,
+    )  # fmt: skip
     per_chunk = (triton.cdiv(num_tiles, _CHUNK),)
     _tiles_kernel[per_chunk](offsets, tiles, num_experts, num_tiles, BLOCK_M=block_m, **sizes)
-    return Routing(pair_A, slots_RK, offsets, tiles)
+    return Routing(pair_A, slots_RK, offsets, tiles, row_A)

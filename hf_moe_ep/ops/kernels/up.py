@@ -4,8 +4,8 @@
     act_AF[a] = gate formula of pre_AG[a], from the fp32 sums
 
 An adapter is a few more steps of the same sum: its first product comes with the call (`LowRows`).
-Concatenated weights are read as two halves of the one tensor into two accumulators; interleaved
-ones in one block whose even and odd columns are taken apart after the sum.
+Gate and up are one product, twice as wide as act: of concatenated weights the columns of both
+halves side by side, of interleaved ones pairs of columns, taken apart after the sum.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
-from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, rank_block
+from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, options, rank_block
 from hf_moe_ep.ops.kernels.gate import activate, add_low_rank, halves
+from hf_moe_ep.ops.kernels.product import tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 
 @triton.jit
 def up_kernel(
-    rows, pair_of_position, offsets, tiles, weight, bias, pre, act,
-    top_k, hidden, ffn,
+    rows, row_of_position, offsets, tiles, weight, bias, pre, act,
+    hidden, ffn,
     row_stride, weight_stride_l, weight_stride_g, weight_stride_h, bias_stride_l,
     low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_g,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -40,89 +41,64 @@ def up_kernel(
     o_m = tl.arange(0, BLOCK_M)
     # What lies behind the expert's last pair reads that pair again, and is not stored.
     position = start + tl.minimum(o_m, left - 1)  # [M]
-    row = tl.load(pair_of_position + position) // top_k  # [M]
-    # Interleaved, one block holds gate and up of BLOCK_N columns: the weight rows lie together.
-    WIDTH: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
-    first = column * WIDTH
-    o_n = first + tl.arange(0, WIDTH)
-    limit_n = 2 * ffn if INTERLEAVED else ffn
-    o_k = tl.arange(0, BLOCK_K)
-    p_x = rows + row.to(tl.int64)[:, None] * row_stride + o_k[None, :]  # [M, K]
-    weight += expert.to(tl.int64) * weight_stride_l
-    p_w = weight + o_n[None, :] * weight_stride_g + o_k[:, None] * weight_stride_h  # [K, WIDTH]
-    up_half = ffn * weight_stride_g
-    gate = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    up = gate
-    for step in range(0, hidden, BLOCK_K):
-        if EVEN_K:
-            b_x = tl.load(p_x)  # [M, K]
-        else:
-            b_x = tl.load(p_x, mask=(step + o_k < hidden)[None, :], other=0.0)  # [M, K]
-        m_w = (o_n < limit_n)[None, :]  # [1 or K, WIDTH]
-        if not EVEN_K:
-            m_w = m_w & (step + o_k < hidden)[:, None]
-        if EVEN_N and EVEN_K:
-            b_w = tl.load(p_w)  # [K, WIDTH]
-        else:
-            b_w = tl.load(p_w, mask=m_w, other=0.0)  # [K, WIDTH]
-        gate = tl.dot(b_x, b_w, gate, input_precision=PRECISION)
-        if GATED and not INTERLEAVED:
-            p_u = p_w + up_half
-            if EVEN_N and EVEN_K:
-                b_u = tl.load(p_u)  # [K, N]
-            else:
-                b_u = tl.load(p_u, mask=m_w, other=0.0)  # [K, N]
-            up = tl.dot(b_x, b_u, up, input_precision=PRECISION)
-        p_x += BLOCK_K
-        p_w += BLOCK_K * weight_stride_h
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    HALF: tl.constexpr = WIDTH // 2
+    pre_size = 2 * ffn if GATED else ffn
+    o_w = tl.arange(0, WIDTH)
+    if GATED and not INTERLEAVED:
+        # Columns past ffn read what is not theirs or nothing, and are not stored.
+        o_g = column * BLOCK_N + o_w % BLOCK_N + (o_w // BLOCK_N) * ffn
+    else:
+        o_g = column * WIDTH + o_w
+    sums = tile_product(
+        rows, row_of_position, row_stride, weight,
+        weight_stride_l, weight_stride_h, weight_stride_g,
+        expert, position, hidden, o_g, pre_size, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+    )  # fmt: skip
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
-        gate = add_low_rank(
-            gate, low, position, low_b, o_n, limit_n, low_b_stride_p, low_b_stride_g,
+        sums = add_low_rank(
+            sums, low, position, low_b, o_g, pre_size, low_b_stride_p, low_b_stride_g,
             RANK, BLOCK_P, PRECISION,
         )  # fmt: skip
-        if GATED and not INTERLEAVED:
-            low_b += ffn * low_b_stride_g
-            up = add_low_rank(
-                up, low, position, low_b, o_n, limit_n, low_b_stride_p, low_b_stride_g,
-                RANK, BLOCK_P, PRECISION,
-            )  # fmt: skip
     if HAS_BIAS:
-        p_bias = bias + expert.to(tl.int64) * bias_stride_l + o_n  # [WIDTH]
-        b_bias = tl.load(p_bias, mask=o_n < limit_n, other=0.0)  # [WIDTH]
-        gate += b_bias.to(tl.float32)[None, :]
-        if GATED and not INTERLEAVED:
-            b_bias = tl.load(p_bias + ffn, mask=o_n < limit_n, other=0.0)  # [N]
-            up += b_bias.to(tl.float32)[None, :]
+        p_bias = bias + expert.to(tl.int64) * bias_stride_l + o_g  # [WIDTH]
+        b_bias = tl.load(p_bias, mask=o_g < pre_size, other=0.0)  # [WIDTH]
+        sums += b_bias.to(tl.float32)[None, :]
     # Row addresses start at the tile, so that what each element adds fits in 32 bits.
-    pre_size = 2 * ffn if GATED else ffn
     pre += start.to(tl.int64) * pre_size
     act += start.to(tl.int64) * ffn
-    HALF: tl.constexpr = BLOCK_N // 2
-    gate_halves = halves(gate, BLOCK_M, WIDTH // 2)
-    up_halves = halves(up, BLOCK_M, WIDTH // 2)
+    first, second = halves(sums, BLOCK_M, HALF)
+    if GATED and not INTERLEAVED:
+        gates = halves(first, BLOCK_M, HALF // 2)
+        ups = halves(second, BLOCK_M, HALF // 2)
+    else:
+        gates = (first, second)
+        ups = gates
     for half in tl.static_range(2):
-        g = gate_halves[half]  # [M, WIDTH / 2]
-        u = up_halves[half]
-        if KEEP_PRE:
-            o_n = first + half * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
-            p_pre = pre + o_m[:, None] * pre_size + o_n[None, :]  # [M, WIDTH / 2]
-            m_pre = (o_m < left)[:, None] & (o_n < limit_n)[None, :]
-            tl.store(p_pre, g.to(pre.dtype.element_ty), mask=m_pre)
-            if GATED and not INTERLEAVED:
-                tl.store(p_pre + ffn, u.to(pre.dtype.element_ty), mask=m_pre)
+        g = gates[half]  # [M, N / 2], or of both [M, N]
+        u = ups[half]
+        o_n = column * BLOCK_N + half * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        m_mn = (o_m < left)[:, None] & (o_n < ffn)[None, :]
         if INTERLEAVED:
-            g, u = tl.split(tl.reshape(g, (BLOCK_M, HALF, 2)))
+            o_both = column * WIDTH + half * HALF + tl.arange(0, HALF)
+            if KEEP_PRE:
+                p_pre = pre + o_m[:, None] * pre_size + o_both[None, :]  # [M, N]
+                m_both = (o_m < left)[:, None] & (o_both < pre_size)[None, :]
+                tl.store(p_pre, g.to(pre.dtype.element_ty), mask=m_both)
+            g, u = tl.split(tl.reshape(g, (BLOCK_M, HALF // 2, 2)))
+        elif KEEP_PRE:
+            p_pre = pre + o_m[:, None] * pre_size + o_n[None, :]  # [M, N / 2]
+            tl.store(p_pre, g.to(pre.dtype.element_ty), mask=m_mn)
+            if GATED:
+                tl.store(p_pre + ffn, u.to(pre.dtype.element_ty), mask=m_mn)
         b_act = activate(g, u, ACTIVATION, GATED, ALPHA, LIMIT, UP_OFFSET)  # [M, N / 2]
-        o_n = column * BLOCK_N + half * HALF + tl.arange(0, HALF)
         p_act = act + o_m[:, None] * ffn + o_n[None, :]
-        m_act = (o_m < left)[:, None] & (o_n < ffn)[None, :]
-        tl.store(p_act, b_act.to(act.dtype.element_ty), mask=m_act)
+        tl.store(p_act, b_act.to(act.dtype.element_ty), mask=m_mn)
 
 
 def up(
     rows_RH: Tensor,
-    top_k: int,
     weight_LGH: Tensor,
     bias_LG: Tensor | None,
     routing: Routing,
@@ -141,8 +117,8 @@ def up(
     block: Block = (low.rank and blocks.up_adapted) or blocks.up
     grid = (routing.tiles.shape[0] * triton.cdiv(ffn, block.n),)
     up_kernel[grid](
-        rows_RH, routing.pair_A, routing.offsets, routing.tiles, weight_LGH, bias_LG, pre_AG,
-        act_AF, top_k, hidden, ffn,
+        rows_RH, routing.row_A, routing.offsets, routing.tiles, weight_LGH, bias_LG, pre_AG,
+        act_AF, hidden, ffn,
         rows_RH.stride(0), *weight_LGH.stride(), 0 if bias_LG is None else bias_LG.stride(0),
         *low.kernel_arguments(),
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
@@ -150,6 +126,6 @@ def up(
         RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,
-        PRECISION=dot_precision(rows_RH), num_warps=block.warps, num_stages=block.stages,
+        PRECISION=dot_precision(rows_RH), **options(block),
     )  # fmt: skip
     return act_AF, pre_AG

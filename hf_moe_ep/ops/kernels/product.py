@@ -1,0 +1,60 @@
+"""The loop that three kernels share: rows of one tile times the matrix of its expert.
+
+up, grouped_mm, dgated     sums[m, n] = sum over k of x[m, k] * w[k, n], in fp32
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_product(
+    rows, row_of_position, row_stride, matrix, stride_l, stride_k, stride_n,
+    expert, position, inner, o_n, limit_n,
+    BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[M, N]: rows at `position` [M] times the expert's columns `o_n` [N], those below `limit_n`.
+
+    Where `row_of_position` is None, rows lie in the order of the positions.
+    """
+    o_row = position if row_of_position is None else tl.load(row_of_position + position)  # [M]
+    o_k = tl.arange(0, BLOCK_K)
+    p_x = rows + o_row.to(tl.int64)[:, None] * row_stride + o_k[None, :]  # [M, K]
+    matrix += expert.to(tl.int64) * stride_l
+    p_w = matrix + o_k[:, None] * stride_k + o_n[None, :] * stride_n  # [K, N]
+    sums = tl.zeros([position.shape[0], o_n.shape[0]], tl.float32)
+    for step in range(0, inner, BLOCK_K):
+        if EVEN_K:
+            b_x = tl.load(p_x)  # [M, K]
+        else:
+            b_x = tl.load(p_x, mask=(step + o_k < inner)[None, :], other=0.0)  # [M, K]
+        if EVEN_N and EVEN_K:
+            b_w = tl.load(p_w)  # [K, N]
+        else:
+            m_w = (o_n < limit_n)[None, :]  # [1 or K, N]
+            if not EVEN_K:
+                m_w = m_w & (step + o_k < inner)[:, None]
+            b_w = tl.load(p_w, mask=m_w, other=0.0)  # [K, N]
+        sums = tl.dot(b_x, b_w, sums, input_precision=PRECISION)
+        p_x += BLOCK_K
+        p_w += BLOCK_K * stride_k
+    return sums
+
+
+@triton.jit
+def block_product(
+    rows, matrix, start, matrix_row, matrix_column, inner,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[M, N]: rows from `start` on times a part of a matrix; both are descriptors, K divides inner.
+
+    Rows of the next expert, and none at all past the end, make sums that are not stored.
+    """
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(0, inner, BLOCK_K):
+        b_x = rows.load([start, step])  # [M, K]
+        b_w = matrix.load([matrix_row + step, matrix_column])  # [K, N]
+        sums = tl.dot(b_x, b_w, sums, input_precision=PRECISION)
+    return sums
