@@ -2,6 +2,10 @@
 
     python compile_kernels.py          one JSON line per kernel, variant and table row
     python compile_kernels.py --some   per kernel and generation of GPU: its first launch in SOME
+    python compile_kernels.py --candidates   for each candidate of the table what it changes
+    python compile_kernels.py --write  all of them, into benchmarks/results/ahead_of_time.json
+                                       (what the tests compare with) and the table beside it;
+                                       with --before as the figures to compare with there
 
 The launchers run on meta tensors of real sizes with a recorder in place of each kernel, so what is
 compiled are the arguments, block sizes and alignments that a launch on the GPU would specialise
@@ -15,18 +19,21 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from ahead_of_time import IN_TABLE, record
+from machine_code import product_loops
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import __file__ as nvidia_backend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
@@ -35,6 +42,10 @@ from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, reduce, sor
 
 KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
 CUOBJDUMP = Path(nvidia_backend).parent / "bin" / "cuobjdump"
+# A100, H100 and RTX 50xx: CUDA's programming guide, "Technical specifications per capability".
+SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024, 120: 100 * 1024}
+THREADS_PER_SM = {80: 2048, 90: 2048, 120: 1536}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 MATRICES_AND_BIASES = {"up", "up_bias", "down", "down_bias"}
 ADAPTERS = {"up_a", "up_b", "down_a", "down_b"}
 POINTERS = {
@@ -51,6 +62,16 @@ class Launch:
     kernel: JITFunction
     arguments: dict[str, Any]
     options: dict[str, int]
+
+    def role(self) -> str:
+        """What a kernel that has several duties is launched for."""
+        if self.kernel.__name__ == "grouped_mm_kernel":
+            gathers = "" if self.arguments["row_of_position"] is None else ", gathers"
+            return f"thin{gathers}" if self.arguments["SCALED"] else "wide"
+        if self.kernel.__name__ == "outer_kernel":
+            left = "gathers left" if self.arguments["GATHER_LEFT"] else ""
+            return "gathers right" if self.arguments["GATHER_RIGHT"] else left or "gathers nothing"
+        return ""
 
 
 @dataclass
@@ -139,7 +160,8 @@ class _Recorded:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
-            options = {k: kwargs.pop(k) for k in ("num_warps", "num_stages") if k in kwargs}
+            options = {k: kwargs[k] for k in OPTIONS if kwargs.get(k)}
+            kwargs = {k: v for k, v in kwargs.items() if k not in OPTIONS}
             names = [parameter.name for parameter in self.kernel.params]
             arguments = dict(zip(names, args)) | kwargs
             assert list(arguments) == names and all(size > 0 for size in grid)
@@ -154,34 +176,75 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     for index, parameter in enumerate(launch.kernel.params):
         name, value = parameter.name, launch.arguments[parameter.name]
         kind, aligned = _kind(value)
-        if parameter.is_constexpr or value is None or (kind == "i32" and value == 1):
+        if _is_fixed(parameter, value):
             signature[name], constants[(index,)] = "constexpr", value
             continue
         signature[name] = kind
-        if aligned:
+        if aligned and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(built.asm["cubin"])
         cubin.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", cubin.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = _dump("--dump-resource-usage", cubin.name)
+        listing = _dump("--dump-sass", cubin.name)
     numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    warps = built.metadata.num_warps
+    stages = launch.options.get("num_stages", 1)
     return {
         "registers": numbers["REG"],
         "spilled": numbers["STACK"] + numbers["LOCAL"],
         "shared": built.metadata.shared,
+        "block": describe_block(launch),
+        "stages": stages,
+        "programs": programs_per_sm(numbers["REG"], built.metadata.shared, warps, arch),
         "dots": built.asm["ttir"].count("tt.dot "),
         "wgmma": len(re.findall(r"wgmma\.mma_async", built.asm["ptx"])),
         "mma": len(re.findall(r"\bmma\.sync", built.asm["ptx"])),
+        "loops": [asdict(loop) for loop in product_loops(listing)],
     }
+
+
+def describe_block(launch: Launch) -> str:
+    """Rows x columns x step along the sum, warps and stages of a product; "" for the others."""
+    if not {"BLOCK_M", "BLOCK_N", "BLOCK_K"} <= launch.arguments.keys():
+        return ""
+    sizes = " x ".join(str(launch.arguments[f"BLOCK_{x}"]) for x in "MNK")
+    return f"{sizes}, {launch.options['num_warps']}w {launch.options['num_stages']}s"
+
+
+def programs_per_sm(registers: int, shared: int, warps: int, arch: int) -> int:
+    """Programs that fit on a multiprocessor: of registers, shared memory and threads the scarcest.
+
+    Registers are given out in eights per thread; a program takes 1 KiB of shared memory on top.
+    """
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
+    by_shared = SHARED_PER_SM[arch] // (shared + 1024)
+    return min(by_registers, by_shared, THREADS_PER_SM[arch] // (32 * warps))
+
+
+def _dump(what: str, cubin: str) -> str:
+    return subprocess.run(
+        [str(CUOBJDUMP), what, cubin], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def _is_fixed(parameter: Any, value: Any) -> bool:
+    """Whether a kernel is compiled for this value of an argument."""
+    if parameter.is_constexpr or value is None:
+        return True
+    one = isinstance(value, int) and not isinstance(value, bool) and value == 1
+    return one and not parameter.do_not_specialize
 
 
 def _kind(value: Any) -> tuple[str, bool]:
     """Triton's type of an argument, and whether its launcher would find it divisible by 16."""
     if isinstance(value, Tensor):
         return POINTERS[value.dtype], True
+    if isinstance(value, TensorDescriptor):
+        kind = POINTERS[value.base.dtype].removeprefix("*")
+        return f"tensordesc<{kind}[{','.join(map(str, value.block_shape))}]>", False
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return "constexpr", False
     if isinstance(value, float):
@@ -211,25 +274,76 @@ def cases() -> list[Case]:
     ]
 
 
+# What sm_120 (RTX 50xx) takes: the rows of sm_80, since its shared memory is as small.
+ROWS_OF = {80: "sm_80", 90: "sm_90", 120: "sm_80"}
 # The case of each generation that stands for all: together they have every kernel, the longest
 # epilogue (clamped, interleaved, biased) and an adapter.
 SOME = {80: "qwen3-30b r=16", 90: "gpt-oss-20b"}
 
 
-def _jobs(some: bool) -> Iterator[tuple[str, int, int, int]]:
-    """(case, architecture, number of the case, number of the launch), nothing compiled twice."""
-    seen = set()
-    for arch, (index, case) in itertools.product((80, 90), enumerate(cases())):
-        if some and case.name != SOME[arch]:
+@dataclass(frozen=True)
+class Job:
+    """One compilation: launch number `launch` of case number `case`.
+
+    `names` are those of all launches that are compiled the same, this one's first.
+    """
+
+    names: list[str]
+    arch: int
+    case: int
+    launch: int
+    candidate: int | None = None
+
+
+def jobs(some: bool) -> list[Job]:
+    """Every launch on every architecture, none compiled twice."""
+    found: dict[str, Job] = {}
+    for arch, (index, case) in itertools.product(SOME if some else ROWS_OF, enumerate(cases())):
+        if (some and case.name != SOME[arch]) or (arch == 120 and case.name not in IN_TABLE):
             continue
-        blocks.generation = lambda device, arch=arch: f"sm_{arch}"
+        _use_rows_of(arch)
+        taken: Counter[str] = Counter()
         for number, launch in enumerate(case.launches()):
-            key = repr((launch.kernel.__name__, arch, launch.options, _shape_of(launch)))
-            if some:
-                key = repr((launch.kernel.__name__, arch))
-            if key not in seen:
-                seen.add(key)
-                yield case.name, arch, index, number
+            kernel = launch.kernel.__name__
+            place = " ".join(part for part in (kernel, launch.role()) if part)
+            taken[place] += 1
+            name = f"{case.name} | {place} | {taken[place]}"
+            key = (kernel, arch) if some else (kernel, arch, launch.options, _shape_of(launch))
+            found.setdefault(repr(key), Job([], arch, index, number)).names.append(name)
+    return list(found.values())
+
+
+def candidate_jobs() -> list[Job]:
+    """The launches of Qwen3-30B that a candidate for its row of the table changes."""
+    found = []
+    for number, candidate in enumerate(blocks.CANDIDATES):
+        generation, _, bucket = candidate.row
+        arch = 90 if generation == "sm_90" else 80
+        _use_rows_of(arch)
+        name = "qwen3-30b" if bucket == "many" else "qwen3-30b few rows"
+        (index,) = (i for i, case in enumerate(cases()) if case.name == name)
+        before = [(x.options, _shape_of(x)) for x in cases()[index].launches()]
+        _use_candidate(number)
+        for launch, x in enumerate(cases()[index].launches()):
+            if (x.options, _shape_of(x)) != before[launch]:
+                found.append(Job([f"{candidate.field} {x.role()}"], arch, index, launch, number))
+        _use_candidate(None)
+    return found
+
+
+def _use_candidate(number: int | None) -> None:
+    """Put a candidate into its row of the table, or the table's own rows back."""
+    blocks.TABLE.update(_OWN_ROWS)
+    if number is not None:
+        candidate = blocks.CANDIDATES[number]
+        blocks.TABLE[candidate.row] = candidate.blocks()
+
+
+_OWN_ROWS = dict(blocks.TABLE)
+
+
+def _use_rows_of(arch: int) -> None:
+    blocks.generation = lambda device: ROWS_OF[arch]
 
 
 def _shape_of(launch: Launch) -> list[Any]:
@@ -237,21 +351,28 @@ def _shape_of(launch: Launch) -> list[Any]:
     kinds = []
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
-        number = isinstance(value, int) and not isinstance(value, bool)
-        fixed = parameter.is_constexpr or value is None or (number and value == 1)
-        kinds.append(value if fixed else _kind(value))
+        kind, aligned = _kind(value)
+        free = kind, aligned and not parameter.do_not_specialize
+        kinds.append(value if _is_fixed(parameter, value) else free)
     return kinds
 
 
-def _compile_job(job: tuple[str, int, int, int]) -> str:
-    name, arch, index, number = job
-    blocks.generation = lambda device: f"sm_{arch}"
-    launch = cases()[index].launches()[number]
-    report = compile_launch(launch, arch)
-    return json.dumps({"case": name, "arch": arch, "kernel": launch.kernel.__name__, **report})
+def run_job(job: Job) -> dict[str, Any]:
+    _use_rows_of(job.arch)
+    _use_candidate(job.candidate)
+    case = cases()[job.case]
+    launch = case.launches()[job.launch]
+    named = {"names": job.names, "arch": job.arch, "case": case.name, "candidate": job.candidate}
+    return named | {"kernel": launch.kernel.__name__, **compile_launch(launch, job.arch)}
 
 
 if __name__ == "__main__":
+    reports = []
     with multiprocessing.Pool(2) as pool:
-        for line in pool.imap(_compile_job, list(_jobs(some="--some" in sys.argv))):
-            print(line, flush=True)
+        chosen = candidate_jobs() if "--candidates" in sys.argv else jobs("--some" in sys.argv)
+        for report in pool.imap(run_job, chosen):
+            reports.append(report)
+            if "--write" not in sys.argv:
+                print(json.dumps(report), flush=True)
+    if "--write" in sys.argv:
+        record(reports, "before" if "--before" in sys.argv else "now")

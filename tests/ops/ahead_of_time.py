@@ -1,0 +1,117 @@
+"""What the compiler made of every kernel, on file: the tests compare with it.
+
+`benchmarks/results/ahead_of_time.json` holds one line per version of Triton, architecture and
+launch; `ahead_of_time.md` the same as a table, of the launches of two models. Both are made by
+`python tests/ops/compile_kernels.py --write`, which replaces the figures of the version of Triton
+that runs and leaves `before`, those of an earlier state of the kernels, as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import triton
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+FIGURES = ("block", "registers", "spilled", "shared", "programs", "steps_ahead", "instructions")
+_COLUMNS = (
+    "launch",
+    "block",
+    "registers",
+    "spilled",
+    "shared",
+    "programs",
+    "ahead",
+    "instructions",
+)
+IN_TABLE = ("qwen3-30b", "gpt-oss-20b", "qwen3-30b r=16")
+
+_HEAD = """\
+# What the compiler makes of the kernels
+
+Compiled ahead of time, no GPU, so no times. `x > y`: x before the loops of the products were
+written anew (rows stored once, last step of `outer` apart, one wide product in `up`), y now; one
+figure: it stayed. Made by `python tests/ops/compile_kernels.py --write`; every launch is in
+[ahead_of_time.json](ahead_of_time.json), which the tests compare with.
+
+| column | meaning |
+|---|---|
+| block | rows x columns x step along the sum, warps, stages |
+| registers | per thread |
+| spilled | bytes per thread |
+| shared | KiB per program |
+| programs | that fit on a multiprocessor |
+| ahead | steps of the main loop whose loads are under way while one computes |
+| instructions | of one step of the main loop |
+"""
+
+
+def version() -> str:
+    """Major and minor version of the Triton that runs."""
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def figures(report: dict[str, Any]) -> dict[str, Any]:
+    """What is recorded of a report of `compile_kernels.py`; None where there is no loop."""
+    loops = report["loops"]
+    longest = max(loops, key=lambda loop: loop["loads"] * loop["products"]) if loops else {}
+    return {name: report.get(name, longest.get(name)) for name in FIGURES}
+
+
+def recorded() -> dict[tuple[str, int, str], dict[str, Any]]:
+    """(version of Triton, architecture, name) -> the line of the file."""
+    path = RESULTS / "ahead_of_time.json"
+    lines = path.read_text().splitlines() if path.exists() else []
+    read = [json.loads(line) for line in lines]
+    return {(x["triton"], x["arch"], x["name"]): x for x in read}
+
+
+def record(reports: list[dict[str, Any]], when: str = "now") -> None:
+    """Write both files; `when` is "before" for figures of kernels that are about to change."""
+    lines = recorded()
+    old = {key: lines.pop(key) for key in list(lines) if key[0] == version()}
+    for report in reports:
+        for name in report["names"]:
+            key = (version(), report["arch"], name)
+            kept = {x: y for x, y in old.get(key, {}).items() if x in ("before", "now")}
+            line = {"triton": key[0], "arch": key[1], "name": name} | kept
+            if when == "now" or name.split(" | ")[0] in IN_TABLE:
+                line[when] = figures(report)
+            lines[key] = line
+    text = "".join(json.dumps(lines[key]) + "\n" for key in sorted(lines))
+    (RESULTS / "ahead_of_time.json").write_text(text)
+    (RESULTS / "ahead_of_time.md").write_text(table([lines[key] for key in sorted(lines)]))
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """The launches of IN_TABLE as Markdown, a table for each architecture and version."""
+    text = _HEAD
+    for arch, triton_version in sorted({(x["arch"], x["triton"]) for x in lines}):
+        rows = [
+            _row(x)
+            for x in lines
+            if (x["arch"], x["triton"]) == (arch, triton_version)
+            and x["name"].split(" | ")[0] in IN_TABLE
+        ]
+        text += f"\n## sm_{arch}, Triton {triton_version}\n\n"
+        text += "".join(
+            "| " + " | ".join(row) + " |\n" for row in (_COLUMNS, ["---"] * len(_COLUMNS), *rows)
+        )
+    return text
+
+
+def _row(line: dict[str, Any]) -> list[str]:
+    before = line.get("before", {})
+    now = line.get("now", {})
+    pairs = [(_shown(name, before), _shown(name, now)) for name in FIGURES]
+    cells = [now if now == before else f"{before} > {now}" for before, now in pairs]
+    return [line["name"].replace(" | ", ", "), *cells]
+
+
+def _shown(name: str, of: dict[str, Any]) -> str:
+    value = of.get(name)
+    if value in (None, ""):
+        return "-"
+    return f"{value / 1024:.0f}" if name == "shared" else str(value)
