@@ -133,8 +133,8 @@ def test_a_tf32_product_is_refused_where_exact_ones_were_asked_for(
 ) -> None:
     right = triton_mlp.grouped_mm
 
-    def rounding(rows_AI: Tensor, matrix_LIO: Tensor, *args: Any) -> Tensor:
-        return right(_tf32(rows_AI), _tf32(matrix_LIO.contiguous()), *args)
+    def rounding(rows_AI: Tensor, matrix_LIO: Tensor, *args: Any, **options: Any) -> Tensor:
+        return right(_tf32(rows_AI), _tf32(matrix_LIO.contiguous()), *args, **options)
 
     monkeypatch.setattr(triton_mlp, "grouped_mm", rounding)
     assert check_once(replace(KIND, precision="tf32")) == ""
