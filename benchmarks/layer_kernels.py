@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import json
 import multiprocessing
 import statistics
@@ -67,14 +68,14 @@ LABELS = {
     ("outer", 0): "dW down",
     ("outer", 1): "dW up",
 }
-# The field of a row of the table that each of them reads; the first that there is.
+# The field of a row of the table that each of them reads.
 FIELDS = {
-    "up": ("up",),
-    "down": ("down", "matmul"),
-    "dx": ("rows", "matmul"),
-    "dgated": ("dgated",),
-    "dW down": ("outer",),
-    "dW up": ("outer",),
+    "up": "up",
+    "down": "down",
+    "dx": "rows",
+    "dgated": "dgated",
+    "dW down": "outer",
+    "dW up": "outer",
 }
 
 
@@ -119,9 +120,14 @@ class Call:
     label: str
     backward: bool
     run: Callable[[Blocks | None], Any]
+    fills: Tensor | None = None
 
     def result(self, blocks: Blocks | None = None) -> Tensor:
-        """The first tensor that it returns, under another row where one is given."""
+        """What it fills, or the first tensor that it returns; under another row if one is given."""
+        if self.fills is not None:
+            self.fills.fill_(float("nan"))  # or what an earlier call left would pass for right
+            self.run(blocks)
+            return self.fills
         found = self.run(blocks)
         while not isinstance(found, Tensor):
             found = vars(found) if hasattr(found, "__dataclass_fields__") else found
@@ -199,7 +205,9 @@ def _noting(calls: list[Call], row: Blocks, *, outer_is_known: bool) -> Iterator
 
                 return launch(*map(mine, args), **{key: mine(x) for key, x in kwargs.items()})
 
-            calls.append(Call(labelled, False, again))
+            bound = inspect.signature(launch).bind(*args, **kwargs).arguments
+            fills = next((x for key, x in bound.items() if key.startswith("out_")), None)
+            calls.append(Call(labelled, False, again, fills))
             return launch(*args, **kwargs)
 
         return launching
@@ -219,19 +227,14 @@ def _noting(calls: list[Call], row: Blocks, *, outer_is_known: bool) -> Iterator
         vars(triton_mlp).update(plain)
 
 
-def field_of(label: str, row: Blocks) -> str:
-    """The field of the table that a kernel reads; "" if none, or an adapter's."""
-    return next((name for name in FIELDS.get(label, ()) if hasattr(row, name)), "")
-
-
 def candidates(row: Blocks) -> list[tuple[str, Blocks]]:
     """(field, row with another block there): the table's own, the other row's, one more stage."""
     found = [
         (candidate.field, candidate.blocks())
-        for candidate in getattr(table, "CANDIDATES", ())
+        for candidate in table.CANDIDATES
         if table.TABLE[candidate.row] == row
     ]
-    names = list(dict.fromkeys(field_of(label, row) for label in FIELDS))
+    names = list(dict.fromkeys(FIELDS.values()))
     for (kind, itemsize, _), other in table.TABLE.items():
         beside = (kind, itemsize) in {key[:2] for key, mine in table.TABLE.items() if mine is row}
         if beside and other.m != row.m:
@@ -294,7 +297,7 @@ def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
     num_errors = 0
     for call in layer.calls(row):
         line = {"kernel": call.label, "backward": call.backward}
-        line["block"] = as_text(row, field_of(call.label, row))
+        line["block"] = as_text(row, FIELDS.get(call.label, ""))
         try:
             times = measure(call, None, repeats)
             line |= figures(layer.sizes, call.label, times, layer.rows.element_size())
@@ -344,7 +347,7 @@ def _compile(candidate: tuple[str, Blocks]) -> None:
         if blocks.m not in known:
             known[blocks.m] = _in_worker["layer"].calls(blocks)
         for call in known[blocks.m]:
-            if field_of(call.label, blocks) == field:
+            if FIELDS.get(call.label, "") == field:
                 call.run(blocks)
 
 
@@ -367,7 +370,7 @@ def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> 
     calls, of_m = layer.calls(row), row.m
     wanted = {}
     for call in calls:
-        if field_of(call.label, row):
+        if FIELDS.get(call.label, ""):
             wanted[call.label] = call.result().clone()
             best[call.label] = (statistics.median(measure(call, None, args.repeats)), "")
     standing = {label: ms for label, (ms, _) in best.items()}
@@ -384,7 +387,7 @@ def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> 
             note(field=field, block=block, error=why_not(error), **about)
             continue
         for call in calls:
-            if field_of(call.label, row) == field:
+            if FIELDS.get(call.label, "") == field:
                 line = try_block(layer, call, blocks, wanted[call.label], args.repeats)
                 note(block=block, **line, **about)
                 if line.get("ms", float("inf")) < best[call.label][0]:

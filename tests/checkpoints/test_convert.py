@@ -113,6 +113,7 @@ def _alive() -> int:
     )
 
 
+@pytest.mark.slow
 def test_one_tensor_is_in_memory_at_a_time(saved: Path, tmp_path: Path) -> None:
     alive, stock = [], Writer.write
 

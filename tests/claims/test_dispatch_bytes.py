@@ -217,11 +217,11 @@ def _check_max_rows(group: dist.ProcessGroup) -> None:
         _run(case, group, max_rows=8)
 
 
-def _on_four_ranks(rank: int, world: int) -> None:
+def _on_four_ranks(rank: int, world: int, every: int) -> None:
     assert dist.group.WORLD is not None
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = {4: dist.group.WORLD, 2: pairs[rank // 2]}
-    for seed in range(NUM_CASES):
+    for seed in range(0, NUM_CASES, every):
         case = _random_case(seed)
         _check_numbers(case, groups[case.ep])
         if seed % 5 == 0:
@@ -231,8 +231,9 @@ def _on_four_ranks(rank: int, world: int) -> None:
     _check_max_rows(dist.group.WORLD)
 
 
-def test_random_cases_on_four_ranks() -> None:
-    run_ranks(_on_four_ranks, 4, timeout=300)
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_random_cases_on_four_ranks(every: int) -> None:
+    run_ranks(_on_four_ranks, 4, every, timeout=300)
 
 
 def test_cases_reach_the_edges() -> None:

@@ -68,7 +68,7 @@ def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, in fp16: tiles full and ragged, every other block full."""
     monkeypatch.setattr(blocks, "generation", lambda device: ROW[0])
     row = TABLE[ROW]
-    products = (row.up, row.matmul, row.dgated, row.outer)
+    products = (row.up, row.down, row.rows, row.dgated, row.outer)
     size = math.lcm(row.outer.m, *(n for block in products for n in (block.n, block.k)))
     experts, top_k = 2, 1
     tokens = FEW_ROWS * experts + 5

@@ -112,7 +112,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", ["a frozen base", *(pytest.param(x, marks=pytest.mark.slow) for x in [*VARIANTS][1:])]
+)
 def test_a_variant_that_is_wrong_is_refused_where_it_is_launched(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
