@@ -39,6 +39,7 @@ keyword) to search for in FILE.
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ranks/places.py | _UNDER_WAY | exchanges that have not ended
     ops/self_check.py | check_once warn_once | whether compiled kernels run and are right here
+    ops/sum_check.py | check_sums_once | whether compiled sums are right here
     ops/spec.py | from_text | parsed formulas of the operator
     __init__.py | _broken __getattr__ | what failed at import, and what raises it at first use
     -- what Accelerate and the Trainer are told, for a run --

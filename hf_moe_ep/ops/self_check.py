@@ -29,18 +29,27 @@ import triton
 from torch import Tensor
 
 from hf_moe_ep.ops import torch_mlp, triton_mlp
+from hf_moe_ep.ops.devices import on_its_device
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
 from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, choose_blocks, dot_precision
 from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
 from hf_moe_ep.ops.spec import ExpertSpec
+from hf_moe_ep.ops.sum_check import (
+    ROUNDINGS,
+    Number,
+    Sums,
+    chosen,
+    compare,
+    name_of,
+    unweighted_sums,
+)
 
 # What Triton, its compilers and ptxas raise where a kernel cannot be built or does not fit.
 _UNBUILT = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
 # Largest error, relative to the largest element, in roundings of what products round to. Exact
 # fp32 products round at every addition; TF32, which rounds like fp16, is still far beyond that.
-_ROUNDINGS = 8
 _ROUNDINGS_OF_FP32 = 64
 
 
@@ -122,16 +131,8 @@ def check_once(kind: Kind) -> str:
     exact = kind.dtype == torch.float32 and kind.precision == "ieee"
     # fp32 products may be TF32, which rounds like fp16.
     rounded = torch.float16 if kind.dtype == torch.float32 and not exact else kind.dtype
-    limit = (_ROUNDINGS_OF_FP32 if exact else _ROUNDINGS) * torch.finfo(rounded).eps
-    for name, got, want in found:
-        error = _error(got, want)
-        if not error <= (limit if got.is_floating_point() else 0):
-            raise RuntimeError(
-                f"the Triton kernels of hf_moe_ep compute wrong numbers on "
-                f"{_name(kind.device)} with Triton {triton.__version__}: error "
-                f"{error:.1e} in {name} ({kind}), at most {limit:.1e} is rounding. "
-                f"Train with experts_backend='torch', and report this line"
-            )
+    limit = (_ROUNDINGS_OF_FP32 if exact else ROUNDINGS) * torch.finfo(rounded).eps
+    compare(found, limit, kind, "Train with experts_backend='torch'")
     return ""
 
 
@@ -139,19 +140,10 @@ def check_once(kind: Kind) -> str:
 def warn_once(device: torch.device, reason: str) -> None:
     """Say that experts run on the torch path instead."""
     warnings.warn(
-        f"the Triton kernels of hf_moe_ep cannot run on {_name(device)} with Triton "
+        f"the Triton kernels of hf_moe_ep cannot run on {name_of(device)} with Triton "
         f"{triton.__version__}, so experts run on the torch path, which is slower: {reason}",
         stacklevel=2,
     )
-
-
-def _error(got: Tensor, want: Tensor) -> float:
-    scale = want.double().abs().max().item()
-    return (got.double() - want.double()).abs().max().item() / (scale or 1.0)
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def _short(size: int) -> int:
@@ -159,10 +151,7 @@ def _short(size: int) -> int:
     return 256 + size % 256
 
 
-_Numbers = Iterator[tuple[str, Tensor, Tensor]]
-
-
-def _products(kind: Kind) -> _Numbers:
+def _products(kind: Kind) -> Iterator[Number]:
     """(name, ours, torch's in fp64) of the output and of every gradient that is wanted."""
     generator = torch.Generator(kind.device).manual_seed(0)
 
@@ -227,7 +216,7 @@ def _run(
     return found
 
 
-def _routing(kind: Kind) -> _Numbers:
+def _routing(kind: Kind) -> Iterator[Number]:
     """(name, ours, torch's) of a routing to as many experts, some of the pairs without one."""
     generator = torch.Generator(kind.device).manual_seed(0)
     num_rows = 1 + 1024 // kind.top_k
@@ -239,7 +228,7 @@ def _routing(kind: Kind) -> _Numbers:
     like = scores.new_empty(kind.num_experts, 1, 1, dtype=kind.dtype)
     num_pairs = FEW_ROWS * kind.num_experts - 1 if kind.few else FEW_ROWS * kind.num_experts
     block_m = choose_blocks(like, num_pairs).m
-    got = sort_pairs(ids_RK, kind.num_experts, sum(counts_L), block_m)
+    got = on_its_device(sort_pairs)(ids_RK, kind.num_experts, sum(counts_L), block_m)
     want = torch_mlp.route(ids_RK, counts_L, ExpertWeights(like, None, like, None))
     starts = want.offsets.tolist()
     tiles = [
@@ -254,19 +243,13 @@ def _routing(kind: Kind) -> _Numbers:
     yield "tiles", got.tiles, torch.tensor(tiles, device=kind.device)
 
 
-def _sums(kind: Kind) -> _Numbers:
+def _sums(kind: Kind) -> Iterator[Number]:
     """(name, ours, torch's in fp64) of sums over the choices of a few rows as wide as real ones."""
-    generator = torch.Generator(kind.device).manual_seed(0)
-    num_rows, num_pairs = 3, 2 * kind.top_k
-    shape = (num_pairs, kind.hidden)
-    rows_AH = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
-    weights_RK = torch.rand(num_rows, kind.top_k, generator=generator, device=kind.device)
+    sums = Sums(kind.device, kind.dtype, kind.top_k, kind.hidden)
+    rows_AH, slots_RK, y_RKH = chosen(sums)
+    generator = torch.Generator(kind.device).manual_seed(1)
+    weights_RK = torch.rand(slots_RK.shape, generator=generator, device=kind.device)
     weights_RK = weights_RK.to(kind.weights_dtype)
-    # The last row has no pair here.
-    slots_RK = torch.arange(num_rows * kind.top_k, dtype=torch.int32, device=kind.device)
-    slots_RK = slots_RK.view(num_rows, kind.top_k).clamp(max=num_pairs)
-    padded_AH = torch.cat([rows_AH, rows_AH.new_zeros(1, kind.hidden)]).double()
-    y_RKH = padded_AH[slots_RK.long()]
     weighted_RH = (y_RKH * weights_RK.double().unsqueeze(2)).sum(1)
-    yield "weighted sums", combine(rows_AH, slots_RK, weights_RK), weighted_RH
-    yield "sums", combine(rows_AH, slots_RK, None), y_RKH.sum(1)
+    yield "weighted sums", on_its_device(combine)(rows_AH, slots_RK, weights_RK), weighted_RH
+    yield from unweighted_sums(sums)

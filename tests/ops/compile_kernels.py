@@ -1,7 +1,8 @@
 """Compile every Triton kernel for a GPU that need not be there, and report what came out.
 
     python compile_kernels.py          one JSON line per kernel, variant and table row
-    python compile_kernels.py --some   per kernel and generation of GPU: its first launch in SOME
+    python compile_kernels.py --some   per kernel, with an adapter and without, and generation of
+                                       GPU: its first launch in SOME
     python compile_kernels.py --candidates   for each candidate of the table what it changes
     python compile_kernels.py --write  all of them, into benchmarks/results/ahead_of_time.json
                                        (what the tests compare with) and the table beside it;
@@ -37,7 +38,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights
 from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, reduce, sort_pairs, up
 
 KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
@@ -76,7 +77,10 @@ class Launch:
 
 @dataclass
 class Case:
-    """One call of the expert MLP, forward and backward, in one formula."""
+    """One call of the expert MLP, forward and backward, in one formula.
+
+    `chunks`: its gradients are added to those of an earlier call.
+    """
 
     name: str
     formula: ExpertFormula = field(default_factory=ExpertFormula)
@@ -89,6 +93,7 @@ class Case:
     bias: bool = False
     transposed: bool = False
     rank: int = 0
+    chunks: bool = False
 
     def launches(self) -> list[Launch]:
         pre_size = 2 * self.ffn if self.formula.gated else self.ffn
@@ -113,9 +118,12 @@ class Case:
             out, pre = triton_mlp.forward(rows, scores, weights, routing, self.formula, True)
             trained = ADAPTERS if self.rank else MATRICES_AND_BIASES
             need = {"rows", "weights", *trained.intersection(weights.named_tensors())}
-            triton_mlp.backward(
-                out, rows, scores, weights, routing, pre, self.formula, grad_scale=0.5, need=need
-            )
+            step = (out, rows, scores, weights, routing, pre, self.formula)
+            _, finish = triton_mlp.backward(*step, grad_scale=0.5, need=need, later=True)
+            assert finish is not None
+            grads = ExpertGrads(wide=self.chunks)
+            for _ in range(2 if self.chunks else 1):
+                finish(grads)
         return recorder.launches
 
     def adapters(self, pre_size: int) -> list[Tensor | None]:
@@ -258,6 +266,7 @@ def cases() -> list[Case]:
     return [
         Case("qwen3-30b"),
         Case("qwen3-30b few rows", tokens=512),
+        Case("qwen3-30b chunks", chunks=True),
         Case("qwen3-30b fp32", dtype=torch.float32),
         Case("gpt-oss-20b", gpt_oss, 2880, 2880, 32, 4, bias=True, transposed=True),
         Case("gpt-oss-20b few rows", gpt_oss, 2880, 2880, 32, 4, 256, bias=True, transposed=True),
@@ -267,6 +276,7 @@ def cases() -> list[Case]:
         Case("odd sizes", hidden=2064, ffn=784),
         Case("qwen3-30b r=16", rank=16),
         Case("qwen3-30b r=64", rank=64),
+        Case("qwen3-30b chunks r=16", rank=16, chunks=True),
         Case("qwen3-30b r=16 fp32", dtype=torch.float32, rank=16),
         Case("gpt-oss-20b r=16", gpt_oss, 2880, 2880, 32, 4, bias=True, transposed=True, rank=16),
         Case("ungated r=128", ungated, rank=128),
@@ -276,9 +286,9 @@ def cases() -> list[Case]:
 
 # What sm_120 (RTX 50xx) takes: the rows of sm_80, since its shared memory is as small.
 ROWS_OF = {80: "sm_80", 90: "sm_90", 120: "sm_80"}
-# The case of each generation that stands for all: together they have every kernel, the longest
-# epilogue (clamped, interleaved, biased) and an adapter.
-SOME = {80: "qwen3-30b r=16", 90: "gpt-oss-20b"}
+# The cases of each generation that stand for all: together they have every kernel, the longest
+# epilogue (clamped, interleaved, biased) and adapters.
+SOME = {80: ("qwen3-30b r=16",), 90: ("gpt-oss-20b", "qwen3-30b r=16")}
 
 
 @dataclass(frozen=True)
@@ -299,7 +309,7 @@ def jobs(some: bool) -> list[Job]:
     """Every launch on every architecture, none compiled twice."""
     found: dict[str, Job] = {}
     for arch, (index, case) in itertools.product(SOME if some else ROWS_OF, enumerate(cases())):
-        if (some and case.name != SOME[arch]) or (arch == 120 and case.name not in IN_TABLE):
+        if (some and case.name not in SOME[arch]) or (arch == 120 and case.name not in IN_TABLE):
             continue
         _use_rows_of(arch)
         taken: Counter[str] = Counter()
@@ -308,7 +318,9 @@ def jobs(some: bool) -> list[Job]:
             place = " ".join(part for part in (kernel, launch.role()) if part)
             taken[place] += 1
             name = f"{case.name} | {place} | {taken[place]}"
-            key = (kernel, arch) if some else (kernel, arch, launch.options, _shape_of(launch))
+            key = [kernel, arch, bool(launch.arguments.get("RANK"))]
+            if not some:
+                key += [launch.options, _shape_of(launch)]
             found.setdefault(repr(key), Job([], arch, index, number)).names.append(name)
     return list(found.values())
 

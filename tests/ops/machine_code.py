@@ -33,7 +33,8 @@ class Loop:
 
     `steps_ahead`: whole steps of loads that may be on their way while one computes; None where
     blocks are copied as wholes (UTMALDG) and waited for by barriers, which show no such number.
-    `serial`: each product waits for the one before it.
+    `serial`: each product waits for the one before it. `spills`: accesses to registers that are
+    kept in memory.
     """
 
     instructions: int
@@ -41,6 +42,7 @@ class Loop:
     loads: int
     steps_ahead: int | None
     serial: bool
+    spills: int
 
 
 def product_loops(listing: str) -> list[Loop]:
@@ -75,4 +77,5 @@ def _read_loop(body: list[str], kinds: tuple[str, ...]) -> Loop:
         loads=sum(text.startswith(("LDGSTS", "UTMALDG")) for text in body),
         steps_ahead=None if by_barriers else steps_ahead,
         serial=drained > 1,
+        spills=sum(text.startswith(("LDL", "STL")) for text in body),
     )

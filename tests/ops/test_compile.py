@@ -44,15 +44,7 @@ SHARED_LIMIT = {80: 101376, 90: 232448, 120: 101376}
 # epilogue of `dgated` holds a gate, an up, their gradients and a routing weight at once.
 SPILL_BUDGET = dict.fromkeys(KERNELS, 8) | {"dgated_kernel": 64}
 # Rows of an adapter of rank 4 are 8 bytes long: nothing of this loop is copied ahead on sm_80.
-# Exact fp32 products take a thousand instructions a step, which hide the loads of the programs
-# beside them; five or six share a multiprocessor.
-NOT_AHEAD = {
-    ("odd sizes r=4 few rows", 80, "outer_kernel"),
-    ("qwen3-30b fp32", 80, "outer_kernel"),
-    ("qwen3-30b fp32", 90, "outer_kernel"),
-    ("qwen3-30b r=16 fp32", 80, "outer_kernel"),
-    ("qwen3-30b r=16 fp32", 90, "outer_kernel"),
-}
+NOT_AHEAD = {("odd sizes r=4 few rows", 80, "outer_kernel")}
 # How much longer than recorded a step of a loop may get.
 MOST_GROWTH = 1.1
 
@@ -90,6 +82,12 @@ def _compile(what: str) -> list[dict[str, Any]]:
 def test_no_kernel_spills_more_than_its_budget(reports: list[dict[str, Any]]) -> None:
     over = [r for r in reports if r["spilled"] > SPILL_BUDGET[r["kernel"]]]
     assert _named(over, "spilled") == []
+
+
+def test_no_step_of_a_loop_spills_more_than_an_address(reports: list[dict[str, Any]]) -> None:
+    """But for one address, a thread fetches what it keeps in memory outside of the loop."""
+    spilling = [r for r in reports if any(loop["spills"] > 2 for loop in r["loops"])]
+    assert _named(spilling, "loops") == []
 
 
 def test_shared_memory_suffices(reports: list[dict[str, Any]]) -> None:
@@ -146,10 +144,14 @@ def test_kernels_are_no_larger_than_recorded(reports: list[dict[str, Any]]) -> N
 def test_candidates_of_the_table_compile_within_its_limits(
     candidates: list[dict[str, Any]],
 ) -> None:
-    """A sweep on a GPU times only what neither spills, nor waits for its loads or products."""
+    """A sweep on a GPU times only loops that neither spill nor wait for their loads or products.
+
+    Behind the loop, once per tile, a candidate may spill: two programs per multiprocessor or wider
+    tiles may be worth more.
+    """
     assert {r["candidate"] for r in candidates} == set(range(len(CANDIDATES)))
     for check in (
-        test_no_kernel_spills_more_than_its_budget,
+        test_no_step_of_a_loop_spills_more_than_an_address,
         test_shared_memory_suffices,
         test_loads_run_ahead_of_the_products,
         test_products_do_not_wait_for_each_other,
@@ -180,12 +182,13 @@ def test_a_loop_that_waits_for_its_loads_and_its_products_is_seen() -> None:
         "WARPGROUP.DEPBAR.LE gsb0, 0x0",
         "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR12], R24, gsb0",
         "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "@!P1 LDL.LU R9, [R1+0x4]",
         "LDGSTS.E.BYPASS.128 [R5], desc[UR4][R8.64]",
         "LDGDEPBAR",
         "@P0 BRA 0x0020",
     )
-    assert product_loops(good) == [Loop(9, products=2, loads=2, steps_ahead=1, serial=False)]
-    assert product_loops(bad) == [Loop(8, products=2, loads=1, steps_ahead=0, serial=True)]
+    assert product_loops(good) == [Loop(9, 2, 2, steps_ahead=1, serial=False, spills=0)]
+    assert product_loops(bad) == [Loop(9, 2, 1, steps_ahead=0, serial=True, spills=1)]
     assert product_loops(_listing("BRA 0x0000", "BRA 0x0040")) == []
 
 

@@ -16,13 +16,15 @@ import triton
 from launches import Launches
 from torch import Tensor
 
-from hf_moe_ep.ops import self_check, torch_mlp, triton_mlp
+from hf_moe_ep.ops import self_check, sum_check, torch_mlp, triton_mlp
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights, WeightGrads
 from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, up
+from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.self_check import Kind, check_once
 from hf_moe_ep.ops.spec import ExpertSpec
+from hf_moe_ep.ops.sum_check import Sums, check_sums_once, self_check_sums, unweighted_sums
 
 MATRICES = ("up", "down")
 ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
@@ -55,6 +57,7 @@ KINDS |= {"inference": INFERENCE, "recomputed": RECOMPUTED}
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     check_once.cache_clear()
+    check_sums_once.cache_clear()
     self_check.warn_once.cache_clear()
     # A tenth of the work: three tiles of an expert instead of sixteen.
     monkeypatch.setattr(self_check, "FEW_ROWS", 32)
@@ -70,8 +73,9 @@ def _wrong(
     monkeypatch: pytest.MonkeyPatch, name: str, when: Callable[[dict[str, Any]], bool]
 ) -> None:
     """One element of what a launch writes is wrong, where its arguments are such."""
-    owner = self_check if name == "combine alone" else triton_mlp
-    name = name.removesuffix(" alone")
+    owners = {"combine alone": self_check, "combine of tokens": sum_check}
+    owner = owners.get(name, triton_mlp)
+    name, *_ = name.split()
     right = getattr(owner, name)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -142,6 +146,16 @@ def test_a_tf32_product_is_refused_where_exact_ones_were_asked_for(
     assert check_once(replace(KIND, precision="tf32")) == ""
     with pytest.raises(RuntimeError, match="compute wrong numbers"):
         check_once(KIND)
+
+
+def test_wrong_sums_of_the_rows_of_a_token_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come home to a token, which are not as many as its choices."""
+    monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
+    self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 4)
+    _wrong(monkeypatch, "combine of tokens", lambda x: x[1].shape[1] == 5)
+    assert check_once(KIND) == ""
+    with pytest.raises(RuntimeError, match=r"compute wrong numbers on cpu.*in sums .*num_slots=5"):
+        self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 5)
 
 
 def _experts(hidden: int, rank: int | None = None) -> ExpertWeights:
@@ -304,6 +318,16 @@ def test_what_is_launched_was_checked(name: str, monkeypatch: pytest.MonkeyPatch
     assert {"up_kernel", "combine_kernel"} <= launched.variants.keys()
     for kernel, variants in launched.variants.items():
         assert variants <= checked.variants[kernel], kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_sum_of_the_rows_of_a_token_was_checked(dtype: torch.dtype) -> None:
+    with Launches() as checked:
+        list(unweighted_sums(Sums(torch.device("cpu"), dtype, 4, 2048)))
+    with Launches() as launched:
+        rows_NH = torch.empty(1001, 2048, dtype=dtype, device="meta")
+        combine(rows_NH, torch.empty(333, 4, dtype=torch.int32, device="meta"), None)
+    assert launched.variants == checked.variants
 
 
 class _NoTruth:

@@ -142,9 +142,9 @@ _FP32 = Blocks(
     down=Block(n=64, k=32, warps=4, stages=3),
     rows=Block(n=64, k=32, warps=4, stages=3),
     dgated=Block(n=64, k=32, warps=4, stages=3),
-    outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=4),
+    outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=5),
     thin=Block(n=64, k=32, warps=4, stages=3),
-    thin_outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=4),
+    thin_outer=OuterBlock(m=64, n=64, k=32, warps=4, stages=5),
     rank=16,
     up_adapted=Block(n=32, k=32, warps=8, stages=3),
 )

@@ -25,6 +25,9 @@ def tile_product(
     matrix += expert.to(tl.int64) * stride_l
     p_w = matrix + o_k[:, None] * stride_k + o_n[None, :] * stride_n  # [K, N]
     sums = tl.zeros([position.shape[0], o_n.shape[0]], tl.float32)
+    # Else sums may come from no step at all, and an adapter's product behind the loop, into the
+    # same registers, made Triton 3.6 finish each product on sm_90 before the next one began.
+    tl.assume(inner > 0)
     for step in range(0, inner, BLOCK_K):
         if EVEN_K:
             b_x = tl.load(p_x)  # [M, K]
@@ -53,6 +56,7 @@ def block_product(
     Rows of the next expert, and none at all past the end, make sums that are not stored.
     """
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    tl.assume(inner > 0)
     for step in range(0, inner, BLOCK_K):
         b_x = rows.load([start, step])  # [M, K]
         b_w = matrix.load([matrix_row + step, matrix_column])  # [K, N]
