@@ -243,9 +243,10 @@ def test_kernels_that_cannot_be_built_leave_the_experts_to_torch(
             got = _call("auto")
             assert all(torch.equal(mine, true) for mine, true in zip(got, want, strict=True))
             _call("auto", grads=False) if kernel != "dgated" else None
-    assert len(caught) == 1
+    # The interpreter of Triton 3.6 warns of its own NumPy.
+    (said,) = (str(one.message) for one in caught if "hf_moe_ep" in str(one.message))
     reason = str(UNBUILT[name])
-    assert reason in str(caught[0].message) and "torch path" in str(caught[0].message)
+    assert reason in said and "torch path" in said
     with pytest.raises(RuntimeError, match="experts_backend='triton' cannot run here") as error:
         _call("triton")
     assert reason in str(error.value)
