@@ -6,5 +6,5 @@ Here: tensors in, tensors out, and their gradients. Never: a rank, a model, a fr
     torch_mlp     plain torch, one product per expert
     triton_mlp    the same as a few launches of `kernels/`, checked by self_check
     reference     the truth of both, one row at a time
-    permute       rows copied from tokens and added back, for dispatch
+    permute       rows copied from tokens and added back, for dispatch; checked by sum_check
 """
