@@ -21,6 +21,7 @@ sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `integrat
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -87,6 +88,7 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     check_unsharded(model)
     parts = find_parts(model)
     state = ModelState(config, parts.plan, parts.num_experts)
+    state.patch_alike = partial(patch, config=config)
     for feature in FEATURES:
         feature.check(parts, state)
     if before is not None:

@@ -64,7 +64,7 @@ keyword) to search for in FILE.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -105,6 +105,8 @@ class ModelState:
     frame: CheckpointFrame | None = None
     # Of saves in the background, from the first one on.
     saver: Saver | None = None
+    # `patch` with this config, for a model that is to stand beside this one.
+    patch_alike: Callable[[nn.Module], nn.Module] | None = None
     # One per experts module, in order; each of them has its own as STATE.
     moe_layers: list[MoELayer] = field(default_factory=list)
     # (module, attribute, what was there before; None for nothing)

@@ -4,17 +4,60 @@
 process. A wrapper asks first whether it was given a patched model, and otherwise calls what was
 there before; those that are given no model say in their row why they are needed all the same.
 What a wrapper does stands in its own file: `prepare`, `saving`, `shared_batches`,
-`trainer_checkpoints`, and `lora/computed.py`.
+`references`, `trainer_checkpoints`, and `lora/computed.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hf_moe_ep.integrations import prepare, saving, shared_batches, trainer_checkpoints
+import transformers
+
+from hf_moe_ep.integrations import (
+    prepare,
+    references,
+    saving,
+    shared_batches,
+    trainer_checkpoints,
+)
 from hf_moe_ep.lora import computed as adapters
-from hf_moe_ep.upstream.wrap import Wrap, find_owner, wrap_all
+from hf_moe_ep.upstream.wrap import Wrap, find_owner, wrap_all, wrap_imported
+
+# Of a package that nobody has to have, and that takes long to import: each is wrapped once somebody
+# has imported its module. A version without one of these names is left as it is.
+WRAPPED_WHEN_IMPORTED = (
+    Wrap(
+        "trl.models.utils:prepare_fsdp",
+        references.shard_reference,
+        "shards a reference in units, where TRL makes one of all of it",
+    ),
+    Wrap(
+        "trl.trainer.callbacks:SyncRefModelCallback._sync_target_model",
+        references.mix_shards,
+        "mixes shards of a policy into a reference that lies like it, and names what does not",
+    ),
+    *(
+        Wrap(
+            f"trl.trainer.{name}:{trainer}.compute_ref_log_probs",
+            references.shard_before_asked,
+            "shards a policy with adapters that is asked as its own reference before training",
+        )
+        for name, trainer in (("dpo_trainer", "DPOTrainer"), ("kto_trainer", "KTOTrainer"))
+    ),
+)
+
+
+def create_accelerator(original: Callable[..., Any], self: transformers.Trainer) -> None:
+    """Tell the Trainer's new Accelerator of its model; wrap what the Trainer's file has imported.
+
+    Wraps `Trainer.create_accelerator_and_postprocess`, behind which trainers prepare references.
+    """
+    wrap_imported(WRAPPED_WHEN_IMPORTED)
+    shared_batches.create_accelerator(original, self)
+    references.remember_policy(self)
+
 
 WRAPPED = (
     # Sharding, where Accelerate would shard
@@ -32,6 +75,11 @@ WRAPPED = (
         "accelerate.state:AcceleratorState.__init__",
         prepare.init_state,
         "lets FSDP2 run on CPU ranks, for Accelerators made before any model is known",
+    ),
+    Wrap(
+        "accelerate.accelerator:Accelerator.prepare_model",
+        references.prepare_evaluated,
+        "shards a teacher, which Accelerate leaves whole and a forward of ours refuses",
     ),
     # Saving, and loading into what is sharded
     Wrap(
@@ -100,8 +148,9 @@ WRAPPED = (
     # Ranks of an sp group share their batches
     Wrap(
         "transformers.trainer:Trainer.create_accelerator_and_postprocess",
-        shared_batches.create_accelerator,
-        "tells the Trainer's Accelerator that ranks of an sp group share their batches",
+        create_accelerator,
+        "tells the Trainer's Accelerator that ranks of an sp group share their batches, and what "
+        "a reference is beside",
     ),
     Wrap(
         "transformers.trainer:Trainer.call_model_init",
@@ -191,6 +240,7 @@ def install() -> None:
         ImportError: an installed version has one of them not.
     """
     wrap_all(WRAPPED)
+    wrap_imported(WRAPPED_WHEN_IMPORTED)
 
 
 class WrapReport(NamedTuple):

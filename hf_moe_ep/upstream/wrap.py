@@ -13,8 +13,11 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 
@@ -75,18 +78,44 @@ def wrap_all(wraps: Iterable[Wrap]) -> None:
         _wrap_once(owner, name, wrapper)
 
 
+def wrap_imported(wraps: Iterable[Wrap]) -> None:
+    """Put wrappers in front of those targets whose module somebody has imported, once each.
+
+    Targets that the installed version has not are left out.
+    """
+    for wrap in wraps:
+        if wrap.target.partition(":")[0] not in sys.modules:
+            continue
+        try:
+            owner, name = find_owner(wrap)
+        except ImportError:
+            continue
+        original = getattr(owner, name)
+        _wrap_once(owner, name, wrap.wrapper)
+        if isinstance(owner, ModuleType) and getattr(owner, name) is not original:
+            _replace_copies(original, name, getattr(owner, name))
+
+
 def _wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Put `wrapper` in front of `owner.name`, unless one of ours is there already."""
     original = getattr(owner, name)
     if hasattr(original, "_hf_moe_ep_wrapper"):
         return
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
     wrapped._hf_moe_ep_wrapper = wrapper  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
+    setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+
+
+def _replace_copies(original: Any, name: str, wrapped: Any) -> None:
+    """Replace a function in the files that imported it by its name, and hold it themselves."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, wrapped)
 
 
 def _version(package: str) -> str:

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from hf_moe_ep.upstream.module_names import stock_name
@@ -24,3 +27,48 @@ def gathered_units() -> Iterator[list[str]]:
 
     with mock.patch.object(FSDPParamGroup, "unshard", unshard):
         yield names
+
+
+@contextmanager
+def stages_gathered(model: nn.Module) -> Iterator[dict[int, set[str | int]]]:
+    """By decoder layer that runs: every stage of `model` that is gathered, or on its way, then.
+
+    A stage is "embedding", "head" (with the norm), or the index of a layer, its experts included.
+    """
+    seen: dict[int, set[str | int]] = {}
+    units = [
+        (_stage(stock_name(name)), module)
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    ]
+
+    def look(layer: int, *_: object) -> None:
+        found = seen.setdefault(layer, set())
+        for stage, unit in units:
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None and (group.is_unsharded or group._all_gather_result is not None):
+                found.add(stage)
+
+    handles = [
+        unit.register_forward_pre_hook(partial(look, stage))
+        for stage, unit in units
+        if isinstance(stage, int)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _stage(name: str) -> str | int:
+    parts = name.split(".")
+    if "layers" in parts:
+        return int(parts[parts.index("layers") + 1])
+    return (
+        "embedding"
+        if "embed_tokens" in parts
+        else "head"
+        if {"norm", "lm_head"} & {*parts}
+        else "root"
+    )

@@ -1,0 +1,239 @@
+"""Models that are asked and never trained, beside the one that is: references, teachers.
+
+TRL's trainers compare a policy with a reference, and shard that by one `fully_shard` of its root:
+every forward gathers all of it on every rank. Here it becomes units like the policy's, frozen:
+
+    a patched model             by its own config
+    a stock one, a language     patched as the policy is: the same units over the same ranks, so
+    model like the policy       that a forward gathers neighbours alone, and parameters of the two
+                                lie alike
+    anything else               left to TRL: a reward model, whatever stands beside a stock policy
+
+`sync_ref_model=True` mixes the policy's weights into the reference's: of parameters that lie alike
+each rank mixes its shards, and nothing is gathered. `install.py` has the table of these wrappers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.architectures import find_parts, known_architectures
+from hf_moe_ep.config import launched_rank
+from hf_moe_ep.integrations import shared_batches
+from hf_moe_ep.integrations.prepare import options_of
+from hf_moe_ep.ranks.together import everyone, together
+from hf_moe_ep.sharding.shard import shard_model
+from hf_moe_ep.sharding.units import reshard
+from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.models import output_head
+from hf_moe_ep.upstream.module_names import canonical_name, unwrap
+
+_logger = logging.getLogger("hf_moe_ep")
+_POLICY = "_hf_moe_ep_policy"
+Original = Callable[..., Any]
+
+
+def remember_policy(trainer: transformers.Trainer) -> None:
+    """Let the Trainer's Accelerator know what it trains: a reference is prepared without it."""
+    state = find_state(trainer.model) if isinstance(trainer.model, nn.Module) else None
+    setattr(trainer.accelerator, _POLICY, state)
+
+
+def shard_reference(original: Original, model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Shard a reference model, frozen, in units; wraps TRL's `prepare_fsdp`.
+
+    Raises:
+        ValueError: on every rank, where it is a language model of another architecture or with
+            other experts than the policy, splits sequences that its ranks do not share, or is
+            sharded by someone else; or where ranks have different ones.
+    """
+    policy: ModelState | None = getattr(accelerator, _POLICY, None)
+    if not accelerator.is_fsdp2 or (find_state(model) is None and policy is None):
+        return original(model, accelerator)
+    kinds = everyone("the reference model", partial(_kind, model, policy, accelerator))
+    if len(set(kinds)) > 1:
+        odd = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+        raise ValueError(
+            f"ranks disagree about the reference model: rank 0 has {kinds[0]}, rank {odd} has "
+            f"{kinds[odd]}; give every rank the same"
+        )
+    if kinds[0] == _OTHER:
+        return original(model, accelerator)
+    if kinds[0] == _STOCK:
+        assert policy is not None and policy.patch_alike is not None
+        together("the reference model", partial(policy.patch_alike, model))
+    _shard_frozen(model, accelerator)
+    model.eval()
+    return model
+
+
+_PATCHED, _STOCK, _OTHER = "a patched model", "a stock language model", "another model"
+
+
+def _kind(model: nn.Module, policy: ModelState | None, accelerator: Accelerator) -> str:
+    """Tell what is to be done with a reference; ValueError where nothing good can be."""
+    state = find_state(model)
+    if state is None and output_head(model) is None:
+        return _OTHER
+    if state is None and any(isinstance(module, FSDPModule) for module in model.modules()):
+        return _OTHER
+    if policy is not None:
+        _check_alike(model, state, policy)
+    if state is None:
+        return _STOCK
+    _check_shared(state, accelerator)
+    return _PATCHED
+
+
+def _check_alike(model: nn.Module, state: ModelState | None, policy: ModelState) -> None:
+    """Raise where a reference cannot be what the policy was before it was trained."""
+    if state is not None:
+        found = (state.plan.model_type, state.num_experts, len(state.moe_layers))
+    else:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        found = (str(kind), 0, 0)
+        if kind == policy.plan.model_type and kind in known_architectures():
+            parts = find_parts(model)
+            found = (parts.plan.model_type, parts.num_experts, len(parts.experts))
+    wanted = (policy.plan.model_type, policy.num_experts, len(policy.moe_layers))
+    remedy = "pass the checkpoint that the policy was loaded from, or no reference"
+    if found[0] != wanted[0]:
+        raise ValueError(
+            f"the reference model is of architecture {found[0]!r} and the policy of "
+            f"{wanted[0]!r}, but a reference is what the policy was before training; {remedy}"
+        )
+    if found != wanted:
+        raise ValueError(
+            f"the reference model has {found[2]} MoE layers of {found[1]} experts and the policy "
+            f"{wanted[2]} of {wanted[1]}, but a reference is what the policy was before training; "
+            f"{remedy}"
+        )
+
+
+def _check_shared(state: ModelState, accelerator: Accelerator) -> None:
+    """Raise where a model would split batches that its sp ranks do not share."""
+    size, shared = state.config.sp_size or 1, shared_batches.sharing(accelerator)
+    if size not in (1, shared):
+        raise ValueError(
+            f"this model was patched with sp_size={size} and {shared} of these ranks share a batch "
+            f"by the model that is trained; patch it with sp_size={shared}, or 1"
+        )
+
+
+def prepare_evaluated(
+    original: Original,
+    self: Accelerator,
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> Any:
+    """`Accelerator.prepare_model`, which shards a patched model that is only evaluated: a teacher.
+
+    Raises:
+        ValueError: it splits sequences that its ranks do not share.
+    """
+    state = find_state(model) if evaluation_mode and self.is_fsdp2 else None
+    if state is not None and state.meshes is None:
+        together("accelerator.prepare_model", partial(_check_shared, state, self))
+        policy: ModelState | None = getattr(self, _POLICY, None)
+        _shard(model, self, frozen=policy is not None and policy is not state)
+    return original(self, model, device_placement, evaluation_mode)
+
+
+def shard_before_asked(
+    original: Original, self: transformers.Trainer, model: nn.Module, inputs: Any
+) -> Any:
+    """Shard a policy that is its own reference, before it is asked: wraps `compute_ref_log_probs`.
+
+    With adapters and `precompute_ref_log_probs=True` TRL asks it before `train` prepares it.
+    """
+    state = find_state(model)
+    if state is not None and state.meshes is None and self.accelerator.is_fsdp2:
+        _shard(model, self.accelerator, frozen=False)
+    return original(self, model, inputs)
+
+
+def _shard_frozen(model: nn.Module, accelerator: Accelerator) -> None:
+    """Shard a patched reference, unless it was before, and say so once."""
+    state = find_state(model)
+    assert state is not None
+    if state.meshes is None:
+        _shard(model, accelerator, frozen=True)
+    else:
+        model.requires_grad_(False)
+    if launched_rank() == 0:
+        _logger.info(
+            "sharded the reference %s as the policy is, frozen: %d units, ep_size %d",
+            type(model).__name__,
+            sum(isinstance(module, FSDPModule) for module in model.modules()),
+            state.config.ep_size,
+        )
+
+
+def _shard(model: nn.Module, accelerator: Accelerator, *, frozen: bool) -> None:
+    """Shard a patched model as `accelerator` would; a frozen one is never kept gathered."""
+    state, inner = find_state(model), unwrap(model)
+    assert state is not None
+    if frozen:
+        model.requires_grad_(False)
+    options = options_of(accelerator, inner)
+    if frozen:
+        # No backward will come that had use for it.
+        options = replace(options, reshard_after_forward=True)
+    shard_model(inner, state, options, accelerator.device)
+
+
+def mix_shards(original: Original, model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    """Mix `alpha` of the policy into its reference; wraps TRL's `SyncRefModelCallback`.
+
+    Raises:
+        ValueError: on every rank, where parameters of the two do not lie alike.
+    """
+    if find_state(model) is None or find_state(target_model) is None:
+        original(model, target_model, alpha)
+        return
+    reshard(model)
+    reshard(target_model)
+    ours, theirs = _named(model), _named(target_model)
+    for name in sorted(ours.keys() | theirs.keys()):
+        here, there = _lie(ours.get(name)), _lie(theirs.get(name))
+        if here != there:
+            raise ValueError(
+                f"sync_ref_model=True mixes shards, and {name} lies as {here} in the policy and as "
+                f"{there} in the reference; pass a stock reference, which is sharded like the "
+                f"policy, or patch both with the same sizes"
+            )
+    with torch.no_grad():
+        for name, target in theirs.items():
+            _own(target).mul_(1.0 - alpha).add_(_own(ours[name]), alpha=alpha)
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _lie(tensor: Tensor | None) -> str:
+    """Describe a parameter's shape and where it lies, for an error and to compare."""
+    if tensor is None:
+        return "nothing"
+    if not isinstance(tensor, DTensor):
+        return f"{tuple(tensor.shape)}"
+    mesh = tensor.device_mesh
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    return f"{tuple(tensor.shape)} {tensor.placements} over {sizes}"
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """Return the part of a parameter that this rank holds."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,215 @@
+"""A reference beside a policy: frozen, in units like the policy's, or refused by name.
+
+What TRL does with it is in `claims/test_preferences.py`; here its `prepare_fsdp` is a stand-in.
+"""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from support.checks import Check, Found, on_ranks
+from support.close import FP32_INSIDE, assert_close
+from support.gathers import stages_gathered
+from support.launched import launched, prepared
+from support.parity import full_tensor
+from support.tiny_models import batch, tiny
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForSequenceClassification
+
+from hf_moe_ep import patch
+from hf_moe_ep.integrations import references
+from hf_moe_ep.integrations.install import WRAPPED_WHEN_IMPORTED
+from hf_moe_ep.upstream.wrap import Wrap, find_owner, wrap_imported
+
+WORLD = 2
+LAYERS = 4
+FP32 = {"dtype": torch.float32}
+
+
+def left_to_trl(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    raise LookupError(f"a {type(model).__name__} was left to TRL")
+
+
+def beside(policy: nn.Module, mixed_precision: str = "no") -> Accelerator:
+    """The Accelerator of a Trainer that was given `policy`, before it prepares anything."""
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+    trainer: Any = types.SimpleNamespace(model=policy, accelerator=accelerator)
+    references.remember_policy(trainer)
+    return accelerator
+
+
+def reference_of(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    return references.shard_reference(left_to_trl, model, accelerator)
+
+
+def check_reference(reference: nn.Module, seed: int) -> None:
+    """It is frozen and whole nowhere, gathers two neighbours at a time, and computes as stock."""
+    parameters = list(reference.parameters())
+    assert parameters and not any(parameter.requires_grad for parameter in parameters)
+    assert all(isinstance(parameter, DTensor) for parameter in parameters)
+    assert not reference.training
+    stock = tiny(seed=seed, num_hidden_layers=LAYERS, **FP32).eval()
+    inputs = batch(stock, 2, 9, seed=dist.get_rank())
+    for _ in range(2):
+        with torch.no_grad(), stages_gathered(reference) as seen:
+            got = reference(**inputs).logits
+        assert_close("logits", got, stock(**inputs).logits, FP32_INSIDE)
+        order = ["embedding", *range(LAYERS), "head"]
+        assert len(seen) == LAYERS
+        for layer, gathered in seen.items():
+            here = order.index(layer)
+            assert layer in gathered, (layer, gathered)
+            assert gathered <= set(order[here : here + 2]), (layer, gathered)
+        assert all(isinstance(parameter, DTensor) for parameter in reference.parameters())
+
+
+def a_patched_reference_is_sharded_where_trl_would(rank: int, world: int) -> None:
+    with launched():
+        accelerator = beside(patch(tiny(num_hidden_layers=LAYERS, **FP32), ep_size=2))
+        reference = patch(tiny(seed=3, num_hidden_layers=LAYERS, **FP32), ep_size=2)
+        check_reference(reference_of(reference, accelerator), seed=3)
+
+
+def a_stock_reference_is_sharded_like_the_policy(rank: int, world: int) -> None:
+    with launched():
+        policy = patch(tiny(num_hidden_layers=LAYERS, **FP32), ep_size=2)
+        accelerator = beside(policy)
+        # Rank 0's weights count, as of the policy's.
+        reference = tiny(seed=3 + rank, num_hidden_layers=LAYERS, **FP32)
+        check_reference(reference_of(reference, accelerator), seed=3)
+        prepared(policy, accelerator, ep_size=2)
+        theirs = dict(reference.named_parameters())
+        for name, ours in policy.named_parameters():
+            assert ours.placements == theirs[name].placements, name
+            assert ours.device_mesh == theirs[name].device_mesh, name
+
+
+def a_reference_has_no_fp32_masters(rank: int, world: int) -> None:
+    """A frozen model holds what it was loaded in, where the policy holds fp32."""
+    with launched(ACCELERATE_MIXED_PRECISION="bf16"):
+        accelerator = beside(patch(tiny(dtype=torch.bfloat16), ep_size=2), "bf16")
+        reference = reference_of(tiny(dtype=torch.bfloat16), accelerator)
+        assert {parameter.dtype for parameter in reference.parameters()} == {torch.bfloat16}
+
+
+def a_patched_reference_beside_a_stock_policy(rank: int, world: int) -> None:
+    with launched():
+        accelerator = beside(tiny(**FP32))
+        reference = patch(tiny(seed=3, num_hidden_layers=LAYERS, **FP32), ep_size=2)
+        check_reference(reference_of(reference, accelerator), seed=3)
+
+
+def a_teacher_is_sharded_where_accelerate_leaves_it(rank: int, world: int) -> None:
+    with launched():
+        accelerator = beside(patch(tiny(**FP32), ep_size=2))
+        teacher = patch(tiny(seed=3, num_hidden_layers=LAYERS, **FP32), ep_size=2)
+        check_reference(accelerator.prepare_model(teacher.eval(), evaluation_mode=True), seed=3)
+
+
+def what_is_no_language_model_is_left_to_trl(rank: int, world: int) -> None:
+    """So is whatever stands beside a stock policy."""
+    with launched():
+        accelerator = beside(patch(tiny(**FP32), ep_size=2))
+        rewards = Qwen3MoeForSequenceClassification(tiny(**FP32).config)
+        with pytest.raises(LookupError, match="Qwen3MoeForSequenceClassification was left"):
+            reference_of(rewards, accelerator)
+    with launched():
+        with pytest.raises(LookupError, match="Qwen3MoeForCausalLM was left"):
+            reference_of(tiny(**FP32), beside(tiny(**FP32)))
+
+
+def other_models_are_refused_by_name(rank: int, world: int) -> None:
+    """On every rank, also where one rank alone has another."""
+    llama = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    with launched():
+        accelerator = beside(patch(tiny(**FP32), ep_size=2))
+        for everywhere in (True, False):
+            odd = everywhere or rank == 1
+            with pytest.raises(ValueError, match="architecture 'llama' and the policy of"):
+                reference_of(LlamaForCausalLM(llama) if odd else tiny(**FP32), accelerator)
+            with pytest.raises(ValueError, match="2 MoE layers of 4 experts and the policy 2 of 8"):
+                reference_of(tiny(**FP32, num_experts=4) if odd else tiny(**FP32), accelerator)
+            with pytest.raises(ValueError, match="patched with sp_size=2 and 1 of these ranks"):
+                sp_size = 2 if odd else 1
+                reference_of(patch(tiny(**FP32), ep_size=2, sp_size=sp_size), accelerator)
+        with pytest.raises(ValueError, match="ranks disagree about the reference model"):
+            reference_of(patch(tiny(**FP32)) if rank else tiny(**FP32), accelerator)
+
+
+def shards_are_mixed_and_nothing_is_gathered(rank: int, world: int) -> None:
+    """Of three models in one process; the third is another layout, which is refused by name."""
+    with launched():
+        policy = patch(tiny(**FP32), ep_size=2)
+        accelerator = beside(policy)
+        reference = reference_of(tiny(seed=3, **FP32), accelerator)
+        other = reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
+        prepared(policy, accelerator, ep_size=2)
+        with stages_gathered(reference) as seen:
+            references.mix_shards(left_to_trl, policy, reference, 0.25)
+        assert not seen
+        mine, theirs = tiny(**FP32).state_dict(), tiny(seed=3, **FP32).state_dict()
+        for name, parameter in reference.named_parameters():
+            want = theirs[name].mul(0.75).add(mine[name], alpha=0.25)
+            assert torch.equal(full_tensor(parameter.detach()), want), name
+        with pytest.raises(ValueError, match=r"sync_ref_model=True mixes shards.*same sizes"):
+            references.mix_shards(left_to_trl, policy, other, 0.25)
+
+
+CHECKS = (
+    a_patched_reference_is_sharded_where_trl_would,
+    a_stock_reference_is_sharded_like_the_policy,
+    a_reference_has_no_fp32_masters,
+    a_patched_reference_beside_a_stock_policy,
+    a_teacher_is_sharded_where_accelerate_leaves_it,
+    what_is_no_language_model_is_left_to_trl,
+    other_models_are_refused_by_name,
+    shards_are_mixed_and_nothing_is_gathered,
+)
+
+
+@pytest.mark.parametrize("claim", on_ranks(WORLD, *CHECKS))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", WRAPPED_WHEN_IMPORTED, ids=lambda wrap: wrap.target)
+def test_a_target_of_trl_resolves(wrap: Wrap) -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    owner, name = find_owner(wrap)
+    assert callable(getattr(owner, name)) and wrap.why
+
+
+def _twice(original: Any, number: int) -> Any:
+    return 2 * original(number)
+
+
+def test_what_is_imported_is_wrapped_where_it_was_imported_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also a static function of a class; a name that is not there, or not yet, is left out."""
+    source = types.ModuleType("somewhere_imported")
+    exec("def f(n):\n    return n\nclass A:\n    g = staticmethod(lambda n: n)", vars(source))
+    user = types.ModuleType("somewhere_importing")
+    vars(user)["f"] = vars(source)["f"]
+    rows = [
+        Wrap(f"{module}:{path}", _twice, "to see it")
+        for module in ("somewhere_imported", "somewhere_never_imported")
+        for path in ("f", "A.g", "A.missing", "missing")
+    ]
+    wrap_imported(rows)  # neither is imported yet
+    monkeypatch.setitem(sys.modules, "somewhere_imported", source)
+    monkeypatch.setitem(sys.modules, "somewhere_importing", user)
+    assert vars(user)["f"](3) == 3
+    for _ in range(2):
+        wrap_imported(rows)
+        assert vars(source)["f"](3) == vars(user)["f"](3) == 6
+        assert vars(source)["A"]().g(3) == vars(source)["A"].g(3) == 6
