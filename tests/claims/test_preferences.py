@@ -48,6 +48,8 @@ class Case:
 
 SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
 PRECOMPUTE = {"precompute_ref_log_probs": True}
+# TRL's KL term is that of a rank's batch, also in stock: a loss without it can be compared.
+NO_KL = {"loss_type": "apo_zero_unpaired"}
 CASES = [
     Case("stock reference", "stock"),
     Case("patched reference", "patched"),
@@ -60,8 +62,8 @@ CASES = [
     Case("no reference, precomputed", "none", arguments=PRECOMPUTE),
     Case("adapters switched off", "none", lora=True),
     Case("adapters switched off, precomputed", "none", lora=True, arguments=PRECOMPUTE),
-    Case("KTO, stock reference", "stock", trainer="KTO"),
-    Case("KTO, patched reference", "patched", trainer="KTO"),
+    Case("KTO, stock reference", "stock", trainer="KTO", arguments=NO_KL),
+    Case("KTO, patched reference", "patched", trainer="KTO", arguments=NO_KL),
 ]
 
 
@@ -118,7 +120,8 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
             prepare(reference, ep_size=case.reference_ep)
     arguments = getattr(trl, f"{case.trainer}Config")(
         output_dir=os.fspath(folder),
-        per_device_train_batch_size=WORLD * case.sp // processes,
+        # Ranks of an sp group share theirs.
+        per_device_train_batch_size=WORLD * (1 if prepare is None else case.sp) // processes,
         max_steps=STEPS,
         logging_steps=1,
         learning_rate=1e-4,
