@@ -65,10 +65,6 @@ def _stage(name: str) -> str | int:
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[parts.index("layers") + 1])
-    return (
-        "embedding"
-        if "embed_tokens" in parts
-        else "head"
-        if {"norm", "lm_head"} & {*parts}
-        else "root"
-    )
+    if "embed_tokens" in parts:
+        return "embedding"
+    return "head" if {"norm", "lm_head"} & {*parts} else "root"
