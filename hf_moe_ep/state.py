@@ -10,7 +10,7 @@ keyword) to search for in FILE.
     file | names | what, and how long
     -- what patch hangs on a model, until unpatch --
     state.py | _hf_moe_ep replace restore | attributes of stock modules, what was there is kept
-    patch.py | STATE | the model's ModelState, on its root
+    patch.py | STATE patch_alike | the model's ModelState, on its root
     moe/attach.py | STATE | a MoELayer on every experts module
     moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a training forward
     upstream/experts_interface.py | _experts_implementation_internal register | a copied config
@@ -44,6 +44,7 @@ keyword) to search for in FILE.
     __init__.py | _broken __getattr__ | what failed at import, and what raises it at first use
     -- what Accelerate and the Trainer are told, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | how many ranks share a batch
+    integrations/references.py | _hf_moe_ep_policy | of which model a reference will be one
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
