@@ -2,13 +2,14 @@
 
 saved by                          with a state dict given    without
 Trainer.save_model                                           sharded save, file by file
-PreTrainedModel.save_pretrained   written in hub layout      refused: says what to call
+PreTrainedModel.save_pretrained   written in hub layout      sharded save, on every rank
 PeftModel.save_pretrained         packed as PEFT packs it    gathered here, on every rank
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import transformers
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.ranks.together import ALONE, check_everyone_calls
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.adapters import canonical_modules, has_adapters
@@ -62,25 +64,65 @@ def save_in_hub_layout(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """`PreTrainedModel.save_pretrained`: a sharded model's gathered state dict, in hub layout.
+    """`PreTrainedModel.save_pretrained`: a sharded model, or what was gathered of it.
+
+    Without a state dict every rank calls this, as Accelerate's examples do with `is_main_process`
+    and `save_function`; rank 0 writes, whatever these two are.
 
     Raises:
-        ValueError: the model is sharded and no state dict is given.
+        ValueError: the model is sharded, no state dict is given, and an option asks for what
+            `hf_moe_ep.save_pretrained` does not do.
+        RuntimeError: rank 0 alone calls this, without a state dict.
     """
-    state, given = find_state(self), kwargs.get("state_dict")
+    state = find_state(self)
     meshes = None if state is None or has_adapters(self) else state.meshes
-    if meshes is not None and given is None:
-        raise ValueError(
-            f"this model is sharded over {meshes.world_size} ranks; call "
-            "hf_moe_ep.save_pretrained(model, directory) on every rank, or pass "
-            "state_dict=accelerator.get_state_dict(model)"
-        )
-    if meshes is None or kwargs.get("push_to_hub"):
+    if meshes is None:
         original(self, save_directory, *args, **kwargs)
-    elif isinstance(given, _SavedAlready) or not kwargs.get("is_main_process", True):
         return
-    elif given is not None:
-        save_state_dict(self, save_directory, given, kwargs.get("max_shard_size", "5GB"))
+    options = _bind_options(original, self, save_directory, args, kwargs)
+    given = options.get("state_dict")
+    size = {name: options[name] for name in ("max_shard_size",) if name in options}
+    if given is None:
+        _check_options(options)
+        check_everyone_calls("save_pretrained of the model", alone=ALONE)
+        save_pretrained(self, save_directory, **size)
+    elif options.get("push_to_hub"):
+        original(self, save_directory, *args, **kwargs)
+    elif not isinstance(given, _SavedAlready) and options.get("is_main_process", True):
+        save_state_dict(self, save_directory, given, **size)
+
+
+def _bind_options(
+    original: Callable[..., Any],
+    model: transformers.PreTrainedModel,
+    save_directory: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the options of a call of `save_pretrained` by name, those alone that were given."""
+    bound = dict(signature(original).bind(model, save_directory, *args, **kwargs).arguments)
+    return bound | bound.pop("kwargs", {})
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise on options of `save_pretrained` that a sharded save would silently not follow."""
+    remedies = {
+        "push_to_hub": "save, then upload_folder of huggingface_hub on rank 0",
+        "variant": "save, then rename the files on rank 0",
+        "distributed_checkpoint": "leave it out: the folder can be loaded at any world size",
+    }
+    asked = [name for name in remedies if options.get(name)]
+    if options.get("save_original_format") is False:
+        asked.append("save_original_format")
+        remedies["save_original_format"] = (
+            "leave it out: experts are written one by one, as every hub checkpoint has them"
+        )
+    if asked:
+        raise ValueError(
+            f"save_pretrained of a sharded model does not take {asked[0]}="
+            f"{options[asked[0]]!r}; {remedies[asked[0]]}, or pass "
+            f"state_dict=accelerator.get_state_dict(model)"
+        )
 
 
 def save_adapters(
@@ -96,6 +138,7 @@ def save_adapters(
         with canonical_modules(self):
             original(self, save_directory, *args, **kwargs)
     else:
+        check_everyone_calls("save_pretrained of the model", alone=ALONE)
         save_pretrained(self, save_directory, *args, **kwargs)
 
 

@@ -27,14 +27,21 @@ from hf_moe_ep.upstream.process_groups import default_store
 
 # How far ranks may be apart when they begin to save.
 PATIENCE = timedelta(minutes=5)
+# How long rank 0 waits for the first of the others, where `if is_main_process:` is usual.
+ALONE = timedelta(seconds=20)
 # When they begin to shard, each after it has loaded a model.
 _LOADING = timedelta(minutes=30)
 
 Value = TypeVar("Value")
 
 
-def check_everyone_calls(what: str, patience: timedelta | None = None) -> None:
-    """Meet at the store: inside `if is_main_process:` the first collective would hang."""
+def check_everyone_calls(
+    what: str, patience: timedelta | None = None, alone: timedelta | None = None
+) -> None:
+    """Meet at the store: inside `if is_main_process:` the first collective would hang.
+
+    Rank 0 waits for `alone` only, where it is given, as long as none of the others has come.
+    """
     if not is_distributed():
         return
     patience = patience or PATIENCE
@@ -44,15 +51,28 @@ def check_everyone_calls(what: str, patience: timedelta | None = None) -> None:
     met = f"{called}/{(number - 1) // world}"
     if number % world == 0:
         store.set(met, "")
+    waited = patience if alone is None or not is_first() else min(alone, patience)
+    if _came(met, waited):
+        return
+    if waited < patience and store.add(called, 0) % world > 1:
+        rest, waited = patience - waited, patience
+        if _came(met, rest):
+            return
+    present = store.add(called, 0) % world
+    store.add(called, -1)
+    raise RuntimeError(
+        f"{what} was called on {present} of {world} ranks only, {waited} ago; call it on "
+        f"every rank (rank 0 alone writes), not inside `if is_main_process:`"
+    )
+
+
+def _came(key: str, patience: timedelta) -> bool:
+    """Wait for a key of the store; False where nobody has set it by then."""
     try:
-        store.wait([met], patience)
-    except RuntimeError as error:  # DistStoreError
-        present = store.add(called, 0) % world
-        store.add(called, -1)
-        raise RuntimeError(
-            f"{what} was called on {present} of {world} ranks only, {patience} ago; call it on "
-            f"every rank (rank 0 alone writes), not inside `if is_main_process:`"
-        ) from error
+        default_store().wait([key], patience)
+    except RuntimeError:  # DistStoreError
+        return False
+    return True
 
 
 def check_alike(what: str, **mine: Any) -> None:

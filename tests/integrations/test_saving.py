@@ -1,0 +1,119 @@
+"""A sharded model's own `save_pretrained`, called as Accelerate's examples call it: on every rank,
+with `is_main_process` and `save_function` and without a state dict."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from support.adapters import with_lora
+from support.checks import Check, Found, on_ranks
+from support.hub_files import assert_equal, hub_state, read_all
+from support.launched import launched, prepared
+from support.tiny_models import tiny
+from torch import nn
+
+from hf_moe_ep.integrations import saving
+
+
+def _as_in_examples(accelerator: Accelerator, model: nn.Module, folder: str, **kwargs: Any) -> None:
+    accelerator.wait_for_everyone()
+    unwrapped: Any = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        folder,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        **kwargs,
+    )
+    accelerator.wait_for_everyone()
+
+
+def every_rank_saves_with_the_arguments_of_examples(rank: int, world: int, folder: str) -> None:
+    """Hub layout, bit for bit what stock writes; the size of files is the caller's."""
+    wanted = hub_state(tiny(dtype=torch.float32))
+    with launched():
+        accelerator, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
+        _as_in_examples(accelerator, model, folder)
+        assert_equal(read_all(Path(folder)), wanted)
+        _as_in_examples(accelerator, model, f"{folder}/small", max_shard_size="50KB")
+        assert_equal(read_all(Path(folder, "small")), wanted)
+        files = list(Path(folder, "small").glob("*.safetensors"))
+        assert len(files) > 1 and max(file.stat().st_size for file in files) < 100_000
+
+
+def every_rank_saves_adapters_with_the_arguments_of_examples(
+    rank: int, world: int, folder: str
+) -> None:
+    """Those of a PeftModel: the same files as without the arguments."""
+    with launched():
+        model = with_lora(tiny(dtype=torch.float32), r=2)
+        accelerator, model, _ = prepared(model, ep_size=2)
+        _as_in_examples(accelerator, model, f"{folder}/examples")
+        saving.save_pretrained(model, f"{folder}/ours")
+    found, wanted = (
+        load_file(Path(folder, name, "adapter_model.safetensors")) for name in ("examples", "ours")
+    )
+    assert_equal(found, wanted)
+
+
+def the_main_process_alone_is_told_within_seconds(rank: int, world: int, folder: str) -> None:
+    """Rank 0 does not wait its five minutes for ranks that have passed `if is_main_process:`."""
+    with launched():
+        for make in (tiny, lambda **kw: with_lora(tiny(**kw), r=2)):
+            accelerator, model, _ = prepared(make(dtype=torch.float32), ep_size=2)
+            if accelerator.is_main_process:
+                began = time.monotonic()
+                with (
+                    mock.patch.object(saving, "ALONE", timedelta(seconds=1)),
+                    pytest.raises(RuntimeError, match=r"1 of 2 ranks only, 0:00:01 ago; call it"),
+                ):
+                    accelerator.unwrap_model(model).save_pretrained(folder)
+                assert time.monotonic() - began < 20
+            accelerator.wait_for_everyone()
+            _as_in_examples(accelerator, model, folder)  # the failed one is forgotten
+    dist.barrier()
+
+
+def rank_0_waits_for_a_rank_that_is_late(rank: int, world: int, folder: str) -> None:
+    """One of the others has come: nobody is inside `if is_main_process:`, some are slow."""
+    with launched():
+        _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=1)
+        if rank == 2:
+            time.sleep(4)
+        with mock.patch.object(saving, "ALONE", timedelta(seconds=1)):
+            model.save_pretrained(folder)  # type: ignore[operator]
+    assert Path(folder, "config.json").exists()
+
+
+def options_that_a_sharded_save_would_not_follow_are_refused(rank: int, world: int) -> None:
+    """By name, with what to do instead, and before anything is written."""
+    with launched():
+        _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
+        for option in ({"push_to_hub": True}, {"variant": "fp16"}, {"save_original_format": False}):
+            name = next(iter(option))
+            with pytest.raises(ValueError, match=rf"does not take {name}=.*state_dict="):
+                model.save_pretrained("/nowhere", **option)  # type: ignore[operator]
+
+
+ON_TWO_RANKS = [
+    every_rank_saves_with_the_arguments_of_examples,
+    every_rank_saves_adapters_with_the_arguments_of_examples,
+    the_main_process_alone_is_told_within_seconds,
+    options_that_a_sharded_save_would_not_follow_are_refused,
+]
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, *ON_TWO_RANKS))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", on_ranks(3, rank_0_waits_for_a_rank_that_is_late, slow=True))
+def test_on_three_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
