@@ -18,6 +18,7 @@ keyword) to search for in FILE.
     -- what a ModelState or MoELayer is told later --
     sharding/shard.py | meshes policy dtypes dispatcher grad_divisor | from sharding on
     moe/layer.py | forward_number | counts forwards
+    moe/forwards.py | function | the forward of a module, where ours took Liger's place
     moe/recompute.py | frame | the checkpointed layer that runs, during its run
     lora/computed.py | adapters | the active ones, one forward
     integrations/shared_batches.py | sums_losses gather_logits | a Trainer; one prediction
@@ -110,6 +111,8 @@ class ModelState:
     patch_alike: Callable[[nn.Module], nn.Module] | None = None
     # One per experts module, in order; each of them has its own as STATE.
     moe_layers: list[MoELayer] = field(default_factory=list)
+    # Forwards that must stay what they are: see moe/forwards.py.
+    relied_on: list[ReliedOn] = field(default_factory=list)
     # (module, attribute, what was there before; None for nothing)
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
 
@@ -203,6 +206,16 @@ class MoELayer:
     compute: Compute | None
     adapters: dict[str, Sequence[ActiveAdapter]] = field(default_factory=dict)
     grad_divisor: int = 1
+
+
+@dataclass
+class ReliedOn:
+    """A module whose forward must stay `function`, or wrap it."""
+
+    name: str
+    module: nn.Module
+    function: Callable[..., Any]
+    is_experts: bool
 
 
 class Ours:

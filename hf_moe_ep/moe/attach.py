@@ -2,7 +2,8 @@
 
 every experts module    its own copy of the config, which selects our forward in transformers'
                         experts interface, and its place in the model (`MoELayer`)
-the root                a pre-forward hook that refuses to train unsharded
+the root                pre-forward hooks: one refuses to train unsharded, one keeps the forwards
+                        that we rely on, whoever replaces them
 the causal LM           two hooks around forward that make the router's aux loss global
 """
 
@@ -15,6 +16,7 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.aux_loss import GlobalAuxLoss, RestoreAuxLoss
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
+from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, rely_on_forwards
 from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
@@ -31,6 +33,7 @@ def check(parts: Parts, state: ModelState) -> None:
         load_deep_ep()
     for index, experts in enumerate(parts.experts.values()):
         state.moe_layers.append(MoELayer(index, state, _compute_of(experts, state.config)))
+    check_forwards(parts, state)
 
 
 def attach(parts: Parts, state: ModelState) -> None:
@@ -40,10 +43,13 @@ def attach(parts: Parts, state: ModelState) -> None:
     if state.config.experts_backend == "eager":
         implementation = "eager"
     experts = list(parts.experts.values())
-    own_config = own_experts_config(experts[0].config, implementation)
+    # Experts that Liger's class made have no config.
+    own_config = own_experts_config(getattr(experts[0], "config", parts.config), implementation)
     for module, layer in zip(experts, state.moe_layers, strict=True):
         state.replace(module, "config", own_config)
         setattr(module, STATE, layer)
+    rely_on_forwards(parts, state)
+    parts.root.register_forward_pre_hook(KeepForwards(state))
     parts.root.register_forward_pre_hook(ForwardGuard(state))
     coefficient = parts.plan.aux_loss_coef
     if coefficient is not None and parts.causal_lm is not None:

@@ -21,8 +21,9 @@ belongs to it, and the terms add up to the loss of one process:
                         average_tokens_across_devices=False)
 
 The model's own forward computes and adds it: for the time of one forward of a sharded model, the
-function of that name in its module is ours. Subtracting stock's term afterwards would keep its
-0/0 on a rank whose batch is all padding.
+function of that name in its module is ours, and in the module of a forward that somebody has bound
+to the model, as Liger's fused linear cross-entropy does. Subtracting stock's term afterwards would
+keep its 0/0 on a rank whose batch is all padding.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class GlobalAuxLoss(Ours):
     def __init__(self, state: ModelState, coefficient: str) -> None:
         self.state = state
         self._path, _, self.name = coefficient.rpartition(".")
-        self.stock: tuple[dict[str, Any], Any, float] | None = None
+        self.stock: tuple[list[tuple[dict[str, Any], Any]], float] | None = None
 
     def holder(self, model: nn.Module) -> Any:
         """Find what has the coefficient: the model itself or a part of its config."""
@@ -61,13 +62,21 @@ class GlobalAuxLoss(Ours):
         if meshes is None or meshes.world_size == 1:
             return
         fused = is_fused_head(kwargs)
-        names = fused_head_globals() if fused else forward_globals(model)
+        files = [fused_head_globals()] if fused else forward_globals(model)
+        files = [names for names in files if _FUNCTION in names]
+        if not files:
+            raise ValueError(
+                f"the forward of {type(model).__name__} was replaced by one that does not call "
+                f"{_FUNCTION}, so the router's aux loss would be that of a rank alone; leave out "
+                f"what replaces it"
+            )
         holder = self.holder(model)
         coefficient = getattr(holder, self.name)
-        self.stock = (names, names[_FUNCTION], coefficient)
+        self.stock = ([(names, names[_FUNCTION]) for names in files], coefficient)
         sequence: Slice | None = kwargs.get(SLICE)
         world = meshes.world_size
-        names[_FUNCTION] = partial(global_aux_loss, world_size=world, sequence=sequence)
+        for names in files:
+            names[_FUNCTION] = partial(global_aux_loss, world_size=world, sequence=sequence)
         if kwargs.get("num_items_in_batch") is not None and self.state.sums_losses:
             setattr(holder, self.name, coefficient / meshes.data_parallel_size)
 
@@ -81,8 +90,9 @@ class RestoreAuxLoss(Ours):
     @torch.compiler.disable
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.swapped.stock is not None:
-            names, function, coefficient = self.swapped.stock
-            names[_FUNCTION] = function
+            files, coefficient = self.swapped.stock
+            for names, function in files:
+                names[_FUNCTION] = function
             setattr(self.swapped.holder(model), self.swapped.name, coefficient)
             self.swapped.stock = None
 

@@ -24,6 +24,7 @@ from hf_moe_ep.sequence.same_batch import check_same_batch
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, is_fused_head
+from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 
 class SplitSequence(Ours):
@@ -60,6 +61,12 @@ class SplitSequence(Ours):
         group = meshes.sp.get_group()
         check_same_batch(given, tokens, group)
         rank = meshes.sp.get_local_rank()
+        if is_computed_by_liger(model) and given.get("labels") is not None:
+            raise ValueError(
+                f"Liger's fused linear cross-entropy knows nothing of slices, of which sp_size="
+                f"{meshes.sp_size} makes this rank's loss; turn it off: liger_kernel_config="
+                f"{{'fused_linear_cross_entropy': False}}"
+            )
         part = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
         given[SLICE] = part
         if is_fused_head(given):

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
+from hf_moe_ep.moe.forwards import keep_forwards
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.checks import check_dtypes, check_frozen, check_ranks_agree
 from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
@@ -60,6 +61,7 @@ def shard_units(
     model: nn.Module, state: ModelState, options: ShardOptions, meshes: Meshes
 ) -> nn.Module:
     """Shard a model over `meshes`, on ranks that are known to agree."""
+    keep_forwards(state)
     units = find_units(model)
     check_frozen(model, units.experts.values())
     places = find_places(model, units.experts.values(), state.plan, options)

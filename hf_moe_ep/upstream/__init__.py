@@ -10,6 +10,7 @@ names what is wrapped, as strings. Never: a decision of ours.
     towers                vision towers, and what a forward takes of them
     module_names          names of modules without what wrappers put in
     modules               what torch.nn.Module keeps: buffers, children, hooks
+    replaced_forwards     who computes a module: its class, Liger, another patcher
     sharded_models        marks of FSDP, DDP and transformers on a model over ranks
     process_groups        the default store, a mesh of one axis over several, a group that is fake
     autograd_modes        the backward and the checkpoint that run now

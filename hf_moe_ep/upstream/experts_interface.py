@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from hf_moe_ep.upstream.replaced_forwards import is_ligers
 
 EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 
@@ -22,9 +25,19 @@ def register_experts_forward(forward: Callable[..., Any]) -> None:
 
 
 def is_experts_module(module: nn.Module) -> bool:
-    """Return whether the forward of `module` goes through transformers' experts interface."""
+    """Return whether `module` is of transformers' experts interface, or Liger's class for one."""
+    if is_experts_class_of_liger(module):
+        return True
     flags = ("is_transposed", "has_bias", "is_concatenated", "has_gate")
     return all(hasattr(module, flag) for flag in flags)
+
+
+def is_experts_class_of_liger(module: nn.Module) -> bool:
+    """Return whether Liger built `module` in place of stacked experts.
+
+    liger_kernel/transformers/swiglu.py, LigerExperts.
+    """
+    return is_ligers(type(module)) and hasattr(module, "gate_up_proj")
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,14 @@ class ExpertsFlags:
 
 def experts_flags(module: nn.Module) -> ExpertsFlags:
     """Return the flags of an experts module; one that it lacks is False."""
+    if is_experts_class_of_liger(module):
+        return ExpertsFlags(
+            is_transposed=False,
+            has_bias=False,
+            is_concatenated=True,
+            has_gate=True,
+            has_post_expert_norm=False,
+        )
     names = [field.name for field in fields(ExpertsFlags)]
     return ExpertsFlags(**{name: bool(getattr(module, name, False)) for name in names})
 
@@ -50,9 +71,17 @@ def experts_flags(module: nn.Module) -> ExpertsFlags:
 def experts_gate(module: Any) -> Callable[[Tensor], Tensor]:
     """Return the function from an expert's pre-activations to the input of its down projection.
 
-    The module's own gate where it has one, otherwise its activation function.
+    The module's own gate where it has one, otherwise its activation function. Liger's experts are
+    SwiGLU: they take no other.
     """
+    if is_experts_class_of_liger(module):
+        return _swiglu
     return module._apply_gate if module.has_gate else module.act_fn
+
+
+def _swiglu(pre_AG: Tensor) -> Tensor:
+    gate, up = pre_AG.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:

@@ -15,6 +15,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
+from hf_moe_ep.upstream.replaced_forwards import forward_functions
+
 # What the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
@@ -63,9 +65,15 @@ def bind_forward(
     return given
 
 
-def forward_globals(model: nn.Module) -> dict[str, Any]:
-    """Return the globals of the file that defines the model's forward, behind its decorators."""
-    return cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
+def forward_globals(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the globals of the files that define the model's forward, behind decorators.
+
+    That of its class, and where Liger or another bound one to the instance that one's too.
+    """
+    *_, bound = forward_functions(model)
+    stock = cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
+    own = getattr(bound, "__globals__", stock)
+    return [stock] if own is stock else [stock, own]
 
 
 def is_fused_head(kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,215 @@
+"""Liger under a patched model, in either order, and other patchers: who computes what.
+
+Liger's kernels need a GPU, so a stand-in of the same interface runs here. The reference is one
+process with a stock model under the same Liger, on the whole batch.
+"""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from types import MethodType, ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.checks import Check, Found, on_ranks
+from support.close import assert_close
+from support.fakes.liger import installed_liger
+from support.launched import launched
+from support.parity import full_tensor
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
+
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+ROWS, LENGTH, RATE = 4, 9, 0.5
+
+
+def _whole_batch(model: nn.Module) -> dict[str, Tensor]:
+    """Rows of uneven labels and masks: a rank's mean is not the batch's."""
+    whole = batch(model, ROWS, LENGTH, seed=3, pad=5)  # type: ignore[arg-type]
+    whole["labels"][0, 3:] = -100
+    return whole
+
+
+def _stock_steps(model: Any, steps: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step of one process, SGD without clipping."""
+    whole = _whole_batch(model)
+    count = whole["labels"][:, 1:].ne(-100).sum()
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        loss = model(**whole, num_items_in_batch=count).loss
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        found.append((float(loss), float(norm)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= RATE * parameter.grad
+    return found
+
+
+def the_trainer_keeps_our_experts_and_the_global_aux_loss(
+    rank: int, world: int, folder: str
+) -> None:
+    """`use_liger_kernel=True`: Liger's norms, rotary embedding and loss, and one process's numbers.
+
+    Its fused head computes the loss beside the model's own forward, whose aux loss is ours.
+    """
+    with installed_liger() as liger, launched():
+        stock = tiny(dtype=torch.float32, **ROUTED)
+        liger._apply_liger_kernel_to_instance(stock)
+        wanted = _stock_steps(stock, 3)
+    with installed_liger() as liger, launched():
+        model: Any = tiny(dtype=torch.float32, **ROUTED)
+        whole = _whole_batch(model)
+        args = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            max_steps=3,
+            per_device_train_batch_size=ROWS // world,
+            logging_steps=1,
+            logging_first_step=True,
+            report_to=[],
+            save_strategy="no",
+            optim="sgd",
+            learning_rate=RATE,
+            lr_scheduler_type="constant",
+            max_grad_norm=1e9,
+            use_liger_kernel=True,
+        )
+        data = [{key: value[row] for key, value in whole.items()} for row in range(ROWS)]
+        trainer = Trainer(model=patch(model, ep_size=world), args=args, train_dataset=data)
+        trainer.train()
+        assert liger.CALLS.keys() == {"norm", "rope", "loss"}, liger.CALLS
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == len(wanted)
+    for log, (loss, norm) in zip(logs, wanted, strict=True):
+        assert log["loss"] == pytest.approx(loss, rel=1e-5)  # fp32, grown by three steps
+        assert log["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def _gradients(model: Any, rank: int, world: int) -> dict[str, Tensor]:
+    """Of the whole batch: this rank's rows, summed over ranks as data parallelism does."""
+    whole = _whole_batch(model)
+    count = whole["labels"][:, 1:].ne(-100).sum()
+    mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+    rows = {key: value[mine] for key, value in whole.items()}
+    loss = model(**rows, num_items_in_batch=count).loss
+    (loss * world).backward()
+    return {name: full_tensor(p.grad) for name, p in model.named_parameters()}
+
+
+def _applied_to_this_model(liger: Any) -> nn.Module:
+    model = tiny(**ROUTED)
+    liger._apply_liger_kernel_to_instance(model)
+    return model
+
+
+def _applied_to_another_model(liger: Any) -> nn.Module:
+    """Which leaves Liger's classes in transformers' module, for all models built later."""
+    liger._apply_liger_kernel_to_instance(tiny())
+    model = tiny(**ROUTED)
+    assert type(model.model.layers[0].mlp.experts).__name__ == "LigerExperts"
+    return model
+
+
+FIRST: dict[str, Callable[[Any], nn.Module]] = {
+    "to this model": _applied_to_this_model,
+    "to another model": _applied_to_another_model,
+}
+
+
+def liger_first_is_as_good(rank: int, world: int) -> None:
+    """Applied before `patch`: the same gradients as stock's; our experts, the rest of Liger."""
+    for name, make in FIRST.items():
+        with installed_liger() as liger:
+            model = make(liger)
+            wanted = _gradients(copy.deepcopy(model), 0, 1)
+            liger.CALLS.clear()
+            apply_ep_fsdp2(model, ep_size=world)
+            found = _gradients(model, rank, world)
+            assert "experts" not in liger.CALLS and liger.CALLS["norm"] > 0, (name, liger.CALLS)
+        for key, gradient in wanted.items():
+            # Liger's loss, as stock's, is in fp32.
+            assert_close(f"{name}: {key}", found[key], gradient, 1e-5)
+
+
+def fused_loss_of_slices_is_refused(rank: int, world: int) -> None:
+    """It would take this rank's slice of hidden states for labels of the whole sequence."""
+    with installed_liger() as liger:
+        model = apply_ep_fsdp2(tiny(), sp_size=world)
+        liger._apply_liger_kernel_to_instance(model)
+        with pytest.raises(ValueError, match=r"slices.*fused_linear_cross_entropy': False"):
+            model(**_whole_batch(model))
+
+
+ON_TWO_RANKS = [
+    the_trainer_keeps_our_experts_and_the_global_aux_loss,
+    liger_first_is_as_good,
+    fused_loss_of_slices_is_refused,
+]
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, *ON_TWO_RANKS))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("make", FIRST.values(), ids=FIRST.keys())
+def test_unpatch_gives_experts_back_to_liger(make: Callable[[Any], nn.Module]) -> None:
+    with installed_liger() as liger:
+        model = make(liger)
+        experts: Any = model.get_submodule("model.layers.0.mlp.experts")
+        before = dict(vars(experts))
+        patch(model)
+        model(**_whole_batch(model))
+        assert "experts" not in liger.CALLS
+        unpatch(model)
+        assert vars(experts).keys() == before.keys()
+        model(**_whole_batch(model))
+        assert liger.CALLS["experts"] == len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
+
+
+def test_liger_on_a_cpu_is_named() -> None:
+    """Triton compiles nothing for a CPU; its own error would be of drivers."""
+    with installed_liger() as liger, mock.patch.dict(sys.modules):
+        model = patch(tiny())
+        liger._apply_liger_kernel_to_instance(model)
+        sys.modules["liger_kernel.ops"] = ModuleType("liger_kernel.ops")
+        with (
+            mock.patch.dict("os.environ", {"TRITON_INTERPRET": "0"}),
+            pytest.raises(ValueError, match=r"Liger computes .*need a GPU.*use_liger_kernel=True"),
+        ):
+            model(**_whole_batch(model))
+
+
+def _foreign(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("this must never run")
+
+
+@pytest.mark.parametrize("path", ["model.layers.1.mlp.experts", "model.layers.1.mlp"])
+def test_another_patcher_is_named(path: str) -> None:
+    """Behind `patch` at the first forward, before it at once; what wraps ours may stay."""
+    model: Any = tiny()
+    module: Any = model.get_submodule(path)
+    module.forward = MethodType(_foreign, module)
+    with pytest.raises(
+        ValueError, match=rf"forward of {path} .*replaced before patch\(\).*_foreign"
+    ):
+        patch(model)
+    del module.forward
+    patch(model)
+    wanted = model(**_whole_batch(model)).loss
+    own = module.forward
+    module.forward = MethodType(_foreign, module)
+    with pytest.raises(
+        ValueError, match=rf"forward of {path} .*replaced since patch\(\).*_foreign"
+    ):
+        model(**_whole_batch(model))
+    module.forward = functools.wraps(own)(lambda *args: own(*args))
+    assert torch.equal(model(**_whole_batch(model)).loss, wanted)

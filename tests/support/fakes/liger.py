@@ -1,0 +1,29 @@
+"""Liger's stand-in as an installed package, for the time of a block, in this process."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import transformers.models.qwen3_moe.modeling_qwen3_moe as modeling
+
+_REPLACED = ("apply_rotary_pos_emb", "Qwen3MoeRMSNorm", "Qwen3MoeExperts")
+
+
+@contextmanager
+def installed_liger() -> Iterator[ModuleType]:
+    """Yield its `liger_kernel.transformers`; what it replaced for good is put back at the end."""
+    folder = str(Path(__file__).parent / "for_path")
+    before = {name: getattr(modeling, name) for name in _REPLACED}
+    sys.path.insert(0, folder)
+    try:
+        import liger_kernel.transformers
+
+        yield liger_kernel.transformers
+    finally:
+        sys.path.remove(folder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
+            del sys.modules[name]
+        for name, value in before.items():
+            setattr(modeling, name, value)
