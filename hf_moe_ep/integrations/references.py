@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.architectures import find_parts, known_architectures
 from hf_moe_ep.config import launched_rank
 from hf_moe_ep.integrations import shared_batches
-from hf_moe_ep.integrations.prepare import options_of
+from hf_moe_ep.integrations.prepare import check_parallelism, options_of
 from hf_moe_ep.ranks.together import everyone, together
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.sharding.units import reshard
@@ -126,8 +126,9 @@ def _check_shared(state: ModelState, accelerator: Accelerator) -> None:
     size, shared = state.config.sp_size or 1, shared_batches.sharing(accelerator)
     if size not in (1, shared):
         raise ValueError(
-            f"this model was patched with sp_size={size} and {shared} of these ranks share a batch "
-            f"by the model that is trained; patch it with sp_size={shared}, or 1"
+            f"this model was patched with sp_size={size}, but the model that is trained lets "
+            f"{shared} of these ranks share a batch; patch both with the same sp_size, or this one "
+            f"with sp_size=1"
         )
 
 
@@ -168,15 +169,15 @@ def _shard_frozen(model: nn.Module, accelerator: Accelerator) -> None:
     """Shard a patched reference, unless it was before, and say so once."""
     state = find_state(model)
     assert state is not None
+    name = type(model).__name__
     if state.meshes is None:
         _shard(model, accelerator, frozen=True)
     else:
         model.requires_grad_(False)
     if launched_rank() == 0:
         _logger.info(
-            "sharded the reference %s as the policy is, frozen: %d units, ep_size %d",
-            type(model).__name__,
-            sum(isinstance(module, FSDPModule) for module in model.modules()),
+            "the reference %s is frozen, and sharded layer by layer (ep_size %d)",
+            name,
             state.config.ep_size,
         )
 
@@ -185,6 +186,7 @@ def _shard(model: nn.Module, accelerator: Accelerator, *, frozen: bool) -> None:
     """Shard a patched model as `accelerator` would; a frozen one is never kept gathered."""
     state, inner = find_state(model), unwrap(model)
     assert state is not None
+    check_parallelism(accelerator.parallelism_config, state)
     if frozen:
         model.requires_grad_(False)
     options = options_of(accelerator, inner)

@@ -39,6 +39,7 @@ def _run(start: Path, folder: Path, config_file: Path | None, *flags: str) -> li
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default::FutureWarning")
 def test_its_losses_and_margins_are_stocks(tmp_path: Path) -> None:
     from finetune_dpo import continuations
     from text_data import split_text

@@ -3,6 +3,7 @@
 What TRL does with it is in `claims/test_preferences.py`; here its `prepare_fsdp` is a stand-in.
 """
 
+import logging
 import sys
 import types
 from typing import Any
@@ -33,6 +34,17 @@ FP32 = {"dtype": torch.float32}
 
 def left_to_trl(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     raise LookupError(f"a {type(model).__name__} was left to TRL")
+
+
+class Listener(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def beside(policy: nn.Module, mixed_precision: str = "no") -> Accelerator:
@@ -81,7 +93,14 @@ def a_stock_reference_is_sharded_like_the_policy(rank: int, world: int) -> None:
         accelerator = beside(policy)
         # Rank 0's weights count, as of the policy's.
         reference = tiny(seed=3 + rank, num_hidden_layers=LAYERS, **FP32)
+        said = Listener()
+        logging.getLogger("hf_moe_ep").addHandler(said)
+        logging.getLogger("hf_moe_ep").setLevel("INFO")
         check_reference(reference_of(reference, accelerator), seed=3)
+        found = [line for line in said.lines if "reference" in line]
+        assert found == [
+            "the reference Qwen3MoeForCausalLM is frozen, and sharded layer by layer (ep_size 2)"
+        ] * (rank == 0)
         prepared(policy, accelerator, ep_size=2)
         theirs = dict(reference.named_parameters())
         for name, ours in policy.named_parameters():
@@ -137,7 +156,7 @@ def other_models_are_refused_by_name(rank: int, world: int) -> None:
                 reference_of(LlamaForCausalLM(llama) if odd else tiny(**FP32), accelerator)
             with pytest.raises(ValueError, match="2 MoE layers of 4 experts and the policy 2 of 8"):
                 reference_of(tiny(**FP32, num_experts=4) if odd else tiny(**FP32), accelerator)
-            with pytest.raises(ValueError, match="patched with sp_size=2 and 1 of these ranks"):
+            with pytest.raises(ValueError, match=r"sp_size=2, but .* lets 1 of these"):
                 sp_size = 2 if odd else 1
                 reference_of(patch(tiny(**FP32), ep_size=2, sp_size=sp_size), accelerator)
         with pytest.raises(ValueError, match="ranks disagree about the reference model"):
