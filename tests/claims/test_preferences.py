@@ -1,4 +1,4 @@
-"""TRL's DPO, KTO and GRPO on 4 ranks at ep 2, with every kind of reference, log what stock logs.
+"""DPO, KTO, GRPO and GKD of TRL on 4 ranks at ep 2, with any reference, log what stock logs.
 
 Stock is one process, with the batch of all ranks and a reference of the same weights. Each case is
 a script of a user of TRL, but for `patch`.
@@ -72,6 +72,7 @@ CASES = [
     Case("KTO, stock reference", "stock", trainer="KTO", arguments=NO_KL),
     Case("KTO, patched reference", "patched", trainer="KTO", arguments=NO_KL),
     Case("GRPO", "none", trainer="GRPO", arguments=GREEDY),
+    Case("GKD, patched teacher", "patched", trainer="GKD", arguments={"lmbda": 0.0}),
 ]
 
 
@@ -85,7 +86,9 @@ def tokenizer() -> Any:
     words = {f"word{index}": index for index in range(97)}
     made = Tokenizer(WordLevel(words, unk_token="word0"))
     made.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="word1", eos_token="word2")
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="word1", eos_token="word2")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return fast
 
 
 def _words(start: int, count: int, step: int) -> str:
@@ -98,7 +101,10 @@ def samples(trainer: str) -> list[dict[str, Any]]:
     for index in range(STEPS * WORLD):
         prompt = _words(index, 2 + index % 4, 1)
         pair = [_words(7 * index, 3 + index % 5, 1), _words(5 * index, 2 + index % 7, 3)]
-        if trainer == "GRPO":
+        if trainer == "GKD":
+            turns = zip(("user", "assistant"), (prompt, pair[0]), strict=True)
+            found.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+        elif trainer == "GRPO":
             found.append({"prompt": prompt})
         elif trainer == "DPO":
             found.append({"prompt": prompt, "chosen": pair[0], "rejected": pair[1]})
@@ -112,6 +118,9 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
     """One training; `prepare` is what a script of ours does to a model beside stock's."""
     import trl
     from datasets import Dataset, load_from_disk
+    from trl.experimental import gkd
+
+    trainers = gkd if case.trainer == "GKD" else trl
 
     first = not dist.is_initialized() or dist.get_rank() == 0
     if first:  # a reference and a data set that every rank finds
@@ -130,7 +139,12 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
         prepare(policy, ep_size=2, sp_size=case.sp)
         if case.reference == "patched":
             prepare(reference, ep_size=case.reference_ep)
-    arguments = getattr(trl, f"{case.trainer}Config")(
+    beside: dict[str, Any] = {"ref_model": reference}
+    if case.trainer == "GRPO":
+        beside = {"reward_funcs": _length}
+    elif case.trainer == "GKD":
+        beside = {"teacher_model": reference}
+    arguments = getattr(trainers, f"{case.trainer}Config")(
         output_dir=os.fspath(folder),
         # Ranks of an sp group share theirs.
         per_device_train_batch_size=WORLD * (1 if prepare is None else case.sp) // processes,
@@ -146,15 +160,15 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
         disable_tqdm=True,
         **case.arguments,
     )
-    trainer = getattr(trl, f"{case.trainer}Trainer")(
+    trainer = getattr(trainers, f"{case.trainer}Trainer")(
         policy,
         args=arguments,
         train_dataset=load_from_disk(os.fspath(folder / "data")),
         processing_class=tokenizer(),
-        **({"reward_funcs": _length} if case.trainer == "GRPO" else {"ref_model": reference}),
+        **beside,
     )
     trainer.train()
-    kept = trainer.ref_model
+    kept = trainer.teacher_model if case.trainer == "GKD" else trainer.ref_model
     if prepare is not None and kept is not None:
         assert not any(parameter.requires_grad for parameter in kept.parameters())
         assert all(parameter.grad is None for parameter in kept.parameters())
