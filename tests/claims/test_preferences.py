@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from support.adapters import with_lora
+from peft import LoraConfig
+from support.adapters import ATTENTION, EXPERTS, with_lora
 from support.checks import Check, Found, on_ranks
 from support.launched import launched
 from support.tiny_models import tiny
@@ -40,12 +41,16 @@ def _length(completions: list[str], **_: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: `reference` is "none" (TRL loads the policy's checkpoint), "stock" or "patched"."""
+    """A run: `reference` is "none" (TRL loads the policy's checkpoint), "stock" or "patched".
+
+    `lora` is "ours" where the policy comes with adapters, of which TRL keeps a copy as reference,
+    and "TRL's" where TRL attaches them, and switches them off.
+    """
 
     name: str
     reference: str
     trainer: str = "DPO"
-    lora: bool = False
+    lora: str = ""
     sp: int = 1
     reference_ep: int = 2
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -67,8 +72,10 @@ CASES = [
     Case("patched reference, synchronised", "patched", arguments=SYNC),
     Case("patched reference, precomputed", "patched", arguments=PRECOMPUTE),
     Case("no reference, precomputed", "none", arguments=PRECOMPUTE),
-    Case("adapters switched off", "none", lora=True),
-    Case("adapters switched off, precomputed", "none", lora=True, arguments=PRECOMPUTE),
+    Case("adapters and their copy", "none", lora="ours"),
+    Case("adapters and their copy, precomputed", "none", lora="ours", arguments=PRECOMPUTE),
+    Case("adapters switched off", "none", lora="TRL's"),
+    Case("adapters switched off, precomputed", "none", lora="TRL's", arguments=PRECOMPUTE),
     Case("KTO, stock reference", "stock", trainer="KTO", arguments=NO_KL),
     Case("KTO, patched reference", "patched", trainer="KTO", arguments=NO_KL),
     Case("GRPO", "none", trainer="GRPO", arguments=GREEDY),
@@ -133,7 +140,7 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
     policy: nn.Module = tiny(**SIZES)
     policy.name_or_path = policy.config._name_or_path = os.fspath(folder / "model")
     reference = None if case.reference == "none" else tiny(**SIZES, seed=1)
-    if case.lora:
+    if case.lora == "ours":
         policy = with_lora(policy, seed=0)
     if prepare is not None:
         prepare(policy, ep_size=2, sp_size=case.sp)
@@ -144,6 +151,10 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
         beside = {"reward_funcs": _length}
     elif case.trainer == "GKD":
         beside = {"teacher_model": reference}
+    if case.lora == "TRL's":
+        targets = {"target_parameters": list(EXPERTS), "target_modules": list(ATTENTION)}
+        beside = {"peft_config": LoraConfig(r=4, init_lora_weights=False, **targets)}
+        torch.manual_seed(0)  # factors are random, as if trained before
     arguments = getattr(trainers, f"{case.trainer}Config")(
         output_dir=os.fspath(folder),
         # Ranks of an sp group share theirs.
