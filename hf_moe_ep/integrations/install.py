@@ -3,8 +3,8 @@
 `patch` calls `install`, which puts each wrapper of `WRAPPED` in front of its target, once per
 process. A wrapper asks first whether it was given a patched model, and otherwise calls what was
 there before; those that are given no model say in their row why they are needed all the same.
-What a wrapper does stands in its own file: `prepare`, `saving`, `shared_batches`,
-`references`, `trainer_checkpoints`, and `lora/computed.py`.
+What a wrapper does stands in its own file: `prepare`, `saving`, `shared_batches`, `optimizers`,
+`prompts`, `references`, `trainer_checkpoints`, and `lora/computed.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import transformers
 
 from hf_moe_ep.integrations import (
+    optimizers,
     prepare,
+    prompts,
     references,
     saving,
     shared_batches,
@@ -106,6 +108,18 @@ WRAPPED = (
         "peft.peft_model:PeftModel.save_pretrained",
         saving.save_adapters,
         "gathers a sharded model's adapters, on every rank",
+        optional=True,
+    ),
+    Wrap(
+        "peft.peft_model:PeftModel.get_prompt_embedding_to_save",
+        prompts.prompt_to_save,
+        "gathers what makes a prompt, which PEFT calls outside the model's forward",
+        optional=True,
+    ),
+    Wrap(
+        "peft.peft_model:PeftModel.get_prompt",
+        prompts.prompt,
+        "gathers what makes a prompt, which `generate` calls outside the model's forward",
         optional=True,
     ),
     Wrap(
@@ -201,6 +215,12 @@ WRAPPED = (
         "transformers.trainer:Trainer.prediction_step",
         shared_batches.prediction_step,
         "joins the logits of slices where someone looks at them",
+    ),
+    # Optimizers of any model: this one has no model, and only rewords an error
+    Wrap(
+        "accelerate.optimizer:AcceleratedOptimizer.step",
+        optimizers.step,
+        "names an optimizer that cannot take DTensors; torch names the operation",
     ),
     # Adapters on experts
     Wrap(

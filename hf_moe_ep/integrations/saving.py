@@ -9,6 +9,7 @@ PeftModel.save_pretrained         packed as PEFT packs it    gathered here, on e
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
+from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.ranks.together import ALONE, check_everyone_calls
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
-from hf_moe_ep.upstream.adapters import canonical_modules, has_adapters
+from hf_moe_ep.upstream.adapters import canonical_modules, has_adapters, learns_prompts
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.sharded_models import stock_class
 from hf_moe_ep.upstream.training_frameworks import save_beside
@@ -135,6 +137,10 @@ def save_adapters(
         original(self, save_directory, *args, **kwargs)
     elif given is not None:
         kwargs["state_dict"] = pack_factors(self, given)
+        if learns_prompts(self):
+            if kwargs.get("is_main_process", True):
+                save_prompts(self, given, partial(original, self, save_directory, *args, **kwargs))
+            return
         with canonical_modules(self):
             original(self, save_directory, *args, **kwargs)
     else:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from hf_moe_ep.upstream.module_names import canonical_name
 
+# Where a PeftModel keeps what makes its prompts (peft/peft_model.py).
+PROMPT_ENCODERS = "prompt_encoder"
+
 
 def wraps_for_adapters(module: nn.Module) -> bool:
     """Return whether `module` is PEFT's wrapper around a module that it adapts.
@@ -38,6 +41,20 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
+def learns_prompts(model: Any) -> bool:
+    """Return whether `model` is a PeftModel that trains prompts or prefixes.
+
+    peft/peft_model.py; prompts stand beside the model, not in it.
+    """
+    return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
+
+
+def prompt_encoders(model: Any) -> nn.Module:
+    """Return what makes the prompts of a PeftModel that `learns_prompts`, by adapter."""
+    encoders: nn.Module = model.prompt_encoder
+    return encoders
+
+
 def adapter_names(
     model: Any, state_dict: dict[str, Tensor], save_embedding_layers: str | bool = "auto"
 ) -> list[str] | None:
@@ -48,6 +65,8 @@ def adapter_names(
     """
     if not has_adapters(model):
         return None
+    if learns_prompts(model):  # PEFT would compute them here, on one rank
+        return [name for name in state_dict if name.startswith(f"{PROMPT_ENCODERS}.")]
     from peft import get_peft_model_state_dict
 
     saved: set[int] = set()

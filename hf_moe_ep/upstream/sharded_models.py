@@ -60,6 +60,19 @@ def is_fsdp1(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
+def is_refused_by_dtensor(error: Exception) -> bool:
+    """Return whether an operation was given plain tensors beside DTensors, or cannot take these.
+
+    torch/distributed/tensor/_dispatch.py, _sharding_prop.py.
+    """
+    said = (
+        "got mixed torch.Tensor and DTensor",
+        "in-place operations that require placement changes",
+        "does not have a sharding strategy registered",
+    )
+    return any(words in str(error) for words in said)
+
+
 def with_local(like: DTensor, local: Tensor) -> DTensor:
     """Return a DTensor laid out as `like`, whose local shard is `local`, on the device of `local`.
 

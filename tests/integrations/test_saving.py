@@ -2,6 +2,7 @@
 with `is_main_process` and `save_function` and without a state dict."""
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from peft import (
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
+from support.close import assert_close
 from support.hub_files import assert_equal, hub_state, read_all
-from support.launched import launched, prepared
-from support.tiny_models import tiny
+from support.launched import FP32_BUDGET, launched, prepared
+from support.tiny_models import batch, tiny
 from torch import nn
 
 from hf_moe_ep.integrations import saving
@@ -62,6 +72,50 @@ def every_rank_saves_adapters_with_the_arguments_of_examples(
     assert_equal(found, wanted)
 
 
+PROMPTS: dict[str, Callable[[], PeftConfig]] = {
+    "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": lambda: PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16
+    ),
+}
+
+
+def _with_prompts(kind: str) -> Any:
+    torch.manual_seed(3)
+    return get_peft_model(tiny(dtype=torch.float32), PROMPTS[kind]())
+
+
+def prompts_are_trained_saved_and_generated_with(rank: int, world: int, folder: str) -> None:
+    """PEFT calls what makes them outside the model's forward: as one stock process does."""
+    for kind in PROMPTS:
+        stock = _with_prompts(kind)
+        trained = [parameter for parameter in stock.parameters() if parameter.requires_grad]
+        wanted = torch.optim.SGD(trained, lr=0.1)
+        inputs = batch(stock.get_base_model(), 2, 7)
+        with launched():
+            accelerator, model, optimizer = prepared(
+                _with_prompts(kind), make_optimizer=torch.optim.SGD, ep_size=2
+            )
+            for _ in range(2):
+                stock(**inputs).loss.backward()
+                wanted.step()
+                wanted.zero_grad()
+                accelerator.backward(model(**inputs).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            _as_in_examples(accelerator, model, f"{folder}/{kind}")
+            state_dict = accelerator.get_state_dict(model)
+            _as_in_examples(accelerator, model, f"{folder}/given {kind}", state_dict=state_dict)
+            prompt = {"input_ids": inputs["input_ids"][:, :3]}
+            both = [one.eval().generate(**prompt, max_new_tokens=3) for one in (model, stock)]  # type: ignore[operator]
+        assert torch.equal(*both), kind
+        for saved in (kind, f"given {kind}"):
+            again = PeftModel.from_pretrained(tiny(dtype=torch.float32), f"{folder}/{saved}").eval()
+            logits = again(**inputs).logits
+            assert_close(saved, logits.detach(), stock(**inputs).logits.detach(), FP32_BUDGET)
+
+
 def the_main_process_alone_is_told_within_seconds(rank: int, world: int, folder: str) -> None:
     """Rank 0 does not wait its five minutes for ranks that have passed `if is_main_process:`."""
     with launched():
@@ -104,6 +158,7 @@ def options_that_a_sharded_save_would_not_follow_are_refused(rank: int, world: i
 ON_TWO_RANKS = [
     every_rank_saves_with_the_arguments_of_examples,
     every_rank_saves_adapters_with_the_arguments_of_examples,
+    prompts_are_trained_saved_and_generated_with,
     the_main_process_alone_is_told_within_seconds,
     options_that_a_sharded_save_would_not_follow_are_refused,
 ]

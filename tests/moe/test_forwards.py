@@ -118,6 +118,13 @@ def _applied_to_another_model(liger: Any) -> nn.Module:
     return model
 
 
+def _all_but_its_experts(liger: Any) -> nn.Module:
+    """What is left is its fused head, whose aux loss was that of each rank."""
+    model = tiny(**ROUTED)
+    liger._apply_liger_kernel_to_instance(model, swiglu=False)
+    return model
+
+
 FIRST: dict[str, Callable[[Any], nn.Module]] = {
     "to this model": _applied_to_this_model,
     "to another model": _applied_to_another_model,
@@ -126,7 +133,7 @@ FIRST: dict[str, Callable[[Any], nn.Module]] = {
 
 def liger_first_is_as_good(rank: int, world: int) -> None:
     """Applied before `patch`: the same gradients as stock's; our experts, the rest of Liger."""
-    for name, make in FIRST.items():
+    for name, make in {**FIRST, "but for its experts": _all_but_its_experts}.items():
         with installed_liger() as liger:
             model = make(liger)
             wanted = _gradients(copy.deepcopy(model), 0, 1)

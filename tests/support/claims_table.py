@@ -24,6 +24,22 @@ for a GPU, `make gpu` those.
 - `support/`: what tests share. Start with `ranks.py` (N processes with a hard end), `checks.py`
   (spawn once, report each), `parity.py` (N ranks against stock) and `tiny_models.py`.
 - Every other folder mirrors the one of that name in `hf_moe_ep/`.
+
+## Optimizers of a sharded model
+
+Three steps in fp32 on two CPU ranks, ep_size 2, beside one process. FSDP2's parameters are
+DTensors, which some optimizers cannot take.
+
+| optimizer | on a sharded model |
+|---|---|
+| torch: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam | as one process |
+| torch: RAdam, RMSprop, SGD | as one process |
+| torch: Muon, of matrices (experts are 3-D) | runs; it rounds to bf16, weights within 2e-4 |
+| torch: Adafactor, Rprop | an error that names them |
+| transformers: Adafactor (`optim="adafactor"`) | an error that names it |
+| bitsandbytes 0.50: AdamW, AdamW8bit, PagedAdamW8bit, Lion8bit | an error that names them |
+| torchao 0.18: AdamW8bit | runs; weights within 6e-4 of one process |
+| torchao 0.18: AdamW4bit, AdamWFp8 | fail in torchao's own code |
 """
 
 
