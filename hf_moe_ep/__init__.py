@@ -15,6 +15,7 @@ from typing import NoReturn
 try:
     from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
     from hf_moe_ep.checkpoints.hub.save import save_pretrained
+    from hf_moe_ep.checkpoints.hub.tensors import hub_tensors
     from hf_moe_ep.checkpoints.training.load import load_checkpoint
     from hf_moe_ep.checkpoints.training.save import save_checkpoint
     from hf_moe_ep.config import ParallelConfig
@@ -49,6 +50,7 @@ __all__ = [
     "describe",
     "from_pretrained",
     "global_token_count",
+    "hub_tensors",
     "load_checkpoint",
     "patch",
     "save_checkpoint",

@@ -4,7 +4,7 @@
 process. A wrapper asks first whether it was given a patched model, and otherwise calls what was
 there before; those that are given no model say in their row why they are needed all the same.
 What a wrapper does stands in its own file: `prepare`, `saving`, `shared_batches`, `optimizers`,
-`prompts`, `references`, `trainer_checkpoints`, and `lora/computed.py`.
+`prompts`, `references`, `engines`, `trainer_checkpoints`, and `lora/computed.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import transformers
 
 from hf_moe_ep.integrations import (
+    engines,
     optimizers,
     prepare,
     prompts,
@@ -47,6 +48,16 @@ WRAPPED_WHEN_IMPORTED = (
             "shards a policy with adapters that is asked as its own reference before training",
         )
         for name, trainer in (("dpo_trainer", "DPOTrainer"), ("kto_trainer", "KTOTrainer"))
+    ),
+    Wrap(
+        "trl.generation.vllm_generation:VLLMGeneration._iter_named_params",
+        engines.iter_named_params,
+        "sends an engine the hub's keys and merged adapters, a tensor at a time",
+    ),
+    Wrap(
+        "trl.generation.vllm_generation:VLLMGeneration.sync_weights",
+        engines.sync_weights,
+        "tells all ranks where an engine refuses weights on one of them",
     ),
 )
 

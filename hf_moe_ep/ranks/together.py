@@ -10,6 +10,8 @@ Each rank does its part, and the error of one becomes the error of all:
 together    returns this rank's own value     folder, model = together("loading", build)
 everyone    returns every rank's              sizes = everyone("counting", count)
 on_first    rank 0 alone works, all get it    newest = on_first("looking", find)
+
+StillHere   of loops over what ranks gather together: one that leaves early tells the others.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -139,6 +142,42 @@ def everyone(
 def on_first(what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """Run `part` on rank 0 alone and return its value on every rank; raises as `together`."""
     return cast(Value, everyone(what, lambda: part() if is_first() else None, group)[0])
+
+
+class StillHere:
+    """Ranks that go through one loop in step: `check` in each round, then `leave` or `end`.
+
+    One small all-reduce each. What a rank calls last meets a `check` or the `end` of the others.
+    """
+
+    def __init__(self, what: str, device: torch.device) -> None:
+        self._what, self._device = what, device
+
+    def check(self) -> None:
+        """Raise where another rank has left.
+
+        Raises:
+            RuntimeError: it names the rank.
+        """
+        if leaver := self._tell(0):
+            raise RuntimeError(
+                f"rank {leaver - 1} stopped iterating over {self._what} early; every rank has to "
+                f"iterate to the end, also where it uses nothing of it: for _ in ...: pass"
+            )
+
+    def leave(self) -> None:
+        """Tell the others that this rank goes no further."""
+        if is_distributed():  # the interpreter may be ending
+            self._tell(this_rank() + 1)
+
+    def end(self) -> None:
+        """Meet a rank that leaves after the last round, when it is missing nothing."""
+        self._tell(0)
+
+    def _tell(self, number: int) -> int:
+        told = torch.tensor(number, device=self._device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return int(told)
 
 
 @dataclass(frozen=True)

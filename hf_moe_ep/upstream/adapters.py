@@ -140,6 +140,132 @@ def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]
                 )
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """What an active adapter adds to a parameter of the model: scale * B A.
+
+    Attributes:
+        parameter: the model's own.
+        a, b: the factors (r, in) and (out, r); of a stack of experts packed as PEFT packs them, or
+            with the experts in front.
+        scale: PEFT's `scaling` of the adapter.
+        num_experts: in the stack, 0 for a parameter that is none.
+        turned: the parameter is (in, out).
+        casts: PEFT casts the product to the parameter's dtype before it adds it.
+    """
+
+    parameter: Tensor
+    a: Tensor
+    b: Tensor
+    scale: float
+    num_experts: int
+    turned: bool
+    casts: bool
+
+
+def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, module) for everything that PEFT put around a module of the model.
+
+    peft/tuners/tuners_utils.py and peft/utils/other.py (AuxiliaryTrainingWrapper).
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "adapter_layer_names"):
+            yield canonical_name(name), module
+
+
+def check_mergeable(model: nn.Module) -> None:
+    """Raise where an adapter is no product of two factors, so that nothing here can merge it.
+
+    Raises:
+        ValueError: it names the module and its kind.
+    """
+    if not has_adapters(model) and not any(True for _ in adapter_layers(model)):
+        return
+    from peft.tuners.lora import layer as lora
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"adapter {name} learns a prompt ({type(config).__name__}), which no weight can "
+                f"hold; an engine must be given the prompt itself"
+            )
+    for name, module in adapter_layers(model):
+        if isinstance(module, ModulesToSaveWrapper):
+            continue
+        kind = ""
+        if not isinstance(module, (lora.Linear, lora.Embedding, lora.ParamWrapper)):
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+        elif found := getattr(module, "lora_variant", None):
+            kind = type(next(iter(found.values()))).__name__
+        elif any(getattr(module, "lora_bias", {}).values()):
+            kind = "lora_bias"
+        elif not _adapted_parameter(module).is_floating_point():
+            kind = "a quantized weight"
+        if kind:
+            raise ValueError(
+                f"{name} has an adapter that cannot be merged in flight: {kind}; LoRA on Linear "
+                f"and Embedding modules and on parameters can. Save it, and merge it with PEFT in "
+                f"one process"
+            )
+
+
+def _adapted_parameter(layer: Any) -> Tensor:
+    parameter: Tensor = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
+    return parameter
+
+
+def left_out_by_merging(model: nn.Module) -> set[str]:
+    """Return names in the state dict of a model that are gone when its adapters are merged.
+
+    They are those of adapters, and all versions of a module in modules_to_save but the active one.
+    """
+    names: set[str] = set()
+    for prefix, layer in adapter_layers(model):
+        parts = [*layer.adapter_layer_names, *layer.other_param_names]
+        kept = ""
+        if hasattr(layer, "modules_to_save"):
+            parts.append("original_module")
+            active = next(iter(layer.active_adapters), None)
+            kept = f"modules_to_save.{active}."
+            if active not in layer.modules_to_save:
+                kept = "original_module."
+        for part in parts:
+            inside = getattr(layer, part, None)
+            if isinstance(inside, (nn.Module, nn.Parameter)):
+                held = inside.state_dict() if isinstance(inside, nn.Module) else {"": inside}
+                of_layer = (canonical_name(f"{part}.{name}".rstrip(".")) for name in held)
+                names |= {f"{prefix}.{n}" for n in of_layer if not kept or not n.startswith(kept)}
+    return names
+
+
+def active_updates(model: nn.Module) -> Iterator[LowRank]:
+    """Yield what PEFT's `merge_adapter()` would add, in its order; not what is merged already.
+
+    peft/tuners/lora/layer.py: merge and get_delta_weight of Linear, Embedding and ParamWrapper.
+    """
+    for _, layer in adapter_layers(model):
+        for adapter in layer.active_adapters:
+            if hasattr(layer, "modules_to_save") or adapter in layer.merged_adapters:
+                continue
+            if adapter in layer.lora_A:
+                a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+                yield _update(layer, a, b, layer.scaling[adapter])
+            elif adapter in layer.lora_embedding_A:
+                a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+                yield _update(layer, a, b, layer.scaling[adapter], turned=True)
+
+
+def _update(layer: Any, a: Tensor, b: Tensor, scale: float, turned: bool = False) -> LowRank:
+    parameter, num_experts = _adapted_parameter(layer), 0
+    if parameter.ndim == 3:
+        num_experts, turned = layer.num_experts, not layer._did_swap_in_out_features
+    elif getattr(layer, "fan_in_fan_out", False):
+        turned = True
+    casts = hasattr(layer, "parameter_name")
+    return LowRank(parameter, a, b, scale, num_experts, turned, casts)
+
+
 def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
     """Call `get_peft_model` on a model on meta, and give the factors memory and first values.
 

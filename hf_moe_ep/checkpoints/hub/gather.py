@@ -1,4 +1,4 @@
-"""What ranks hold of a model, brought to rank 0: part by part, or whole where it is small.
+"""What ranks hold of a model, brought to rank 0 or to all: by parts, or whole where it is small.
 
 A tensor's parts come one after the other. A part travels along one mesh axis at a time, by
 broadcast within that axis. So no rank holds more than another rank's part of one tensor beyond its
@@ -12,11 +12,16 @@ weight on (ep_fsdp 2, ep 2), ranks [[0, 1], [2, 3]]:
     fourth    rank 3     3 to 1          1 to 0
 
 An all-gather would need memory for the whole tensor on every rank, and gloo's for two of them.
+
+To all ranks (`slabs_for_all`) go a few rows of dim 0 after the other. A part is broadcast from its
+owner along the first axis, then by everyone who has it along the next one: (ep_fsdp 2, ep 2) above,
+the second part from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each rank receives each byte
+once, and what happens to a part on the way, a cast, happens on its owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
@@ -24,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_moe_ep.checkpoints.storage.boxes import Box, box_at, slices, whole
+from hf_moe_ep.checkpoints.storage.boxes import Box, box_at, local_box, overlap, slices, whole
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.ranks.together import is_first, on_first
 from hf_moe_ep.upstream.adapters import adapter_names
@@ -32,6 +37,9 @@ from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 # Bytes of a tensor that is gathered in one collective, for speed: norms, routers.
 SMALL = 2**20
+
+# Makes of a part of a parameter, and the part's place in it, what is sent: a new tensor.
+Change = Callable[[Box, Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -90,13 +98,9 @@ def _parts(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
     here = tuple(mesh.get_coordinate() or ())
     # Parameters that FSDP2 offloads are on the host, their groups are not.
     mine = tensor.to_local().detach().contiguous().to(mesh.device_type)
-    sharded = [i for i, one in enumerate(tensor.placements) if not isinstance(one, Replicate)]
-    sizes = [mesh.size(axis) if axis in sharded else 1 for axis in range(mesh.ndim)]
-    boxes = {at: box_at(tensor, at) for at in product(*map(range, sizes))}
-    for owner, box in sorted(boxes.items(), key=lambda item: item[1]):
+    sharded = _sharded_axes(tensor)
+    for owner, box in _owners(tensor, (0,) * mesh.ndim):
         shape = [stop - start for start, stop in box]
-        if 0 in shape:
-            continue
         part = mine if owner == here else None
         # Towards rank 0, which is at the origin.
         at = list(owner)
@@ -110,6 +114,95 @@ def _parts(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
             dist.broadcast(part, src=source, group=mesh.get_group(axis))
         yield box, part if is_first() else None
         del part
+
+
+@torch.no_grad()
+def slabs_for_all(
+    tensor: Tensor, dtype: torch.dtype, change: Change, max_bytes: int
+) -> Iterator[tuple[Box, Tensor]]:
+    """Yield the values of a parameter on every rank, where it computes; all run this to the end.
+
+    Args:
+        dtype: of what `change` returns.
+        change: is called for each part by one rank that holds it.
+        max_bytes: of a slab, which has one row of dim 0 at least.
+    """
+    num_bytes = tensor.numel() * dtype.itemsize
+    if num_bytes <= max_bytes or tensor.ndim == 0:
+        yield tuple((0, size) for size in tensor.shape), _changed_whole(tensor, change)
+        return
+    step = max(1, max_bytes // (num_bytes // len(tensor)))
+    for start in range(0, len(tensor), step):
+        stop = min(start + step, len(tensor))
+        rows = ((start, stop), *((0, size) for size in tensor.shape[1:]))
+        if isinstance(tensor, DTensor):
+            yield rows, _spread(tensor, rows, dtype, change)
+        else:
+            yield rows, change(rows, tensor.detach()[start:stop])
+
+
+def _changed_whole(tensor: Tensor, change: Change) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return change(local_box(tensor), tensor.detach())
+    mesh = tensor.device_mesh
+    mine = change(local_box(tensor), tensor.to_local().detach().to(mesh.device_type))
+    changed = DTensor.from_local(
+        mine,
+        mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return gather_whole(changed)
+
+
+def _spread(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -> Tensor:
+    """Send the part `rows` of a parameter to every rank: each owner its share of it."""
+    mesh = tensor.device_mesh
+    here = tuple(mesh.get_coordinate() or ())
+    mine, local = local_box(tensor), tensor.to_local().detach()
+    sizes = [stop - start for start, stop in rows]
+    slab = torch.empty(sizes, dtype=dtype, device=mesh.device_type)
+    for owner, box in _owners(tensor, here):
+        part = overlap(box, rows)
+        if part is None:
+            continue
+        target = slab[slices(part, rows)]
+        values = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+        if owner == here:
+            values.copy_(change(part, local[slices(part, mine)].to(mesh.device_type)))
+        _send_to_all(values, tensor, owner)
+        if values is not target:
+            target.copy_(values)
+    return slab
+
+
+def _send_to_all(values: Tensor, tensor: DTensor, owner: tuple[int, ...]) -> None:
+    """Broadcast from the rank at `owner` along one axis, then along the next from all who have."""
+    mesh = tensor.device_mesh
+    here = tuple(mesh.get_coordinate() or ())
+    axes = _sharded_axes(tensor)
+    for number, axis in enumerate(axes):
+        if any(here[later] != owner[later] for later in axes[number + 1 :]):
+            continue
+        source = (*here[:axis], owner[axis], *here[axis + 1 :])
+        dist.broadcast(values, src=int(mesh.mesh[source]), group=mesh.get_group(axis))
+
+
+def _sharded_axes(tensor: DTensor) -> list[int]:
+    return [i for i, one in enumerate(tensor.placements) if not isinstance(one, Replicate)]
+
+
+def _owners(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[int, ...], Box]]:
+    """List who holds what of a parameter, in order, in the replica of the rank at `replica`."""
+    mesh, sharded = tensor.device_mesh, _sharded_axes(tensor)
+    places = [
+        range(mesh.size(axis)) if axis in sharded else (replica[axis],) for axis in range(mesh.ndim)
+    ]
+    boxes = {at: box_at(tensor, at) for at in product(*places)}
+    held = [item for item in boxes.items() if all(start < stop for start, stop in item[1])]
+    return sorted(held, key=lambda item: item[1])
 
 
 def gather_whole(tensor: DTensor) -> Tensor:

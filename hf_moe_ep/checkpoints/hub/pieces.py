@@ -16,7 +16,7 @@ an experts module has another that does not, and all of them are read the same w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +67,12 @@ def hub_pieces(name: str, shape: tuple[int, ...], plan: ModelPlan) -> list[Piece
     return _pieces(name, shape, stored or Stored())
 
 
-def distinct_tensors(model: Any) -> dict[str, Tensor]:
-    """Name all that a checkpoint holds; tied weights once."""
+def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
+    """Name all that a checkpoint holds, but for the names `without`; tied weights once."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (canonical_name(name), tensor))
+        if canonical_name(name) not in without:
+            found.setdefault(id(tensor), (canonical_name(name), tensor))
     return dict(found.values())
 
 

@@ -1,0 +1,210 @@
+"""A model's weights as the hub has them, one tensor after the other, on every rank.
+
+What an engine that generates wants: the keys of a checkpoint, whole tensors, and no second copy of
+the model. `save.py` writes the same pieces of the same parameters; there parts go to rank 0 and to
+its disk, here to all. Of Qwen3-MoE on 4 ranks every rank is given
+
+    model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, ..,
+    model.layers.0.mlp.experts.0.gate_proj.weight, model.layers.0.mlp.experts.0.up_proj.weight, ..
+
+A slab, some rows of a parameter, is gathered; the pieces that lie in it are yielded; a piece that
+does not fit into one slab is put together from several. Before each slab ranks tell each other
+whether all of them still iterate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.checkpoints.hub.gather import gather_whole, slabs_for_all
+from hf_moe_ep.checkpoints.hub.pieces import distinct_tensors
+from hf_moe_ep.checkpoints.hub.write import Source, source_of
+from hf_moe_ep.checkpoints.storage.boxes import Box, overlap, slices
+from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
+from hf_moe_ep.ranks.together import StillHere, check_alike, check_everyone_calls
+from hf_moe_ep.state import ModelState, patched_state
+from hf_moe_ep.upstream.adapters import (
+    LowRank,
+    active_updates,
+    adapter_layers,
+    check_mergeable,
+    left_out_by_merging,
+)
+from hf_moe_ep.upstream.hub import file_name
+from hf_moe_ep.upstream.module_names import unwrap
+
+# Of max_bytes, to one slab: one that the caller still holds, one that is being made, and on its
+# owner the part in the dtype of the masters, the adapter's product and their sum, each up to twice
+# as large as what is sent; an all-gather needs two besides its result.
+_SLABS = 8
+
+
+def hub_tensors(
+    model: nn.Module,
+    *,
+    merge_adapters: bool = False,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = 2**30,
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over (hub key, full tensor) of a patched model, the same on every rank.
+
+        for key, tensor in hub_tensors(model):
+            engine.load_weights([(key, tensor)])
+
+    Keys, values and dtypes are those that `save_pretrained` writes, tied weights once and layer by
+    layer; tensors are contiguous copies, on the device that the model computes on, and never the
+    model's own memory. Nothing of the model changes.
+
+    Every rank has to iterate, to the end, and in step: each tensor is gathered from all of them.
+    Do not run the model in between. Where a rank stops early (`break`, `close()`, an error that is
+    handled) the others get a RuntimeError that names it with their next tensor; if all stop, all
+    do. An error that nobody handles ends the process, and with it the others.
+
+    Args:
+        model: patched, sharded or not, with adapters or not.
+        merge_adapters: add LoRA, on experts and other modules, to what is sent, as PEFT's
+            `merge_adapter` would to the model: all active adapters, by their own scales, and
+            modules_to_save in place of the originals. Names are those of a model without adapters.
+        dtype: None is the one that the model was loaded in, as in `save_pretrained`.
+        max_bytes: how much may be alive beyond the shards, the last tensor that was yielded
+            included. A single tensor that is larger comes all the same, by itself (the embedding;
+            where the hub has all experts of a layer in one tensor, that); the slabs that it is made
+            of are small. Besides it, factors of one parameter's adapters are on each rank whole.
+
+    Raises:
+        ValueError: the model is not patched, has adapters that are not merged, or some that cannot
+            be; on every rank, where ranks disagree about the arguments.
+        RuntimeError: some rank has not begun to iterate within five minutes, or has stopped early.
+    """
+    model = unwrap(model)
+    state = patched_state(model)
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
+        raise ValueError(f"max_bytes {max_bytes!r} is no number of bytes; try 2**30")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype {dtype!r} is no floating point dtype; try torch.bfloat16")
+    if merge_adapters:
+        check_mergeable(model)
+    elif any(True for _ in adapter_layers(model)):
+        raise ValueError(
+            "this model has adapters, and its weights alone are not what it computes; pass "
+            "merge_adapters=True, or save the adapters with save_pretrained(model, directory)"
+        )
+    return _iterate(model, state, merge_adapters, dtype, max_bytes)
+
+
+def _iterate(
+    model: nn.Module,
+    state: ModelState,
+    merge_adapters: bool,
+    dtype: torch.dtype | None,
+    max_bytes: int,
+) -> Iterator[tuple[str, Tensor]]:
+    still_here = None
+    if state.meshes is not None:
+        check_everyone_calls("hub_tensors")
+        given = {"merge_adapters": merge_adapters, "dtype": dtype, "max_bytes": max_bytes}
+        check_alike("hub_tensors", **given)
+        still_here = StillHere("hub_tensors", state.device)
+    try:
+        for source in _sources(model, state, dtype, max_bytes // _SLABS):
+            yield from _pieces_of(source, still_here)
+    except GeneratorExit:
+        if still_here is not None:
+            still_here.leave()
+        raise
+    if still_here is not None:
+        still_here.end()
+
+
+def _sources(
+    model: nn.Module, state: ModelState, dtype: torch.dtype | None, max_bytes: int
+) -> Iterator[Source]:
+    """Describe every tensor of a checkpoint, with slabs that go to all ranks."""
+    # First: while units are gathered, modules hold other tensors than a state dict.
+    tensors = distinct_tensors(model, left_out_by_merging(model))
+    updates: dict[int, list[LowRank]] = {}
+    for update in active_updates(model):
+        updates.setdefault(id(update.parameter), []).append(update)
+    lost = updates.keys() - {id(tensor) for tensor in tensors.values()}
+    assert not lost, f"{len(lost)} adapted parameters are in no checkpoint"
+    dtypes = {file_name(name): kept for name, kept in state.dtypes.items()}
+    for name, tensor in tensors.items():
+        wanted = dtype or dtypes.get(file_name(name))
+        described = source_of(name, tensor, state.plan, wanted, tuple)
+        slabs = _Slabs(tensor, described.dtype, updates.get(id(tensor), []), max_bytes)
+        yield Source(described.pieces, described.dtype, slabs)
+
+
+@dataclass(frozen=True)
+class _Slabs:
+    """Yields the values of a parameter, adapters merged, cast, cut along dim 0, on every rank."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    updates: Sequence[LowRank]
+    max_bytes: int
+
+    def __call__(self) -> Iterator[tuple[Box, Tensor]]:
+        updates = [_gathered(update) for update in self.updates]
+        change = partial(_to_be_sent, self.dtype, updates)
+        return slabs_for_all(self.tensor, self.dtype, change, self.max_bytes)
+
+
+@torch.no_grad()
+def _gathered(update: LowRank) -> Update:
+    device = update.parameter.device
+    a, b = (
+        gather_whole(factor) if isinstance(factor, DTensor) else factor.detach().to(device)
+        for factor in (update.a, update.b)
+    )
+    if update.num_experts:
+        a, b = with_experts_in_front(a, b, update.num_experts)
+    return Update(a, b, update.scale, update.turned, update.casts)
+
+
+def _to_be_sent(dtype: torch.dtype, updates: list[Update], part: Box, values: Tensor) -> Tensor:
+    """Make of a part of a parameter what a checkpoint has of it; a copy."""
+    if updates:
+        values = add_updates(values, tuple(slice(start, stop) for start, stop in part), updates)
+    return values.to(dtype, copy=not updates)
+
+
+def _pieces_of(source: Source, still_here: StillHere | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the pieces of a parameter, in order, as its slabs complete them."""
+    slabs = iter(source.slabs())
+    missing = {piece.key: math.prod(piece.shape) for piece in source.pieces}
+    unfinished: dict[str, Tensor] = {}
+    while missing:
+        if still_here is not None:
+            still_here.check()
+        box, slab = next(slabs)
+        assert slab is not None
+        for piece in source.pieces:
+            part = overlap(box, piece.box)
+            if part is None:
+                continue
+            values = piece.turned(slab[slices(part, box)])
+            missing[piece.key] -= values.numel()
+            if part == piece.box:
+                whole = values.reshape(piece.shape).contiguous()
+            else:
+                if piece.key not in unfinished:
+                    unfinished[piece.key] = slab.new_empty(piece.shape)
+                whole = unfinished.pop(piece.key)
+                inside = [slice(start, stop) for start, stop in piece.in_file(part)]
+                whole[tuple(inside)] = values
+            del values
+            if missing[piece.key] == 0:
+                del missing[piece.key]
+                yield piece.key, whole
+            else:
+                unfinished[piece.key] = whole
+            del whole
+        del slab

@@ -1,0 +1,277 @@
+"""hub_tensors gives every rank, tensor after tensor, what save_pretrained writes; LoRA merged."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, PromptTuningConfig, get_peft_model
+from support.adapters import ATTENTION, EXPERTS, with_lora
+from support.checks import Check, Found, on_ranks
+from support.close import assert_close
+from support.hub_files import assert_equal, hub_state, read_all
+from support.needs import VISION
+from support.tiny_models import tiny
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_moe_ep import apply_ep_fsdp2, hub_tensors, patch, save_pretrained
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep 2, fsdp 2": {"ep_size": 2},
+    "ep 2, fsdp 2, dim 1": {"ep_size": 2, "expert_shard_dim": 1},
+    "ep 2, HSDP": {"ep_size": 2, "dp_replicate_size": 2},
+    "ep 2 outside": {"ep_size": 2, "ep_outside": True},
+    "ep 4": {"ep_size": 4},
+    "ep 1": {},
+}
+SMALL = 40_000  # bytes: stacks of experts and the embedding come in many slabs
+
+
+def merged_by_peft(model: nn.Module) -> dict[str, Tensor]:
+    """The hub's tensors after PEFT has merged in one process."""
+    merged = copy.deepcopy(model).merge_and_unload()
+    return {key: tensor.detach() for key, tensor in hub_state(merged).items()}
+
+
+def collect(model: nn.Module, **options: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for key, tensor in hub_tensors(model, **options):
+        assert key not in found and tensor.is_contiguous() and type(tensor) is Tensor
+        found[key] = tensor.clone()
+    return found
+
+
+def as_saved(name: str, layout: str, rank: int, world: int, folder: str) -> None:
+    """Keys, dtypes and values are those of the files, in the files' order, in every layout."""
+    tied = name == "qwen3_moe"
+    stock = tiny(name, dtype=torch.bfloat16, **({"tie_word_embeddings": True} if tied else {}))
+    model = apply_ep_fsdp2(stock, **LAYOUTS[layout])
+    save_pretrained(model, folder)
+    want = read_all(Path(folder))
+    assert ("lm_head.weight" in want) != tied
+    for max_bytes in (SMALL, 2**30):
+        assert_equal(collect(model, max_bytes=max_bytes), want)
+    masters = {key: tensor.float() for key, tensor in want.items()}
+    assert_equal(collect(model, dtype=torch.float32, max_bytes=SMALL), masters)
+
+
+def several(model: nn.Module) -> nn.Module:
+    """Two adapters that are active together, of other ranks and scales, one left out; rsLoRA."""
+    model = with_lora(model, r=4, seed=1, use_rslora=True, modules_to_save=["norm", "q_norm"])
+    torch.manual_seed(2)
+    for adapter in ("second", "idle"):
+        config = copy.deepcopy(model.peft_config["default"])
+        config.r, config.lora_alpha, config.use_rslora = 3, 5, False
+        config.modules_to_save = None
+        model.add_adapter(adapter, config)
+    model.base_model.set_adapter(["default", "second"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(0.5)
+    return model
+
+
+def everywhere(model: nn.Module) -> nn.Module:
+    modules = (*ATTENTION, "k_proj", "o_proj", "embed_tokens")
+    return with_lora(model, r=3, seed=3, modules=modules)
+
+
+ADAPTERS = {
+    "experts and attention": partial(with_lora, seed=4),
+    "several at once": several,
+    "the embedding": everywhere,
+    "the router": partial(with_lora, seed=5, parameters=(*EXPERTS, "mlp.gate.weight")),
+}
+
+
+def merged(name: str, adapters: str, rank: int, world: int) -> None:
+    """LoRA is merged in flight as PEFT merges it in one process; the model stays as it was."""
+    stock = ADAPTERS[adapters](tiny(name))
+    want = merged_by_peft(stock)
+    base = hub_state(tiny(name))
+    assert want.keys() == base.keys() and any(not torch.equal(want[k], base[k]) for k in want)
+    for layout in ("ep 2, fsdp 2", "ep 2, fsdp 2, dim 1", "ep 2, HSDP"):
+        model = apply_ep_fsdp2(copy.deepcopy(stock), **LAYOUTS[layout])
+        before = {n: p.to_local().clone() for n, p in model.named_parameters()}
+        for max_bytes in (SMALL, 2**30):
+            got = collect(model, merge_adapters=True, max_bytes=max_bytes)
+            assert got.keys() == want.keys()
+            for key, tensor in want.items():
+                assert_close(f"{layout}: {key}", got[key], tensor, 1e-10)
+        for n, p in model.named_parameters():
+            assert torch.equal(p.to_local(), before[n]), n
+
+
+def stopping_early(rank: int, world: int) -> None:
+    """A rank that breaks off is named on the others, at once; where all break off nobody waits."""
+    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    total = len(list(hub_tensors(model, max_bytes=SMALL)))
+    for leaver, after in ((2, 1), (0, 7), (3, total - 1)):
+        tensors = hub_tensors(model, max_bytes=SMALL)
+        taken = 0
+        try:
+            for _ in tensors:
+                taken += 1
+                if rank == leaver and taken == after:
+                    tensors.close()
+        except RuntimeError as error:
+            words = f"rank {leaver} stopped iterating over hub_tensors early; every rank has to"
+            assert words in str(error) and rank != leaver
+        else:
+            assert rank == leaver and taken == after
+        for taken, _ in enumerate(hub_tensors(model, max_bytes=SMALL), start=1):
+            if taken == after:
+                break
+    # What is not taken after the last tensor misses nothing.
+    tensors = hub_tensors(model, max_bytes=SMALL)
+    for _ in range(total):
+        next(tensors)
+    if rank == 1:
+        tensors.close()
+    else:
+        assert next(tensors, None) is None
+    with pytest.raises(ValueError, match="ranks called hub_tensors with another max_bytes"):
+        next(hub_tensors(model, max_bytes=SMALL + rank))
+
+
+class Alive(TorchDispatchMode):
+    """`most`: what storages that were made inside the block held at once, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does on plain tensors comes here again
+        given = {StorageWeakRef(t.untyped_storage()) for t in _plain_tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for tensor in _plain_tensors(out):
+            made = StorageWeakRef(tensor.untyped_storage())
+            if made not in given:
+                self._made[made] = tensor.untyped_storage().nbytes()
+        self._made = {made: size for made, size in self._made.items() if not made.expired()}
+        self.most = max(self.most, sum(self._made.values()))
+        return out
+
+
+def _plain_tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if type(leaf) is Tensor]
+
+
+def memory(adapters: bool, rank: int, world: int) -> int:
+    """At most max_bytes beyond the shards, the tensor that the caller holds included."""
+    stock = tiny(dtype=torch.bfloat16, hidden_size=64, moe_intermediate_size=64, num_experts=16)
+    if adapters:
+        stock = with_lora(stock, r=1)
+    model = apply_ep_fsdp2(stock, ep_size=2)
+    # Small, yet an eighth of it holds the weights of one expert; a stack has 16.
+    budget = 8 * 128 * 64 * 2
+    with Alive() as alive:
+        for _, tensor in hub_tensors(model, merge_adapters=adapters, max_bytes=budget):
+            assert tensor.nbytes <= budget
+    del tensor
+    assert budget / 10 < alive.most <= budget, alive.most
+    return alive.most
+
+
+FAST = {
+    "as saved, ep 2, fsdp 2": partial(as_saved, "qwen3_moe", "ep 2, fsdp 2"),
+    "merged, several at once": partial(merged, "qwen3_moe", "several at once"),
+    "stopping early": stopping_early,
+}
+SLOW = {
+    **{f"as saved, {layout}": partial(as_saved, "qwen3_moe", layout) for layout in LAYOUTS},
+    **{f"merged, {kind}": partial(merged, "qwen3_moe", kind) for kind in ADAPTERS},
+    "memory": partial(memory, False),
+    "memory, adapters": partial(memory, True),
+}
+if VISION:
+    SLOW |= {
+        "pictures as saved": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2"),
+        "pictures as saved, dim 1": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2, dim 1"),
+        "pictures merged": partial(merged, "qwen3_vl_moe", "experts and attention"),
+    }
+ON_FOUR_RANKS = [
+    *on_ranks(4, FAST),
+    *on_ranks(4, {name: run for name, run in SLOW.items() if name not in FAST}, slow=True),
+]
+
+
+@pytest.mark.parametrize("claim", ON_FOUR_RANKS)
+def test_on_four_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("max_bytes", [SMALL, 2**30])
+def test_one_process(max_bytes: int) -> None:
+    model = patch(tiny(dtype=torch.float32))
+    assert_equal(collect(model, max_bytes=max_bytes), hub_state(model))
+    stock = with_lora(tiny(), seed=1)
+    want = merged_by_peft(stock)
+    got = collect(patch(stock), merge_adapters=True, max_bytes=max_bytes)
+    assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        assert_close(key, got[key], tensor, 1e-10)
+
+
+def test_what_is_merged_already_is_not_added_again() -> None:
+    model = with_lora(tiny(), seed=1, modules=())
+    want = merged_by_peft(model)
+    model.merge_adapter()
+    got = collect(patch(model), merge_adapters=True)
+    for key, tensor in want.items():
+        assert_close(key, got[key], tensor, 1e-10)
+
+
+def test_yielded_tensors_are_copies() -> None:
+    model = patch(tiny(dtype=torch.float32))
+    kept = dict(hub_tensors(model))
+    want = {key: tensor.clone() for key, tensor in kept.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_equal(kept, want)
+
+
+def _dora(model: nn.Module) -> nn.Module:
+    return with_lora(model, parameters=(), use_dora=True)
+
+
+def _ia3(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+
+
+def _prompt(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "options", "words"),
+    [
+        (lambda m: m, {"max_bytes": 0}, "max_bytes 0 is no number of bytes"),
+        (lambda m: m, {"max_bytes": 1e9}, r"max_bytes 1000000000.0 is no number of bytes"),
+        (lambda m: m, {"dtype": torch.int8}, "dtype torch.int8 is no floating point dtype"),
+        (with_lora, {}, "has adapters, .*pass merge_adapters=True"),
+        (_dora, {"merge_adapters": True}, "q_proj has an adapter .*DoraLinearVariant; LoRA on"),
+        (_ia3, {"merge_adapters": True}, "k_proj has an adapter .*ia3.*; LoRA on"),
+        (_prompt, {"merge_adapters": True}, "adapter default learns a prompt"),
+    ],
+)
+def test_bad_input(wrap: Any, options: dict[str, Any], words: str) -> None:
+    model = patch(wrap(tiny(dtype=torch.float32)))
+    with pytest.raises(ValueError, match=words):
+        hub_tensors(model, **options)
+
+
+def test_a_stock_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="this model is not patched"):
+        hub_tensors(tiny())

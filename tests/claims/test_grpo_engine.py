@@ -1,0 +1,147 @@
+"""GRPO with an engine: after each of 3 steps on 4 ranks it holds what save_pretrained writes.
+
+The engine is `support.engine`'s stand-in for vLLM, in TRL's colocate mode; its completions are
+drawn from a seed, their tokens are as good as any for a step of the optimizer.
+"""
+
+import os
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig
+from support.adapters import EXPERTS
+from support.checks import Check, Found, on_ranks
+from support.close import assert_close
+from support.engine import Engine
+from support.hub_files import hub_state, read_all
+from support.launched import launched
+from support.parity import full_tensor
+from support.tiny_models import tiny
+
+from hf_moe_ep import patch, save_pretrained
+from hf_moe_ep.lora.factors import pack_factors
+
+pytest.importorskip("trl", minversion="1.16")
+
+STEPS = 3
+LORA = LoraConfig(
+    r=4, target_modules=["q_proj", "v_proj"], target_parameters=list(EXPERTS), use_rslora=True
+)
+FP32_MERGED = 1e-6  # one product and one sum in fp32, in another order
+
+
+def _config(folder: str) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=6,
+        max_steps=STEPS,
+        beta=0.0,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_importance_sampling_correction=False,
+    )
+
+
+def _generation_with(engine: Engine, after_sync: Any) -> Any:
+    """TRL's class, its engine replaced, its sync as it is."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    class Generation(VLLMGeneration):
+        def _init_vllm(self) -> None:
+            runner = SimpleNamespace(model_runner=SimpleNamespace(model=engine))
+            executor = SimpleNamespace(driver_worker=runner)
+            self.llm = SimpleNamespace(
+                llm_engine=SimpleNamespace(model_executor=executor),
+                reset_prefix_cache=lambda: None,
+            )
+
+        def sync_weights(self) -> None:
+            engine.begin()
+            super().sync_weights()
+            after_sync(self.model)
+
+        def generate(self, prompts: Any, images: Any, num_generations: int, **_: Any) -> Any:
+            completions = [torch.randint(3, 97, (6,)).tolist() for _ in prompts]
+            chances = [[[-1.0]] * 6 for _ in prompts]
+            return prompts, completions, chances, None
+
+    return Generation
+
+
+def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def grpo(lora: bool, rank: int, world: int, folder: str) -> None:
+    """Every sync is exact: all keys, in the values that the last step left."""
+    from datasets import Dataset
+    from support.jobs.sft import tokenizer
+    from trl import GRPOTrainer
+    from trl.trainer import grpo_trainer
+
+    engine = Engine.of(tiny(dtype=torch.float32))
+    seen: list[torch.Tensor] = []
+
+    def after_sync(model: Any) -> None:
+        assert not engine.missing()
+        other = Engine.of(tiny(dtype=torch.float32))
+        if lora:
+            found = {n: full_tensor(p) for n, p in model.named_parameters()}
+            from peft import get_peft_model
+
+            stock = get_peft_model(tiny(dtype=torch.float32), LORA)
+            missing, unexpected = stock.load_state_dict(pack_factors(model, found), strict=False)
+            assert not unexpected and not [n for n in missing if "lora_" in n]
+            other.load_weights(hub_state(stock.merge_and_unload()).items())
+            for key, tensor in other.parameters.items():
+                assert_close(key, engine.parameters[key], tensor, FP32_MERGED)
+        else:
+            place = f"{folder}/{len(seen)}"
+            save_pretrained(model, place)
+            other.load_weights(read_all(Path(place)).items())
+            assert all(torch.equal(engine.parameters[k], t) for k, t in other.parameters.items())
+        seen.append(engine.parameters["model.layers.1.mlp.experts.w13_weight"].clone())
+
+    rows = Dataset.from_list([{"prompt": f"word{3 + index}"} for index in range(24)])
+    made = _generation_with(engine, after_sync)
+    with launched(), mock.patch.object(grpo_trainer, "VLLMGeneration", made):
+        model = patch(tiny(dtype=torch.float32), ep_size=2)
+        trainer = GRPOTrainer(
+            model,
+            reward_funcs=_reward,
+            args=_config(folder),
+            train_dataset=rows,
+            processing_class=tokenizer(model.config.vocab_size),
+            peft_config=LORA if lora else None,
+        )
+        trainer.train()
+        trainer.vllm_generation.sync_weights()
+    assert len(seen) == STEPS + 1
+    assert not any(torch.equal(a, b) for a, b in pairwise(seen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "claim", on_ranks(4, {"full": partial(grpo, False), "lora": partial(grpo, True)})
+)
+def test_each_step_reaches_the_engine(found: Found, claim: Check) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    found.raise_if_failed(claim)

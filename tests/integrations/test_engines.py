@@ -1,0 +1,204 @@
+"""TRL's sync of weights to an engine: in both of its ways the hub's tensors, adapters merged."""
+
+import copy
+import functools
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.adapters import with_lora
+from support.checks import Check, Found, on_ranks
+from support.close import assert_close
+from support.engine import Engine
+from support.hub_files import hub_state, read_all
+from support.needs import ARCHITECTURES, VISION
+from support.tiny_models import tiny
+from torch import Tensor, nn
+
+from hf_moe_ep import apply_ep_fsdp2, hub_tensors, patch, save_pretrained
+from hf_moe_ep.integrations import engines
+from hf_moe_ep.integrations.install import WRAPPED_WHEN_IMPORTED, install
+from hf_moe_ep.upstream.wrap import find_owner
+
+trl = pytest.importorskip("trl", minversion="1.16")
+
+
+class Client:
+    """The part of TRL's client that a sync calls: it was told names, dtypes and shapes before."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.resets = engine, 0
+
+    def update_named_params(self, metadata: Any, named_params: Any) -> None:
+        announced = iter(metadata)
+        for key, tensor in named_params:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            assert next(announced) == (key, dtype, list(tensor.shape))
+            self.engine.load_weights([(key, tensor)])
+        assert next(announced, None) is None
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+
+def generation(model: nn.Module, mode: str, engine: Engine, rank: int) -> Any:
+    """TRL's class without its constructor, which wants vLLM."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    client = Client(engine)
+    runner = SimpleNamespace(model_runner=SimpleNamespace(model=engine))
+    executor = SimpleNamespace(driver_worker=runner)
+    llm_engine = SimpleNamespace(model_executor=executor)
+    made: Any = VLLMGeneration.__new__(VLLMGeneration)
+    made.model, made.mode, made.enable_sleep_mode = model, mode, False
+    made._weight_metadata = None
+    made.accelerator = SimpleNamespace(is_main_process=rank == 0, device=torch.device("cpu"))
+    made._dist = SimpleNamespace(fsdp_version=2, is_fsdp=True)
+    made.vllm_client = client
+    reset = client.reset_prefix_cache
+    made.llm = SimpleNamespace(llm_engine=llm_engine, reset_prefix_cache=reset)
+    return made
+
+
+def loaded(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What an engine of the same sizes holds after it has loaded `weights`."""
+    other = copy.deepcopy(engine)
+    other.begin()
+    other.load_weights(weights.items())
+    assert not other.missing()
+    return other.parameters
+
+
+def full(name: str, rank: int, world: int, folder: str) -> None:
+    """Both ways, twice each: an engine holds what it holds of the files of save_pretrained."""
+    import trl.generation.vllm_generation  # noqa: F401  after it `patch` wraps
+
+    stock = tiny(name, dtype=torch.float32)
+    engine = Engine.of(stock)
+    model = apply_ep_fsdp2(stock, ep_size=2)
+    for mode in ("colocate", "server"):
+        sync = generation(model, mode, engine, rank)
+        for step in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+            engine.begin()
+            sync.sync_weights()
+            save_pretrained(model, f"{folder}/{mode}{step}")
+            if mode == "colocate" or rank == 0:
+                assert not engine.missing() and sync.vllm_client.resets == step + 1
+                want = loaded(engine, read_all(Path(f"{folder}/{mode}{step}")))
+                assert all(torch.equal(engine.parameters[k], want[k]) for k in want)
+            else:
+                assert len(engine.missing()) == len(engine.keys), "rank 0 alone has a server"
+
+
+def lora(name: str, rank: int, world: int) -> None:
+    """With PEFT too: no adapter is merged into the model, whose own merge_adapter is refused."""
+    import trl.generation.vllm_generation  # noqa: F401
+
+    stock = with_lora(tiny(name), seed=1)
+    engine = Engine.of(tiny(name))
+    want = loaded(engine, hub_state(copy.deepcopy(stock).merge_and_unload()))
+    model = apply_ep_fsdp2(stock, ep_size=2)
+    for mode in ("colocate", "server"):
+        engine.begin()
+        generation(model, mode, engine, rank).sync_weights()
+        if mode == "colocate" or rank == 0:
+            assert not engine.missing()
+            for key, tensor in want.items():
+                assert_close(key, engine.parameters[key], tensor, 1e-10)
+    with pytest.raises(ValueError, match="merge"):
+        model.merge_adapter()
+
+
+def refused(rank: int, world: int) -> None:
+    """An engine that does not know a name on one rank: that rank's error names it, others stop."""
+    import trl.generation.vllm_generation  # noqa: F401
+
+    stock = tiny(dtype=torch.float32)
+    engine = Engine.of(stock)
+    if rank == 0:
+        del engine._places["model.layers.1.mlp.experts.3.up_proj.weight"]
+    model = apply_ep_fsdp2(stock, ep_size=2)
+    for mode in ("server", "colocate"):
+        error: type[Exception] = ValueError if rank == 0 else RuntimeError
+        words = "no parameter takes model.layers.1.mlp.experts.3.up_proj.weight; .*: .*; loaded: "
+        others = "rank 0 stopped iterating over hub_tensors early"
+        with pytest.raises(error, match=words if rank == 0 else others):
+            generation(model, mode, engine, rank).sync_weights()
+    assert len(list(hub_tensors(model))) > 50, "ranks are still in step"
+
+
+CHECKS = {
+    "full": partial(full, "qwen3_moe"),
+    "lora": partial(lora, "qwen3_moe"),
+    "refused": refused,
+}
+if VISION:
+    CHECKS |= {
+        "pictures": partial(full, "qwen3_vl_moe"),
+        "pictures, lora": partial(lora, "qwen3_vl_moe"),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", on_ranks(4, CHECKS))
+def test_on_four_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def test_trl_has_what_is_wrapped() -> None:
+    import trl.generation.vllm_generation  # noqa: F401
+
+    rows = [wrap for wrap in WRAPPED_WHEN_IMPORTED if "VLLMGeneration" in wrap.target]
+    assert len(rows) == 2
+    install()
+    wrapped = [getattr(*find_owner(wrap)) for wrap in rows]
+    ours = [engines.iter_named_params, engines.sync_weights]
+    assert [one._hf_moe_ep_wrapper for one in wrapped] == ours
+
+
+def test_a_stock_model_is_synced_as_before() -> None:
+    import trl.generation.vllm_generation  # noqa: F401
+
+    install()
+    model = tiny(dtype=torch.float32)
+    sync = generation(model, "colocate", Engine.of(model), 0)
+    sync._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: _Nothing())
+    names = [name for name, _ in sync._iter_named_params()]
+    assert names == [name for name, _ in model.named_parameters()]
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_stand_in_takes_the_hub_s_keys_and_no_others(name: str) -> None:
+    model = tiny(name, dtype=torch.float32)
+    engine = Engine.of(model)
+    weights = hub_state(model)
+    assert engine.missing() == sorted(weights)
+    engine.load_weights(hub_tensors(patch(model)))
+    assert not engine.missing()
+    assert all(tensor.isfinite().all() for tensor in engine.parameters.values())
+    text = "language_model.model." if name == "qwen3_vl_moe" else "model."
+    owner = "model.language_model" if name == "qwen3_vl_moe" else "model"
+    state = model.state_dict()
+    experts = state[f"{owner}.layers.1.mlp.experts.gate_up_proj"]
+    assert torch.equal(engine.parameters[f"{text}layers.1.mlp.experts.w13_weight"], experts)
+    attention = [state[f"{owner}.layers.1.self_attn.{kind}_proj.weight"] for kind in "qkv"]
+    fused = engine.parameters[f"{text}layers.1.self_attn.qkv_proj.weight"]
+    assert torch.equal(fused, torch.cat(attention))
+    missing_one = functools.partial(engine.load_weights, [("model.norm.bias", torch.ones(2))])
+    with pytest.raises(ValueError, match=r"no parameter takes model.norm.bias; .*\[\]; loaded: "):
+        missing_one()
+    key = next(iter(weights))
+    with pytest.raises(ValueError, match=f"{key} is .*expected"):
+        engine.load_weights([(key, torch.ones(2))])
