@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from support.adapters import ATTENTION, EXPERTS, with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep 2, HSDP": {"ep_size": 2, "dp_replicate_size": 2},
     "ep 2 outside": {"ep_size": 2, "ep_outside": True},
     "ep 4": {"ep_size": 4},
-    "ep 1": {},
+    "ep 1, eager experts": {"experts_backend": "eager"},
 }
 SMALL = 40_000  # bytes: stacks of experts and the embedding come in many slabs
 
@@ -97,7 +97,7 @@ def merged(name: str, adapters: str, rank: int, world: int) -> None:
     want = merged_by_peft(stock)
     base = hub_state(tiny(name))
     assert want.keys() == base.keys() and any(not torch.equal(want[k], base[k]) for k in want)
-    for layout in ("ep 2, fsdp 2", "ep 2, fsdp 2, dim 1", "ep 2, HSDP"):
+    for layout in ("ep 2, fsdp 2", "ep 2, fsdp 2, dim 1", "ep 2, HSDP", "ep 1, eager experts"):
         model = apply_ep_fsdp2(copy.deepcopy(stock), **LAYOUTS[layout])
         before = {n: p.to_local().clone() for n, p in model.named_parameters()}
         for max_bytes in (SMALL, 2**30):
@@ -228,6 +228,39 @@ def test_what_is_merged_already_is_not_added_again() -> None:
     want = merged_by_peft(model)
     model.merge_adapter()
     got = collect(patch(model), merge_adapters=True)
+    for key, tensor in want.items():
+        assert_close(key, got[key], tensor, 1e-10)
+
+
+def test_adapters_of_transformers_are_merged_too() -> None:
+    config = LoraConfig(r=3, target_parameters=list(EXPERTS), target_modules=["q_proj"])
+    stock = get_peft_model(tiny(), copy.deepcopy(config))
+    model = tiny()
+    model.add_adapter(config)
+    torch.manual_seed(0)
+    pairs = [[p for n, p in m.named_parameters() if "lora_" in n] for m in (stock, model)]
+    with torch.no_grad():
+        for one, other in zip(*pairs, strict=True):
+            other.copy_(one.normal_())
+    want = merged_by_peft(stock)
+    got = collect(patch(model), merge_adapters=True)
+    assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        assert_close(key, got[key], tensor, 1e-10)
+
+
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_a_trained_copy_of_one_of_two_tied_weights(module: str) -> None:
+    """Both are sent: the copy, and what the other one still is."""
+    stock = with_lora(tiny(tie_word_embeddings=True), seed=1, modules_to_save=[module])
+    with torch.no_grad():
+        for name, parameter in stock.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(1)
+    want = merged_by_peft(stock)
+    assert not torch.equal(want["lm_head.weight"], want["model.embed_tokens.weight"])
+    got = collect(patch(stock), merge_adapters=True)
+    assert got.keys() == want.keys()
     for key, tensor in want.items():
         assert_close(key, got[key], tensor, 1e-10)
 

@@ -129,7 +129,7 @@ def slabs_for_all(
     """
     num_bytes = tensor.numel() * dtype.itemsize
     if num_bytes <= max_bytes or tensor.ndim == 0:
-        yield tuple((0, size) for size in tensor.shape), _changed_whole(tensor, change)
+        yield tuple((0, size) for size in tensor.shape), gather_changed(tensor, change)
         return
     step = max(1, max_bytes // (num_bytes // len(tensor)))
     for start in range(0, len(tensor), step):
@@ -141,7 +141,8 @@ def slabs_for_all(
             yield rows, change(rows, tensor.detach()[start:stop])
 
 
-def _changed_whole(tensor: Tensor, change: Change) -> Tensor:
+def gather_changed(tensor: Tensor, change: Change) -> Tensor:
+    """Gather what each rank makes of its part of a tensor, on every rank, where it computes."""
     if not isinstance(tensor, DTensor):
         return change(local_box(tensor), tensor.detach())
     mesh = tensor.device_mesh

@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.checkpoints.hub.gather import gather_whole, slabs_for_all
+from hf_moe_ep.checkpoints.hub.gather import gather_changed, slabs_for_all
 from hf_moe_ep.checkpoints.hub.pieces import distinct_tensors
-from hf_moe_ep.checkpoints.hub.write import Source, source_of
+from hf_moe_ep.checkpoints.hub.write import Source, saved_dtype, source_of
 from hf_moe_ep.checkpoints.storage.boxes import Box, overlap, slices
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
 from hf_moe_ep.ranks.together import StillHere, check_alike, check_everyone_calls
@@ -137,36 +135,34 @@ def _sources(
     dtypes = {file_name(name): kept for name, kept in state.dtypes.items()}
     for name, tensor in tensors.items():
         wanted = dtype or dtypes.get(file_name(name))
-        described = source_of(name, tensor, state.plan, wanted, tuple)
-        slabs = _Slabs(tensor, described.dtype, updates.get(id(tensor), []), max_bytes)
-        yield Source(described.pieces, described.dtype, slabs)
+        slabs = partial(
+            _slabs,
+            tensor,
+            saved_dtype(tensor, wanted),
+            updates.get(id(tensor), []),
+            max_bytes,
+        )
+        yield source_of(name, tensor, state.plan, wanted, slabs)
 
 
-@dataclass(frozen=True)
-class _Slabs:
-    """Yields the values of a parameter, adapters merged, cast, cut along dim 0, on every rank."""
-
-    tensor: Tensor
-    dtype: torch.dtype
-    updates: Sequence[LowRank]
-    max_bytes: int
-
-    def __call__(self) -> Iterator[tuple[Box, Tensor]]:
-        updates = [_gathered(update) for update in self.updates]
-        change = partial(_to_be_sent, self.dtype, updates)
-        return slabs_for_all(self.tensor, self.dtype, change, self.max_bytes)
+def _slabs(
+    tensor: Tensor, dtype: torch.dtype, updates: Sequence[LowRank], max_bytes: int
+) -> Iterator[tuple[Box, Tensor]]:
+    """Yield the values of a parameter, adapters merged, cast, cut along dim 0, on every rank."""
+    change = partial(_to_be_sent, dtype, [_gathered(update) for update in updates])
+    return slabs_for_all(tensor, dtype, change, max_bytes)
 
 
 @torch.no_grad()
 def _gathered(update: LowRank) -> Update:
-    device = update.parameter.device
-    a, b = (
-        gather_whole(factor) if isinstance(factor, DTensor) else factor.detach().to(device)
-        for factor in (update.a, update.b)
-    )
+    a, b = gather_changed(update.a, _as_it_is), gather_changed(update.b, _as_it_is)
     if update.num_experts:
         a, b = with_experts_in_front(a, b, update.num_experts)
     return Update(a, b, update.scale, update.turned, update.casts)
+
+
+def _as_it_is(part: Box, values: Tensor) -> Tensor:
+    return values
 
 
 def _to_be_sent(dtype: torch.dtype, updates: list[Update], part: Box, values: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Source:
         pieces: what it is in the checkpoint, in order.
         dtype: in the checkpoint.
         slabs: yields its values, (box, tensor), cut along dim 0 and in order; every rank runs it
-            to the end, tensors are given to rank 0 and None to the others.
+            to the end. While a checkpoint is written tensors are given to rank 0, to others None.
     """
 
     pieces: list[Piece]
@@ -71,8 +71,12 @@ def source_of(
 ) -> Source:
     """Describe a tensor as the hub has it; `dtype`, if any, is for floating point ones."""
     pieces = hub_pieces(file_name(name), tuple(tensor.shape), plan)
-    kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return Source(pieces, kept, slabs)
+    return Source(pieces, saved_dtype(tensor, dtype), slabs)
+
+
+def saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor in a checkpoint whose floating point ones are of `dtype`."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def parse_size(size: int | str) -> int:
