@@ -146,7 +146,7 @@ def _wrapped_functions() -> list[Finding]:
     if not findings:
         text = f"{resolved} functions that patch() wraps are where they were"
         if left_out:
-            text += f"; {left_out} are of packages that are missing or not imported"
+            text += f"; {left_out} are of packages that are missing"
         findings.append(Finding(OK, "all", text))
     return findings
 
