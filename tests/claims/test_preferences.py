@@ -60,6 +60,9 @@ SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alph
 PRECOMPUTE = {"precompute_ref_log_probs": True}
 # TRL's KL term is that of a rank's batch, also in stock: a loss without it can be compared.
 NO_KL = {"loss_type": "apo_zero_unpaired"}
+# By the tokens of all ranks TRL divides, also in stock, and then averages over ranks once more: a
+# rank's mean it is instead, of as many tokens on each.
+OFF_POLICY = {"lmbda": 0.0, "average_tokens_across_devices": False}
 # Completions of a prompt are equal, and so are their rewards: what is learned is the reference's.
 GREEDY = {"beta": 0.5, "num_generations": 2, "max_completion_length": 6, "top_k": 1}
 CASES = [
@@ -79,7 +82,7 @@ CASES = [
     Case("KTO, stock reference", "stock", trainer="KTO", arguments=NO_KL),
     Case("KTO, patched reference", "patched", trainer="KTO", arguments=NO_KL),
     Case("GRPO", "none", trainer="GRPO", arguments=GREEDY),
-    Case("GKD, patched teacher", "patched", trainer="GKD", arguments={"lmbda": 0.0}),
+    Case("GKD, patched teacher", "patched", trainer="GKD", arguments=OFF_POLICY),
 ]
 
 
@@ -109,7 +112,7 @@ def samples(trainer: str) -> list[dict[str, Any]]:
         prompt = _words(index, 2 + index % 4, 1)
         pair = [_words(7 * index, 3 + index % 5, 1), _words(5 * index, 2 + index % 7, 3)]
         if trainer == "GKD":
-            turns = zip(("user", "assistant"), (prompt, pair[0]), strict=True)
+            turns = zip(("user", "assistant"), (prompt, _words(7 * index, 4, 1)), strict=True)
             found.append({"messages": [{"role": role, "content": text} for role, text in turns]})
         elif trainer == "GRPO":
             found.append({"prompt": prompt})
