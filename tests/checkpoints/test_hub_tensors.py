@@ -185,7 +185,6 @@ def memory(adapters: bool, rank: int, world: int) -> int:
 
 FAST = {
     "as saved, ep 2, fsdp 2": partial(as_saved, "qwen3_moe", "ep 2, fsdp 2"),
-    "merged, several at once": partial(merged, "qwen3_moe", "several at once"),
     "stopping early": stopping_early,
 }
 SLOW = {
