@@ -428,7 +428,8 @@ def test_peft_wrapped_models_get_each_hook_once() -> None:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if _ours(hook)
     ]
-    assert sorted(ours) == ["ForwardGuard", "GlobalAuxLoss", "RestoreAuxLoss"]
+    wanted = ["ForwardGuard", "GlobalAuxLoss", "KeepForwards", "RestoreAuxLoss"]
+    assert sorted(ours) == wanted
     got, want = wrapped(**_inputs()), stock(**_inputs())
     assert_close("logits", got.logits, want.logits, 1e-12)
     unpatch(wrapped)
