@@ -16,12 +16,10 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from support.tiny_models import tiny
+from support.words import tokenizer
 
 NUM_DOCUMENTS = 60
 
@@ -39,16 +37,6 @@ def documents() -> Dataset:
         mask = [0] * prompt + [1] * (length - prompt)
         samples.append({"input_ids": tokens, "completion_mask": mask})
     return Dataset.from_list(samples)
-
-
-def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """TRL asks it for its special tokens only."""
-    words = {f"word{index}": index for index in range(vocab_size)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="word0")),
-        pad_token="word1",
-        eos_token="word2",
-    )
 
 
 def main() -> None:

@@ -1,0 +1,73 @@
+"""GRPO and RLOO with `generate` of the model in training: 4 ranks do what one process does.
+
+Prompts and completions of different lengths, padding on the left, a cache, gradient checkpointing,
+and two steps on each generation. With LoRA the reference is the policy without its adapters.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from support.close import assert_close
+from support.scripts import CPU_4, run_script
+
+pytest.importorskip("trl", minversion="1.15")
+
+JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "online.py"
+RANKS, GLOBAL_BATCH, STEPS = 4, 8, 3
+FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 3 AdamW steps; a wrong factor is off by 2
+SAME = ("reward", "reward_std", "num_tokens", "completions/mean_length")
+CLOSE = ("loss", "grad_norm", "aux_loss", "entropy", "kl")
+
+
+@dataclass
+class Run:
+    log: list[dict[str, float]]
+    generated: list[str]
+
+
+def run_job(folder: Path, *arguments: str, ranks: int) -> Run:
+    """What the script left behind; completions in the order of the global batch."""
+    folder.mkdir()
+    batch = GLOBAL_BATCH // ranks
+    arguments = (os.fspath(folder), "--batch", str(batch), *arguments)
+    config_file = CPU_4 if ranks > 1 else None
+    run_script(JOB, *arguments, output=folder / "output.txt", config_file=config_file)
+    log = json.loads((folder / "run.json").read_text())["log"]
+    of_ranks = [json.loads((folder / f"generated{rank}.json").read_text()) for rank in range(ranks)]
+    starts = range(0, len(of_ranks[0]), batch)
+    generated = [
+        row for start in starts for rows in of_ranks for row in rows[start : start + batch]
+    ]
+    return Run([entry for entry in log if "loss" in entry], generated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["grpo", "grpo, LoRA", "rloo, greedy"])
+def test_generation_under_training_equals_stock(trainer: str, tmp_path: Path) -> None:
+    """Token for token, and the same losses, gradients and rewards of them."""
+    name, _, option = trainer.partition(", ")
+    options = ["--trainer", name, *([f"--{option.lower()}"] if option else [])]
+    want = run_job(tmp_path / "stock", *options, ranks=1)
+    assert len(want.log) == STEPS and len(want.generated) == 2 * GLOBAL_BATCH
+    lengths = {len(row.split()) for row in want.generated}
+    assert len(lengths) > 1 or option == "greedy"
+    for ep_size in (2, 4):
+        got = run_job(tmp_path / f"ep{ep_size}", *options, "--ep-size", str(ep_size), ranks=RANKS)
+        assert got.generated == want.generated, f"ep {ep_size}"
+        assert_same_log(f"ep {ep_size}", got, want, kl="LoRA" in trainer)
+
+
+def assert_same_log(where: str, got: Run, want: Run, *, kl: bool) -> None:
+    for step, (mine, theirs) in enumerate(zip(got.log, want.log, strict=True), start=1):
+        assert mine.keys() == theirs.keys() and ("kl" in theirs) == kl
+        for key in (key for key in SAME if key in theirs):
+            assert mine[key] == theirs[key], f"{where}, {key} of step {step}"
+        for key in (key for key in CLOSE if key in theirs):
+            pair: list[Any] = [
+                torch.tensor(log[key], dtype=torch.float64) for log in (mine, theirs)
+            ]
+            assert_close(f"{where}, {key} of step {step}", *pair, FP32_BUDGET)

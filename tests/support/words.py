@@ -1,0 +1,27 @@
+"""A tokenizer of as many words as a tiny model has tokens: "word0 word1 word2 ..."."""
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+PAD, EOS = 1, 2
+
+
+def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Word n is token n; prompts of a batch are padded on the left, as generation needs it."""
+    words = {f"word{index}": index for index in range(vocab_size)}
+    model = Tokenizer(WordLevel(words, unk_token="word0"))
+    model.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        unk_token="word0",
+        pad_token=f"word{PAD}",
+        eos_token=f"word{EOS}",
+        padding_side="left",
+    )
+
+
+def text(tokens: list[int]) -> str:
+    """Return what the tokenizer makes `tokens` of."""
+    return " ".join(f"word{token}" for token in tokens)
