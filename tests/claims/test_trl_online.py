@@ -67,7 +67,5 @@ def assert_same_log(where: str, got: Run, want: Run, *, kl: bool) -> None:
         for key in (key for key in SAME if key in theirs):
             assert mine[key] == theirs[key], f"{where}, {key} of step {step}"
         for key in (key for key in CLOSE if key in theirs):
-            pair: list[Any] = [
-                torch.tensor(log[key], dtype=torch.float64) for log in (mine, theirs)
-            ]
+            pair = torch.tensor([mine[key], theirs[key]], dtype=torch.float64)
             assert_close(f"{where}, {key} of step {step}", *pair, FP32_BUDGET)
