@@ -1,0 +1,71 @@
+"""A script in the structure of `run_clm_no_trainer.py`: 4 ranks at ep 2 and 4 measure what one
+stock process measures, save what it saves, and go on from a state as if nothing had happened."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.close import assert_close
+from support.hub_files import read_all
+from support.scripts import CPU_4, run_script
+
+JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "clm_no_trainer.py"
+STEPS = 6
+FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 6 AdamW steps; a wrong factor is off by 2
+# AdamW divides a gradient by its own size: where that is close to zero, a rounding moves a
+# parameter by up to 1e-4.
+AFTER_ADAMW = 1e-4
+
+
+def run_job(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What the script logged."""
+    folder.mkdir(exist_ok=True)
+    ranks = "--ep-size" in arguments
+    batch = ["--batch", "2" if ranks else "8"]
+    config_file = CPU_4 if ranks else None
+    output = folder / "output.txt"
+    run_script(JOB, os.fspath(folder), *batch, *arguments, output=output, config_file=config_file)
+    return json.loads((folder / "run.json").read_text())
+
+
+def assert_same_log(where: str, got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+    assert [entry.keys() for entry in got] == [entry.keys() for entry in want]
+    for mine, theirs in zip(got, want, strict=True):
+        for key in theirs:
+            pair = torch.tensor([mine[key], theirs[key]], dtype=torch.float64)
+            assert_close(f"{where}, {key} of step {theirs['step']}", *pair, FP32_BUDGET)
+
+
+@pytest.mark.slow
+def test_a_loop_under_accelerate_equals_stock(tmp_path: Path) -> None:
+    want = run_job(tmp_path / "stock")
+    assert [entry["step"] for entry in want] == list(range(1, STEPS + 1))
+    assert sum("eval_loss" in entry for entry in want) == 2
+    stock = load_file(tmp_path / "stock" / "model" / "model.safetensors")
+    for ep_size in ("2", "4"):
+        folder = tmp_path / f"ep{ep_size}"
+        got = run_job(folder, "--ep-size", ep_size)
+        assert_same_log(f"ep {ep_size}", got, want)
+        saved = read_all(folder / "model")
+        assert saved.keys() == stock.keys()
+        for name, tensor in stock.items():
+            assert_close(f"ep {ep_size}, {name}", saved[name], tensor, AFTER_ADAMW)
+        tracked = [json.loads(line) for line in (folder / "tracked.jsonl").read_text().splitlines()]
+        assert [entry["step"] for entry in tracked] == [None, *range(1, STEPS + 1)]
+
+
+@pytest.mark.slow
+def test_a_killed_loop_goes_on_from_its_last_state(tmp_path: Path) -> None:
+    """Bit by bit: on the same ranks the rest of the run is the same arithmetic."""
+    whole = run_job(tmp_path / "whole", "--ep-size", "2")
+    with pytest.raises(AssertionError, match="exit code"):
+        run_job(tmp_path / "killed", "--ep-size", "2", "--die-at", "4")
+    state = os.fspath(tmp_path / "killed" / "step_4")
+    rest = run_job(tmp_path / "rest", "--ep-size", "2", "--resume", state)
+    assert rest == whole[4:]
+    want, got = (read_all(tmp_path / name / "model") for name in ("whole", "rest"))
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
