@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--ep-size", type=int)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--checkpointing-steps", type=int, default=2)
+    parser.add_argument("--checkpointing-steps", type=int, default=3)
     parser.add_argument("--die-at", type=int, help="kill the process behind this step's state")
     parser.add_argument("--resume", type=Path, help="the folder of a state")
     options = parser.parse_args()
@@ -108,7 +108,8 @@ def main() -> None:
 
     data = blocks(model.config.vocab_size)
     evaluated = data.select(range(8))
-    trained = data.select(range(8, len(data)))
+    # Whole batches: a last one that is smaller would be filled up on four ranks and not on one.
+    trained = data.select(range(8, 40))
     loader = DataLoader(
         trained, shuffle=True, collate_fn=default_data_collator, batch_size=options.batch
     )
@@ -143,6 +144,7 @@ def main() -> None:
         if options.resume and epoch == done // steps_per_epoch:
             seen = done % steps_per_epoch * accelerator.gradient_accumulation_steps
             batches = accelerator.skip_first_batches(loader, seen)
+        batches.set_epoch(epoch)  # the order of an epoch is its own, also behind a resume
         total = 0.0
         for batch in batches:
             with accelerator.accumulate(model):
