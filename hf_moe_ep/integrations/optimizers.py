@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
 
-# Of torch.optim: run on sharded models beside one process (tests/integrations/test_optimizers.py).
+# Of torch.optim: run on sharded models beside one process
+# (tests/integrations/test_sharded_optimizers.py).
 WORKING = (
     "Adadelta",
     "Adagrad",

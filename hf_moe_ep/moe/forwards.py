@@ -7,8 +7,8 @@
 Liger (`use_liger_kernel=True`) binds its own forward to experts, before or after `patch`. It knows
 nothing of experts on other ranks, so ours takes its place again; its norms, its rotary embedding
 and its fused linear cross-entropy stay. Any other function is named in an error, at the first
-forward, as it would compute with shards, or past us. One that says what it wraps
-(`functools.wraps`) may stand in front.
+forward, as it would compute with shards, or past us. One that wraps the forward of its module, and
+says so (`functools.wraps`) or holds it, may stand in front.
 """
 
 from __future__ import annotations

@@ -18,14 +18,31 @@ _LIGER = "liger_kernel"
 
 
 def forward_functions(module: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the function behind `module.forward`, and what it says that it wraps, outermost first.
+    """Yield the function behind `module.forward`, and what it wraps, outermost first.
 
-    Accelerate's autocast and its hooks say so (functools.wraps).
+    Accelerate's autocast and its hooks say what they wrap (functools.wraps); of other wrappers it
+    is the forward of this module that they hold, in a closure, a default or a partial.
     """
     forward = module.forward
     while forward is not None:
         yield getattr(forward, "__func__", forward)
-        forward = getattr(forward, "__wrapped__", None)
+        forward = getattr(forward, "__wrapped__", None) or _held_forward(forward, module)
+
+
+def _held_forward(wrapper: Any, module: Any) -> Any:
+    """Return a method of `module` that a wrapper of its forward holds, None if there is none."""
+    if getattr(wrapper, "__self__", None) is module:
+        return None  # a method itself
+    held = [getattr(wrapper, "func", None), *getattr(wrapper, "args", ())]
+    held += getattr(wrapper, "keywords", {}).values()
+    held += getattr(wrapper, "__defaults__", None) or ()
+    held += (getattr(wrapper, "__kwdefaults__", None) or {}).values()
+    for cell in getattr(wrapper, "__closure__", None) or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    return next((x for x in held if callable(x) and getattr(x, "__self__", None) is module), None)
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
