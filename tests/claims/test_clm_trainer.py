@@ -1,0 +1,111 @@
+"""A script in the structure of `run_clm.py`, under the Trainer: 4 ranks log what one process logs.
+
+At ep 2: losses, gradient norms, accuracy and perplexity; what it saves loads in stock.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.close import assert_close
+from support.hub_files import read_all
+from support.jobs.trainer import load_stock
+from support.scripts import CPU_4, run_script
+from support.tiny_models import batch
+
+JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "clm_trainer.py"
+STEPS = 6
+BUDGETS = {"loss": 1e-6, "eval_loss": 1e-6, "grad_norm": 1e-5, "eval_accuracy": 0.0}
+# AdamW divides a gradient by its own size: where that is close to zero, a rounding moves a
+# parameter by up to 1e-4.
+AFTER_ADAMW = 1e-4
+
+
+def run_job(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What the Trainer logged."""
+    folder.mkdir(exist_ok=True)
+    ranks = "--ep_size" in arguments
+    batch_size = "2" if ranks else "8"
+    options = {
+        "output_dir": os.fspath(folder),
+        "per_device_train_batch_size": batch_size,
+        "per_device_eval_batch_size": batch_size,
+        "gradient_accumulation_steps": "2",
+        "gradient_checkpointing": "true",
+        "learning_rate": "3e-3",
+        "max_grad_norm": "0.5",
+        "max_steps": str(STEPS),
+        "warmup_steps": "2",
+        "logging_steps": "1",
+        "eval_strategy": "steps",
+        "eval_steps": "3",
+        "save_steps": "3",
+        "report_to": "none",
+        "disable_tqdm": "true",
+    }
+    given = [word for name, value in options.items() for word in (f"--{name}", value)]
+    flags = ["--use_cpu", "--do_train", "--do_eval"]
+    run_script(
+        JOB,
+        *given,
+        *flags,
+        *arguments,
+        output=folder / "output.txt",
+        config_file=CPU_4 if ranks else None,
+    )
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [{key: entry[key] for key in ("step", *BUDGETS) if key in entry} for entry in log]
+
+
+def assert_same_log(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+    assert [entry.keys() for entry in got] == [entry.keys() for entry in want]
+    for mine, theirs in zip(got, want, strict=True):
+        for key in theirs.keys() & BUDGETS:
+            pair = torch.tensor([mine[key], theirs[key]], dtype=torch.float64)
+            assert_close(f"{key} of step {theirs['step']}", *pair, BUDGETS[key])
+
+
+def assert_same_results(folder: Path, stock: Path, num_eval: int) -> None:
+    got, want = (json.loads((place / "all_results.json").read_text()) for place in (folder, stock))
+    assert got.keys() == want.keys()
+    assert got["eval_predicted"] == want["eval_predicted"] == num_eval * 15  # each block once
+    for key, budget in {"perplexity": 1e-6, "eval_accuracy": 0.0, "train_loss": 1e-6}.items():
+        pair = torch.tensor([got[key], want[key]], dtype=torch.float64)
+        assert_close(key, *pair, budget)
+
+
+# 12 blocks: half of the last batch fills it up. An aux loss is of a whole batch, and of that half.
+@pytest.mark.slow
+@pytest.mark.parametrize(("aux_loss", "num_eval"), [(False, 12), (True, 16)])
+def test_the_script_equals_stock(tmp_path: Path, aux_loss: bool, num_eval: int) -> None:
+    more = ("--aux_loss", str(aux_loss), "--max_eval_samples", str(num_eval))
+    want = run_job(tmp_path / "stock", *more)
+    assert sum("loss" in entry for entry in want) == STEPS
+    assert sum("eval_loss" in entry for entry in want) == 2
+    got = run_job(tmp_path / "ranks", "--ep_size", "2", *more)
+    assert_same_log(got, want)
+    assert_same_results(tmp_path / "ranks", tmp_path / "stock", num_eval)
+    stock, saved = (load_stock(tmp_path / name) for name in ("stock", "ranks"))
+    for name, parameter in stock.state_dict().items():
+        assert_close(name, saved.state_dict()[name], parameter, AFTER_ADAMW)
+    inputs = batch(stock, 3, 9, pad=2)
+    with torch.no_grad():
+        assert_close("logits", saved(**inputs).logits, stock(**inputs).logits, AFTER_ADAMW)
+
+
+@pytest.mark.slow
+def test_a_killed_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Bit by bit: on the same ranks the rest of the run is the same arithmetic."""
+    whole = run_job(tmp_path / "whole", "--ep_size", "2")
+    with pytest.raises(AssertionError, match="exit code"):
+        run_job(tmp_path / "killed", "--ep_size", "2", "--die_at", "3")
+    folder = tmp_path / "killed"
+    assert not (folder / "model.safetensors.index.json").exists()
+    checkpoint = os.fspath(folder / "checkpoint-3")
+    assert run_job(folder, "--ep_size", "2", "--resume_from_checkpoint", checkpoint) == whole
+    want, got = (read_all(place) for place in (tmp_path / "whole", folder))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
