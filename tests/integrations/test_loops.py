@@ -1,0 +1,261 @@
+"""Accelerate loops as people write them, on 2 ranks: which rows, and the same numbers as one process.
+
+Every way to deal rows has its own end, where rows are too few; the rows of each rank are written
+down by hand. One process trains on the same micro-batches, one after the other. A run that loads
+its state amid the epoch, and skips what was seen, ends at the same weights bit by bit.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from support.adapters import with_lora
+from support.checks import Check, Found, on_ranks
+from support.close import assert_close
+from support.launched import FP32_BUDGET, launched
+from support.parity import full_tensor
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_moe_ep import patch
+from hf_moe_ep.lora.factors import pack_factors
+
+Row = dict[str, Tensor]
+Steps = list[list[list[int]]]  # by optimizer step and micro-batch: numbers of rows
+
+
+def _rows(count: int) -> list[Row]:
+    """Rows of one length, with uneven labels and their number."""
+    model = tiny(num_hidden_layers=1)
+    made = [batch(model, 1, 9, seed=i, ignore=0.1 * (i % 7)) for i in range(count)]
+    return [
+        {"number": torch.tensor(i), **{name: value[0] for name, value in one.items()}}
+        for i, one in enumerate(made)
+    ]
+
+
+class _Stream(IterableDataset):
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Row]:
+        yield from self.rows
+
+
+def _streamed(rows: list[Row]) -> datasets.IterableDataset:
+    """A streaming data set in one part, which cannot be dealt to ranks part by part."""
+    listed = [{name: value.tolist() for name, value in row.items()} for row in rows]
+    return datasets.Dataset.from_list(listed).to_iterable_dataset().with_format("torch")
+
+
+def _after_patch(**options: Any) -> nn.Module:
+    model = patch(tiny(**options), ep_size=2)
+    torch.manual_seed(0)
+    return with_lora(model)
+
+
+def _before_patch(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return patch(with_lora(tiny(**options)), ep_size=2)
+
+
+def _full(**options: Any) -> nn.Module:
+    return patch(tiny(**options), ep_size=2)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """`by_rank` are the rows that each rank must see, `skip` how many micro-batches a resumed one.
+
+    `skip` 0: no resume. `loader` are arguments of DataLoader, `dealt` of DataLoaderConfiguration.
+    """
+
+    by_rank: tuple[Steps, Steps]
+    data: Callable[[list[Row]], Any] = list
+    count: int = 10
+    accumulate: int = 1
+    loader: dict[str, Any] = field(default_factory=dict)
+    dealt: dict[str, Any] = field(default_factory=dict)
+    skip: int = 2
+    model: Callable[..., nn.Module] = _full
+
+
+FILLED = ([[[0, 1]], [[4, 5]], [[8, 9]]], [[[2, 3]], [[6, 7]], [[0, 1]]])
+DISPATCHED = ([[[0, 1]], [[4, 5]], [[8]]], [[[2, 3]], [[6, 7]], [[9]]])
+HALVES = {"loader": {"batch_size": 4}, "dealt": {"split_batches": True}}
+NO_DISPATCH = {"dispatch_batches": False}
+LOOPS = {
+    "filled up": Loop(FILLED),
+    "accumulated, short at the end": Loop(
+        ([[[0, 1], [4, 5]], [[8, 9]]], [[[2, 3], [6, 7]], [[0, 1]]]), accumulate=2
+    ),
+    "last batch dropped": Loop(
+        ([[[0, 1]], [[4, 5]]], [[[2, 3]], [[6, 7]]]),
+        loader={"drop_last": True},
+        dealt={"even_batches": False},
+        skip=1,
+    ),
+    "split": Loop(FILLED, **HALVES),
+    # Accelerate 1.15 skips batches of the dispatching rank, not of all.
+    "dispatched": Loop(DISPATCHED, dealt={"dispatch_batches": True}, skip=0),
+    "stream": Loop(DISPATCHED, _Stream),
+    "stream, one row too few": Loop(
+        ([[[0, 1]], [[4, 5]], [[8]]], [[[2, 3]], [[6, 7]], [[0]]]), _Stream, count=9
+    ),
+    "stream, accumulated": Loop(
+        ([[[0, 1], [4, 5]], [[8]]], [[[2, 3], [6, 7]], [[9]]]), _Stream, accumulate=2
+    ),
+    "stream, split": Loop(
+        ([[[0, 1]], [[4, 5]], [[8]]], [[[2, 3]], [[6, 7]], [[9]]]), _Stream, **HALVES
+    ),
+    "stream of every rank": Loop(
+        ([[[0, 1]], [[4, 5]], [[8, 0]]], [[[2, 3]], [[6, 7]], [[1, 2]]]),
+        _Stream,
+        count=9,
+        dealt=NO_DISPATCH,
+    ),
+    "datasets' stream": Loop(DISPATCHED, _streamed),
+    "datasets' stream of every rank": Loop(FILLED, _streamed, dealt=NO_DISPATCH),
+    "adapters before patch": Loop(FILLED, model=_before_patch),
+    "adapters after patch": Loop(FILLED, model=_after_patch),
+}
+
+
+@dataclass
+class Ran:
+    """What one rank saw and measured."""
+
+    steps: Steps = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _run(
+    loop: Loop, seed: int, *, save_at: int = 0, load_at: int = 0, folder: str | None = None
+) -> Ran:
+    """An epoch; a state is saved behind `save_at` micro-batches, or loaded as of `load_at`."""
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=loop.accumulate,
+        dataloader_config=DataLoaderConfiguration(**loop.dealt),
+    )
+    model = loop.model(dtype=torch.float32, seed=seed)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
+    loader = DataLoader(loop.data(_rows(loop.count)), **({"batch_size": 2} | loop.loader))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batches = loader
+    if load_at:
+        accelerator.load_state(folder)
+        batches = accelerator.skip_first_batches(loader, load_at)
+    ran, numbers, losses = Ran(), [], []
+    for index, micro in enumerate(batches, start=1):
+        numbers.append(micro.pop("number").tolist())
+        with accelerator.accumulate(model):
+            loss = model(**micro).loss
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            ran.steps.append(numbers)
+            ran.losses.append(losses)
+            ran.norms.append(float(norm))
+            numbers, losses = [], []
+        if index == save_at:
+            accelerator.save_state(folder)
+    assert not numbers, "an epoch ends with a step"
+    ran.weights = _whole(model)
+    return ran
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    tensors = {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
+    return pack_factors(model, tensors)
+
+
+def _stock(loop: Loop, everyone: list[Ran]) -> Ran:
+    """One process on the micro-batches of all ranks."""
+    rows, ran = _rows(loop.count), Ran()
+    model = tiny(dtype=torch.float32)
+    if loop.model is not _full:
+        torch.manual_seed(0)
+        model = with_lora(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.5)
+    for by_rank in zip(*(one.steps for one in everyone), strict=True):
+        losses = []
+        for numbers in (micro for steps in by_rank for micro in steps):
+            picked = {
+                name: torch.stack([rows[number][name] for number in numbers])
+                for name in rows[0]
+                if name != "number"
+            }
+            loss = model(**picked).loss
+            (loss / (loop.accumulate * len(everyone))).backward()
+            losses.append(loss.item())
+        ran.losses.append(losses)
+        ran.norms.append(float(nn.utils.clip_grad_norm_(trained, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    ran.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return ran
+
+
+def _equals_one_process(name: str, rank: int, world: int, folder: str) -> None:
+    loop = LOOPS[name]
+    with launched():
+        ran = _run(loop, seed=rank, save_at=loop.skip, folder=folder)
+    assert ran.steps == loop.by_rank[rank], f"rank {rank} saw {ran.steps}"
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, ran)
+    want = _stock(loop, everyone)
+    got = [
+        [loss for losses in by_rank for loss in losses]
+        for by_rank in zip(*(one.losses for one in everyone), strict=True)
+    ]
+    for step, pair in enumerate(zip(got, want.losses, strict=True), start=1):
+        assert_close(f"losses of step {step}", *map(torch.tensor, pair), FP32_BUDGET)
+    assert_close("norms", torch.tensor(ran.norms), torch.tensor(want.norms), FP32_BUDGET)
+    assert ran.weights.keys() == want.weights.keys()
+    for key, value in want.weights.items():
+        assert_close(key, ran.weights[key], value, FP32_BUDGET)
+    if loop.skip:
+        _goes_on(loop, ran, rank, folder)
+
+
+def _goes_on(loop: Loop, whole: Ran, rank: int, folder: str) -> None:
+    """Another model loads the state and sees the rest."""
+    with launched():
+        rest = _run(loop, seed=rank + 7, load_at=loop.skip, folder=folder)
+    done = loop.skip // loop.accumulate
+    assert rest.steps == whole.steps[done:] and rest.steps
+    assert rest.losses == whole.losses[done:] and rest.norms == whole.norms[done:]
+    for name, weight in whole.weights.items():
+        assert torch.equal(rest.weights[name], weight), name
+
+
+ON_TWO_RANKS = {name: partial(_equals_one_process, name) for name in LOOPS}
+QUICK = ("stream, accumulated",)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        *on_ranks(2, {name: ON_TWO_RANKS.pop(name) for name in QUICK}),
+        *on_ranks(2, ON_TWO_RANKS, slow=True),
+    ],
+)
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
