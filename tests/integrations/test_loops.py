@@ -1,4 +1,4 @@
-"""Accelerate loops as people write them, on 2 ranks: which rows, and the same numbers as one process.
+"""Accelerate loops as people write them, on 2 ranks: which rows, and the numbers of one process.
 
 Every way to deal rows has its own end, where rows are too few; the rows of each rank are written
 down by hand. One process trains on the same micro-batches, one after the other. A run that loads
