@@ -1,7 +1,8 @@
 """Liger under a patched model, in either order, and other patchers: who computes what.
 
-Liger's kernels need a GPU, so a stand-in of the same interface runs here. The reference is one
-process with a stock model under the same Liger, on the whole batch.
+Liger's kernels need a GPU, so a stand-in of the same interface runs here; `test_real_liger.py` has
+the original. The reference is one process with a stock model under the same Liger, on the whole
+batch.
 """
 
 import copy
@@ -118,6 +119,14 @@ def _applied_to_another_model(liger: Any) -> nn.Module:
     return model
 
 
+def _applied_to_classes(liger: Any) -> nn.Module:
+    """As Liger's README does: the fused head is the forward of the model's class."""
+    liger.apply_liger_kernel_to_qwen3_moe()
+    model = tiny(**ROUTED)
+    assert type(model).forward is liger.lce_forward
+    return model
+
+
 def _all_but_its_experts(liger: Any) -> nn.Module:
     """What is left is its fused head, whose aux loss was that of each rank."""
     model = tiny(**ROUTED)
@@ -128,6 +137,7 @@ def _all_but_its_experts(liger: Any) -> nn.Module:
 FIRST: dict[str, Callable[[Any], nn.Module]] = {
     "to this model": _applied_to_this_model,
     "to another model": _applied_to_another_model,
+    "to classes": _applied_to_classes,
 }
 
 

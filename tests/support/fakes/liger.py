@@ -16,6 +16,7 @@ def installed_liger() -> Iterator[ModuleType]:
     """Yield its `liger_kernel.transformers`; what it replaced for good is put back at the end."""
     folder = str(Path(__file__).parent / "for_path")
     before = {name: getattr(modeling, name) for name in _REPLACED}
+    forward = modeling.Qwen3MoeForCausalLM.forward
     sys.path.insert(0, folder)
     try:
         import liger_kernel.transformers
@@ -27,3 +28,4 @@ def installed_liger() -> Iterator[ModuleType]:
             del sys.modules[name]
         for name, value in before.items():
             setattr(modeling, name, value)
+        modeling.Qwen3MoeForCausalLM.forward = forward  # type: ignore[method-assign]

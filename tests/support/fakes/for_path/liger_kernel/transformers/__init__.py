@@ -1,7 +1,8 @@
 """What transformers' Trainer calls, and what that binds to a model, or puts into its module.
 
-As the original does: norms and experts of an instance get new forwards, its root the fused head's;
-the classes from which later models are built, and the rotary embedding, are replaced for good.
+As the original does: norms and experts of an instance get new forwards and names, its root the
+fused head's; the classes from which later models are built, and the rotary embedding, are replaced
+for good. Without an instance the fused head goes to the class.
 `CALLS` counts what ran.
 """
 
@@ -65,9 +66,15 @@ def lce_forward(
     labels: Tensor | None = None,
     output_router_logits: bool | None = None,
     num_items_in_batch: Tensor | None = None,
+    skip_logits: bool | None = None,
     **kwargs: Any,
 ) -> MoeCausalLMOutputWithPast:
-    """Loss from hidden states and the head's weight, without the head's forward; no logits."""
+    """In training the loss from hidden states and the head's weight, without the head's forward.
+
+    Without labels, and in evaluation where nobody asks for the loss alone, there are logits.
+    """
+    if skip_logits is None:
+        skip_logits = self.training and labels is not None
     if output_router_logits is None:
         output_router_logits = self.config.output_router_logits
     outputs = self.model(
@@ -76,14 +83,20 @@ def lce_forward(
         output_router_logits=output_router_logits,
         **kwargs,
     )
-    loss = None
-    if labels is not None:
+    loss = logits = None
+    if not skip_logits:
+        logits = self.lm_head(outputs.last_hidden_state)
+        if labels is not None:
+            loss = self.loss_function(
+                logits, labels, self.vocab_size, num_items_in_batch=num_items_in_batch, **kwargs
+            )
+    elif labels is not None:
         CALLS["loss"] += 1
         wanted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
         hidden = outputs.last_hidden_state.reshape(-1, self.config.hidden_size)
         reduction = "mean" if num_items_in_batch is None else "sum"
-        logits = hidden @ self.lm_head.weight.T
-        loss = nn.functional.cross_entropy(logits.float(), wanted, reduction=reduction)
+        scores = hidden @ self.lm_head.weight.T
+        loss = nn.functional.cross_entropy(scores.float(), wanted, reduction=reduction)
         if num_items_in_batch is not None:
             loss = loss / num_items_in_batch
     aux_loss = None
@@ -94,12 +107,13 @@ def lce_forward(
         if loss is not None:
             loss = loss + self.router_aux_loss_coef * aux_loss
     return MoeCausalLMOutputWithPast(
-        loss=loss, aux_loss=aux_loss, router_logits=outputs.router_logits
+        loss=loss, aux_loss=aux_loss, logits=logits, router_logits=outputs.router_logits
     )
 
 
-def _bind(module: nn.Module, forward: Any) -> None:
-    module.__dict__["forward"] = MethodType(forward, module)
+def _bind(module: nn.Module, kind: type[nn.Module]) -> None:
+    module.__dict__["forward"] = MethodType(kind.forward, module)
+    module.__dict__["_get_name"] = MethodType(lambda self: kind.__name__, module)
 
 
 def apply_liger_kernel_to_qwen3_moe(
@@ -115,6 +129,8 @@ def apply_liger_kernel_to_qwen3_moe(
         modeling_qwen3_moe.Qwen3MoeRMSNorm = LigerRMSNorm
     if swiglu:
         modeling_qwen3_moe.Qwen3MoeExperts = LigerExperts
+    if fused_linear_cross_entropy and model is None:
+        modeling_qwen3_moe.Qwen3MoeForCausalLM.forward = lce_forward
     if model is None:
         return
     if fused_linear_cross_entropy:
@@ -123,10 +139,11 @@ def apply_liger_kernel_to_qwen3_moe(
     norms = [
         getattr(layer, f"{at}_layernorm") for layer in layers for at in ("input", "post_attention")
     ]
+    norms += [getattr(layer.self_attn, f"{of}_norm") for layer in layers for of in "qk"]
     for norm in [model.model.norm, *norms] if rms_norm else []:
-        _bind(norm, LigerRMSNorm.forward)
+        _bind(norm, LigerRMSNorm)
     for layer in layers if swiglu else []:
-        _bind(layer.mlp.experts, LigerExperts.forward)
+        _bind(layer.mlp.experts, LigerExperts)
 
 
 def _apply_liger_kernel_to_instance(model: Any, **kwargs: Any) -> None:
