@@ -146,7 +146,7 @@ def the_trainer_applies_it(rank: int, world: int, folder: str) -> None:
         assert (
             inspect.unwrap(model.forward).__module__ == "liger_kernel.transformers.model.qwen3_moe"
         )
-            at_the_end = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+        at_the_end = trainer.evaluate(trainer.train_dataset)["eval_loss"]
     assert at_the_end == pytest.approx(wanted[-1][0], rel=1e-5)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     for log, (loss, norm) in zip(logs, wanted[:3], strict=True):
