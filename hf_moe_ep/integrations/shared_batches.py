@@ -35,7 +35,7 @@ from hf_moe_ep.config import launched_world_size
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.training_frameworks import prepared_loaders
+from hf_moe_ep.upstream.training_frameworks import generates_in_training, prepared_loaders
 
 _SHARING = "_hf_moe_ep_sharing"
 Original = Callable[..., Any]
@@ -357,9 +357,19 @@ def _seeded_alike(init: Any, sharing: int) -> Any:
 
 
 def _tell(trainer: transformers.Trainer, model: Any) -> None:
-    """Tell the Trainer's Accelerator, and the state of a patched model, of each other."""
+    """Tell the Trainer's Accelerator, and the state of a patched model, of each other.
+
+    Raises:
+        ValueError: ranks would share batches that each of them generates for itself.
+    """
     state = None if model is None else find_state(model)
     if state is not None:
+        if state.config.sp_size not in (None, 1) and generates_in_training(trainer):
+            raise ValueError(
+                f"{type(trainer).__name__} lets each rank generate completions of its own, but "
+                f"with sp_size={state.config.sp_size} that many ranks share a batch; patch with "
+                f"sp_size=1 (TRL refuses its own sequence parallelism here, too)"
+            )
         share_batches(trainer.accelerator, state)
         state.sums_losses = trainer.args.average_tokens_across_devices
 

@@ -70,9 +70,9 @@ class SplitSequence(Ours):
         part = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
         given[SLICE] = part
         if is_fused_head(given):
-            given["shift_labels"] = _next_labels(
-                given.pop("labels", None), given.get("shift_labels"), part
-            )
+            whole = given.get("labels") if given.get("shift_labels") is None else None
+            given["shift_labels"] = _next_labels(whole, given.get("shift_labels"), part)
+            given["labels"] = whole  # TRL's head reads it no more; tells `_join_fused` what it was
         given["use_cache"] = False
         given["attention_mask"] = _mask_beside(
             given.get("position_ids"), given.get("attention_mask")
@@ -94,7 +94,8 @@ class JoinLogits(Ours):
         if part is None:
             return None
         if is_fused_head(kwargs):
-            return _join_fused(output, part)
+            as_stock = part.length if kwargs.get("labels") is None else part.length - 1
+            return _join_fused(output, part, as_stock)
         if isinstance(output, tuple):
             raise ValueError("return_dict=False does not go with sp_size > 1; leave it out")
         whole = kwargs.get("labels") is None
@@ -166,24 +167,25 @@ def _next_labels(labels: Tensor | None, shifted: Tensor | None, part: Slice) -> 
     return part.take(shifted, 1, fill=IGNORED_LABEL).contiguous()
 
 
-def _join_fused(output: Any, part: Slice) -> Any:
-    """Join what TRL's head tells of each token; its own loss, of a slice, is gone.
+def _join_fused(output: Any, part: Slice, length: int) -> Any:
+    """Join what TRL's head tells of each of `length` tokens; its own loss, of a slice, is gone.
 
-    One entry per token, the last of which has no label, where TRL without sp has one less.
+    Without sp TRL leaves out the last token, which has no label, unless labels came shifted.
     """
     whole = {
-        name: _gather_numbers(x, part)
+        name: _gather_numbers(x, part, length)
         for name, x in output.items()
         if isinstance(x, Tensor) and x.ndim == 2
     }
     return replace(output, **whole, loss=None)
 
 
-def _gather_numbers(x: Tensor, part: Slice) -> Tensor:
-    """Gather (B, S / sp) of every rank to (B, S) on all."""
+def _gather_numbers(x: Tensor, part: Slice, length: int) -> Tensor:
+    """Gather (B, S / sp) of every rank to (B, length) on all."""
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
+    whole = gather_slices(numbers.unsqueeze(-1), part).squeeze(-1)[:, :length]
     # A copy, because FSDP2 warns of an output that is a view.
-    return gather_slices(numbers.unsqueeze(-1), part).squeeze(-1).to(x.dtype, copy=True)
+    return whole.to(x.dtype, copy=True)
 
 
 def _mask_beside(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:

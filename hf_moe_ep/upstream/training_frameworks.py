@@ -1,6 +1,6 @@
 """What Accelerate and the Trainer keep to themselves, and wrappers of `integrations/` need.
 
-accelerate/state.py, accelerate/accelerator.py, transformers/trainer.py.
+accelerate/state.py, accelerate/accelerator.py, transformers/trainer.py, trl/trainer/.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
     """Return the models that `accelerator` prepared (accelerate/accelerator.py)."""
     models: list[nn.Module] = accelerator._models
     return models
+
+
+def generates_in_training(trainer: transformers.Trainer) -> bool:
+    """Return whether each process of this trainer generates what it learns from.
+
+    As GRPO, RLOO, their subclasses and distillation do (trl/trainer/grpo_trainer.py).
+    """
+    return hasattr(trainer, "_generate_and_score_completions")
 
 
 def checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:

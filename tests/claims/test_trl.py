@@ -1,7 +1,8 @@
-"""One TRL SFT script with packing: 4 ranks at ep 2, sp 2 log what one stock process logs.
+"""SFT and reward models of TRL, full and LoRA: 4 ranks log what one stock process logs.
 
-TRL packs by "bfd": whole documents into rows of at most max_length, the rows of a batch into one
-long row without a mask, and position_ids that start again tell documents apart. That needs
+Completions alone, chats, packed rows; and a script under `accelerate launch` at ep 2, sp 2. TRL
+packs by "bfd": whole documents into rows of at most max_length, the rows of a batch into one long
+row without a mask, and position_ids that start again tell documents apart. That needs
 use_cache=False, which TRL passes; with a cache stock would let documents see each other.
 """
 
@@ -12,12 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import Check, Found
 from support.close import assert_close
 from support.scripts import CPU_4, run_script
+from support.trl_cases import REWARD, SFT
 
 # Since 1.15 its loss reads the backbone's states and the head's weight, never logits.
 pytest.importorskip("trl", minversion="1.15")
 
+from support.trl_runs import Stock, assert_equals_stock, checks
+
+CASES = {case.name: case for case in [*SFT, *REWARD]}
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "sft.py"
 STEPS = 4
 FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 4 AdamW steps; a wrong factor is off by 2
@@ -53,3 +59,14 @@ def test_packed_sft_equals_stock(tmp_path: Path) -> None:
         assert torch.equal(series(got, key), series(want, key)), key
     assert series(want, "loss")[-1] < series(want, "loss")[0]
     assert series(want, "mean_token_accuracy")[-1] > series(want, "mean_token_accuracy")[0]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    return Stock(lambda: tmp_path_factory.mktemp("stock"))
+
+
+@pytest.mark.filterwarnings("default::FutureWarning")
+@pytest.mark.parametrize("claim", checks([*SFT, *REWARD]))
+def test_a_trainer_logs_what_stock_logs(found: Found, stock: Stock, claim: Check) -> None:
+    assert_equals_stock(CASES[claim.name], found.values(claim)[0], stock)

@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
@@ -56,6 +57,7 @@ QWEN3_VL_MOE = {
 }
 _ARCHITECTURES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _QWEN3_MOE),
+    "qwen3_moe, rewards": (Qwen3MoeConfig, Qwen3MoeForSequenceClassification, _QWEN3_MOE),
     "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, QWEN3_VL_MOE),
 }
 

@@ -1,0 +1,220 @@
+"""A case of `trl_cases`, run as a user of TRL writes it, but for `patch`; what it logs."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from peft import LoraConfig
+from torch import nn
+
+from hf_moe_ep import patch
+from support.adapters import ATTENTION, EXPERTS, with_lora
+from support.checks import on_ranks
+from support.launched import launched
+from support.tiny_models import tiny
+from support.trl_cases import Case
+from support.words import text, tokenizer
+
+WORLD = 4
+STEPS = 4
+NUM_SAMPLES = 48
+SIZES: dict[str, Any] = {"dtype": torch.float32, "num_hidden_layers": 3}
+LOSS_BUDGET = 1e-6  # absolute, or relative where it is above 1; fp32 rounding is 6e-8 per operation
+NORM_BUDGET = 1e-5  # relative
+# Accuracies of equal models count signs of roundings.
+NOT_COMPARED = {"rewards/accuracies", "step_time"}
+Log = list[dict[str, float]]
+CHAT = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }} {% endgeneration %}"
+    "{% else %}{{ message['content'] }} {% endif %}{% endfor %}"
+)
+
+
+def _tokens(start: int, count: int, step: int) -> list[int]:
+    return [3 + (start + step * place) % 90 for place in range(count)]
+
+
+def _said(tokens: list[int]) -> str:
+    return text(tokens) + " "  # TRL puts an end behind it, a word of its own
+
+
+def samples(case: Case) -> list[dict[str, Any]]:
+    """Prompts and completions of many lengths; those that are chosen count upwards."""
+    return [_sample(case, index) for index in range(NUM_SAMPLES)]
+
+
+def _sample(case: Case, index: int) -> dict[str, Any]:
+    prompt = _tokens(index, 2 + index % 4, 1)
+    good, bad = _tokens(7 * index, 3 + index % 5, 1), _tokens(5 * index, 2 + index % 7, 3)
+    asked, said, other = _said(prompt), _said(good), _said(bad)
+    if case.data == "tokens":
+        return {"input_ids": prompt + good}
+    if case.data == "chat" or case.trainer == "GKD":
+        turns = (("user", asked), ("assistant", said))
+        return {"messages": [{"role": role, "content": words} for role, words in turns]}
+    if case.trainer == "SFT":
+        return {"prompt": asked, "completion": said}
+    if case.trainer in ("GRPO", "RLOO"):
+        return {"prompt": asked}
+    if case.trainer == "KTO":
+        label = index % 3 != 0
+        return {"prompt": asked, "completion": said if label else other, "label": label}
+    return {"prompt": asked, "chosen": said, "rejected": other}
+
+
+def _length(completions: list[str], **_: Any) -> list[float]:
+    """A reward: the same for the same completion."""
+    return [float(len(completion)) for completion in completions]
+
+
+def _policy(case: Case, seed: int = 0) -> nn.Module:
+    if case.trainer == "Reward":
+        return tiny("qwen3_moe, rewards", **SIZES, seed=seed, num_labels=1)
+    return tiny(**SIZES, seed=seed)
+
+
+def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | None) -> Log:
+    """One training; `prepare` is what a script of ours does to a model beside stock's."""
+    import trl
+    from datasets import Dataset, load_from_disk
+    from trl.experimental import gkd
+
+    trainers = gkd if case.trainer == "GKD" else trl
+    words = tokenizer(97)
+    words.chat_template = CHAT
+
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first:  # a reference and a data set that every rank finds
+        # GRPO takes no other reference than this one.
+        _policy(case, seed=1 if case.trainer == "GRPO" else 0).save_pretrained(folder / "model")
+        Dataset.from_list(samples(case)).save_to_disk(folder / "data")
+    if dist.is_initialized():
+        dist.barrier()
+    policy: nn.Module = _policy(case)
+    policy.name_or_path = policy.config._name_or_path = os.fspath(folder / "model")
+    reference = None if case.reference == "none" else tiny(**SIZES, seed=1)
+    if case.lora == "ours":
+        policy = with_lora(policy, seed=0)
+    if prepare is not None:
+        prepare(policy, ep_size=case.ep, sp_size=case.sp)
+        if case.reference == "patched":
+            prepare(reference, ep_size=case.reference_ep)
+    beside: dict[str, Any] = {}
+    if case.trainer in ("DPO", "KTO"):
+        beside = {"ref_model": reference}
+    elif case.trainer in ("GRPO", "RLOO"):
+        beside = {"reward_funcs": _length}
+    elif case.trainer == "GKD":
+        beside = {"teacher_model": reference}
+    if case.lora == "TRL's":
+        if case.trainer in ("DPO", "KTO"):
+            beside = {}
+        heads = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+        beside["peft_config"] = LoraConfig(
+            r=4,
+            init_lora_weights=False,  # factors are random, as if trained before
+            target_parameters=list(EXPERTS),
+            target_modules=list(ATTENTION),
+            **(heads if case.trainer == "Reward" else {}),
+        )
+        torch.manual_seed(0)
+    arguments = getattr(trainers, f"{case.trainer}Config")(
+        output_dir=os.fspath(folder),
+        # Ranks of an sp group share theirs.
+        per_device_train_batch_size=WORLD * (1 if prepare is None else case.sp) // processes,
+        max_steps=STEPS,
+        logging_steps=1,
+        learning_rate=1e-4,
+        max_grad_norm=0.5,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **case.arguments,
+    )
+    trainer = getattr(trainers, f"{case.trainer}Trainer")(
+        policy,
+        args=arguments,
+        train_dataset=load_from_disk(os.fspath(folder / "data")),
+        processing_class=words,
+        **beside,
+    )
+    trainer.train()
+    kept = getattr(trainer, "teacher_model" if case.trainer == "GKD" else "ref_model", None)
+    if prepare is not None and kept is not None:
+        assert not any(parameter.requires_grad for parameter in kept.parameters())
+        assert all(parameter.grad is None for parameter in kept.parameters())
+        trained = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+        assert not trained & {id(parameter) for parameter in kept.parameters()}
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def run_on_ranks(case: Case, rank: int, world: int, folder: str) -> Log | str:
+    """What a rank logs, or the error that it was refused with."""
+    with launched():
+        if not case.refused:
+            return run(case, Path(folder), world, patch)
+        try:
+            run(case, Path(folder), world, patch)
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+class Stock:
+    """Logs of one stock process; cases that differ in how a model lies share one."""
+
+    def __init__(self, new_folder: Callable[[], Path]) -> None:
+        self._new_folder = new_folder
+        self._logs: dict[str, Log] = {}
+
+    def log(self, case: Case) -> Log:
+        reference = "none" if case.reference == "none" else "stock"
+        alike = replace(case, name="", ep=1, sp=1, reference_ep=1, reference=reference)
+        if repr(alike) not in self._logs:
+            try:
+                self._logs[repr(alike)] = run(alike, self._new_folder(), 1, None)
+            finally:
+                AcceleratorState._reset_state(True)
+        return self._logs[repr(alike)]
+
+
+def checks(cases: list[Case]) -> list[Any]:
+    """Each case on 4 ranks, as parameters of a test."""
+    runs = {case.name: partial(run_on_ranks, case) for case in cases}
+    return on_ranks(WORLD, runs, slow=True, timeout=400)
+
+
+def assert_equals_stock(case: Case, got: Log | str, stock: Stock) -> None:
+    """What rank 0 logged is what stock logs, or what the error says is what the case says."""
+    if case.refused:
+        assert isinstance(got, str) and case.refused in got
+    else:
+        assert isinstance(got, list)
+        assert_same_log(case, got, stock.log(case))
+
+
+def assert_same_log(case: Case, got: Log, want: Log) -> None:
+    """All that the trainer logs, and that something was learned."""
+    assert len(got) == len(want) == STEPS
+    for step, (ours, theirs) in enumerate(zip(got, want, strict=True), start=1):
+        assert ours.keys() == theirs.keys()
+        for key in theirs.keys() - NOT_COMPARED:
+            mine, relative = ours[key], max(1.0, abs(theirs[key]))
+            budget = LOSS_BUDGET * relative if key == "loss" else 10 * LOSS_BUDGET * relative
+            if key == "grad_norm":
+                budget = NORM_BUDGET * theirs[key]
+            if case.trainer == "GKD" and key in ("loss", "grad_norm"):
+                # TRL divides by the tokens of all ranks, then averages over ranks, in stock too.
+                mine *= WORLD // case.sp
+            assert abs(mine - theirs[key]) <= budget, (case.name, step, key, ours, theirs)
+    assert any(abs(entry["loss"] - want[0]["loss"]) > 1e-4 for entry in want)
