@@ -33,6 +33,7 @@ keyword) to search for in FILE.
     sharding/values.py | data setattr | parameters become DTensors, in place
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks that others read
     upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward is done
+    integrations/optimizers.py | step | of an optimizer made of DTensors, for its life
     -- what belongs to the process --
     upstream/wrap.py | _hf_moe_ep_wrapper | functions of others, `integrations/install.py` lists
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
@@ -54,6 +55,7 @@ keyword) to search for in FILE.
     -- swapped for one call, and put back --
     integrations/prepare.py | auto_wrap_policy | the user's, while Accelerate prepares
     integrations/shared_batches.py | dispatch_batches use_seedable_sampler | Accelerate's options
+    integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     upstream/training_frameworks.py | rotate_checkpoints _push_from_checkpoint | the Trainer's
     upstream/adapters.py | named_modules | of a model, while PEFT saves it
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written

@@ -4,7 +4,7 @@
 process. A wrapper asks first whether it was given a patched model, and otherwise calls what was
 there before; those that are given no model say in their row why they are needed all the same.
 What a wrapper does stands in its own file: `prepare`, `saving`, `shared_batches`, `optimizers`,
-`prompts`, `references`, `engines`, `trainer_checkpoints`, and `lora/computed.py`.
+`trackers`, `prompts`, `references`, `engines`, `trainer_checkpoints`, and `lora/computed.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hf_moe_ep.integrations import (
     references,
     saving,
     shared_batches,
+    trackers,
     trainer_checkpoints,
 )
 from hf_moe_ep.lora import computed as adapters
@@ -90,6 +91,11 @@ WRAPPED = (
         "lets FSDP2 run on CPU ranks, for Accelerators made before any model is known",
     ),
     Wrap(
+        "accelerate.local_sgd:LocalSGD.__init__",
+        prepare.local_sgd,
+        "says why it cannot be, where Accelerate's error is of DeepSpeed",
+    ),
+    Wrap(
         "accelerate.accelerator:Accelerator.prepare_model",
         references.prepare_evaluated,
         "shards a teacher, which Accelerate leaves whole and a forward of ours refuses",
@@ -131,6 +137,12 @@ WRAPPED = (
         "peft.peft_model:PeftModel.get_prompt",
         prompts.prompt,
         "gathers what makes a prompt, which `generate` calls outside the model's forward",
+        optional=True,
+    ),
+    Wrap(
+        "peft.peft_model:PeftModelForCausalLM.prepare_inputs_for_generation",
+        prompts.begin_generation,
+        "shows FSDP2 its root before the embedding is called alone, as it is with prompts",
         optional=True,
     ),
     Wrap(
@@ -190,7 +202,8 @@ WRAPPED = (
     Wrap(
         "accelerate.accelerator:Accelerator.prepare_data_loader",
         shared_batches.prepare_data_loader,
-        "gives ranks of an sp group the same samples in the same order",
+        "gives ranks of an sp group the same samples in the same order, and refuses loaders that "
+        "would end on some ranks before they do on others",
     ),
     Wrap(
         "accelerate.accelerator:Accelerator.prepare_scheduler",
@@ -227,7 +240,17 @@ WRAPPED = (
         shared_batches.prediction_step,
         "joins the logits of slices where someone looks at them",
     ),
-    # Optimizers of any model: this one has no model, and only rewords an error
+    Wrap(
+        "accelerate.accelerator:Accelerator.log",
+        trackers.log,
+        "names a tracker that fails, and the rank: the others wait from then on",
+    ),
+    # Optimizers of any model: these have no model, and only reword an error
+    Wrap(
+        "torch.optim.optimizer:Optimizer.__init__",
+        optimizers.init,
+        "the same in loops without Accelerate, for those that are given DTensors",
+    ),
     Wrap(
         "accelerate.optimizer:AcceleratedOptimizer.step",
         optimizers.step,

@@ -8,10 +8,13 @@ operation alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
 
@@ -31,6 +34,27 @@ WORKING = (
 )
 
 
+def init(
+    original: Callable[..., Any], self: Optimizer, params: Any, defaults: dict[str, Any]
+) -> None:
+    """`Optimizer.__init__`: what is given DTensors, and is none of `WORKING`, names itself.
+
+    For loops without Accelerate, where an optimizer is made of a sharded model's parameters.
+    """
+    original(self, params, defaults)
+    known = type(self) in (getattr(torch.optim, name) for name in WORKING)
+    if not known and _holds_dtensors(self):
+        # Of the instance, and a method as schedulers expect one.
+        self.step = MethodType(_step_by_name, self)  # type: ignore[method-assign]
+
+
+def _step_by_name(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return type(self).step(self, *args, **kwargs)
+    except RuntimeError as error:
+        raise _named(self, error) from error
+
+
 def step(
     original: Callable[..., Any],
     self: AcceleratedOptimizer,
@@ -44,13 +68,21 @@ def step(
     try:
         return original(self, closure)
     except RuntimeError as error:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-        if not sharded or not is_refused_by_dtensor(error):
-            raise
-        kind, said = type(self.optimizer), str(error).partition("\n")[0]
-        raise ValueError(
-            f"{kind.__module__}.{kind.__qualname__} cannot train a sharded model: its state or "
-            f"its arithmetic does not take FSDP2's DTensors ({said}). "
-            f"Of torch.optim these can: {', '.join(WORKING)}"
-        ) from error
+        raise _named(self.optimizer, error) from error
+
+
+def _named(optimizer: Optimizer, error: RuntimeError) -> Exception:
+    """Return what to raise for `error` of a step: itself, where DTensors have no part in it."""
+    if not is_refused_by_dtensor(error) or not _holds_dtensors(optimizer):
+        return error
+    kind, said = type(optimizer), str(error).partition("\n")[0]
+    return ValueError(
+        f"{kind.__module__}.{kind.__qualname__} cannot train a sharded model: its state or "
+        f"its arithmetic does not take FSDP2's DTensors ({said}). "
+        f"Of torch.optim these can: {', '.join(WORKING)}"
+    )
+
+
+def _holds_dtensors(optimizer: Optimizer) -> bool:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return any(isinstance(parameter, DTensor) for parameter in parameters)

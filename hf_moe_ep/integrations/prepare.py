@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.integrations import shared_batches
+from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.shard import shard_model
@@ -64,7 +65,8 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     """`Accelerator.prepare`, behind checks that the launch shards what it is given.
 
     Raises:
-        ValueError: a launch or parallelism under which nothing would be sharded, or not so.
+        ValueError: a launch or parallelism under which nothing would be sharded, or not so; a data
+            loader with more batches for one rank than for another.
     """
     states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
     patched = [state for state in states if state is not None]
@@ -77,10 +79,35 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     shared_batches.share_batches(self, state)
     plugin = getattr(self.state, "fsdp_plugin", None)  # accelerate 1.15 has none on one CPU
     if state.meshes is None or plugin is None:
-        return original(self, *args, **kwargs)
-    together("accelerator.prepare", partial(_check_sharded_before, args, plugin))
-    with _nothing_to_wrap(plugin):
-        return original(self, *args, **kwargs)
+        prepared = original(self, *args, **kwargs)
+    else:
+        together("accelerator.prepare", partial(_check_sharded_before, args, plugin))
+        with _nothing_to_wrap(plugin):
+            prepared = original(self, *args, **kwargs)
+    check_even(self)
+    return prepared
+
+
+def local_sgd(
+    original: Callable[..., Any],
+    self: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """`LocalSGD.__init__`, which takes FSDP for a version of DeepSpeed or Megatron.
+
+    Raises:
+        ValueError: the model is patched, and on more than one rank.
+    """
+    if accelerator.num_processes > 1 and find_state(model) is not None:
+        raise ValueError(
+            "LocalSGD averages whole models that ranks have trained apart, but ranks of a patched "
+            "model train parts of one; leave LocalSGD out. For fewer exchanges of gradients use "
+            "Accelerator(gradient_accumulation_steps=...) and accelerator.accumulate(model)"
+        )
+    original(self, accelerator, model, *args, **kwargs)
 
 
 @contextmanager

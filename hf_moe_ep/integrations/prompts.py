@@ -18,6 +18,7 @@ from torch.func import functional_call
 from hf_moe_ep.checkpoints.hub.gather import gather_whole
 from hf_moe_ep.ranks.together import ALONE, check_everyone_calls
 from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, prompt_encoders
+from hf_moe_ep.upstream.sharded_models import begin_with_root
 
 
 def prompt_to_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,6 +40,15 @@ def prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
     with torch.no_grad():
         whole = {name: gather_whole(parameter) for name, parameter in sharded.items()}
         return _compute_with(prompt_encoders(self), whole, call)
+
+
+def begin_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`prepare_inputs_for_generation` of PEFT, which calls the embedding alone, and first of all.
+
+    Wraps `PeftModelForCausalLM.prepare_inputs_for_generation`.
+    """
+    begin_with_root(self)
+    return original(self, *args, **kwargs)
 
 
 def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[], Any]) -> None:

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 
 from hf_moe_ep.config import launched_world_size
+from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.mesh import check_world
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import ModelState, find_state
@@ -108,8 +109,17 @@ def prepare_data_loader(
 
     Raises:
         ValueError: ranks share batches, and the loader deals samples in a way that cannot be
-            shared: `dispatch_batches=True`, "batch_rebalance", or a stream with batches of its own.
+            shared: `dispatch_batches=True`, "batch_rebalance", or a stream with batches of its own;
+            or it has more batches for one rank than for another.
     """
+    prepared = _prepare_shared(original, self, data_loader, *args, **kwargs)
+    check_even(self)
+    return prepared
+
+
+def _prepare_shared(
+    original: Original, self: Accelerator, data_loader: Any, *args: Any, **kwargs: Any
+) -> Any:
     if sharing(self) == 1:
         return original(self, data_loader, *args, **kwargs)
     if self.dispatch_batches:

@@ -81,6 +81,18 @@ def with_local(like: DTensor, local: Tensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=False)
 
 
+def begin_with_root(model: nn.Module) -> None:
+    """Let FSDP2 know its root, which it takes from the first forward, before a module is called.
+
+    A unit that is called first would be taken for a root of its own, and every other one would
+    be without what a root hands out (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). Nothing
+    happens where a forward ran before.
+    """
+    root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+    if root is not None:
+        root._get_fsdp_state()._lazy_init()
+
+
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     """Tell FSDP2 that `unit` runs a new forward, after its backward has ended: a pre-forward hook.
 

@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import DataLoaderConfiguration
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
-from support.launched import FP32_BUDGET, launched
+from support.launched import FP32_BUDGET, launched, prepared
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
@@ -246,6 +248,51 @@ def _goes_on(loop: Loop, whole: Ran, rank: int, folder: str) -> None:
         assert torch.equal(rest.weights[name], weight), name
 
 
+class Failing(GeneralTracker):
+    """A tracker whose disk is full."""
+
+    name = "failing"
+    requires_logging_directory = False
+    tracker = None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None, **_: Any) -> None:
+        raise OSError("no space left")
+
+
+def what_cannot_work_is_named(rank: int, world: int) -> None:
+    """Loaders that end on one rank before the other, LocalSGD, and a tracker that fails."""
+    uneven = {
+        "2 batches and rank 1 1": ({}, 6, {}),
+        "3 batches and rank 1 2": ({"split_batches": True}, 10, {"batch_size": 4}),
+    }
+    for what, (dealt, count, options) in uneven.items():
+        for loader_first in (True, False):
+            with launched():
+                config = DataLoaderConfiguration(even_batches=False, **dealt)
+                accelerator = Accelerator(cpu=True, dataloader_config=config)
+                model = _full(dtype=torch.float32)
+                loader = DataLoader(_rows(count), **({"batch_size": 2} | options))
+                trained = (model, torch.optim.SGD(model.parameters(), lr=0.1))
+                both = [(loader,), trained] if loader_first else [trained, (loader,)]
+                with pytest.raises(ValueError, match=rf"rank 0 {what}, .*drop_last=True"):
+                    for together in both:
+                        accelerator.prepare(*together)
+    with launched():
+        accelerator = Accelerator(cpu=True, log_with=Failing())
+        accelerator, model, _ = prepared(tiny(dtype=torch.float32), accelerator, ep_size=2)
+        with pytest.raises(ValueError, match=r"ranks of a patched .*gradient_accumulation_steps"):
+            LocalSGD(accelerator, model, 4)
+        accelerator.init_trackers("a run")
+        if accelerator.is_main_process:
+            said = r"tracker 'failing' .*Failing\) failed on rank 0: OSError: no space left"
+            with pytest.raises(RuntimeError, match=said):
+                accelerator.log({"loss": 1.0}, step=1)
+            assert len(accelerator.trackers) == 1
+
+
 ON_TWO_RANKS = {name: partial(_equals_one_process, name) for name in LOOPS}
 QUICK = ("stream, accumulated",)
 
@@ -254,6 +301,7 @@ QUICK = ("stream, accumulated",)
     "claim",
     [
         *on_ranks(2, {name: ON_TWO_RANKS.pop(name) for name in QUICK}),
+        *on_ranks(2, what_cannot_work_is_named),
         *on_ranks(2, ON_TWO_RANKS, slow=True),
     ],
 )

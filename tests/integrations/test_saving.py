@@ -97,6 +97,8 @@ def prompts_are_trained_saved_and_generated_with(rank: int, world: int, folder: 
             accelerator, model, optimizer = prepared(
                 _with_prompts(kind), make_optimizer=torch.optim.SGD, ep_size=2
             )
+            prompt = {"input_ids": inputs["input_ids"][:, :3]}
+            assert torch.equal(*_continued(prompt, model, stock)), f"{kind}, before a step"
             for _ in range(2):
                 stock(**inputs).loss.backward()
                 wanted.step()
@@ -107,13 +109,18 @@ def prompts_are_trained_saved_and_generated_with(rank: int, world: int, folder: 
             _as_in_examples(accelerator, model, f"{folder}/{kind}")
             state_dict = accelerator.get_state_dict(model)
             _as_in_examples(accelerator, model, f"{folder}/given {kind}", state_dict=state_dict)
-            prompt = {"input_ids": inputs["input_ids"][:, :3]}
-            both = [one.eval().generate(**prompt, max_new_tokens=3) for one in (model, stock)]  # type: ignore[operator]
-        assert torch.equal(*both), kind
+            assert torch.equal(*_continued(prompt, model, stock)), kind
         for saved in (kind, f"given {kind}"):
             again = PeftModel.from_pretrained(tiny(dtype=torch.float32), f"{folder}/{saved}").eval()
             logits = again(**inputs).logits
             assert_close(saved, logits.detach(), stock(**inputs).logits.detach(), FP32_BUDGET)
+
+
+def _continued(prompt: dict[str, torch.Tensor], *models: Any) -> list[torch.Tensor]:
+    found = [model.eval().generate(**prompt, max_new_tokens=3, do_sample=False) for model in models]
+    for model in models:
+        model.train()
+    return found
 
 
 def the_main_process_alone_is_told_within_seconds(rank: int, world: int, folder: str) -> None:

@@ -26,6 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     stock = [Case(f"stock {r} {what}", lora=r, lora_on=what) for r, what, _ in SQUARE]
     ranks = [Case(f"{r} {what}", ep=ep, lora=r, lora_on=what) for r, what, ep in SQUARE]
     ranks.append(Case("saved", ("train", "save"), ep=2, lora=8))
+    ranks.append(Case("after", ("train", "save"), ep=2, lora=8, lora_after=True))
     killed = Case("killed", ep=4, lora=8, arguments=SAVE, folder=folder / "half", kill_after=3)
     # The checkpoint holds adapters alone; untrained ones would log the losses of steps 1 to 3.
     again = [Case("resumed", ("resume",), ep=2, lora=8, arguments=SAVE, folder=folder / "half")]
@@ -50,8 +51,14 @@ def test_training_equals_stock(runs: Results, r: int, what: str, ep: int) -> Non
 
 
 @pytest.mark.slow
-def test_saved_adapter_opens_in_stock_peft(runs: Results) -> None:
-    result = runs["saved"][0]
+def test_adapters_attached_behind_patch_equal_stock(runs: Results) -> None:
+    assert_same_training(runs["after"][0], runs["stock 8 both"][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["saved", "after"])
+def test_saved_adapter_opens_in_stock_peft(runs: Results, name: str) -> None:
+    result = runs[name][0]
     folder: Path = result.values["save"]
     assert (folder / "adapter_model.safetensors").exists()
     opened = PeftModel.from_pretrained(tiny(dtype=torch.float32), folder)

@@ -56,6 +56,7 @@ class Case:
         sp: ranks that share their batches; the per-device batch grows by it.
         lora: rank of adapters, random; 0 for none.
         lora_on: "both", "experts" or "attention".
+        lora_after: attach them behind `patch`.
         split: the global batch is split over as many micro-batches more (one process).
         load: directory for `from_pretrained`; otherwise the tiny model of `seed` and `model`.
             Only on rank 0: other ranks get other weights.
@@ -73,6 +74,7 @@ class Case:
     sp: int = 1
     lora: int = 0
     lora_on: str = "both"
+    lora_after: bool = False
     split: int = 1
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -317,10 +319,12 @@ def _run(case: Case, folder: Path) -> Result:
     folder = case.folder or folder / case.name
     arguments = _arguments(case, folder)  # first: from_pretrained looks for a process group
     model = _build(case, arguments.process_index)
+    if case.ep and case.lora_after:
+        patch(model, ep_size=case.ep, sp_size=case.sp)
     if case.lora:
         seed = case.seed + 100 * arguments.process_index
         model = with_lora(model, case.lora, seed=seed, **TARGETS[case.lora_on])
-    if case.ep:
+    if case.ep and not case.lora_after:
         patch(model, ep_size=case.ep, sp_size=case.sp)
     vision = case.rows == "vision"
     trainer = Trainer(
