@@ -22,6 +22,7 @@ keyword) to search for in FILE.
     moe/recompute.py | frame | the checkpointed layer that runs, during its run
     lora/computed.py | adapters | the active ones, one forward
     integrations/shared_batches.py | sums_losses gather_logits | a Trainer; one prediction
+    integrations/references.py | meshes_beside | process groups of a model that is laid out alike
     checkpoints/training/save.py | saver | from the first save in the background on
     -- what travels with one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
@@ -111,6 +112,8 @@ class ModelState:
     saver: Saver | None = None
     # `patch` with this config, for a model that is to stand beside this one.
     patch_alike: Callable[[nn.Module], nn.Module] | None = None
+    # Of a model beside this one: process groups to share where both are laid out alike.
+    meshes_beside: Meshes | None = None
     # One per experts module, in order; each of them has its own as STATE.
     moe_layers: list[MoELayer] = field(default_factory=list)
     # Forwards that must stay what they are: see moe/forwards.py.

@@ -73,7 +73,7 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
     if kinds[0] == _STOCK:
         assert policy is not None and policy.patch_alike is not None
         together("the reference model", partial(policy.patch_alike, model))
-    _shard_frozen(model, accelerator)
+    _shard_frozen(model, accelerator, policy)
     model.eval()
     return model
 
@@ -148,7 +148,7 @@ def prepare_evaluated(
     if state is not None and state.meshes is None:
         together("accelerator.prepare_model", partial(_check_shared, state, self))
         policy: ModelState | None = getattr(self, _POLICY, None)
-        _shard(model, self, frozen=policy is not None and policy is not state)
+        _shard(model, self, policy, frozen=policy is not None and policy is not state)
     return original(self, model, device_placement, evaluation_mode)
 
 
@@ -161,17 +161,17 @@ def shard_before_asked(
     """
     state = find_state(model)
     if state is not None and state.meshes is None and self.accelerator.is_fsdp2:
-        _shard(model, self.accelerator, frozen=False)
+        _shard(model, self.accelerator, state, frozen=False)
     return original(self, model, inputs)
 
 
-def _shard_frozen(model: nn.Module, accelerator: Accelerator) -> None:
+def _shard_frozen(model: nn.Module, accelerator: Accelerator, policy: ModelState | None) -> None:
     """Shard a patched reference, unless it was before, and say so once."""
     state = find_state(model)
     assert state is not None
     name = type(model).__name__
     if state.meshes is None:
-        _shard(model, accelerator, frozen=True)
+        _shard(model, accelerator, policy, frozen=True)
     else:
         model.requires_grad_(False)
     if launched_rank() == 0:
@@ -182,8 +182,13 @@ def _shard_frozen(model: nn.Module, accelerator: Accelerator) -> None:
         )
 
 
-def _shard(model: nn.Module, accelerator: Accelerator, *, frozen: bool) -> None:
-    """Shard a patched model as `accelerator` would; a frozen one is never kept gathered."""
+def _shard(
+    model: nn.Module, accelerator: Accelerator, policy: ModelState | None, *, frozen: bool
+) -> None:
+    """Shard a patched model as `accelerator` would; a frozen one is never kept gathered.
+
+    It shares process groups with the policy, which may be sharded before it or after.
+    """
     state, inner = find_state(model), unwrap(model)
     assert state is not None
     check_parallelism(accelerator.parallelism_config, state)
@@ -193,7 +198,12 @@ def _shard(model: nn.Module, accelerator: Accelerator, *, frozen: bool) -> None:
     if frozen:
         # No backward will come that had use for it.
         options = replace(options, reshard_after_forward=True)
+    if policy is not None:
+        state.meshes_beside = policy.meshes or policy.meshes_beside
     shard_model(inner, state, options, accelerator.device)
+    assert state.meshes is not None
+    if policy is not None and state.meshes.fit(policy.config, accelerator.device):
+        policy.meshes_beside = state.meshes
 
 
 def mix_shards(original: Original, model: nn.Module, target_model: nn.Module, alpha: float) -> None:

@@ -57,6 +57,7 @@ class Meshes:
         sp: mesh ("sp",) that splits a sequence.
         world_size: ranks of the default process group, all of which take part.
         device: where parameters and batches live.
+        ep_outside: as the config has it.
     """
 
     dense: DeviceMesh
@@ -66,6 +67,17 @@ class Meshes:
     sp: DeviceMesh
     world_size: int
     device: torch.device
+    ep_outside: bool = False
+
+    def fit(self, config: ParallelConfig, device: torch.device) -> bool:
+        """Tell whether `build_meshes` would lay the ranks out just so."""
+        sizes = (config.ep_size or 1, config.sp_size or 1, config.dp_replicate_size or 1)
+        mine = (self.ep_size, self.sp_size, self.dp_replicate_size)
+        return mine == sizes and self.ep_outside == config.ep_outside and self.device == device
+
+    @property
+    def dp_replicate_size(self) -> int:
+        return self.dense.size(0) if self.dense.ndim == 2 else 1
 
     @property
     def ep_size(self) -> int:
@@ -122,6 +134,7 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
         sp=sequence[SP],
         world_size=world_size,
         device=device,
+        ep_outside=config.ep_outside,
     )
 
 

@@ -52,7 +52,9 @@ def shard_model(
             are missing.
     """
     check_ranks_agree(model, state, options)
-    meshes = build_meshes(state.config, device)
+    meshes = state.meshes_beside
+    if meshes is None or not meshes.fit(state.config, device):
+        meshes = build_meshes(state.config, device)
     state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
     return shard_units(model, state, options, meshes)
 

@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForSequenceClass
 from hf_moe_ep import patch
 from hf_moe_ep.integrations import references
 from hf_moe_ep.integrations.install import WRAPPED_WHEN_IMPORTED
+from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.wrap import Wrap, find_owner, wrap_imported
 
 WORLD = 2
@@ -182,6 +183,35 @@ def shards_are_mixed_and_nothing_is_gathered(rank: int, world: int) -> None:
             references.mix_shards(left_to_trl, policy, other, 0.25)
 
 
+def num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def process_groups_are_shared(rank: int, world: int) -> None:
+    """Of a policy, its references and a teacher, whichever comes first; not by another layout."""
+    with launched():
+        policy = patch(tiny(**FP32), ep_size=2)
+        accelerator = beside(policy)
+        reference = reference_of(tiny(seed=3, **FP32), accelerator)
+        before = num_groups()
+        prepared(policy, accelerator, ep_size=2)
+        other = reference_of(patch(tiny(seed=4, **FP32), ep_size=2), accelerator)
+        teacher = accelerator.prepare_model(patch(tiny(**FP32), ep_size=2), evaluation_mode=True)
+        assert num_groups() == before
+        meshes = {id(patched_state(model).meshes) for model in (policy, reference, other, teacher)}
+        assert len(meshes) == 1
+        reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
+        assert num_groups() > before
+    with launched():
+        policy = patch(tiny(**FP32), ep_size=2)
+        accelerator = beside(policy)
+        apart = reference_of(patch(tiny(seed=4, **FP32), ep_size=1), accelerator)
+        prepared(policy, accelerator, ep_size=2)
+        mine, theirs = patched_state(policy).meshes, patched_state(apart).meshes
+        assert mine is not None and theirs is not None
+        assert (mine.ep_size, theirs.ep_size) == (2, 1)
+
+
 CHECKS = (
     a_patched_reference_is_sharded_where_trl_would,
     a_stock_reference_is_sharded_like_the_policy,
@@ -191,6 +221,7 @@ CHECKS = (
     what_is_no_language_model_is_left_to_trl,
     other_models_are_refused_by_name,
     shards_are_mixed_and_nothing_is_gathered,
+    process_groups_are_shared,
 )
 
 

@@ -126,6 +126,8 @@ def _check_rank(layout: Layout, meshes: Meshes, rank: int) -> None:
     assert (meshes.ep_size, meshes.ep_rank) == (len(ep_group), ep_group.index(rank))
     assert meshes.ep_fsdp_size == len(layout.ep_fsdp[0])
     assert (meshes.world_size, meshes.device) == (8, CPU)
+    fitting = [other for other in LAYOUTS.values() if meshes.fit(other.config, CPU)]
+    assert fitting == [layout] and not meshes.fit(layout.config, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
