@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from support.close import assert_close
 from support.scripts import CPU_4, run_script
 
 pytest.importorskip("trl", minversion="1.15")
@@ -19,6 +17,9 @@ pytest.importorskip("trl", minversion="1.15")
 JOB = Path(__file__).resolve().parents[1] / "support" / "jobs" / "online.py"
 RANKS, GLOBAL_BATCH, STEPS = 4, 8, 3
 FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 3 AdamW steps; a wrong factor is off by 2
+# Equal completions have no advantage, and those of unequal ones cancel: of what is left of terms of
+# about 1, what is below this is compared absolutely.
+CANCELLED = 0.1
 SAME = ("reward", "reward_std", "num_tokens", "completions/mean_length")
 CLOSE = ("loss", "grad_norm", "aux_loss", "entropy", "kl")
 
@@ -46,26 +47,28 @@ def run_job(folder: Path, *arguments: str, ranks: int) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["grpo", "grpo, LoRA", "rloo, greedy"])
+@pytest.mark.parametrize(
+    "trainer", ["grpo", "grpo, LoRA", "grpo, LoRA, greedy", "rloo, greedy", "rloo, LoRA"]
+)
 def test_generation_under_training_equals_stock(trainer: str, tmp_path: Path) -> None:
     """Token for token, and the same losses, gradients and rewards of them."""
-    name, _, option = trainer.partition(", ")
-    options = ["--trainer", name, *([f"--{option.lower()}"] if option else [])]
+    name, *wanted = trainer.split(", ")
+    options = ["--trainer", name, *(f"--{option.lower()}" for option in wanted)]
     want = run_job(tmp_path / "stock", *options, ranks=1)
     assert len(want.log) == STEPS and len(want.generated) == 2 * GLOBAL_BATCH
     lengths = {len(row.split()) for row in want.generated}
-    assert len(lengths) > 1 or option == "greedy"
+    assert len(lengths) > 1 or "greedy" in wanted
     for ep_size in (2, 4):
         got = run_job(tmp_path / f"ep{ep_size}", *options, "--ep-size", str(ep_size), ranks=RANKS)
         assert got.generated == want.generated, f"ep {ep_size}"
-        assert_same_log(f"ep {ep_size}", got, want, kl="LoRA" in trainer)
+        assert_same_log(f"ep {ep_size}", got, want, kl="LoRA" in wanted)
 
 
 def assert_same_log(where: str, got: Run, want: Run, *, kl: bool) -> None:
     for step, (mine, theirs) in enumerate(zip(got.log, want.log, strict=True), start=1):
-        assert mine.keys() == theirs.keys() and ("kl" in theirs) == kl
+        assert mine.keys() == theirs.keys() and ("kl" in want.log[0]) == kl
         for key in (key for key in SAME if key in theirs):
             assert mine[key] == theirs[key], f"{where}, {key} of step {step}"
         for key in (key for key in CLOSE if key in theirs):
-            pair = torch.tensor([mine[key], theirs[key]], dtype=torch.float64)
-            assert_close(f"{where}, {key} of step {step}", *pair, FP32_BUDGET)
+            budget = FP32_BUDGET * max(abs(theirs[key]), CANCELLED)
+            assert abs(mine[key] - theirs[key]) <= budget, (where, step, key, mine, theirs)
