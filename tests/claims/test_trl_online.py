@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.scripts import CPU_4, run_script
+from support.trl_cases import GENERATING, GENERATING_EP
 
 pytest.importorskip("trl", minversion="1.15")
 
@@ -47,9 +48,7 @@ def run_job(folder: Path, *arguments: str, ranks: int) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "trainer", ["grpo", "grpo, LoRA", "grpo, LoRA, greedy", "rloo, greedy", "rloo, LoRA"]
-)
+@pytest.mark.parametrize("trainer", GENERATING)
 def test_generation_under_training_equals_stock(trainer: str, tmp_path: Path) -> None:
     """Token for token, and the same losses, gradients and rewards of them."""
     name, *wanted = trainer.split(", ")
@@ -58,7 +57,7 @@ def test_generation_under_training_equals_stock(trainer: str, tmp_path: Path) ->
     assert len(want.log) == STEPS and len(want.generated) == 2 * GLOBAL_BATCH
     lengths = {len(row.split()) for row in want.generated}
     assert len(lengths) > 1 or "greedy" in wanted
-    for ep_size in (2, 4):
+    for ep_size in GENERATING_EP:
         got = run_job(tmp_path / f"ep{ep_size}", *options, "--ep-size", str(ep_size), ranks=RANKS)
         assert got.generated == want.generated, f"ep {ep_size}"
         assert_same_log(f"ep {ep_size}", got, want, kl="LoRA" in wanted)

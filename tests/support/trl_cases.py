@@ -12,6 +12,7 @@ class Case:
     `lora` is "ours" where the policy comes with adapters, of which TRL keeps a copy as reference,
     and "TRL's" where TRL attaches them, and switches them off. `data` is "pairs" of a prompt and
     its completion, "chat" or "tokens". `refused` is what the error says where there is one.
+    `model` names one of `tiny`'s. `each_rank`: stock runs on as many ranks, under DDP.
     """
 
     name: str
@@ -24,6 +25,8 @@ class Case:
     data: str = "pairs"
     arguments: dict[str, Any] = field(default_factory=dict)
     refused: str = ""
+    model: str = "qwen3_moe"
+    each_rank: bool = False
 
 
 PACKED = {"packing": True, "max_length": 16}
@@ -54,6 +57,8 @@ PRECOMPUTE = {"precompute_ref_log_probs": True}
 # TRL's KL term is that of a rank's batch, also in stock: a loss without it can be compared.
 NO_KL = {"loss_type": "apo_zero_unpaired"}
 OFF_POLICY = {"lmbda": 0.0}
+# Then TRL's loss is the mean of the ranks' means; completions have different lengths.
+PER_RANK = OFF_POLICY | {"average_tokens_across_devices": False}
 # Completions of a prompt are equal, and so are their rewards: what is learned is the reference's.
 GREEDY = {"beta": 0.5, "num_generations": 2, "max_completion_length": 6, "top_k": 1}
 GENERATES = "lets each rank generate completions of its own"
@@ -73,6 +78,9 @@ PREFERENCES = [
     Case("adapters switched off", "DPO", lora="TRL's"),
     Case("adapters switched off, sp 2", "DPO", lora="TRL's", sp=2),
     Case("adapters switched off, precomputed", "DPO", lora="TRL's", arguments=PRECOMPUTE),
+    Case("vision-language, stock reference", "DPO", "stock", model="qwen3_vl_moe"),
+    Case("vision-language, patched reference", "DPO", "patched", model="qwen3_vl_moe"),
+    Case("vision-language, no reference", "DPO", model="qwen3_vl_moe"),
     Case("KTO, stock reference", "KTO", "stock", arguments=NO_KL),
     Case("KTO, patched reference", "KTO", "patched", arguments=NO_KL),
     Case("KTO, stock reference, sp 2", "KTO", "stock", sp=2, arguments=NO_KL),
@@ -85,11 +93,13 @@ PREFERENCES = [
     Case("RLOO, sp 2", "RLOO", sp=2, arguments=GREEDY, refused=GENERATES),
     Case("RLOO, LoRA, sp 2", "RLOO", sp=2, lora="TRL's", arguments=GREEDY, refused=GENERATES),
     Case("GKD, patched teacher", "GKD", "patched", arguments=OFF_POLICY),
+    Case("GKD, beside ranks of stock", "GKD", "patched", arguments=OFF_POLICY, each_rank=True),
+    Case("GKD, each rank's mean", "GKD", "patched", arguments=PER_RANK, each_rank=True),
     Case("GKD, patched teacher, LoRA", "GKD", "patched", lora="TRL's", arguments=OFF_POLICY),
     Case("GKD, patched teacher, sp 2", "GKD", "patched", sp=2, arguments=OFF_POLICY),
     Case("GKD, LoRA, sp 2", "GKD", "patched", lora="TRL's", sp=2, arguments=OFF_POLICY),
 ]
 
-# With `generate` of the model in training: a trainer, and an option of tests/support/jobs/online.py
-GENERATING = ("grpo", "grpo, LoRA", "rloo, greedy")
+# With `generate` of the model in training: a trainer, options of tests/support/jobs/online.py
+GENERATING = ("grpo", "grpo, LoRA", "grpo, LoRA, greedy", "rloo, greedy", "rloo, LoRA")
 GENERATING_EP = (2, 4)

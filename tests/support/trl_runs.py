@@ -24,7 +24,10 @@ from support.words import text, tokenizer
 WORLD = 4
 STEPS = 4
 NUM_SAMPLES = 48
-SIZES: dict[str, Any] = {"dtype": torch.float32, "num_hidden_layers": 3}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"dtype": torch.float32, "num_hidden_layers": 3},
+    "qwen3_vl_moe": {"dtype": torch.float32},
+}
 LOSS_BUDGET = 1e-6  # absolute, or relative where it is above 1; fp32 rounding is 6e-8 per operation
 NORM_BUDGET = 1e-5  # relative
 # Accuracies of equal models count signs of roundings.
@@ -38,7 +41,8 @@ CHAT = (
 
 
 def _tokens(start: int, count: int, step: int) -> list[int]:
-    return [3 + (start + step * place) % 90 for place in range(count)]
+    # From 90 on they stand for pictures, where a model knows any.
+    return [3 + (start + step * place) % 87 for place in range(count)]
 
 
 def _said(tokens: list[int]) -> str:
@@ -76,8 +80,8 @@ def _length(completions: list[str], **_: Any) -> list[float]:
 
 def _policy(case: Case, seed: int = 0) -> nn.Module:
     if case.trainer == "Reward":
-        return tiny("qwen3_moe, rewards", **SIZES, seed=seed, num_labels=1)
-    return tiny(**SIZES, seed=seed)
+        return tiny("qwen3_moe, rewards", **SIZES[case.model], seed=seed, num_labels=1)
+    return tiny(case.model, **SIZES[case.model], seed=seed)
 
 
 def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | None) -> Log:
@@ -99,7 +103,7 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
         dist.barrier()
     policy: nn.Module = _policy(case)
     policy.name_or_path = policy.config._name_or_path = os.fspath(folder / "model")
-    reference = None if case.reference == "none" else tiny(**SIZES, seed=1)
+    reference = None if case.reference == "none" else _policy(case, seed=1)
     if case.lora == "ours":
         policy = with_lora(policy, seed=0)
     if prepare is not None:
@@ -158,16 +162,18 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def run_on_ranks(case: Case, rank: int, world: int, folder: str) -> Log | str:
-    """What a rank logs, or the error that it was refused with."""
+def run_on_ranks(case: Case, rank: int, world: int, folder: str) -> tuple[Log | str, Log]:
+    """What a rank logs, or the error that it was refused with; and what it logs in stock."""
+    theirs = run(case, Path(folder), world, None) if case.each_rank else []
+    AcceleratorState._reset_state(True)
     with launched():
         if not case.refused:
-            return run(case, Path(folder), world, patch)
+            return run(case, Path(folder), world, patch), theirs
         try:
             run(case, Path(folder), world, patch)
         except ValueError as error:
-            return str(error)
-    return "no error"
+            return str(error), theirs
+    return "no error", theirs
 
 
 class Stock:
@@ -194,13 +200,14 @@ def checks(cases: list[Case]) -> list[Any]:
     return on_ranks(WORLD, runs, slow=True, timeout=400)
 
 
-def assert_equals_stock(case: Case, got: Log | str, stock: Stock) -> None:
+def assert_equals_stock(case: Case, found: tuple[Log | str, Log], stock: Stock) -> None:
     """What rank 0 logged is what stock logs, or what the error says is what the case says."""
+    got, theirs = found
     if case.refused:
         assert isinstance(got, str) and case.refused in got
     else:
         assert isinstance(got, list)
-        assert_same_log(case, got, stock.log(case))
+        assert_same_log(case, got, theirs if case.each_rank else stock.log(case))
 
 
 def assert_same_log(case: Case, got: Log, want: Log) -> None:
@@ -213,7 +220,7 @@ def assert_same_log(case: Case, got: Log, want: Log) -> None:
             budget = LOSS_BUDGET * relative if key == "loss" else 10 * LOSS_BUDGET * relative
             if key == "grad_norm":
                 budget = NORM_BUDGET * theirs[key]
-            if case.trainer == "GKD" and key in ("loss", "grad_norm"):
+            if case.trainer == "GKD" and not case.each_rank and key in ("loss", "grad_norm"):
                 # TRL divides by the tokens of all ranks, then averages over ranks, in stock too.
                 mine *= WORLD // case.sp
             assert abs(mine - theirs[key]) <= budget, (case.name, step, key, ours, theirs)
