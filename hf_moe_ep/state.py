@@ -22,7 +22,6 @@ keyword) to search for in FILE.
     moe/recompute.py | frame | the checkpointed layer that runs, during its run
     lora/computed.py | adapters | the active ones, one forward
     integrations/shared_batches.py | sums_losses gather_logits | a Trainer; one prediction
-    integrations/references.py | meshes_beside | process groups of a model that is laid out alike
     checkpoints/training/save.py | saver | from the first save in the background on
     -- what travels with one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
@@ -47,7 +46,7 @@ keyword) to search for in FILE.
     __init__.py | _broken __getattr__ | what failed at import, and what raises it at first use
     -- what Accelerate and the Trainer are told, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | how many ranks share a batch
-    integrations/references.py | _hf_moe_ep_policy | of which model a reference will be one
+    integrations/references.py | _hf_moe_ep_policy meshes_beside | what a reference stands beside
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
