@@ -6,6 +6,7 @@ happened.
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,13 @@ def test_a_killed_loop_goes_on_from_its_last_state(tmp_path: Path) -> None:
     assert rest == whole[3:]
     want, got = (read_all(tmp_path / name / "model") for name in ("whole", "rest"))
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+@pytest.mark.slow
+def test_a_tracker_that_fails_ends_all_ranks_and_is_named(tmp_path: Path) -> None:
+    """It is called on rank 0 alone; the launcher ends the ranks that wait for that one."""
+    began = time.monotonic()
+    said = r"tracker 'lines' \(.*Lines\) failed on rank 0: OSError: no space left on device"
+    with pytest.raises(AssertionError, match=rf"exit code 1 of [\s\S]*{said}"):
+        run_job(tmp_path / "failing", "--ep-size", "2", "--tracker-fails-at", "2")
+    assert time.monotonic() - began < 150

@@ -6,6 +6,7 @@ its state amid the epoch, and skips what was seen, ends at the same weights bit 
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -248,6 +249,38 @@ def _goes_on(loop: Loop, whole: Ran, rank: int, folder: str) -> None:
         assert torch.equal(rest.weights[name], weight), name
 
 
+# What a loop does with a micro-batch: keep its gradients on this rank, take a step with all that
+# were kept, only look at the loss, or drop all gradients.
+SKIPS = ("keep", "step", "look", "step", "drop", "keep", "look", "step", "look")
+
+
+def skipped_steps_equal_one_process(rank: int, world: int) -> None:
+    stock = tiny(dtype=torch.float32)
+    wanted = torch.optim.SGD(stock.parameters(), lr=0.1)
+    with launched():
+        accelerator, model, optimizer = prepared(
+            tiny(dtype=torch.float32, seed=rank), make_optimizer=torch.optim.SGD, ep_size=2
+        )
+        for index, what in enumerate(SKIPS):
+            micro = [batch(stock, 2, 7 + r, seed=10 * index + r) for r in range(world)]
+            losses = [stock(**one).loss for one in micro]
+            with accelerator.no_sync(model) if what == "keep" else nullcontext():
+                loss = model(**micro[rank]).loss
+                if what != "look":
+                    accelerator.backward(loss)
+                    (sum(losses) / world).backward()
+            assert_close(f"loss {index}", loss, losses[rank], FP32_BUDGET)
+            if what == "step":
+                optimizer.step()
+                wanted.step()
+            if what in ("step", "drop"):
+                optimizer.zero_grad()
+                wanted.zero_grad()
+        weights = _whole(model)
+    for name, parameter in stock.named_parameters():
+        assert_close(name, weights[name], parameter, FP32_BUDGET)
+
+
 class Failing(GeneralTracker):
     """A tracker whose disk is full."""
 
@@ -302,7 +335,7 @@ QUICK = ("stream, accumulated",)
     [
         *on_ranks(2, {name: ON_TWO_RANKS.pop(name) for name in QUICK}),
         *on_ranks(2, what_cannot_work_is_named),
-        *on_ranks(2, ON_TWO_RANKS, slow=True),
+        *on_ranks(2, ON_TWO_RANKS, skipped_steps_equal_one_process, slow=True),
     ],
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:

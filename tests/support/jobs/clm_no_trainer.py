@@ -41,9 +41,10 @@ class Lines(GeneralTracker):
     requires_logging_directory = False
     main_process_only = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fails_at: int | None) -> None:
         super().__init__()
         self.path = path
+        self.fails_at = fails_at
 
     @property
     def tracker(self) -> Path:
@@ -53,6 +54,8 @@ class Lines(GeneralTracker):
         self.log(values, None)
 
     def log(self, values: dict[str, Any], step: int | None, **_: Any) -> None:
+        if step is not None and step == self.fails_at:
+            raise OSError("no space left on device")
         with open(self.path, "a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
@@ -88,6 +91,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--checkpointing-steps", type=int, default=3)
     parser.add_argument("--die-at", type=int, help="kill the process behind this step's state")
+    parser.add_argument("--tracker-fails-at", type=int, help="a step that it cannot write")
     parser.add_argument("--resume", type=Path, help="the folder of a state")
     options = parser.parse_args()
 
@@ -96,7 +100,7 @@ def main() -> None:
         gradient_accumulation_steps=2,
         # One order of the rows, whatever the number of processes.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-        log_with=Lines(options.folder / "tracked.jsonl"),
+        log_with=Lines(options.folder / "tracked.jsonl", options.tracker_fails_at),
     )
     set_seed(7)
     model = tiny(dtype=torch.float32)
