@@ -15,7 +15,9 @@ import pytest
 import torch
 from support.checks import Check, Found
 from support.close import assert_close
+from support.hub_files import read_all
 from support.scripts import CPU_4, run_script
+from support.tiny_models import tiny
 from support.trl_cases import REWARD, SFT
 
 # Since 1.15 its loss reads the backbone's states and the head's weight, never logits.
@@ -31,7 +33,7 @@ FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 4 AdamW steps; a wrong fact
 
 def run_job(folder: Path, config_file: Path | None, *arguments: str) -> Any:
     """What the script left behind."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     output = folder / "output.txt"
     run_script(JOB, os.fspath(folder), *arguments, output=output, config_file=config_file)
     return json.loads((folder / "run.json").read_text())
@@ -59,6 +61,25 @@ def test_packed_sft_equals_stock(tmp_path: Path) -> None:
         assert torch.equal(series(got, key), series(want, key)), key
     assert series(want, "loss")[-1] < series(want, "loss")[0]
     assert series(want, "mean_token_accuracy")[-1] > series(want, "mean_token_accuracy")[0]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Bit by bit: on the same ranks the rest of the run is the same arithmetic."""
+    always = ("--batch", "1", "--parallel", "--save")
+    whole = run_job(tmp_path / "whole", CPU_4, *always)
+    with pytest.raises(AssertionError, match="exit code 1 "):
+        run_job(tmp_path / "killed", CPU_4, *always, "--die-at", "3")
+    assert not (tmp_path / "killed" / "model").exists()
+    rest = run_job(tmp_path / "killed", CPU_4, *always, "--resume")
+    assert (whole["steps"], rest["steps"]) == (STEPS, STEPS - 2)
+    for key in ("loss", "grad_norm", "aux_loss", "entropy", "mean_token_accuracy", "learning_rate"):
+        assert torch.equal(series(rest, key), series(whole, key)), key
+    want, got = (read_all(tmp_path / name / "model") for name in ("whole", "killed"))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    router = "model.layers.0.mlp.gate.weight"
+    assert not torch.equal(want[router], tiny(dtype=torch.float32).state_dict()[router])
 
 
 @pytest.fixture(scope="module")

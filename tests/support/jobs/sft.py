@@ -5,17 +5,23 @@
         tests/support/jobs/sft.py FOLDER --batch 1 --parallel              4 ranks at ep 2, sp 2
 
 `--parallel` adds two lines, an import and a call; nothing else asks for it. FOLDER/run.json is
-what the trainer logged and the lengths of the documents in each packed row.
+what the trainer logged, the lengths of the documents in each packed row, and how many steps ran.
+
+`--save` writes a checkpoint at step 2, and FOLDER/model at the end; `--die-at N` lets the last rank
+kill itself amid step N, `--resume` goes on from the newest checkpoint.
 """
 
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl import SFTConfig, SFTTrainer
 
 from support.tiny_models import tiny
@@ -39,11 +45,31 @@ def documents() -> Dataset:
     return Dataset.from_list(samples)
 
 
+class Steps(TrainerCallback):
+    """Counts steps that are begun; SIGKILL for the last rank between two micro-batches of one."""
+
+    def __init__(self, die_at: int) -> None:
+        self.die_at = die_at
+        self.begun = 0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.begun += 1
+
+    def on_substep_end(
+        self, args: SFTConfig, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if state.global_step + 1 == self.die_at and args.process_index == args.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--parallel", action="store_true")
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
 
     arguments = SFTConfig(
@@ -60,7 +86,8 @@ def main() -> None:
         router_aux_loss_coef=0.1,
         use_cpu=True,
         bf16=False,
-        save_strategy="no",
+        save_strategy="steps" if options.save else "no",
+        save_steps=2,
         report_to="none",
         disable_tqdm=True,
     )
@@ -71,16 +98,20 @@ def main() -> None:
 
         patch(model, ep_size=2, sp_size=2)
 
+    steps = Steps(options.die_at)
     trainer = SFTTrainer(
         model,
         args=arguments,
         train_dataset=documents(),
         processing_class=tokenizer(model.config.vocab_size),
+        callbacks=[steps],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=options.resume)
+    if options.save:
+        trainer.save_model(os.fspath(options.folder / "model"))
     if trainer.is_world_process_zero():
         rows = list(trainer.train_dataset["seq_lengths"])
-        run = {"log": trainer.state.log_history, "rows": rows}
+        run = {"log": trainer.state.log_history, "rows": rows, "steps": steps.begun}
         (options.folder / "run.json").write_text(json.dumps(run))
 
 
