@@ -2,10 +2,12 @@
 
 The first sentence of a test module is a row, and so is that of each test, and of each check on
 ranks `name(..., rank, world)`, that has a docstring, behind its name: names are the claims there.
+What is run of TRL is a table of the cases that its tests run.
 """
 
 import argparse
 import ast
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -43,6 +45,40 @@ DTensors, which some optimizers cannot take.
 """
 
 
+TRAINERS = """## Trainers of TRL
+
+What the tests run on 4 ranks, each beside one stock process (or, where it is refused, up to the
+error), from `support/trl_cases.py`: losses within 1e-6 of stock's, norms of gradients within 1e-5,
+and what the trainer logs besides; with `generate` in training 1e-5. "-": nobody has run it.
+Distillation (GKD) is off-policy; KTO is without its KL term, which TRL takes of a rank's batch.
+"""
+
+
+def trainers() -> str:
+    """A row for each trainer, full and LoRA, a column for each (ep, sp) of the cases."""
+    from support.trl_cases import PREFERENCES, REWARD, SFT, generating
+
+    cases = [*SFT, *REWARD, *PREFERENCES, *generating()]
+    sizes = sorted({(case.sp, case.ep) for case in cases})
+    reasons = list(dict.fromkeys(case.refused for case in cases if case.refused))
+    heads = [f"ep {ep}" + (f", sp {sp}" if sp > 1 else "") for sp, ep in sizes]
+    lines = [f"| trainer | | {' | '.join(heads)} |", "|---" * (2 + len(sizes)) + "|"]
+    for trainer in dict.fromkeys(case.trainer for case in cases):
+        for lora in (False, True):
+            cells = []
+            for size in sizes:
+                here = [
+                    case
+                    for case in cases
+                    if (case.trainer, bool(case.lora), case.sp, case.ep) == (trainer, lora, *size)
+                ]
+                refused = [f"refused ({reasons.index(c.refused) + 1})" for c in here if c.refused]
+                cells.append(refused[0] if refused else "as stock" if here else "-")
+            lines.append(f"| {trainer} | {'LoRA' if lora else 'full'} | {' | '.join(cells)} |")
+    whys = [f'{number}. "... {reason} ..."' for number, reason in enumerate(reasons, start=1)]
+    return "\n".join([TRAINERS, *lines, "", "Refused, with an error that says:", "", *whys]) + "\n"
+
+
 def first_sentence(docstring: str) -> str:
     """Up to the first full stop that ends a sentence, on one line."""
     text = " ".join(docstring.split("\n\n")[0].split())
@@ -71,7 +107,7 @@ def table() -> str:
     folders: dict[str, list[Path]] = {}
     for file in sorted(TESTS.rglob("test_*.py")):
         folders.setdefault(file.parent.relative_to(TESTS).as_posix(), []).append(file)
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION, trainers()]
     for folder in sorted(folders, key=lambda name: (name != "claims", name != ".", name)):
         rows = [row for file in folders[folder] for row in rows_of_file(file)]
         title = "The package's own modules" if folder == "." else f"{folder}/"
@@ -84,6 +120,7 @@ def table() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit with 1 if it is out of date")
+    sys.path.append(os.fspath(TESTS))
     readme = TESTS / "README.md"
     if parser.parse_args().check:
         return int(not readme.exists() or readme.read_text() != table())
