@@ -47,7 +47,7 @@ DTensors, which some optimizers cannot take.
 
 TRAINERS = """## Trainers of TRL
 
-What the tests run on 4 ranks, each beside one stock process (or, where it is refused, up to the
+What the tests run on 4 ranks, each beside stock in one process (or, where it is refused, up to the
 error), from `support/trl_cases.py`: losses within 1e-6 of stock's, norms of gradients within 1e-5,
 and what the trainer logs besides; with `generate` in training 1e-5. "-": nobody has run it.
 Distillation (GKD) is off-policy; KTO is without its KL term, which TRL takes of a rank's batch.
