@@ -13,7 +13,7 @@ TRL's DPOTrainer prepares a policy and a reference, once for each side:
 
 A forward is about a third of a forward and its backward, so a reference costs a third more and
 what its weights cost to gather. All four take turns in the same processes, so a busy machine slows
-all of them. Losses of both sides must agree to 1e-5 before anything is printed.
+all of them. Losses of both sides must agree to 1e-4 before anything is printed.
 
 It measures no GPU and no network: two processes on one machine.
 """
@@ -42,7 +42,7 @@ from hf_moe_ep import patch
 WORLD = 2
 SIDES = ("ours", "stock FSDP2")
 STEPS = ("DPO", "SFT")
-TOLERANCE = 1e-5
+TOLERANCE = 1e-4  # fp32: a DPO loss is of differences of sums over hundreds of tokens
 WARMUP_ROUNDS = 2
 # As `accelerate launch` has it. Ranks have met already, so nobody listens at the address.
 LAUNCHED = {
