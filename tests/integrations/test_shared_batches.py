@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_moe_ep import data_parallel_rank, data_parallel_size, global_token_count, patch
-from hf_moe_ep.integrations.shared_batches import sharing
+from hf_moe_ep.integrations.shared_batches import create_accelerator, sharing
 from hf_moe_ep.state import find_state
 
 WORLD, DATA_RANKS, NUM_ROWS = 4, 2, 14
@@ -242,3 +243,11 @@ def test_on_four_ranks(found: Found, claim: Check) -> None:
 @pytest.mark.parametrize("claim", on_ranks(2, BY_NAME[2]))
 def test_the_trainer_on_two_ranks_that_share(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+def test_what_each_rank_generates_for_itself_cannot_be_shared() -> None:
+    """GRPO and its like, refused where the trainer is made."""
+    model = patch(tiny(num_hidden_layers=1), sp_size=2)
+    trainer: Any = SimpleNamespace(model=model, _generate_and_score_completions=None)
+    with pytest.raises(ValueError, match=r"lets each rank generate .* with sp_size=2 that many"):
+        create_accelerator(lambda self: None, trainer)
