@@ -201,7 +201,7 @@ def measure_rank(rank: int, sizes: Sizes) -> Measured:
             dist.barrier()
             if number >= WARMUP_ROUNDS:
                 seconds[side, step].append(time.perf_counter() - start)
-            losses[side, step] = float(loss)
+            losses[side, step] = float(loss.detach())
             trainer.model.zero_grad()
     return Measured(seconds, losses)
 
