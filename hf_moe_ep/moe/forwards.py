@@ -27,6 +27,7 @@ from hf_moe_ep.moe.layer import moe_forward
 from hf_moe_ep.state import ModelState, Ours, ReliedOn
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.replaced_forwards import (
+    class_with_forward,
     forward_functions,
     forward_of_class,
     is_computed_by_liger,
@@ -40,9 +41,11 @@ _logger = logging.getLogger("hf_moe_ep")
 
 def check_forwards(parts: Parts, state: ModelState) -> None:
     """Raise where somebody else than Liger has replaced a forward before `patch`."""
-    for name, module, _ in _relied_on(parts, state):
+    for name, module, is_experts in _relied_on(parts, state):
         if not is_computed_by_liger(module):
             _check(name, module, forward_of_class(module), "before patch()")
+        if not is_experts:
+            _check_class(name, module)
 
 
 def rely_on_forwards(parts: Parts, state: ModelState) -> None:
@@ -135,6 +138,20 @@ def _relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.Module
     if state.config.sp_size not in (None, 1):
         for index, module in enumerate(parts.attention):
             yield f"{type(module).__name__} {index}", module, False
+
+
+def _check_class(name: str, module: nn.Module) -> None:
+    """Raise where somebody has given the class of a block, or of attention, another forward.
+
+    A class of somebody's own may take the place of the whole: its forward is in its own file.
+    """
+    owner, function = class_with_forward(module)
+    if function.__module__ != owner.__module__:
+        raise ValueError(
+            f"the forward of {qualified_name(owner)}, the class of {name}, was replaced before "
+            f"patch() by {qualified_name(function)}, which may compute without hf_moe_ep; leave "
+            f"out what replaces it, or let it call the original and say so (functools.wraps)"
+        )
 
 
 def _check(name: str, module: nn.Module, wanted: object, when: str) -> None:

@@ -51,6 +51,12 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
     return function
 
 
+def class_with_forward(module: nn.Module) -> tuple[type, Callable[..., Any]]:
+    """Return the class from which `module` has its forward, and that function."""
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    return owner, vars(owner)["forward"]
+
+
 def qualified_name(function: Any) -> str:
     """Name a function with its module, for errors."""
     name = getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,5 +1,7 @@
 """GRPO with an engine: after each of 3 steps on 4 ranks it holds what save_pretrained writes.
 
+Each byte reaches a rank that lacks it once, LoRA's factors included, and in small parts.
+
 The engine is `support.engine`'s stand-in for vLLM, in TRL's colocate mode; its completions are
 drawn from a seed, their tokens are as good as any for a step of the optimizer.
 """
@@ -22,14 +24,17 @@ from support.engine import Engine
 from support.hub_files import hub_state, read_all
 from support.launched import launched
 from support.parity import full_tensor
+from support.received import Received, not_here
 from support.tiny_models import tiny
 
-from hf_moe_ep import patch, save_pretrained
+from hf_moe_ep import hub_tensors, patch, save_pretrained
+from hf_moe_ep.integrations import engines
 from hf_moe_ep.lora.factors import pack_factors
 
 pytest.importorskip("trl", minversion="1.16")
 
 STEPS = 3
+SMALL = 40_000  # bytes at once, of a sync
 LORA = LoraConfig(
     r=4, target_modules=["q_proj", "v_proj"], target_parameters=list(EXPERTS), use_rslora=True
 )
@@ -75,7 +80,11 @@ def _generation_with(engine: Engine, after_sync: Any) -> Any:
 
         def sync_weights(self) -> None:
             engine.begin()
-            super().sync_weights()
+            small = partial(hub_tensors, max_bytes=SMALL)
+            with mock.patch.object(engines, "hub_tensors", small), Received() as received:
+                super().sync_weights()
+            assert received.bytes == not_here(self.model.parameters())
+            assert 0 < received.largest <= SMALL
             after_sync(self.model)
 
         def generate(self, prompts: Any, images: Any, num_generations: int, **_: Any) -> Any:

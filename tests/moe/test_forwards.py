@@ -23,6 +23,7 @@ from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 
@@ -240,3 +241,35 @@ def test_another_patcher_is_named(path: str) -> None:
     ):
         module.forward = wrapper
         assert torch.equal(model(**_whole_batch(model)).loss, wanted)
+
+
+def test_a_class_whose_forward_was_replaced_is_named() -> None:
+    """Before `patch` and behind it; what wraps the original, or a class of one's own, may stay."""
+    block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock
+    stock = block.forward
+    wanted = tiny()(**_whole_batch(tiny())).loss
+
+    @functools.wraps(stock)
+    def around(self: Any, hidden_states: Tensor) -> Tensor:
+        return stock(self, hidden_states)
+
+    class Own(block):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: Tensor) -> Any:
+            return super().forward(hidden_states)
+
+    with mock.patch.object(block, "forward", _foreign):
+        with pytest.raises(
+            ValueError, match=r"forward of .*SparseMoeBlock, the class of .*mlp, was .*_foreign"
+        ):
+            patch(tiny())
+    model: Any = patch(tiny())
+    with mock.patch.object(block, "forward", _foreign):
+        with pytest.raises(ValueError, match=r"replaced since patch\(\).*_foreign"):
+            model(**_whole_batch(model))
+    for place, name, new in (
+        (block, "forward", around),
+        (modeling_qwen3_moe, "Qwen3MoeSparseMoeBlock", Own),
+    ):
+        with mock.patch.object(place, name, new):
+            model = patch(tiny())
+            assert torch.equal(model(**_whole_batch(model)).loss, wanted)
