@@ -3,7 +3,7 @@
 Everything that acts on a model asks here, once, instead of searching by itself:
 
     parts = find_parts(model)
-    parts.plan                  what `model_patches` declares for its `config.model_type`
+    parts.plan                  derived from the model, or what `model_patches` says instead
     parts.layers                decoder layers, in order
     parts.experts               name -> experts module of every MoE layer, in order
     parts.tower                 the vision tower and whose forward runs it; None for text alone
@@ -16,13 +16,14 @@ replaces an embedding, makes a `Parts` stale: sharding looks again.
 from __future__ import annotations
 
 import importlib
-import pkgutil
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-import model_patches
+from hf_moe_ep.derive import derive_plan, is_attention, stacked_experts
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.adapters import without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
@@ -30,6 +31,7 @@ from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
 from hf_moe_ep.upstream.module_names import stock_name
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import takes_tower_outputs
+from model_patches.standard import SEQUENCE_PARALLEL
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Parts:
         layers: decoder layers, in order; with the wrapper that checkpoints them, if any.
         experts: by name, the experts modules of all MoE layers, in order, without wrappers.
         adapted_experts: the same by the index of their decoder layer, within the wrappers of
-            their adapters: what is to be sharded as one.
+            their adapters: what is to be sharded as one. A layer may have several.
         attention: modules of decoder layers that call transformers' attention interface.
         final_norm: the norm in front of the head.
         causal_lm: the module that owns `head`; None without a head onto the vocabulary.
@@ -72,7 +74,7 @@ class Parts:
     root: nn.Module
     layers: tuple[nn.Module, ...]
     experts: dict[str, nn.Module]
-    adapted_experts: dict[int, nn.Module]
+    adapted_experts: dict[int, tuple[nn.Module, ...]]
     attention: tuple[nn.Module, ...]
     final_norm: tuple[nn.Module, ...]
     embedding: nn.Module | None
@@ -84,36 +86,77 @@ class Parts:
     @property
     def num_experts(self) -> int:
         """Experts of each MoE layer."""
-        return int(getattr(self.config, self.plan.num_experts))
+        return stacked_experts(next(iter(self.experts.values())), self.plan)
 
 
-def known_architectures() -> list[str]:
-    """List the `model_type` of every architecture that `patch` knows."""
-    return sorted(module.name for module in pkgutil.iter_modules(model_patches.__path__))
+@dataclass(frozen=True)
+class Differences:
+    """What `model_patches` says of an architecture, instead of what would be derived."""
+
+    origin: str = "derived"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    refused: str = ""
+
+    def applied(self, plan: ModelPlan) -> ModelPlan:
+        """The plan with these differences, and what was tested of its architecture."""
+        granted = plan.model_type in SEQUENCE_PARALLEL and not plan.mixers
+        return replace(plan, origin=self.origin, sequence_parallel=granted, **self.fields)
 
 
-def find_plan(model: nn.Module) -> tuple[ModelPlan, Any]:
-    """Return what is declared about a model's architecture, and its text config."""
+def differences(model_type: str) -> Differences:
+    """Look up what is known of an architecture beyond what can be derived."""
+    name = f"model_patches.{model_type}"
+    if not model_type.isidentifier() or importlib.util.find_spec(name) is None:
+        return Differences()
+    said = importlib.import_module(name)
+    return Differences(
+        f"derived, with model_patches/{model_type}.py",
+        getattr(said, "DIFFERS", {}),
+        getattr(said, "REFUSED", ""),
+    )
+
+
+def find_plan(model: nn.Module, given: ModelPlan | None = None) -> tuple[ModelPlan, Any]:
+    """Return the plan of a model that is not sharded, and its text config.
+
+    It is the one that was `given`, else derived, with what `model_patches` says instead.
+
+    Raises:
+        ValueError: the architecture cannot be derived, or is refused, with the reason.
+    """
+    return _plan_of(model, _Named(model), given)
+
+
+def _plan_of(model: nn.Module, named: _Named, given: ModelPlan | None) -> tuple[ModelPlan, Any]:
     model_config = getattr(model, "config", None)
-    model_type = getattr(model_config, "model_type", None)
-    if model_type not in known_architectures():
-        raise ValueError(
-            f"unknown architecture {model_type!r} ({type(model).__name__}); "
-            f"known are: {', '.join(known_architectures())}"
-        )
-    plan = importlib.import_module(f"model_patches.{model_type}").PLAN
-    return plan, text_config(model_config)
+    config = None if model_config is None else text_config(model_config)
+    if given is not None:
+        return given, config
+    model_type = str(getattr(model_config, "model_type", ""))
+    said = differences(model_type)
+    if said.refused:
+        raise ValueError(f"{type(model).__name__} ({model_type}) cannot be patched: {said.refused}")
+    inner = without_adapters(model)
+    prefix = next((name for name, module in model.named_modules() if module is inner), "")
+    start = f"{stock_name(prefix)}." if prefix else ""
+    modules = {
+        name[len(start) :]: module
+        for name, module in named.stock.items()
+        if name.startswith(start) and name != start.rstrip(".")
+    }
+    plan = derive_plan(inner, {"": named.stock.get(prefix, inner)} | modules)
+    return said.applied(plan), config
 
 
-def find_parts(model: nn.Module) -> Parts:
+def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
     """Find the parts of a model that is not sharded yet, and check them against its config.
 
     Raises:
-        ValueError: an unknown architecture; not the MoE layers that the config promises; no
-            vision tower where the architecture has one.
+        ValueError: an architecture that cannot be derived; not the layers that the config
+            promises; modules that are not where a `given` plan says.
     """
-    plan, config = find_plan(model)
     named = _Named(model)
+    plan, config = _plan_of(model, named, given)
     embedding, head = input_embedding(model), output_head(model)
     owners = (module for module in model.modules() if head in own_children(module))
     return Parts(
@@ -123,8 +166,8 @@ def find_parts(model: nn.Module) -> Parts:
         layers=tuple(named.unadapted[name] for name in named.like(plan.layers)),
         experts=_find_experts(model, named, plan, config),
         adapted_experts=_adapted_experts(named, plan),
-        attention=tuple(named.stock[name] for name in named.like(plan.attention)),
-        final_norm=tuple(named.unadapted[name] for name in named.like(plan.final_norm)),
+        attention=_find_attention(named, plan),
+        final_norm=tuple(named.unadapted[name] for name in named.outermost_like(plan.final_norm)),
         embedding=embedding,
         head=head,
         causal_lm=None if head is None else next(owners, None),
@@ -154,7 +197,11 @@ class _Named:
 
     def like(self, pattern: str) -> list[str]:
         """Names that match a pattern of the plan, in the model's order."""
-        return [name for name in self.stock if matches(pattern, name)]
+        return [name for name in self.stock if pattern and matches(pattern, name)]
+
+    def outermost_like(self, pattern: str) -> list[str]:
+        """Return the name that matches with the fewest components, none or one."""
+        return sorted(self.like(pattern), key=lambda name: name.count("."))[:1]
 
 
 def _find_experts(
@@ -162,26 +209,29 @@ def _find_experts(
 ) -> dict[str, nn.Module]:
     experts = {name: named.stock[name] for name in named.like(plan.experts)}
     others = [name for name, module in experts.items() if not is_experts_module(module)]
-    expected = plan.num_moe_layers(config)
-    if len(experts) != expected or expected == 0 or others:
+    if not experts or others:
         raise ValueError(
             f"found {len(experts)} experts modules named '{plan.experts}' in this "
-            f"{type(model).__name__}, expected {expected} from its config"
-            + (f"; not of transformers' experts interface: {', '.join(others)}" if others else "")
-            + f". patch() wants the model as from_pretrained returns it, with at least one MoE "
-            f"layer of {plan.model_type}"
+            f"{type(model).__name__}"
+            + (f", not of transformers' experts interface: {', '.join(others)}" if others else "")
+            + ". The plan has to say where they are: ModelPlan(experts=...)"
         )
     return experts
 
 
-def _adapted_experts(named: _Named, plan: ModelPlan) -> dict[int, nn.Module]:
+def _find_attention(named: _Named, plan: ModelPlan) -> tuple[nn.Module, ...]:
+    """Modules of the plan's name; of a derived plan's those alone that call the interface."""
+    found = (named.stock[name] for name in named.like(plan.attention))
+    return tuple(m for m in found if plan.origin == "given" or is_attention(m))
+
+
+def _adapted_experts(named: _Named, plan: ModelPlan) -> dict[int, tuple[nn.Module, ...]]:
     experts = named.like(plan.experts)
-    return {
-        index: named.outermost[name]
+    of_layers = {
+        index: tuple(named.outermost[name] for name in experts if name.startswith(f"{layer}."))
         for index, layer in enumerate(named.like(plan.layers))
-        for name in experts
-        if name.startswith(f"{layer}.")
     }
+    return {index: modules for index, modules in of_layers.items() if modules}
 
 
 def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | None:

@@ -16,7 +16,7 @@ def describe(model: nn.Module) -> str:
     What is said of "this rank" differs between ranks.
 
         >>> print(describe(patch(model, ep_size=2)))
-        MyMoeForCausalLM (my_moe), patched by hf_moe_ep
+        MyMoeForCausalLM (my_moe), patched by hf_moe_ep; plan derived
           experts    2 layers of 8 (model.layers.0.mlp.experts .. model.layers.1.mlp.experts), ...
           layout     not sharded yet; asks for ep_size 2, sp_size 1, dp_replicate_size 1
           parameters 63,456 in the model, 63,456 on this rank
@@ -37,7 +37,8 @@ def describe(model: nn.Module) -> str:
 def _header(model: nn.Module, state: ModelState) -> str:
     """Return the first line: the model's class, without what FSDP2 puts before it, and its type."""
     name = type(model).__name__.removeprefix("FSDP")
-    return f"{name} ({state.plan.model_type}), patched by hf_moe_ep"
+    origin = state.plan.origin
+    return f"{name} ({state.plan.model_type}), patched by hf_moe_ep; plan {origin}"
 
 
 def _experts(model: nn.Module, state: ModelState) -> str:

@@ -34,6 +34,7 @@ from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
 from hf_moe_ep.integrations.install import install
 from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
+from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.sequence import attach as sequence
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.modules import remove_hooks
@@ -57,7 +58,13 @@ class Feature(Protocol):
 FEATURES: tuple[Feature, ...] = (sequence, moe, vision)
 
 
-def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: Any) -> nn.Module:
+def patch(
+    model: nn.Module,
+    config: ParallelConfig | None = None,
+    *,
+    plan: ModelPlan | None = None,
+    **overrides: Any,
+) -> nn.Module:
     """Prepare a stock MoE model, in place, for expert parallelism; returns it.
 
         model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B")
@@ -67,28 +74,35 @@ def patch(model: nn.Module, config: ParallelConfig | None = None, **overrides: A
     or, in an own loop, `apply_ep_fsdp2(model)` instead of the last line.
 
     Args:
-        model: a Transformers model of a known architecture, as `from_pretrained` returns it.
-            Not sharded, not wrapped in DDP.
+        model: a Transformers model with stacked experts (transformers' experts interface), as
+            `from_pretrained` returns it. Not sharded, not wrapped in DDP.
         config: sizes and choices; `overrides` are its fields by name.
+        plan: where the parts of the model are, for an architecture from which this cannot be
+            derived.
 
     Patching a patched model again with the same config changes nothing; with another config the
     new one counts.
 
     Raises:
-        ValueError: unknown architecture; no experts found, or not the number that the config
-            promises; `ep_size` does not divide the number of experts; a gate that no backend
-            computes, or `experts_backend="triton"` where it cannot run; a model that is sharded
-            already.
+        ValueError: an architecture without stacked experts, or one whose parts cannot be told
+            apart; not the layers or experts that the config promises; `ep_size` does not divide
+            the number of experts; a gate that no backend computes, or
+            `experts_backend="triton"` where it cannot run; a model that is sharded already.
         ImportError: `dispatcher="deepep"` without DeepEP.
     """
     config = resolve_config(config, overrides)
     before: ModelState | None = getattr(model, STATE, None)
-    if before is not None and before.meshes is None and before.config == config:
+    if (
+        before is not None
+        and before.meshes is None
+        and before.config == config
+        and plan in (None, before.plan)
+    ):
         return model
     check_unsharded(model)
-    parts = find_parts(model)
+    parts = find_parts(model, plan)
     state = ModelState(config, parts.plan, parts.num_experts)
-    state.patch_alike = partial(patch, config=config)
+    state.patch_alike = partial(patch, config=config, plan=plan)
     for feature in FEATURES:
         feature.check(parts, state)
     if before is not None:

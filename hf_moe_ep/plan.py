@@ -8,9 +8,9 @@ component: "layers.*.mlp.experts" finds `model.layers.3.mlp.experts` and, under 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -40,55 +40,52 @@ class Stored:
     transposed: bool = False
 
 
-def count_layers(config: Any) -> int:
-    """Count the decoder layers: every one has experts."""
-    return int(config.num_hidden_layers)
-
-
-def count_sparse_layers(config: Any) -> int:
-    """Count layers with experts where `mlp_only_layers` and `decoder_sparse_step` decide (Qwen)."""
-    return sum(
-        layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    )
-
-
 @dataclass(frozen=True)
 class ModelPlan:
-    """One architecture; the defaults are what most have, so a plan says what differs.
+    """One architecture: derived from a model, or given for one that cannot be derived.
+
+    The defaults are what most architectures have.
 
     Attributes:
         model_type: `config.model_type` of the Hugging Face config.
-        prefix: put in front of `layers`, `experts`, `attention` and `final_norm`, where they are
-            not the only modules of such a name: "language_model." beside a vision tower.
+        prefix: put in front of `layers`, `experts`, `router`, `attention` and `final_norm`, where
+            they are not the only modules of such a name: "language_model." beside a vision tower.
         layers: decoder layers, each one FSDP2 unit.
         experts: modules that hold the stacked expert weights, each one FSDP2 unit over ep_fsdp.
-        attention: modules in decoder layers that call transformers' attention interface.
-        final_norm: the norm in front of the head; one unit with it, kept gathered.
-        num_experts: field of the text config that holds the experts per layer.
-        num_moe_layers: text config -> how many modules `experts` has to match.
+        router: modules that choose a token's experts; empty where none is one of its own.
+        attention: modules in decoder layers that call transformers' attention interface. Others
+            of the same name do not count.
+        final_norm: the outermost module of this name is the norm in front of the head, one unit
+            with it, kept gathered; empty where there is none.
+        mixers: modules in decoder layers that mix along the sequence outside that interface.
+        sequence_parallel: whether sp_size > 1 was compared with stock; never with `mixers`.
+        num_experts: field of the text config that holds the experts per layer, if it has one.
         expert_weights: parameters of an experts module that are stacked over experts (dim 0).
         stored: how the hub holds them, by name; as in memory where nothing is said.
         aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss,
             dotted where its config holds it; None without such a loss.
         vision: None for a model of text alone.
+        origin: where the plan comes from, for `describe`.
     """
 
     model_type: str
     prefix: InitVar[str] = ""
     layers: str = "layers.*"
     experts: str = "layers.*.mlp.experts"
+    router: str = "layers.*.mlp.gate"
     attention: str = "layers.*.self_attn"
     final_norm: str = "norm"
-    num_experts: str = "num_experts"
-    num_moe_layers: Callable[[Any], int] = count_layers
+    mixers: tuple[str, ...] = ()
+    sequence_parallel: bool = False
+    num_experts: str | None = "num_experts"
     expert_weights: tuple[str, ...] = ("gate_up_proj", "down_proj")
     stored: Mapping[str, Stored] = field(default_factory=dict)
     aux_loss_coef: str | None = None
     vision: VisionPlan | None = None
+    origin: str = "given"
 
     def __post_init__(self, prefix: str) -> None:
-        for name in ("layers", "experts", "attention", "final_norm"):
+        for name in ("layers", "experts", "router", "attention", "final_norm"):
             object.__setattr__(self, name, prefix + getattr(self, name))
 
 
@@ -101,5 +98,10 @@ PER_EXPERT: Mapping[str, Stored] = {
 
 def matches(pattern: str, module_name: str) -> bool:
     """Tell whether `module_name` ends in `pattern` (whole components; `*` stands for one)."""
+    return _compiled(pattern).search(module_name) is not None
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
     regex = r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
-    return re.search(rf"(?:^|\.){regex}$", module_name) is not None
+    return re.compile(rf"(?:^|\.){regex}$")

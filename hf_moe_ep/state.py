@@ -43,6 +43,8 @@ keyword) to search for in FILE.
     ops/self_check.py | check_once warn_once | whether compiled kernels run and are right here
     ops/sum_check.py | check_sums_once | whether compiled sums are right here
     ops/spec.py | from_text | parsed formulas of the operator
+    plan.py | _compiled | patterns of module names
+    upstream/code.py | _names_used _arguments | what the code of a class says
     __init__.py | _broken __getattr__ | what failed at import, and what raises it at first use
     -- what Accelerate and the Trainer are told, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | how many ranks share a batch

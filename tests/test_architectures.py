@@ -48,7 +48,7 @@ def test_parts_within_adapters() -> None:
     parts = find_parts(model)
     assert parts.root is inner and parts.causal_lm is inner
     assert list(parts.experts.values()) == experts
-    for module, wrapper in zip(experts, parts.adapted_experts.values(), strict=True):
+    for module, (wrapper,) in zip(experts, parts.adapted_experts.values(), strict=True):
         assert wrapper is not module and module in list(wrapper.modules())
     assert len(parts.layers) == 2 and len(parts.attention) == 2
 
@@ -80,5 +80,5 @@ def test_parts_of_a_model_that_sees() -> None:
 def test_fewer_layers_than_the_config_promises() -> None:
     model = tiny()
     del model.model.layers[1]
-    with pytest.raises(ValueError, match=r"found 1 experts modules .* expected 2"):
+    with pytest.raises(ValueError, match=r"found 1 decoder layers .* expected 2"):
         find_parts(model)

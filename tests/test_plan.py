@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from transformers import Qwen3MoeConfig
+from support.tiny_models import tiny
 
+from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.plan import ModelPlan, matches
-from model_patches import qwen3_moe, qwen3_vl_moe
 
 MATCHES = [
     ("layers.*.mlp.experts", "model.layers.3.mlp.experts", True),
@@ -42,34 +42,33 @@ MOE_LAYERS = [
     ({"mlp_only_layers": [0, 5]}, 4),
     ({"decoder_sparse_step": 2}, 3),  # layers 1, 3, 5
     ({"decoder_sparse_step": 4}, 1),  # layer 3
-    ({"decoder_sparse_step": 7}, 0),
     ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, 2),  # layers 3, 5
 ]
 
 
 @pytest.mark.parametrize(("options", "want"), MOE_LAYERS)
-def test_num_moe_layers(options: dict[str, object], want: int) -> None:
-    config = Qwen3MoeConfig(num_hidden_layers=6, num_experts=12, num_experts_per_tok=3, **options)
-    plan = qwen3_moe.PLAN
-    assert plan.num_moe_layers(config) == want
-    assert getattr(config, plan.num_experts) == 12
-    assert plan.model_type == config.model_type
+def test_moe_layers_of_the_config_are_those_of_the_model(
+    options: dict[str, object], want: int
+) -> None:
+    """The rule that checks a model is that of its own code."""
+    parts = find_parts(tiny(num_hidden_layers=6, num_experts=12, **options))
+    assert len(parts.experts) == want
+    assert parts.num_experts == 12 and parts.plan.num_experts == "num_experts"
 
 
 def test_a_plan_says_only_what_differs() -> None:
     plain = ModelPlan("some_moe")
     assert (plain.layers, plain.experts) == ("layers.*", "layers.*.mlp.experts")
     assert (plain.attention, plain.final_norm) == ("layers.*.self_attn", "norm")
-    assert plain.num_moe_layers(Qwen3MoeConfig(num_hidden_layers=6, mlp_only_layers=[0])) == 6
     other = ModelPlan("other_moe", experts="layers.*.feed_forward.experts", final_norm="ln_f")
     assert (other.experts, other.final_norm) == ("layers.*.feed_forward.experts", "ln_f")
 
 
 def test_the_prefix_stands_in_front_of_every_part_of_the_language_model_once() -> None:
-    plan = qwen3_vl_moe.PLAN
+    plan = ModelPlan("some_moe", prefix="language_model.", aux_loss_coef="router_aux_loss_coef")
     for found in (plan, replace(plan, aux_loss_coef=None)):
         assert found.layers == "language_model.layers.*"
         assert found.experts == "language_model.layers.*.mlp.experts"
+        assert found.router == "language_model.layers.*.mlp.gate"
         assert found.attention == "language_model.layers.*.self_attn"
         assert found.final_norm == "language_model.norm"
-    assert plan.vision is not None and plan.vision.tower == "visual"

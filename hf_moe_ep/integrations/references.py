@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.architectures import find_parts, known_architectures
+from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.config import launched_rank
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import check_parallelism, options_of
@@ -103,7 +103,7 @@ def _check_alike(model: nn.Module, state: ModelState | None, policy: ModelState)
     else:
         kind = getattr(getattr(model, "config", None), "model_type", None)
         found = (str(kind), 0, 0)
-        if kind == policy.plan.model_type and kind in known_architectures():
+        if kind == policy.plan.model_type:
             parts = find_parts(model)
             found = (parts.plan.model_type, parts.num_experts, len(parts.experts))
     wanted = (policy.plan.model_type, policy.num_experts, len(policy.moe_layers))

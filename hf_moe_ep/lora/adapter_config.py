@@ -25,7 +25,6 @@ Not here: the tensors (per_expert.py).
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
@@ -33,9 +32,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_moe_ep.architectures import known_architectures
 from hf_moe_ep.lora.names import PARTS, Stack, targets_that_hit
-from hf_moe_ep.plan import ModelPlan
+from model_patches.standard import SINGLE_EXPERTS
 
 CONFIG = "adapter_config.json"
 
@@ -69,8 +67,10 @@ def alpha_of_same_scale(config: Mapping[str, Any], alpha: float, growth: int) ->
     return alpha * (math.sqrt(growth) if config.get("use_rslora") else growth)
 
 
-def possible_plans(config: Mapping[str, Any]) -> list[ModelPlan]:
-    """Find the plans of all architectures that the adapter can be for; one if the config says.
+def possible_places(config: Mapping[str, Any]) -> list[str]:
+    """Find where experts stand in all architectures that the adapter can be for, as patterns.
+
+    One where the config says which.
 
     That gate and up are halves of a stacked parameter is known of no other architecture.
 
@@ -84,11 +84,12 @@ def possible_plans(config: Mapping[str, Any]) -> list[ModelPlan]:
         model_type = json.loads(base.read_text(encoding="utf-8")).get("model_type")
     elif library[:2] == ["transformers", "models"]:
         model_type = library[2]
-    known = known_architectures()
-    if model_type not in (None, *known):
-        raise ValueError(f"unknown architecture {model_type!r}; known are: {', '.join(known)}")
-    names = [model_type] if model_type else known
-    return [importlib.import_module(f"model_patches.{name}").PLAN for name in names]
+    if model_type not in (None, *SINGLE_EXPERTS):
+        known = ", ".join(SINGLE_EXPERTS)
+        raise ValueError(
+            f"adapters on single experts of {model_type!r} are not known; those of {known} are"
+        )
+    return [SINGLE_EXPERTS[model_type]] if model_type else list(SINGLE_EXPERTS.values())
 
 
 def config_for_single(

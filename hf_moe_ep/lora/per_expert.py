@@ -36,7 +36,7 @@ from hf_moe_ep.lora.adapter_config import (
     CONFIG,
     config_for_single,
     config_for_stacked,
-    possible_plans,
+    possible_places,
     rank_and_alpha,
 )
 from hf_moe_ep.lora.factors import pack_a, pack_b, stack_a, stack_b
@@ -236,14 +236,14 @@ def _adapted_experts(file: AdapterFile, key: Pattern[str], form: str) -> dict[st
         ValueError: none; some at a place where no known architecture has experts, or in another
             form.
     """
-    plans = possible_plans(file.config)
+    patterns = possible_places(file.config)
     found: dict[str, list[str]] = {}
     for name in file.shapes:
         match = key.fullmatch(name)
-        if match and any(matches(plan.experts, match["experts"]) for plan in plans):
+        if match and any(matches(pattern, match["experts"]) for pattern in patterns):
             found.setdefault(match["experts"], []).append(name.rpartition(".lora_")[0])
         elif ".experts." in name and ".lora_" in name:
-            places = " or ".join(f"'{plan.experts}'" for plan in plans)
+            places = " or ".join(f"'{pattern}'" for pattern in patterns)
             raise ValueError(f"{name} is not LoRA on {form} experts of {places}; see --to")
     if not found:
         raise ValueError(f"no LoRA on {form} experts in this adapter; see --to")

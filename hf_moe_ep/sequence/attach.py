@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from hf_moe_ep.architectures import Parts
+from hf_moe_ep.plan import matches
 from hf_moe_ep.sequence.split import JoinLogits, SplitSequence, TakeSlice, split_loss
 from hf_moe_ep.sequence.ulysses import attention_with, check_heads
 from hf_moe_ep.state import ModelState
@@ -23,6 +24,7 @@ def check(parts: Parts, state: ModelState) -> None:
     sp_size = state.config.sp_size or 1
     if sp_size == 1:
         return
+    _check_granted(parts, sp_size)
     check_heads(parts.config.num_attention_heads, parts.config.num_key_value_heads, sp_size)
     if parts.causal_lm is None:
         raise ValueError(
@@ -30,6 +32,32 @@ def check(parts: Parts, state: ModelState) -> None:
             f"{type(parts.root).__name__} has not; load it as a causal LM, or leave sp_size at 1"
         )
     check_attention(parts.attention[0].config)
+
+
+def _check_granted(parts: Parts, sp_size: int) -> None:
+    """Raise where tokens are mixed along the sequence past attention, or where nobody has tested.
+
+    Attention is split over heads: what else looks along the sequence would see a slice of it.
+    """
+    plan = parts.plan
+    remedy = "leave sp_size at 1; ep_size and FSDP2 work"
+    if plan.mixers:
+        kinds = {
+            f"{name} ({type(module).__name__})"
+            for name in plan.mixers
+            for other, module in parts.root.named_modules()
+            if matches(name, other)
+        }
+        raise ValueError(
+            f"sp_size ({sp_size}) > 1 splits sequences and lets attention see the whole, but "
+            f"{plan.model_type} mixes along the sequence in {', '.join(sorted(kinds))} as well, "
+            f"which is not of transformers' attention interface; {remedy}"
+        )
+    if not plan.sequence_parallel:
+        raise ValueError(
+            f"sp_size ({sp_size}) > 1 was not tested on {plan.model_type}; {remedy}, or grant it "
+            f"yourself after a test: patch(model, plan=ModelPlan(..., sequence_parallel=True))"
+        )
 
 
 def attach(parts: Parts, state: ModelState) -> None:

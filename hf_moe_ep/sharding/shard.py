@@ -64,19 +64,19 @@ def shard_units(
 ) -> nn.Module:
     """Shard a model over `meshes`, on ranks that are known to agree."""
     keep_forwards(state)
-    units = find_units(model)
-    check_frozen(model, units.experts.values())
-    places = find_places(model, units.experts.values(), state.plan, options)
-    for experts in units.experts.values():
+    units = find_units(model, state.plan)
+    check_frozen(model, units.all_experts)
+    places = find_places(model, units.all_experts, state.plan, options)
+    for experts in units.all_experts:
         _check_expert_shard_dim(experts, places, state, meshes)
     state.dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
     broadcast_unsharded(model, options, meshes.device)
     fill = partial(_fill, places=places, meshes=meshes, options=options)
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
     for index, layer in enumerate(units.layers):
-        if index in units.experts:
-            factors = fill([units.experts[index]])
-            _shard_experts(units.experts[index], factors, state, meshes, options)
+        for experts in units.experts.get(index, ()):
+            factors = fill([experts])
+            _shard_experts(experts, factors, state, meshes, options)
         fill([layer])
         shard(layer)
         # A checkpoint around the unit recomputes it, hooks and all: CheckpointWrapper does that,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.plan import ModelPlan
 
 
 @dataclass(frozen=True)
@@ -20,16 +21,21 @@ class Units:
     """
 
     layers: list[nn.Module]
-    experts: dict[int, nn.Module]
+    experts: dict[int, tuple[nn.Module, ...]]
     vision: list[nn.Module]
     embedding: nn.Module | None
     tail: list[nn.Module]
     tied: bool
 
+    @property
+    def all_experts(self) -> list[nn.Module]:
+        """The experts modules of all layers, in order."""
+        return [module for modules in self.experts.values() for module in modules]
 
-def find_units(model: nn.Module) -> Units:
+
+def find_units(model: nn.Module, plan: ModelPlan) -> Units:
     """Find the units of a model that is not sharded yet."""
-    parts = find_parts(model)
+    parts = find_parts(model, plan)
     in_front_of_tail = [parts.embedding] if parts.tied and parts.embedding is not None else []
     head = [] if parts.head is None else [parts.head]
     tower = [] if parts.tower is None else [*parts.tower.blocks, parts.tower.module]
@@ -51,7 +57,7 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
     that PEFT freezes for a reference pass would stay frozen.
     """
     last = len(units.layers) - 1
-    kept = [units.layers[last], units.experts.get(last)]
+    kept = [units.layers[last], *units.experts.get(last, ())]
     for unit in kept:
         if isinstance(unit, FSDPModule):
             unit.set_reshard_after_forward(False, recurse=False)
@@ -83,8 +89,8 @@ def set_prefetch(units: Units) -> None:
     stages: list[list[FSDPModule]] = []
     for index, layer in enumerate(units.layers):
         assert isinstance(layer, FSDPModule)
-        experts = units.experts.get(index)
-        stages.append([layer, *([experts] if isinstance(experts, FSDPModule) else [])])
+        experts = units.experts.get(index, ())
+        stages.append([layer, *(one for one in experts if isinstance(one, FSDPModule))])
     if isinstance(units.embedding, FSDPModule):
         stages.insert(0, [units.embedding])
     if units.tail and not units.tied:

@@ -201,7 +201,7 @@ class _Sharded:
         self.policy, fp32_masters = MixedPrecisionPolicy(), False
         if request.masters == "fp32":
             self.policy, fp32_masters = default_policy(model)
-        self.units: Units = find_units(model)
+        self.units: Units = find_units(model, self.state.plan)
         options = ShardOptions(
             mp_policy=self.policy,
             offload_policy=OffloadPolicy(),
@@ -259,7 +259,7 @@ class _Sharded:
     def active(self) -> int:
         """Count the parameters that one token meets."""
         chosen = text_config(self.request.config).num_experts_per_tok
-        in_experts = _numel(_dtensors(self.units.experts.values()))
+        in_experts = _numel(_dtensors(self.units.all_experts))
         met_in_experts = in_experts * chosen // self.state.num_experts
         return _numel(self.parameters) - in_experts + met_in_experts
 
@@ -291,7 +291,7 @@ class _Sharded:
     def largest_unit(self, dtype: torch.dtype | None) -> int:
         """Count the bytes in `dtype` of what is trained in the largest FSDP2 unit."""
         units = self.units
-        experts = list(units.experts.values())
+        experts = units.all_experts
         blocks, tower = units.vision[:-1], units.vision[-1:]
         # FSDP2 gives a unit what no unit inside it has.
         of_units = [

@@ -7,6 +7,7 @@ names what is wrapped, as strings. Never: a decision of ours.
     attention_interface   transformers' attention and mask functions, and configs that select ours
     experts_interface     the same of its experts
     models                what a model knows of itself: parts, config, forward, buffers
+    code                  what the code of a module says: which functions it calls, what it takes
     towers                vision towers, and what a forward takes of them
     module_names          names of modules without what wrappers put in
     modules               what torch.nn.Module keeps: buffers, children, hooks

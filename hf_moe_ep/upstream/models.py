@@ -19,6 +19,7 @@ from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
 # What the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
+_AUX_LOSS, _AUX_COEFFICIENT = "load_balancing_loss_func", "router_aux_loss_coef"
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
 
 
@@ -35,6 +36,29 @@ def input_embedding(model: Any) -> nn.Module | None:
 def output_head(model: Any) -> nn.Module | None:
     """Return the head onto the vocabulary, or None (PreTrainedModel.get_output_embeddings)."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def base_model_prefix(model: Any) -> str:
+    """Return the name under which a model with a head holds the one without, or ""."""
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    return prefix if prefix and hasattr(model, prefix) else ""
+
+
+def aux_loss_coefficient(causal_lm: Any) -> str | None:
+    """Return where the weight of the router's load-balancing loss is, None without such a loss.
+
+    Dotted from the causal LM: its own attribute, or one of its config (models/*/modeling_*.py).
+    """
+    forward = inspect.unwrap(type(causal_lm).forward)
+    if _AUX_LOSS not in forward.__code__.co_names:
+        return None
+    for name in (_AUX_COEFFICIENT, f"config.text_config.{_AUX_COEFFICIENT}"):
+        holder: Any = causal_lm
+        for part in name.split("."):
+            holder = getattr(holder, part, None)
+        if holder is not None:
+            return name
+    return f"config.{_AUX_COEFFICIENT}"
 
 
 def is_quantized(model: Any) -> bool:

@@ -36,6 +36,7 @@ ORDER = (
     "state",
     "dispatcher",
     "architectures",
+    "derive",
     "model_patches",
     "ranks",
     "ops",

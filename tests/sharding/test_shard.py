@@ -88,8 +88,8 @@ def _check(model: nn.Module, ep_fsdp_size: int = 2) -> None:
     state = find_state(model)
     assert state is not None
     options = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
-    units = find_units(model)
-    places = find_places(model, units.experts.values(), state.plan, options)
+    units = find_units(model, state.plan)
+    places = find_places(model, units.all_experts, state.plan, options)
     sizes: Any = SimpleNamespace(ep_size=2, ep_fsdp_size=ep_fsdp_size)
-    for experts in units.experts.values():
+    for experts in units.all_experts:
         _check_expert_shard_dim(experts, places, state, sizes)

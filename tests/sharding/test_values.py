@@ -60,7 +60,7 @@ def test_what_is_ignored_or_of_its_own_class_has_no_place() -> None:
 def _places(model: nn.Module, options: ShardOptions) -> dict[nn.Parameter, Place]:
     state = find_state(model)
     assert state is not None
-    return find_places(model, find_units(model).experts.values(), state.plan, options)
+    return find_places(model, find_units(model, state.plan).all_experts, state.plan, options)
 
 
 class _Holder(nn.Module):

@@ -1,0 +1,63 @@
+"""What the code of a module says about it: which functions it calls, what its forward takes.
+
+transformers/models/*/modeling_*.py. A module of the attention interface looks its function up in
+`ALL_ATTENTION_FUNCTIONS`; a decoder layer is a GradientCheckpointingLayer
+(transformers/modeling_layers.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType
+from typing import Any
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def calls(module: nn.Module, name: str) -> bool:
+    """Return whether code of the module's class, or of the classes it inherits, uses `name`.
+
+    Classes of torch do not count.
+    """
+    kind: Any = type(module)
+    return name in _names_used(kind)
+
+
+def forward_arguments(module: nn.Module) -> frozenset[str]:
+    """Return the names of what the forward of a module takes."""
+    kind: Any = type(module)
+    return _arguments(kind)
+
+
+def is_checkpointed_layer(module: nn.Module) -> bool:
+    """Return whether transformers checkpoints `module` when it checkpoints a model."""
+    return isinstance(module, GradientCheckpointingLayer)
+
+
+@cache
+def _arguments(kind: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(inspect.unwrap(kind.forward)).parameters)
+
+
+@cache
+def _names_used(kind: Any) -> frozenset[str]:
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for attribute in vars(base).values():
+            function = inspect.unwrap(attribute) if callable(attribute) else None
+            code = getattr(function, "__code__", None)
+            if code is not None:
+                names.update(name for part in _with_inner(code) for name in part.co_names)
+    return frozenset(names)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
