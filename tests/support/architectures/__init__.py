@@ -1,0 +1,21 @@
+"""Stock models of every Mixture-of-Experts type of Transformers, small enough for fp64 on one core.
+
+`MODEL_TYPES` are all there are, `FAMILIES` the eight that stand for them in the fast suite,
+`tiny_config` and `tiny` make one, `batch` what it is trained on, `loss_of` its loss.
+"""
+
+from support.architectures.inputs import batch, loss_of
+from support.architectures.models import model_class, tiny
+from support.architectures.sizes import tiny_config
+from support.architectures.types import FAMILIES, MODEL_TYPES, NOT_BUILT_UPSTREAM
+
+__all__ = [
+    "FAMILIES",
+    "MODEL_TYPES",
+    "NOT_BUILT_UPSTREAM",
+    "batch",
+    "loss_of",
+    "model_class",
+    "tiny",
+    "tiny_config",
+]

@@ -1,0 +1,94 @@
+"""Stock models with random, healthy weights: no ties in routing, no parameter without effect."""
+
+import re
+from typing import Any
+
+import torch
+import transformers
+from support.architectures.sizes import tiny_config
+from support.architectures.types import CLASS_NAMES, MODEL_TYPES
+from torch import nn
+from transformers import PreTrainedModel
+
+# Their routers compute in fp32 on weights as they are, so that stock itself fails on an fp64
+# router; every other type runs with all weights in fp64.
+_FP32_ROUTERS = ("inkling2", "inkling2_text")
+
+
+def model_class(model_type: str) -> type[PreTrainedModel]:
+    """The class that people train: with a head for tokens, whole where it is multimodal."""
+    if model_type not in CLASS_NAMES:
+        raise ValueError(f"no MoE type {model_type!r}; there are {', '.join(MODEL_TYPES)}")
+    found = getattr(transformers, CLASS_NAMES[model_type])
+    assert issubclass(found, PreTrainedModel)
+    return found
+
+
+def tiny(
+    model_type: str,
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    experts_implementation: str | None = "eager",
+    **config_overrides: Any,
+) -> PreTrainedModel:
+    """A stock model in training mode, the same weights for the same seed.
+
+    `experts_implementation`: stock's default is F.grouped_mm, which has no fp64 on CPU. What
+    Transformers keeps in fp32 under half precision is fp32 here, too.
+    """
+    config = tiny_config(
+        model_type, **config_overrides, experts_implementation=experts_implementation
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(model_type)(config)
+        _spread(model)
+    half = dtype in (torch.float16, torch.bfloat16)
+    kept = model._keep_in_fp32_modules_strict if half or model_type in _FP32_ROUTERS else ()
+    return _cast(model, dtype, kept or ()).train()
+
+
+def _spread(model: nn.Module) -> None:
+    """Move what initialisation leaves constant: norms, biases, sinks, correction biases, gates."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                row = module.weight[module.padding_idx]  # of zeros: all experts would tie
+                row.copy_(module.weight.std() * torch.randn_like(row))
+        for name, parameter in model.named_parameters():
+            if "sink" in name:
+                parameter.add_(torch.randn_like(parameter))
+            elif not parameter.requires_grad:  # a correction bias
+                parameter.add_(0.05 * torch.randn_like(parameter))
+            elif re.search(r"(gate|router)\b.*weight$", name) and _is_wide(parameter):
+                # Rows of norm 1 make logits of about std 1; GELUs on the way shrink them.
+                nn.init.orthogonal_(parameter, gain=1.6 if "router_mlp" in name else 1.0)
+            elif parameter.ndim == 1 or _is_constant(parameter):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):  # experts by token id
+                scores = torch.rand(len(buffer), int(buffer.max()) + 1 if buffer.any() else 8)
+                buffer.copy_(scores.topk(buffer.shape[-1]).indices)
+            elif re.search("bias(es)?$", name):
+                buffer.add_(0.05 * torch.randn_like(buffer))
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 2 and tensor.shape[0] <= tensor.shape[1]
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool((tensor == tensor.flatten()[0]).all())
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype, kept: Any) -> PreTrainedModel:
+    """Cast all but the modules and tensors named in `kept`, as from_pretrained leaves them."""
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in kept) or "$^")
+    named = [*model.named_parameters(), *model.named_buffers()]
+    fp32 = {name: tensor.data.clone() for name, tensor in named if pattern.search(name)}
+    model.to(dtype)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in fp32:
+            tensor.data = fp32[name]
+    return model

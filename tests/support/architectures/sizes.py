@@ -1,0 +1,237 @@
+"""A small config of every model type: common field names once, and what a type needs besides.
+
+Sizes differ from each other wherever an architecture allows, so that swapped axes cannot pass:
+hidden 40, dense 56, experts 24, shared experts 32, 4 heads of 12 over 2 of keys. Windows and what
+an indexer chooses are shorter than a test's sequences, limits are low enough to be reached.
+"""
+
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+_NUM_LAYERS = 4
+NUM_EXPERTS = 8
+VOCAB_SIZE = 97
+TOP_K = 3
+
+
+def _same(value: Any, *names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, value)
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": _NUM_LAYERS,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.16,  # about 1/sqrt(hidden_size): layers keep the scale of their input
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "final_logit_softcapping": 30.0,
+    # experts: grouped where a router knows groups
+    **_same(NUM_EXPERTS, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    **_same(TOP_K, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
+    "moe_intermediate_size": 24,
+    **_same(2, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    **_same(32, "shared_expert_intermediate_size", "shared_experts_intermediate_size"),
+    **_same(32, "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    **_same(1.5, "routed_scaling_factor", "route_scale", "router_scaling_factor"),
+    "moe_routed_scaling_factor": 1.5,
+    "swiglu_limit": 1.2,
+    **_same(1, "first_k_dense_replace", "num_dense_layers"),
+    "mlp_layer_types": ["dense"] + ["sparse"] * (_NUM_LAYERS - 1),
+    "mlp_only_layers": [0],
+    "router_aux_loss_coef": 0.1,
+    **_same(0.0, "router_jitter_noise", "input_jitter_noise"),
+    # attention
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 5,
+    # latent attention: queries of 6 + 8, values of 10
+    "q_lora_rank": 22,
+    "kv_lora_rank": 18,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 10,
+    # indexers
+    "index_topk": 6,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    # what runs along the sequence: linear attention, Mamba
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 6,
+    "linear_num_heads": 4,
+    "mamba_d_state": 6,
+    "mamba_d_conv": 3,
+    "mamba_dt_rank": 5,
+    # hyper-connections: another number of streams than of anything else
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+    # scales of the Granite family
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+}
+# By the type of the text part, where its default config does not show all kinds of layers or its
+# field names are its own.
+_TEXT: dict[str, dict[str, Any]] = {
+    "axk2": {"gated_norm_rank": 6},
+    "bailing_hybrid": {"short_conv_kernel_size": 3},
+    "cohere2_moe": {"prefix_dense_intermediate_size": 48, "expert_selection_fn": "sigmoid"},
+    "deepseek_v2": {"topk_method": "group_limited_greedy"},
+    "deepseek_v4": {
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "layer_types": [
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "sliding_attention",
+            "heavily_compressed_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "num_key_value_heads": 1,
+        "partial_rotary_factor": 0.5,
+        "o_groups": 2,
+        "o_lora_rank": 14,
+        "index_topk": 2,
+    },
+    "dots3_note_text": {
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 26,
+        "swa_kv_lora_rank": 20,
+        "swa_head_dim": 18,
+        "swa_qk_nope_head_dim": 14,
+        "swa_v_head_dim": 8,
+    },
+    "gemma4_text": {  # as the published models with experts: no embeddings per layer
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "global_head_dim": 20,
+        "num_global_key_value_heads": 1,
+    },
+    "glm5_next_text": {
+        "qk_rope_head_dim": 0,
+        "head_dim": 0,
+        "index_kpool": 2,
+        "indexer_types": ["full"] * _NUM_LAYERS,
+    },
+    "glm_moe_dsa": {"indexer_types": ["full", "full", "shared", "full"]},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_chunk_size": 4,
+    },
+    "inkling_text": {
+        "unpadded_vocab_size": 95,
+        "swa_num_attention_heads": 6,
+        "swa_num_key_value_heads": 3,
+        "swa_head_dim": 8,
+        "sliding_window_size": 5,
+        "d_rel": 10,
+        "rel_extent": 7,
+        "log_scaling_n_floor": 4,
+        "conv_kernel_size": 3,
+        "logits_mup_width_multiplier": 2.0,
+    },
+    "inkling2_text": {
+        "unpadded_vocab_size": 95,
+        "swa_num_attention_heads": 6,
+        "swa_num_key_value_heads": 3,
+        "swa_head_dim": 8,
+        "sliding_window_size": 5,
+        "d_rel": 10,
+        "rel_extent": 7,
+        "log_scaling_n_floor": 4,
+        "conv_kernel_size": 3,
+        "n_layers_per_attn_res_block": 2,
+    },
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},  # experts behind both mixers
+    "kimi_linear": {"q_lora_rank": None},
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_attention_heads_per_layer": [4, 6, 4, 6],
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 2},
+    "minimax": {"block_size": 4},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "intermediate_size": 24,
+        "dense_intermediate_size": 56,
+        "rotary_dim": 6,
+        "index_block_size": 2,
+        "index_topk_blocks": 3,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+        "ssm_state_size": 6,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 10,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "conv_kernel": 3,
+    },
+    "openai_privacy_filter": {"num_labels": 5},
+    "phimoe": {"num_experts_per_tok": 2},  # all its router can
+    "qwen4_exp_text": {
+        "hc_count": 3,
+        "hc_lowrank": 10,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 28,
+        "ple_conv_kernel_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 4,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 6,
+        "indexer_compress_ratio": 2,
+    },
+    "zaya": {
+        "num_experts_per_tok": 1,  # all its router can
+        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+        "router_hidden_size": 28,
+    },
+}
+
+
+def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """A config of that type whose model is small, odd-sized and holds every kind of layer.
+
+    An override of a field that only the text part has goes there.
+    """
+    config_class = CONFIG_MAPPING[model_type]
+    text = config_class.sub_configs.get("text_config")
+    if text is None:
+        return config_class(**(_text_values(config_class) | overrides))
+    raise NotImplementedError(model_type)
+
+
+def _text_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The common values that such a config has a field for, and what its type needs besides."""
+    fields = config_class.__dataclass_fields__
+    values = {name: value for name, value in _COMMON.items() if name in fields}
+    if "kv_lora_rank" in fields:  # every head has its own keys and values
+        values["num_key_value_heads"] = values["num_attention_heads"]
+        values["head_dim"] = values["qk_rope_head_dim"]
+    if "router_aux_loss_coef" in fields:
+        values["output_router_logits"] = True
+    kinds = list(dict.fromkeys(getattr(config_class(), "layer_types", None) or ()))
+    if kinds and "layer_types" in fields:
+        values["layer_types"] = [kinds[i % len(kinds)] for i in range(_NUM_LAYERS)]
+    return values | _TEXT.get(config_class.model_type, {})
