@@ -4,8 +4,9 @@ from inspect import signature
 
 import torch
 import torch.nn.functional as F
-from support import tiny_models
 from transformers import PreTrainedModel
+
+from support import tiny_models
 
 
 def batch(

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 import transformers
-from support.architectures.sizes import tiny_config
-from support.architectures.types import CLASS_NAMES, MODEL_TYPES
 from torch import nn
 from transformers import PreTrainedModel
+
+from support.architectures.sizes import tiny_config
+from support.architectures.types import CLASS_NAMES, MODEL_TYPES
 
 # Their routers compute in fp32 on weights as they are, so that stock itself fails on an fp64
 # router; every other type runs with all weights in fp64.
