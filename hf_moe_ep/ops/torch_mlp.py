@@ -88,7 +88,8 @@ def backward(
     left to the function that is returned; what they are made of is kept until it is called, for
     every pair: its gradient, its activation and the gradient of its pre-activations.
     """
-    wide = weights_RK.dtype
+    # Routers that compute in fp32 hand fp32 weights to rows in fp64.
+    wide = torch.promote_types(weights_RK.dtype, rows_RH.dtype)
     grad_weights = weights_RK.new_zeros(weights_RK.numel()) if "weights" in need else None
     grad_rows_RH = _wide_zeros(rows_RH) if "rows" in need else None
     found = ExpertGrads()
@@ -110,7 +111,7 @@ def backward(
             if experts.down_bias is not None:
                 for expert, (grad, upstream) in block.split(grad_M, grad_MH):
                     grad += upstream.to(wide) @ experts.down_bias[expert].to(wide)
-            grad_weights.index_copy_(0, block.pair_M, grad_M)
+            grad_weights.index_copy_(0, block.pair_M, grad_M.to(grad_weights.dtype))
         if grad_rows_RH is not None:
             _add_to_rows(_adapted(grad_pre_MG, experts.up, up_back, block), grad_rows_RH, block)
         step = _Step(block, grad_MH, act_MF, grad_pre_MG)
