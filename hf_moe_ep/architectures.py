@@ -33,6 +33,9 @@ from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import takes_tower_outputs
 from model_patches.standard import SEQUENCE_PARALLEL
 
+# Fields of configs that say how many experts a token has.
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
+
 
 @dataclass(frozen=True)
 class Tower:
@@ -174,6 +177,26 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
         # Any of their parameters: a copy that PEFT trains stands in front of what is tied.
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
         tower=_find_tower(model, named, plan),
+    )
+
+
+def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
+    """Say how many experts a token has: as its router does, or else its text config.
+
+    Raises:
+        ValueError: neither does.
+    """
+    for name, module in model.named_modules():
+        if plan.router and matches(plan.router, stock_name(name)):
+            top_k = getattr(module, "top_k", None)
+            if isinstance(top_k, int):
+                return top_k
+    for field_name in _TOP_K:
+        if isinstance(getattr(config, field_name, None), int):
+            return int(getattr(config, field_name))
+    raise ValueError(
+        f"neither the router '{plan.router}' (top_k) nor the config of {plan.model_type} "
+        f"({', '.join(_TOP_K)}) says how many experts a token has"
     )
 
 

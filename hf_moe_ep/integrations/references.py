@@ -104,7 +104,8 @@ def _check_alike(model: nn.Module, state: ModelState | None, policy: ModelState)
         kind = getattr(getattr(model, "config", None), "model_type", None)
         found = (str(kind), 0, 0)
         if kind == policy.plan.model_type:
-            parts = find_parts(model)
+            given = policy.plan if policy.plan.origin == "given" else None
+            parts = find_parts(model, given)
             found = (parts.plan.model_type, parts.num_experts, len(parts.experts))
     wanted = (policy.plan.model_type, policy.num_experts, len(policy.moe_layers))
     remedy = "pass the checkpoint that the policy was loaded from, or no reference"

@@ -37,6 +37,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep.architectures import experts_per_token
 from hf_moe_ep.config import ParallelConfig, check_choice
 from hf_moe_ep.patch import patch
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, FSDP, build_meshes
@@ -202,6 +203,7 @@ class _Sharded:
         if request.masters == "fp32":
             self.policy, fp32_masters = default_policy(model)
         self.units: Units = find_units(model, self.state.plan)
+        self.top_k = experts_per_token(model, self.state.plan, text_config(request.config))
         options = ShardOptions(
             mp_policy=self.policy,
             offload_policy=OffloadPolicy(),
@@ -258,9 +260,8 @@ class _Sharded:
 
     def active(self) -> int:
         """Count the parameters that one token meets."""
-        chosen = text_config(self.request.config).num_experts_per_tok
         in_experts = _numel(_dtensors(self.units.all_experts))
-        met_in_experts = in_experts * chosen // self.state.num_experts
+        met_in_experts = in_experts * self.top_k // self.state.num_experts
         return _numel(self.parameters) - in_experts + met_in_experts
 
     def gathered(self) -> int:

@@ -5,6 +5,7 @@ fp64; loss, every gradient, their norm and one step of AdamW. The reference is s
 of all ranks, one after the other.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, patch
 FP32_GATE = {"beam"}
 # Their eager experts add up in fp32; transformers' batched ones are stock as well, and do not.
 BATCHED = {"nemotron_h", "openai_privacy_filter"}
+# Their forward returns a part of the logits: a view, which nobody here changes in place.
+CUT_LOGITS = {"inkling_text", "openai_privacy_filter"}
 REFUSED = {
     "inkling2": "the gate of Inkling2Experts",
     "inkling2_text": "the gate of Inkling2Experts",
@@ -112,6 +115,8 @@ def test_patched_in_one_process(model_type: str) -> None:
 
 
 def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
+    if model_type in CUT_LOGITS:
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     assert_equals_stock(model_type, partial(apply_ep_fsdp2, ep_size=2), rank)
 
 
