@@ -19,7 +19,7 @@ from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.parity import full_tensor
 from torch import Tensor, nn
 
-from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, patch
+from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, patch, unpatch
 
 # Their gate computes in fp32, whatever it is given; ours keeps fp64.
 FP32_GATE = {"beam"}
@@ -112,6 +112,20 @@ def _some_slow(model_types: list[str]) -> list[Any]:
 def test_patched_in_one_process(model_type: str) -> None:
     """A patched model that nobody shards equals stock."""
     assert_equals_stock(model_type, patch)
+
+
+@pytest.mark.parametrize("model_type", _some_slow(TRAINED))
+def test_unpatched_is_stock_again(model_type: str) -> None:
+    """Bit for bit, with no attribute or hook of ours left."""
+    model, stock = build(model_type), build(model_type)
+    (inputs,) = batches(stock, 1)
+    num_tokens = inputs["labels"].ne(-100).sum()
+    unpatch(patch(model))
+    losses = [loss_of_sum(m, inputs, num_tokens) for m in (model, stock)]
+    assert torch.equal(*losses), f"{losses[0]} and {losses[1]}"
+    for module, original in zip(model.modules(), stock.modules(), strict=True):
+        assert vars(module).keys() == vars(original).keys(), type(module).__name__
+        assert not module._forward_hooks and not module._forward_pre_hooks
 
 
 def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
