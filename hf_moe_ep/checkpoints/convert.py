@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, save_configs
-from hf_moe_ep.checkpoints.hub.pieces import distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.read import described_model
 from hf_moe_ep.checkpoints.hub.write import (
     first_dtype,
     parse_size,
-    source_of,
+    saved_dtype,
+    sources_of,
     split_files,
     write_checkpoint,
 )
@@ -75,10 +75,14 @@ def convert(
     reader, metadata = _open(folder)
     model, plan = described_model(described)
     wanted = dtype or next(p.dtype for p in model.parameters())
-    sources = [
-        source_of(name, tensor, plan, wanted, partial(_slabs, reader, metadata, name))
-        for name, tensor in distinct_tensors(model).items()
-    ]
+    tensors = distinct_tensors(model)
+    sources = sources_of(
+        model,
+        plan,
+        tensors,
+        lambda _, tensor: saved_dtype(tensor, wanted),
+        lambda name, _: _slabs(reader, metadata, name),
+    )
     _check_fits(folder, model, metadata)
     out.mkdir(parents=True, exist_ok=True)
     for file in described.iterdir():

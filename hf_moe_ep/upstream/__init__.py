@@ -17,6 +17,7 @@ names what is wrapped, as strings. Never: a decision of ours.
     autograd_modes        the backward and the checkpoint that run now
     checkpoint_files      files of torch.distributed.checkpoint
     hub                   folders of the hub, and the model that a config describes
+    conversion            a model's tensors into those of the hub, and their names
     adapters              PEFT: adapters, their factors, what it would save
     training_frameworks   what Accelerate and the Trainer keep to themselves
     launch_config         the config file that `accelerate launch` takes by itself

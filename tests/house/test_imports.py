@@ -45,6 +45,8 @@ ORDER = (
 )
 # Besides torch and the standard library; a module has what its folders have.
 THIRD_PARTY = {
+    "checkpoints.hub.layout": "numpy",
+    "checkpoints.hub.traced": "numpy",
     "checkpoints.training.rng": "numpy",
     "integrations": "accelerate transformers",
     "lora.export": "safetensors",

@@ -1,159 +1,197 @@
-"""Where each part of a parameter lies in a checkpoint of the hub, and which part a rank holds.
+"""A part of a parameter, and the part of a checkpoint's tensor that holds it.
 
-A parameter is made of pieces, each one tensor of the checkpoint. Of 2 experts with F = 3, H = 5,
-gate_up_proj [2, 6, 5] is
+Of 2 experts with F = 3, H = 5, gate_up_proj [2, 6, 5] may be
 
     one key per expert (Qwen3-MoE)             one tensor [E, in, out] (Qwen3-VL-MoE)
     0.gate_proj [3, 5]  at (0, 0, 0)           gate_up_proj [2, 5, 6]  at (0, 0, 0), transposed
     0.up_proj   [3, 5]  at (0, 3, 0)
-    1.gate_proj [3, 5]  at (1, 0, 0)
-    1.up_proj   [3, 5]  at (1, 3, 0)
+    1.gate_proj [3, 5]  at (1, 0, 0)           one tensor, gate and up interleaved (Inkling)
+    1.up_proj   [3, 5]  at (1, 3, 0)           w13 [2, 6, 5], as [2, 3, 2, 5]:
+                                                 [:, :, 0, :] at (0, 0, 0)
+                                                 [:, :, 1, :] at (0, 3, 0)
 
-Reading also takes stacked weights as they are in memory, which is how transformers 5 saves
-Qwen3-VL-MoE, and Qwen3-MoE with save_original_format=False. A weight with in = out fits both ways;
-an experts module has another that does not, and all of them are read the same way.
+A tensor in a file is memory, row by row, so it may be looked at in another shape, its *view*: then
+whatever transformers does to it is a box of the view, its dims in some order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.storage.boxes import Box
-from hf_moe_ep.checkpoints.storage.safetensors_file import Entry
-from hf_moe_ep.plan import ModelPlan, Stored, matches
-from hf_moe_ep.upstream.module_names import canonical_name
+from hf_moe_ep.checkpoints.storage.boxes import Box, slices
 
-_SHOWN = 5
+
+@dataclass(frozen=True)
+class Part:
+    """What a piece and a box of its parameter have in common.
+
+    Attributes:
+        slices: of a tensor that holds the box.
+        in_file: of the view of the tensor in the file.
+    """
+
+    slices: tuple[slice, ...]
+    in_file: Box
+
+    @property
+    def numel(self) -> int:
+        return math.prod(stop - start for start, stop in self.in_file)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of a checkpoint, and where its first element is in a parameter."""
+    """A part of one tensor of a checkpoint, and which elements of a parameter it holds.
+
+    Attributes:
+        key: of the tensor.
+        shape: of the whole tensor.
+        start: the parameter's element that comes first in the piece.
+        sizes: how many indices of each dim of the parameter it holds.
+        axes: for each dim of the parameter the dim of the view that runs along it; None for a dim
+            of which the piece holds one index.
+        view: the shape that `corner` and `axes` mean.
+        corner: where in the view the piece begins.
+        steps: how far apart the parameter's indices are, of neighbours in the piece.
+    """
 
     key: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
-    transposed: bool = False
+    sizes: tuple[int, ...]
+    axes: tuple[int | None, ...]
+    view: tuple[int, ...]
+    corner: tuple[int, ...]
+    steps: tuple[int, ...]
 
     @property
-    def box(self) -> Box:
-        """The part of the parameter that it holds."""
-        sizes = list(self.shape)
-        if self.transposed:
-            sizes[-2:] = sizes[:-3:-1]
-        sizes = [1] * (len(self.start) - len(sizes)) + sizes
-        return tuple((at, at + size) for at, size in zip(self.start, sizes, strict=True))
+    def numel(self) -> int:
+        return math.prod(self.sizes)
 
-    def in_file(self, part: Box) -> Box:
-        """Turn a part of the parameter, within this piece, into one of the tensor in the file."""
-        moved = [(a - at, b - at) for (a, b), at in zip(part, self.start, strict=True)]
-        moved = moved[len(self.start) - len(self.shape) :]
-        if self.transposed:
-            moved[-2:] = moved[:-3:-1]
-        return tuple(moved)
+    def overlap(self, box: Box) -> Part | None:
+        """Find what of the piece lies in a part of the parameter, None without any."""
+        slices = []
+        in_file = [(at, at + 1) for at in self.corner]
+        dims = zip(box, self.start, self.sizes, self.steps, self.axes, strict=True)
+        for (first, end), start, size, step, axis in dims:
+            begin = max(0, -(-(first - start) // step))
+            stop = min(size, -(-(end - start) // step))
+            if begin >= stop:
+                return None
+            at = start + begin * step - first
+            slices.append(slice(at, at + (stop - begin - 1) * step + 1, step))
+            if axis is not None:
+                corner = self.corner[axis]
+                in_file[axis] = (corner + begin, corner + stop)
+        return Part(tuple(slices), tuple(in_file))
 
-    def turned(self, tensor: Tensor) -> Tensor:
-        """Turn the order of the file to that of the parameter, or back; the same memory."""
-        return tensor.transpose(-1, -2) if self.transposed else tensor
+    def in_parameter(self, values: Tensor) -> Tensor:
+        """Turn values in the order of the view into that of the parameter; the same memory."""
+        moved = values.permute(*self._moving, *self._fixed)
+        sizes = iter(moved.shape)
+        return moved.view([1 if axis is None else next(sizes) for axis in self.axes])
 
+    def in_view(self, values: Tensor) -> Tensor:
+        """Turn values in the order of the parameter into that of the view; the same memory."""
+        kept = [dim for dim, axis in enumerate(self.axes) if axis is not None]
+        others = [dim for dim, axis in enumerate(self.axes) if axis is None]
+        moved = values.permute(*kept, *others)
+        moved = moved.view([*moved.shape[: len(kept)], *(1 for _ in self._fixed)])
+        order = [*self._moving, *self._fixed]
+        return moved.permute([order.index(dim) for dim in range(len(order))])
 
-def hub_pieces(name: str, shape: tuple[int, ...], plan: ModelPlan) -> list[Piece]:
-    """List the tensors that a checkpoint of the hub has for a parameter, as they are saved."""
-    stored = plan.stored.get(name.rpartition(".")[2]) if _is_stacked(name, plan) else None
-    return _pieces(name, shape, stored or Stored())
+    @property
+    def _moving(self) -> list[int]:
+        return [axis for axis in self.axes if axis is not None]
 
-
-def distinct_tensors(model: Any, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Name all that a checkpoint holds, but for the names `without`; tied weights once."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if canonical_name(name) not in without:
-            found.setdefault(id(tensor), (canonical_name(name), tensor))
-    return dict(found.values())
-
-
-def find_pieces(
-    entries: Mapping[str, Entry], parameters: Mapping[str, tuple[int, ...]], plan: ModelPlan
-) -> dict[str, list[Piece]]:
-    """Find what of a checkpoint makes up each parameter, {name: shape}, in whatever layout.
-
-    Raises:
-        ValueError: names what is missing and what has another shape than the parameter.
-    """
-    groups: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in parameters.items():
-        owner = name.rpartition(".")[0] if _is_stacked(name, plan) else name
-        groups.setdefault(owner, {})[name] = shape
-    found: dict[str, list[Piece]] = {}
-    missing: list[str] = []
-    misshapen: list[str] = []
-    for group in groups.values():
-        layouts = [
-            {name: layout(name, shape) for name, shape in group.items()}
-            for layout in _layouts(plan)
-        ]
-        fitting = next((layout for layout in layouts if _fits(layout, entries)), None)
-        if fitting is None:
-            # Of the layout that has the keys, else of the hub's.
-            known = [layout for layout in layouts if all(p.key in entries for p in _all(layout))]
-            for piece in _all((known or layouts)[0]):
-                if piece.key not in entries:
-                    missing.append(piece.key)
-                elif entries[piece.key].shape != piece.shape:
-                    shapes = f"{entries[piece.key].shape} instead of {piece.shape}"
-                    misshapen.append(f"{piece.key} {shapes}")
-        found |= fitting or {}
-    problems = [
-        list_names(kind, names) for kind, names in (("missing", missing), ("misshapen", misshapen))
-    ]
-    if any(problems):
-        raise ValueError("; ".join(filter(None, problems)))
-    return found
+    @property
+    def _fixed(self) -> list[int]:
+        return [dim for dim in range(len(self.view)) if dim not in self._moving]
 
 
-def list_names(kind: str, names: Iterable[str]) -> str:
-    """Say "missing 7 tensors: a, b, ..", or nothing without any."""
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{kind} {len(names)} tensors: {', '.join(names[:_SHOWN])}{more}" if names else ""
+@dataclass(frozen=True)
+class Parts:
+    """What pieces of one tensor of a checkpoint and a part of a parameter have in common."""
+
+    parts: list[tuple[Piece, Part]]
+
+    @property
+    def key(self) -> str:
+        return self.parts[0][0].key
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        return self.parts[0][0].view
+
+    @property
+    def hull(self) -> Box:
+        """The smallest box of the view around all parts."""
+        dims = zip(*(part.in_file for _, part in self.parts), strict=True)
+        return tuple((min(a for a, _ in dim), max(b for _, b in dim)) for dim in dims)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [stop - start for start, stop in self.hull]
+
+    @property
+    def is_filled(self) -> bool:
+        """There are several parts, and they fill a box of the view."""
+        alike = len(self.parts) > 1 and all(piece.view == self.view for piece, _ in self.parts)
+        return alike and sum(part.numel for _, part in self.parts) == math.prod(self.sizes)
+
+    def inside(self, part: Part) -> tuple[slice, ...]:
+        """Find a part in a tensor that holds the hull."""
+        return slices(part.in_file, self.hull)
 
 
-def _is_stacked(name: str, plan: ModelPlan) -> bool:
-    module, _, weight = name.rpartition(".")
-    return weight in plan.expert_weights and matches(plan.experts, module)
+def overlaps(pieces: Iterable[Piece], box: Box) -> list[Parts]:
+    """Find what of pieces lies in a part of their parameter, by tensor of the checkpoint."""
+    found: dict[str, list[tuple[Piece, Part]]] = {}
+    for piece in pieces:
+        part = piece.overlap(box)
+        if part is not None:
+            found.setdefault(piece.key, []).append((piece, part))
+    return [Parts(parts) for parts in found.values()]
 
 
-def _layouts(plan: ModelPlan) -> list[Callable[[str, tuple[int, ...]], list[Piece]]]:
-    """List the layouts to try: the hub's, as in memory, and the other way round."""
+def whole_piece(key: str, shape: Sequence[int]) -> Piece:
+    """Describe a parameter that is one tensor of a checkpoint, as in memory."""
+    sizes = tuple(shape)
+    zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
+    return Piece(key, sizes, zeros, sizes, tuple(range(len(sizes))), sizes, zeros, ones)
+
+
+def transposed_piece(key: str, shape: Sequence[int]) -> Piece:
+    """Describe a parameter that is one tensor of a checkpoint, its last two dims exchanged."""
+    sizes = tuple(shape)
+    zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
+    in_file = (*sizes[:-2], *sizes[:-3:-1])
+    dims = range(len(sizes))
+    axes = (*dims[:-2], *dims[:-3:-1])
+    return Piece(key, in_file, zeros, sizes, axes, in_file, zeros, ones)
+
+
+def per_expert_pieces(
+    module: str, shape: tuple[int, int, int], parts: Sequence[str]
+) -> list[Piece]:
+    """Describe a stacked weight [E, out, in] of which a checkpoint has `parts` of each expert."""
+    experts, out, inner = shape
+    rows = out // len(parts)
+    size = (rows, inner)
     return [
-        lambda name, shape: hub_pieces(name, shape, plan),
-        lambda name, shape: _pieces(name, shape, Stored()),
-        lambda name, shape: _pieces(name, shape, Stored(transposed=_is_stacked(name, plan))),
+        Piece(
+            key=f"{module}.{part.format(expert)}",
+            shape=size,
+            start=(expert, i * rows, 0),
+            sizes=(1, *size),
+            axes=(None, 0, 1),
+            view=size,
+            corner=(0, 0),
+            steps=(1, 1, 1),
+        )
+        for expert in range(experts)
+        for i, part in enumerate(parts)
     ]
-
-
-def _pieces(name: str, shape: tuple[int, ...], stored: Stored) -> list[Piece]:
-    if stored.parts:
-        module, (experts, out, inner) = name.rpartition(".")[0], shape
-        rows = out // len(stored.parts)
-        return [
-            Piece(f"{module}.{part.format(expert)}", (rows, inner), (expert, i * rows, 0))
-            for expert in range(experts)
-            for i, part in enumerate(stored.parts)
-        ]
-    in_file = (*shape[:-2], *shape[:-3:-1]) if stored.transposed else shape
-    return [Piece(name, in_file, (0,) * len(shape), stored.transposed)]
-
-
-def _all(layout: dict[str, list[Piece]]) -> Iterable[Piece]:
-    return (piece for pieces in layout.values() for piece in pieces)
-
-
-def _fits(layout: dict[str, list[Piece]], entries: Mapping[str, Entry]) -> bool:
-    return all(
-        piece.key in entries and entries[piece.key].shape == piece.shape for piece in _all(layout)
-    )

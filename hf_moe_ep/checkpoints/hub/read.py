@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.architectures import find_plan
-from hf_moe_ep.checkpoints.hub.pieces import Piece, find_pieces, list_names
-from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor, overlap, slices
+from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
+from hf_moe_ep.checkpoints.hub.pieces import Piece, overlaps
+from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     Entry,
     Reader,
@@ -28,6 +29,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.together import gather, is_first, together
 from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.conversion import other_names
 from hf_moe_ep.upstream.hub import (
     base_prefix,
     empty_model,
@@ -63,11 +65,20 @@ def find_weights(
             other weights.
     """
 
+    shapes = {
+        file_name(name): tuple(tensor.shape)
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *persistent_buffers(model),
+        )
+    }
+
     def find() -> tuple[dict[str, list[tuple[Piece, Entry]]], str]:
         in_files = read_index(directory)
-        entries = _names_of(model, in_files)
+        layout = hub_layout(model, plan, shapes)
+        entries = _names_of(model, in_files, layout)
         try:
-            found = _match(model, entries, plan, set(empty))
+            found = _match(model, entries, layout, plan, set(empty))
         except ValueError as error:
             kind = type(without_adapters(model)).__name__
             text = f"{directory} does not fit this {kind}: {error}"
@@ -84,17 +95,19 @@ def find_weights(
     return found
 
 
-def _names_of(model: nn.Module, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """Give the tensors of a checkpoint the names of `model`, with a head or without.
+def _names_of(
+    model: nn.Module, entries: Mapping[str, Entry], layout: Layout
+) -> Mapping[str, Entry]:
+    """Give the tensors of a checkpoint the keys that `model` is saved with, with a head or without.
 
     As transformers reads them: into a base model those of its kind with a head, less the head;
-    into a model with a head those of its base model, which lack the head.
+    into a model with a head those of its base model, which lack the head; any by older names.
     """
     stock = without_adapters(model)
     prefix = base_prefix(stock)
-    own = {file_name(name) for name, _ in stock.named_parameters()}
+    own = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
     under = {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
-    if is_base_model(stock) and own & under.keys():
+    if is_base_model(stock) and own & under.keys() and not own & entries.keys():
         left_out = sorted(entries.keys() - under.values())
         if left_out and is_first():
             text = list_names("leaves out", left_out)
@@ -102,7 +115,10 @@ def _names_of(model: nn.Module, entries: Mapping[str, Entry]) -> Mapping[str, En
         return {key: entries[before] for key, before in under.items()}
     if not is_base_model(stock) and own & {f"{prefix}{key}" for key in entries}:
         return {f"{prefix}{key}": entry for key, entry in entries.items()}
-    return entries
+    if own <= entries.keys():
+        return entries
+    renamed = other_names(stock, sorted(entries.keys() - own), sorted(own - entries.keys()))
+    return {renamed.get(key, key): entry for key, entry in entries.items()}
 
 
 def _check_same_weights(seen: list[tuple[str, str]]) -> None:
@@ -116,7 +132,11 @@ def _check_same_weights(seen: list[tuple[str, str]]) -> None:
 
 
 def _match(
-    model: nn.Module, entries: Mapping[str, Entry], plan: ModelPlan, empty: set[str]
+    model: nn.Module,
+    entries: Mapping[str, Entry],
+    layout: Layout,
+    plan: ModelPlan,
+    empty: set[str],
 ) -> dict[str, list[tuple[Piece, Entry]]]:
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -127,18 +147,19 @@ def _match(
     tensors = [(n, p) for n, p in model.named_parameters() if n in empty]
     for name, tensor in (*tensors, *persistent_buffers(model)):
         keys = [file_name(alias) for alias in aliases.get(id(tensor), [name])]
-        present = [key for key in keys if key in entries]
-        _check_tied({key: entries[key] for key in present})
-        tied |= set(present[1:])
+        present = [key for key in keys if _stored_as(key, layout, entries)]
+        stored = [_stored_as(key, layout, entries) for key in present]
+        _check_tied({key: entries[key] for key in filter(None, stored)})
+        tied |= set(filter(None, stored[1:]))
         key = (present or keys)[0]
         wanted[key] = tuple(tensor.shape)
         owners.setdefault(key, []).append(name)
-    found = find_pieces(entries, wanted, plan)
+    found = find_pieces(entries, wanted, layout, plan)
     used = {piece.key for pieces in found.values() for piece in pieces}
     used |= tied
     read = {id(tensor) for _, tensor in tensors}
     others = [names for key, names in aliases.items() if key not in read]
-    used |= {file_name(alias) for names in others for alias in names}
+    used |= {piece.key for names in others for alias in names for piece in layout[file_name(alias)]}
     if unexpected := sorted(unexpected_keys(model, entries.keys() - used)):
         raise ValueError(list_names("unexpected", unexpected))
     return {
@@ -146,6 +167,13 @@ def _match(
         for key, pieces in found.items()
         for name in owners[key]
     }
+
+
+def _stored_as(name: str, layout: Layout, entries: Mapping[str, Entry]) -> str | None:
+    """Return the key of a tensor that a checkpoint holds in one, by its name there or in memory."""
+    keys = [piece.key for piece in layout[name]]
+    found = [key for key in (*keys, name) if key in entries]
+    return found[0] if found and len(keys) == 1 else None
 
 
 def _check_tied(entries: Mapping[str, Entry]) -> None:
@@ -189,12 +217,17 @@ def load_weights(
 def _fill(tensor: Tensor, pieces: list[tuple[Piece, Entry]], reader: Reader) -> None:
     mine = local_box(tensor)
     local = local_tensor(tensor)
-    for piece, entry in pieces:
-        part = overlap(mine, piece.box)
-        if part is not None:
-            values = piece.turned(reader.read(entry, piece.in_file(part)))
-            target = local[slices(part, mine)]
-            target.copy_(values.view(target.shape) if not piece.transposed else values)
+    entries = {piece.key: entry for piece, entry in pieces}
+    for parts in overlaps((piece for piece, _ in pieces), mine):
+        entry = entries[parts.key]
+        # Rows that alternate are read in one go.
+        block = reader.read(entry, parts.hull, parts.view) if parts.is_filled else None
+        for piece, part in parts.parts:
+            if block is None:
+                values = reader.read(entry, part.in_file, piece.view)
+            else:
+                values = block[parts.inside(part)]
+            local[part.slices].copy_(piece.in_parameter(values))
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.configs import stage_configs
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
-from hf_moe_ep.checkpoints.hub.pieces import distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.write import (
     first_dtype,
     parse_size,
-    source_of,
+    saved_dtype,
+    sources_of,
     split_files,
     write_checkpoint,
 )
@@ -81,12 +81,14 @@ def save_pretrained(
     state = find_state(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call its save_pretrained")
-    sources = [
-        source_of(
-            name, tensor, state.plan, dtype or state.dtypes.get(name), partial(slabs_of, tensor)
-        )
-        for name, tensor in distinct_tensors(model).items()
-    ]
+    tensors = distinct_tensors(model)
+    sources = sources_of(
+        model,
+        state.plan,
+        tensors,
+        lambda name, tensor: saved_dtype(tensor, dtype or state.dtypes.get(name)),
+        lambda _, tensor: slabs_of(tensor),
+    )
     files = split_files(sources, parse_size(max_shard_size))
 
     def begin() -> Path:
@@ -122,11 +124,14 @@ def save_state_dict(
             f"state_dict is not that of this {type(model).__name__}: "
             f"{'; '.join(filter(None, problems))}"
         )
-    sources = [
-        source_of(name, tensor, state.plan, None, partial(whole, tensor))
-        for name, tensor in given.items()
-        if name in names
-    ]
+    tensors = {name: tensor for name, tensor in given.items() if name in names}
+    sources = sources_of(
+        model,
+        state.plan,
+        tensors,
+        lambda _, tensor: tensor.dtype,
+        lambda _, tensor: whole(tensor),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     files = split_files(sources, parse_size(max_shard_size))
     configs = stage_configs(model, folder, first_dtype(sources), ())

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.gather import gather_changed, slabs_for_all
-from hf_moe_ep.checkpoints.hub.pieces import distinct_tensors
-from hf_moe_ep.checkpoints.hub.write import Source, saved_dtype, source_of
-from hf_moe_ep.checkpoints.storage.boxes import Box, overlap, slices
+from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
+from hf_moe_ep.checkpoints.hub.pieces import overlaps
+from hf_moe_ep.checkpoints.hub.write import Source, saved_dtype, sources_of
+from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
 from hf_moe_ep.ranks.together import StillHere, check_alike, check_everyone_calls
 from hf_moe_ep.state import ModelState, patched_state
@@ -112,7 +113,7 @@ def _iterate(
         still_here = StillHere("hub_tensors", state.device)
     try:
         for source in _sources(model, state, dtype, max_bytes // _SLABS):
-            yield from _pieces_of(source, still_here)
+            yield from _tensors_of(source, still_here)
     except GeneratorExit:
         if still_here is not None:
             still_here.leave()
@@ -123,7 +124,7 @@ def _iterate(
 
 def _sources(
     model: nn.Module, state: ModelState, dtype: torch.dtype | None, max_bytes: int
-) -> Iterator[Source]:
+) -> list[Source]:
     """Describe every tensor of a checkpoint, with slabs that go to all ranks."""
     # First: while units are gathered, modules hold other tensors than a state dict.
     tensors = distinct_tensors(model, left_out_by_merging(model))
@@ -133,16 +134,14 @@ def _sources(
     lost = updates.keys() - {id(tensor) for tensor in tensors.values()}
     assert not lost, f"{len(lost)} adapted parameters are in no checkpoint"
     dtypes = {file_name(name): kept for name, kept in state.dtypes.items()}
-    for name, tensor in tensors.items():
-        wanted = dtype or dtypes.get(file_name(name))
-        slabs = partial(
-            _slabs,
-            tensor,
-            saved_dtype(tensor, wanted),
-            updates.get(id(tensor), []),
-            max_bytes,
-        )
-        yield source_of(name, tensor, state.plan, wanted, slabs)
+
+    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
+        return saved_dtype(tensor, dtype or dtypes.get(file_name(name)))
+
+    def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        return _slabs(tensor, dtype_of(name, tensor), updates.get(id(tensor), []), max_bytes)
+
+    return sources_of(model, state.plan, tensors, dtype_of, slabs_of)
 
 
 def _slabs(
@@ -172,35 +171,30 @@ def _to_be_sent(dtype: torch.dtype, updates: list[Update], part: Box, values: Te
     return values.to(dtype, copy=not updates)
 
 
-def _pieces_of(source: Source, still_here: StillHere | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the pieces of a parameter, in order, as its slabs complete them."""
-    slabs = iter(source.slabs())
-    missing = {piece.key: math.prod(piece.shape) for piece in source.pieces}
+def _tensors_of(source: Source, still_here: StillHere | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint, in order, as slabs of parameters complete them."""
+    slabs = ((member, *item) for member in source.members for item in member.slabs())
+    missing = {key: math.prod(shape) for key, shape in source.tensors.items()}
     unfinished: dict[str, Tensor] = {}
     while missing:
         if still_here is not None:
             still_here.check()
-        box, slab = next(slabs)
+        member, box, slab = next(slabs)
         assert slab is not None
-        for piece in source.pieces:
-            part = overlap(box, piece.box)
-            if part is None:
-                continue
-            values = piece.turned(slab[slices(part, box)])
-            missing[piece.key] -= values.numel()
-            if part == piece.box:
-                whole = values.reshape(piece.shape).contiguous()
-            else:
-                if piece.key not in unfinished:
-                    unfinished[piece.key] = slab.new_empty(piece.shape)
-                whole = unfinished.pop(piece.key)
-                inside = [slice(start, stop) for start, stop in piece.in_file(part)]
-                whole[tuple(inside)] = values
-            del values
-            if missing[piece.key] == 0:
-                del missing[piece.key]
-                yield piece.key, whole
-            else:
-                unfinished[piece.key] = whole
-            del whole
+        for parts in overlaps(member.pieces, box):
+            key, shape = parts.key, source.tensors[parts.key]
+            for piece, part in parts.parts:
+                values = piece.in_view(slab[part.slices])
+                missing[key] -= values.numel()
+                if values.numel() == math.prod(shape):
+                    unfinished[key] = values.reshape(shape).contiguous()
+                    continue
+                if key not in unfinished:
+                    unfinished[key] = slab.new_empty(shape)
+                inside = tuple(slice(start, stop) for start, stop in part.in_file)
+                unfinished[key].view(piece.view)[inside] = values
+                del values
+            if missing[key] == 0:
+                del missing[key]
+                yield key, unfinished.pop(key)
         del slab

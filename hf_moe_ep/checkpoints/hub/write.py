@@ -18,7 +18,7 @@ import math
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.configs import publish
-from hf_moe_ep.checkpoints.hub.pieces import Piece, hub_pieces
+from hf_moe_ep.checkpoints.hub.layout import hub_layout, joined
+from hf_moe_ep.checkpoints.hub.pieces import Piece, overlaps
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
-from hf_moe_ep.checkpoints.storage.boxes import Box, overlap, slices
+from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, Writer
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.upstream.hub import file_name, progress_bar
@@ -43,35 +44,73 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
-class Source:
+class Member:
     """One parameter to be saved.
 
     Attributes:
         pieces: what it is in the checkpoint, in order.
-        dtype: in the checkpoint.
         slabs: yields its values, (box, tensor), cut along dim 0 and in order; every rank runs it
             to the end. While a checkpoint is written tensors are given to rank 0, to others None.
     """
 
     pieces: list[Piece]
-    dtype: torch.dtype
     slabs: Callable[[], Iterable[tuple[Box, Tensor | None]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is saved together: one parameter, or several that share tensors of the checkpoint.
+
+    Attributes:
+        dtype: in the checkpoint.
+    """
+
+    members: list[Member]
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its tensors in the checkpoint, by key, in order."""
+        return {piece.key: piece.shape for member in self.members for piece in member.pieces}
 
     @property
     def bytes(self) -> int:
-        return sum(math.prod(piece.shape) for piece in self.pieces) * self.dtype.itemsize
+        return sum(map(math.prod, self.tensors.values())) * self.dtype.itemsize
 
 
-def source_of(
-    name: str,
-    tensor: Tensor,
+def sources_of(
+    model: Any,
     plan: ModelPlan,
-    dtype: torch.dtype | None,
-    slabs: Callable[[], Iterable[tuple[Box, Tensor | None]]],
-) -> Source:
-    """Describe a tensor as the hub has it; `dtype`, if any, is for floating point ones."""
-    pieces = hub_pieces(file_name(name), tuple(tensor.shape), plan)
-    return Source(pieces, saved_dtype(tensor, dtype), slabs)
+    tensors: Mapping[str, Tensor],
+    dtype_of: Callable[[str, Tensor], torch.dtype],
+    slabs_of: Callable[[str, Tensor], Iterable[tuple[Box, Tensor | None]]],
+) -> list[Source]:
+    """Describe tensors of a model, by name, as the hub has them.
+
+    Args:
+        model: that they are of; tensors are by their names in it.
+        plan: what it says about storing goes before what transformers would do.
+        dtype_of: says in which dtype each is saved.
+        slabs_of: yields the values of each, as `Member.slabs`.
+
+    Raises:
+        ValueError: parameters that share a tensor of the checkpoint and are of several dtypes.
+    """
+    names = {file_name(name): name for name in tensors}
+    shapes = {name: tuple(tensors[given].shape) for name, given in names.items()}
+    layout = hub_layout(model, plan, shapes)
+    sources = []
+    for group in joined(layout, names):
+        dtypes = {name: dtype_of(names[name], tensors[names[name]]) for name in group}
+        if len(set(dtypes.values())) > 1:
+            held = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+            raise ValueError(f"one tensor of the hub cannot be of two dtypes: {held}; pass dtype=")
+        members = [
+            Member(layout[name], partial(slabs_of, names[name], tensors[names[name]]))
+            for name in group
+        ]
+        sources.append(Source(members, dtypes[group[0]]))
+    return sources
 
 
 def saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -151,9 +190,9 @@ def _write_file(
         return
     try:
         with writer.open(number, sources) as file:
-            for source, box, slab in slabs:
+            for source, member, box, slab in slabs:
                 assert slab is not None
-                _write_slab(file, source, box, slab)
+                _write_slab(file, source, member, box, slab)
                 progress.update(slab.numel() * source.dtype.itemsize)
                 del slab  # before the next one is allocated
         writer.done(number, file)
@@ -162,19 +201,26 @@ def _write_file(
             pass
 
 
-def _all_slabs(sources: list[Source]) -> Iterator[tuple[Source, Box, Tensor | None]]:
+def _all_slabs(sources: list[Source]) -> Iterator[tuple[Source, Member, Box, Tensor | None]]:
     for source in sources:
-        for box, slab in source.slabs():
-            yield source, box, slab
-            del slab
+        for member in source.members:
+            for box, slab in member.slabs():
+                yield source, member, box, slab
+                del slab
 
 
-def _write_slab(file: Writer, source: Source, box: Box, slab: Tensor) -> None:
-    """Append the part of each piece that a slab holds."""
-    for piece in source.pieces:
-        part = overlap(box, piece.box)
-        if part is not None:
-            file.write(piece.turned(slab[slices(part, box)].to(source.dtype)))
+def _write_slab(file: Writer, source: Source, member: Member, box: Box, slab: Tensor) -> None:
+    """Write the part of each piece that a slab holds, parts of the same rows in one go."""
+    for parts in overlaps(member.pieces, box):
+        if parts.is_filled:
+            values = torch.empty(parts.sizes, dtype=source.dtype)
+            for piece, part in parts.parts:
+                values[parts.inside(part)] = piece.in_view(slab[part.slices])
+            file.write(parts.key, parts.view, parts.hull, values)
+            continue
+        for piece, part in parts.parts:
+            values = piece.in_view(slab[part.slices]).to(source.dtype)
+            file.write(parts.key, piece.view, part.in_file, values)
 
 
 class _HubWriter:
@@ -188,17 +234,21 @@ class _HubWriter:
             for number in range(1, len(files) + 1)
         ]
         self._places = {
-            piece.key: name
+            key: name
             for name, sources in zip(self._names, files, strict=True)
             for source in sources
-            for piece in source.pieces
+            for key in source.tensors
         }
         self._total = sum(source.bytes for sources in files for source in sources)
         self._hashes: dict[str, str] = {}
 
     def open(self, number: int, sources: list[Source]) -> Writer:
         """Open the next file, whose header says all that `sources` will write."""
-        header = [(p.key, p.shape, source.dtype) for source in sources for p in source.pieces]
+        header = [
+            (key, shape, source.dtype)
+            for source in sources
+            for key, shape in source.tensors.items()
+        ]
         return Writer(self._folder / self._names[number], header)
 
     def done(self, number: int, writer: Writer) -> None:

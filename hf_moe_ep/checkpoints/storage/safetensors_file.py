@@ -18,7 +18,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from hf_moe_ep.checkpoints.storage.atomic import sha256_of
 from hf_moe_ep.checkpoints.storage.boxes import Box
 
 INDEX = "model.safetensors.index.json"
@@ -190,8 +191,13 @@ class Reader:
             os.close(descriptor)
         self._open.clear()
 
-    def read(self, entry: Entry, box: Box) -> Tensor:
-        """Read the part `box` of a tensor, and no other byte of it."""
+    def read(self, entry: Entry, box: Box, view: tuple[int, ...] | None = None) -> Tensor:
+        """Read the part `box` of a tensor, and no other byte of it.
+
+        `view` is a shape in which the tensor is seen; None is its own.
+        """
+        if view is not None:
+            entry = replace(entry, shape=view)
         sizes = [stop - start for start, stop in box]
         flat = torch.empty(math.prod(sizes) * entry.dtype.itemsize, dtype=torch.uint8)
         if flat.numel():
@@ -233,30 +239,46 @@ class Writer:
         self, path: Path, header: Iterable[tuple[str, tuple[int, ...], torch.dtype]]
     ) -> None:
         table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
+        places, end = {}, 0
         for key, shape, dtype in header:
             size = math.prod(shape) * dtype.itemsize
             offsets = [end, end + size]
             table[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+            places[key] = Entry(path, dtype, shape, end)
             end += size
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._left = end
-        self._hash = hashlib.sha256()
+        data = 8 + len(text)
+        self._places = {
+            key: replace(place, start=data + place.start) for key, place in places.items()
+        }
+        self._path, self._left = path, data + end
+        self._digest, self._end, self._in_order = hashlib.sha256(), 0, True
         self._file = path.open("wb", buffering=0)
-        self._put(len(text).to_bytes(8, "little") + text)
+        self._put(len(text).to_bytes(8, "little") + text, 0)
 
-    def write(self, tensor: Tensor) -> None:
-        """Append the next tensor of the header, or the next part of it."""
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._left -= data.nbytes
-        self._put(data.data)
+    def write(self, key: str, view: tuple[int, ...], box: Box, tensor: Tensor) -> None:
+        """Write the part `box` of a tensor seen in the shape `view`.
 
-    def _put(self, data: bytes | memoryview) -> None:
+        In the order of the file it is hashed on the way; out of order, once more at the end.
+        """
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        done = 0
+        for start, length in _runs(replace(self._places[key], shape=view), box):
+            self._put(data[done : done + length], start)
+            done += length
+
+    def _put(self, data: bytes | memoryview, start: int) -> None:
+        self._in_order = self._in_order and start == self._end
+        if self._in_order:
+            self._digest.update(data)
+        if start != self._end:
+            self._file.seek(start)
         left = memoryview(data)
         while left:
             left = left[self._file.write(left) :]
-        self._hash.update(data)
+        self._end = start + len(data)
+        self._left -= len(data)
 
     def __enter__(self) -> Writer:
         return self
@@ -276,5 +298,5 @@ class Writer:
 
     @property
     def sha256(self) -> str:
-        """The hash of what was written so far."""
-        return self._hash.hexdigest()
+        """The hash of the file, when it is complete."""
+        return self._digest.hexdigest() if self._in_order else sha256_of(self._path)

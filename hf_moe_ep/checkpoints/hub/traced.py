@@ -1,0 +1,238 @@
+"""Tensors without values that know where each of their elements comes from.
+
+transformers' own operations are run on them, and what comes out says how a file's tensor is made
+up of parameters; so nothing of an operation is written here a second time. A parameter is known by
+a number. Its element [e, o, i] has the coordinates (number, e, o, i, 0, 0), and those of a traced
+tensor are a sum of one term per dim, whatever views, transpositions and concatenations it has seen:
+
+    parameter 7, [2, 6, 5]    (7, 0, 0, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
+    its rows 3 to 5           (7, 0, 3, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
+    of these expert 1         (7, 1, 3, 0, ..) + (0, 0, o, 0, ..) + (0, 0, 0, i, ..)
+
+So a tensor of any size costs its dims, not its elements. What is no such sum, and a function of
+torch that is not named here, is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+# A number for the tensor, and coordinates of up to five dims (a kernel of a 3d convolution).
+COORDINATES = 6
+
+# [size, COORDINATES]: what each index of a dim adds.
+Axis = np.ndarray
+Axes = tuple[Axis, ...] | list[Callable[[], Axis]]
+
+
+# Of which all traced tensors are views: they have no values.
+_NOTHING = torch.empty(0)
+
+
+class Untraceable(ValueError):
+    """An operation does to a tensor what this file does not know."""
+
+
+class Traced(torch.Tensor):
+    """Elements of tensors that have numbers, in any order."""
+
+    base: np.ndarray
+
+    @staticmethod
+    def __new__(cls: type[Traced], base: np.ndarray, axes: Axes) -> Traced:
+        return _NOTHING.as_subclass(cls)
+
+    def __init__(self, base: np.ndarray, axes: Axes) -> None:
+        self.base, self._axes = base, axes
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """What each dim adds; made when first asked for, as most tensors are only renamed."""
+        if isinstance(self._axes, list):
+            self._axes = tuple(make() for make in self._axes)
+        return self._axes
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(len(axis) for axis in self.axes)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.axes)
+
+    def dim(self) -> int:
+        return len(self.axes)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else len(self.axes[dim])
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def contiguous(self, memory_format: Any = None) -> Traced:
+        return self
+
+    def clone(self, **_: Any) -> Traced:
+        return self
+
+    def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[Traced, ...]:
+        length = len(self.axes[dim])
+        if isinstance(split_size, int):
+            split_size = [min(split_size, length - at) for at in range(0, length, split_size)]
+        if sum(split_size) != length:
+            raise Untraceable(f"cannot split {length} into {list(split_size)}")
+        dim, start, parts = dim % self.ndim, 0, []
+        for size in split_size:
+            axis = self.axes[dim][start : start + size]
+            parts.append(Traced(self.base, (*self.axes[:dim], axis, *self.axes[dim + 1 :])))
+            start += size
+        return tuple(parts)
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
+        return self.split(-(-len(self.axes[dim]) // chunks), dim)
+
+    def unbind(self, dim: int = 0) -> tuple[Traced, ...]:
+        return tuple(self.select(dim, index) for index in range(len(self.axes[dim])))
+
+    def select(self, dim: int, index: Any) -> Traced:
+        dim %= self.ndim
+        axes = (*self.axes[:dim], *self.axes[dim + 1 :])
+        return Traced(self.base + self.axes[dim][index], axes)
+
+    def squeeze(self, dim: int) -> Traced:  # type: ignore[override]
+        return self.select(dim, 0) if len(self.axes[dim]) == 1 else self
+
+    def unsqueeze(self, dim: int) -> Traced:
+        dim %= self.ndim + 1
+        return Traced(self.base, (*self.axes[:dim], _still(1), *self.axes[dim:]))
+
+    def transpose(self, dim0: int, dim1: int) -> Traced:
+        axes = list(self.axes)
+        axes[dim0], axes[dim1] = axes[dim1], axes[dim0]
+        return Traced(self.base, tuple(axes))
+
+    def permute(self, *dims: Any) -> Traced:
+        return Traced(self.base, tuple(self.axes[dim] for dim in _flat(dims)))
+
+    def reshape(self, *shape: Any) -> Traced:
+        return _reshaped(self, _flat(shape))
+
+    def view(self, *shape: Any) -> Traced:
+        return _reshaped(self, _flat(shape))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        known = _FUNCTIONS.get(func)
+        if known is None:
+            name = getattr(func, "__name__", str(func))
+            raise Untraceable(f"the conversion of a checkpoint calls {name}, which is not traced")
+        return known(*args, **(kwargs or {}))
+
+
+class Tracer:
+    """Makes traced tensors of parameters; those of one size have an axis in common."""
+
+    def __init__(self) -> None:
+        self._axes: dict[tuple[int, int], Axis] = {}
+
+    def tensor(self, number: int, shape: Sequence[int]) -> Traced:
+        """Make the tensor `number` of a shape, whose elements are its own."""
+        if len(shape) >= COORDINATES:
+            raise Untraceable(f"a tensor of {len(shape)} dims {tuple(shape)} is not traced")
+        base = np.zeros(COORDINATES, np.int64)
+        base[0] = number
+        return Traced(base, [partial(self._along, dim + 1, n) for dim, n in enumerate(shape)])
+
+    def _along(self, coordinate: int, size: int) -> Axis:
+        if (coordinate, size) not in self._axes:
+            axis = _still(size)
+            axis[:, coordinate] = np.arange(size)
+            self._axes[coordinate, size] = axis
+        return self._axes[coordinate, size]
+
+
+def _still(size: int) -> Axis:
+    return np.zeros((size, COORDINATES), np.int64)
+
+
+def _concatenated(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    dim %= first.ndim
+    parts = []
+    for tensor in tensors:
+        # From the first element of the first tensor: how each tensor begins goes into this dim.
+        start = sum((axis[0] for axis in tensor.axes), tensor.base)
+        for other, (one, two) in enumerate(zip(first.axes, tensor.axes, strict=True)):
+            same = one is two or np.array_equal(one - one[:1], two - two[:1])
+            if other != dim and not same:
+                raise Untraceable("a concatenation of tensors whose elements lie differently")
+        parts.append(tensor.axes[dim] - tensor.axes[dim][:1] + start)
+    axis = np.concatenate(parts)
+    others = [one if one[0].any() == 0 else one - one[:1] for one in first.axes]
+    others[dim] = axis
+    return Traced(np.zeros(COORDINATES, np.int64), tuple(others))
+
+
+def _stacked(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    return _concatenated([tensor.unsqueeze(dim) for tensor in tensors], dim)
+
+
+def _reshaped(tensor: Traced, shape: Sequence[int]) -> Traced:
+    """Split and merge dims, as far as rows of memory in both shapes end together."""
+    sizes = list(shape)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = tensor.numel() // -math.prod(sizes)
+    if math.prod(sizes) != tensor.numel():
+        raise Untraceable(f"cannot reshape {tuple(tensor.shape)} into {tuple(shape)}")
+    base, axes = tensor.base, list(tensor.axes)
+    result: list[Axis] = []
+    while sizes:
+        size = sizes.pop(0)
+        axis = axes.pop(0) if axes else _still(1)
+        while len(axis) < size:
+            following = axes.pop(0)
+            axis = (axis[:, None] + following[None]).reshape(-1, COORDINATES)
+        if len(axis) > size:
+            # [size, the rest]: the rest is for the dims to come.
+            table = axis.reshape(size, -1, COORDINATES)
+            outer, inner = table[:, 0], table[0] - table[0, 0]
+            if len(axis) % size or not np.array_equal(outer[:, None] + inner[None], table):
+                raise Untraceable(f"cannot trace {tuple(tensor.shape)} into {tuple(shape)}")
+            axis = outer
+            axes.insert(0, inner)
+        result.append(axis)
+    for axis in axes:  # of size 1
+        base = base + axis[0]
+    return Traced(base, tuple(result))
+
+
+def _flat(dims: Sequence[Any]) -> Sequence[int]:
+    return dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.cat: _concatenated,
+    torch.stack: _stacked,
+    torch.chunk: Traced.chunk,
+    torch.split: Traced.split,
+    torch.unbind: Traced.unbind,
+    torch.transpose: Traced.transpose,
+    torch.permute: Traced.permute,
+    torch.squeeze: Traced.squeeze,
+    torch.unsqueeze: Traced.unsqueeze,
+    torch.reshape: Traced.reshape,
+}
