@@ -86,18 +86,20 @@ def _derived(model: Any, shapes: Mapping[str, Shape]) -> Layout:
     originals = {id(tensor): name for name, tensor in tensors.items()}
     layout: dict[str, list[Piece]] = {name: [] for name in names}
     read_off, ranks = _ReadOff(), [len(shapes[name]) for name in names]
-    for key, tensor in to_hub(model, tensors).items():
-        name = originals.get(id(tensor))
-        if name is not None:
-            layout[name].append(whole_piece(key, shapes[name]))
-            continue
-        try:
+    key = "its conversion"
+    try:
+        for key, tensor in to_hub(model, tensors).items():
+            name = originals.get(id(tensor))
+            if name is not None:
+                layout[name].append(whole_piece(key, shapes[name]))
+                continue
             for number, piece in read_off.pieces(key, tensor, ranks):
                 layout[names[number]].append(piece)
-        except Untraceable as error:
-            raise ValueError(
-                f"cannot derive how the hub stores this {type(model).__name__}: {key}: {error}"
-            ) from error
+    except Untraceable as error:
+        raise ValueError(
+            f"cannot derive how the hub stores this {type(model).__name__}: {key}: {error}; say "
+            f"it in a plan, with stored="
+        ) from error
     for name, pieces in layout.items():
         held, size = sum(piece.numel for piece in pieces), math.prod(shapes[name])
         if held != size:

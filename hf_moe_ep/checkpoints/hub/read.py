@@ -154,12 +154,22 @@ def _match(
         key = (present or keys)[0]
         wanted[key] = tuple(tensor.shape)
         owners.setdefault(key, []).append(name)
-    found = find_pieces(entries, wanted, layout, plan)
+    try:
+        found = find_pieces(entries, wanted, layout, plan)
+    except ValueError as error:
+        own = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
+        instead = sorted(unexpected_keys(model, entries.keys() - own))
+        if not instead:
+            raise
+        raise ValueError(
+            f"{error}; {list_names('it holds instead', instead)}. Keys of another layout: load it "
+            f"in transformers and save it there, or say in a plan how weights are stored (plan=)"
+        ) from error
     used = {piece.key for pieces in found.values() for piece in pieces}
     used |= tied
     read = {id(tensor) for _, tensor in tensors}
     others = [names for key, names in aliases.items() if key not in read]
-    used |= {piece.key for names in others for alias in names for piece in layout[file_name(alias)]}
+    used |= {piece.key for names in others for name in names for piece in layout[file_name(name)]}
     if unexpected := sorted(unexpected_keys(model, entries.keys() - used)):
         raise ValueError(list_names("unexpected", unexpected))
     return {

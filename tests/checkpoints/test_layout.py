@@ -1,0 +1,200 @@
+"""How the hub stores a model: derived from transformers' conversion, equal to what stock writes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.architectures import FAMILIES, MODEL_TYPES, tiny
+from support.hub_files import assert_equal, read_all
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Chunk,
+    ConversionOps,
+    Interleave,
+    PermuteForRope,
+    WeightConverter,
+)
+
+from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, hub_layout
+from hf_moe_ep.checkpoints.hub.pieces import Piece
+from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
+from hf_moe_ep.checkpoints.hub.write import sources_of, split_files, write_checkpoint
+from hf_moe_ep.checkpoints.storage.boxes import Box
+from hf_moe_ep.plan import ModelPlan, Stored
+from hf_moe_ep.upstream.hub import empty_model
+
+PLAN = ModelPlan("of_no_weight", expert_weights=())
+
+
+def _rows(rows: int, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """A tensor in slabs of a few rows, as ranks bring it together."""
+    if not tensor.ndim:
+        yield (), tensor
+        return
+    for start in range(0, len(tensor), rows):
+        slab = tensor[start : start + rows]
+        yield ((start, start + len(slab)), *((0, size) for size in slab.shape[1:])), slab
+
+
+def _save(model: PreTrainedModel, folder: Path, plan: ModelPlan = PLAN, rows: int = 3) -> None:
+    """Write a model that nobody patched, through slabs."""
+    folder.mkdir()
+    tensors = {name: tensor.detach() for name, tensor in distinct_tensors(model).items()}
+    sources = sources_of(
+        model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, t: _rows(rows, t)
+    )
+    write_checkpoint(folder, split_files(sources, 50_000))
+
+
+def _read(model_class: Any, folder: Path, plan: ModelPlan = PLAN) -> PreTrainedModel:
+    """Read a folder into the model that its config describes."""
+    model = empty_model(folder, model_class, torch.get_default_dtype, {})
+    names = [name for name, _ in model.named_parameters()]
+    load_weights(model, find_weights(model, folder, plan, names), torch.device("cpu"))
+    model.tie_weights()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _of_stock(folder: Path) -> dict[str, Tensor]:
+    files = folder.glob("*.safetensors")
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(t, marks=() if t in FAMILIES else pytest.mark.slow) for t in MODEL_TYPES],
+)
+def test_files_are_those_that_stock_writes_and_reads(model_type: str, tmp_path: Path) -> None:
+    """Of every MoE type keys, shapes and bytes, and all values when they are read again."""
+    model = tiny(model_type, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "stock")
+    _save(model, tmp_path / "ours")
+    assert_equal(read_all(tmp_path / "ours"), _of_stock(tmp_path / "stock"))
+    read = _read(type(model), tmp_path / "stock")
+    assert_equal(read.state_dict(), model.state_dict())
+
+
+class _Flip(ConversionOps):
+    """What no file of ours has heard of."""
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        return {key: torch.flip(values[0], [0]) for key, values in input_dict.items()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+@pytest.fixture(scope="module")
+def stock() -> PreTrainedModel:
+    return tiny("mixtral", dtype=torch.float32)
+
+
+def _layout(
+    model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], *conversions: WeightConverter
+) -> dict[str, list[Piece]]:
+    """The pieces of tensors that no model has, by conversions that transformers has not."""
+    kept = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = list(conversions)
+    try:
+        return dict(hub_layout(model, PLAN, shapes))
+    finally:
+        model._weight_conversions = kept
+
+
+def test_interleaved_rows_by_hand(stock: PreTrainedModel) -> None:
+    """Rows 0 3 1 4 2 5 of a file: seen as [E, 3, 2, H], gate is [:, :, 0], up is [:, :, 1]."""
+    loading = WeightConverter("mlp.w13", "mlp.gate_up", [Interleave(dim=1)])
+    pieces = _layout(stock, {"a.mlp.gate_up": (2, 6, 5)}, loading)["a.mlp.gate_up"]
+    gate, up = pieces
+    assert (gate.key, gate.shape, gate.view) == ("a.mlp.w13", (2, 6, 5), (2, 3, 2, 5))
+    assert (gate.start, gate.sizes, gate.axes, gate.corner) == (
+        (0, 0, 0),
+        (2, 3, 5),
+        (0, 1, 3),
+        (0, 0, 0, 0),
+    )
+    assert (up.start, up.corner, up.steps) == ((0, 3, 0), (0, 0, 1, 0), (1, 1, 1))
+    # Expert 1's rows 2 to 4 are the last of gate and the first two of up, at rows 4, 1 and 3.
+    rows = ((1, 2), (2, 5), (0, 5))
+    parts = [piece.overlap(rows) for piece in pieces]
+    assert [part.in_file for part in parts if part] == [
+        ((1, 2), (2, 3), (0, 1), (0, 5)),
+        ((1, 2), (0, 2), (1, 2), (0, 5)),
+    ]
+
+
+def test_two_parameters_in_one_tensor_by_hand(stock: PreTrainedModel) -> None:
+    """Columns 0 to 2 and 3 to 5 of a file's tensor [4, 6], seen as [4, 2, 3]."""
+    loading = WeightConverter("attn.both", ["attn.one", "attn.two"], [Chunk(dim=1)])
+    layout = _layout(stock, {"attn.one": (4, 3), "attn.two": (4, 3)}, loading)
+    (one,), (two,) = layout.values()
+    assert (one.shape, one.view, one.corner) == ((4, 6), (4, 2, 3), (0, 0, 0))
+    assert (two.shape, two.view, two.corner) == ((4, 6), (4, 2, 3), (0, 1, 0))
+
+
+def test_pairs_of_rotary_rows_by_hand(stock: PreTrainedModel) -> None:
+    """Of 2 heads of 4 rows, rows 0 1 2 3 of a head stand in the file as 0 2 1 3."""
+    loading = WeightConverter("q.hub", "q.weight", [PermuteForRope()])
+    stock.config.num_attention_heads, kept = 2, stock.config.num_attention_heads
+    try:
+        pieces = _layout(stock, {"q.weight": (8, 3)}, loading)["q.weight"]
+    finally:
+        stock.config.num_attention_heads = kept
+    in_file = torch.full((8, 3), -1)
+    held = torch.arange(24).view(8, 3)
+    for piece in pieces:
+        part = piece.overlap(((0, 8), (0, 3)))
+        assert part is not None
+        inside = tuple(slice(*ends) for ends in part.in_file)
+        in_file.view(piece.view)[inside] = piece.in_view(held[part.slices])
+    assert in_file[:, 0].div(3, rounding_mode="floor").tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_what_cannot_be_traced_is_refused_by_name(stock: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"how the hub stores this Mixtral.*calls flip"):
+        _layout(stock, {"a.down": (2, 3)}, WeightConverter("a.w2", "a.down", [_Flip()]))
+
+
+def test_a_plan_goes_before_what_transformers_would_do(tmp_path: Path) -> None:
+    model = tiny("mixtral", dtype=torch.float32)
+    plan = ModelPlan("mixtral", stored={"down_proj": Stored(transposed=True)})
+    _save(model, tmp_path / "ours", plan, rows=2)
+    saved = read_all(tmp_path / "ours")
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert torch.equal(saved[name], model.state_dict()[name].transpose(1, 2))
+    assert "model.layers.1.block_sparse_moe.experts.0.w1.weight" in saved
+
+
+def test_older_names_are_read_as_stock_reads_them(tmp_path: Path) -> None:
+    """The text part of a multimodal checkpoint: its names, its other tensors left out by class."""
+    model = tiny("qwen3_5_moe_text", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    state = _of_stock(tmp_path)
+    assert not any("language_model" in key for key in state)
+    renamed = {
+        key.replace("model.", "model.language_model.", 1): tensor for key, tensor in state.items()
+    }
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = type(model).from_pretrained(tmp_path)
+    assert_equal(loaded.state_dict(), model.state_dict())
+    assert_equal(_read(type(model), tmp_path).state_dict(), model.state_dict())
+
+
+def test_keys_of_another_layout_are_named_with_both_sides(tmp_path: Path) -> None:
+    model = tiny("mixtral", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    state = {key.replace(".w1.", ".gate."): tensor for key, tensor in _of_stock(tmp_path).items()}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    text = (
+        r"missing 32 tensors: model.layers.0.block_sparse_moe.experts.0.w1.weight.* and 27 more; "
+        r".*holds instead 32 tensors: model.layers.0.block_sparse_moe.experts.0.gate.weight.*plan="
+    )
+    with pytest.raises(ValueError, match=text):
+        _read(transformers.MixtralForCausalLM, tmp_path)
