@@ -1,11 +1,13 @@
 """Stock models of every Mixture-of-Experts type of Transformers, small enough for fp64 on one core.
 
 `MODEL_TYPES` are all there are, `FAMILIES` the eight that stand for them in the fast suite,
-`tiny_config` and `tiny` make one, `batch` what it is trained on, `loss_of` its loss.
+`tiny_config` and `tiny` make one, `batch` and `mixed_batch` (with pictures and sound) what it is
+trained on, `loss_of` its loss.
 """
 
 from support.architectures.inputs import batch, loss_of
 from support.architectures.models import model_class, tiny
+from support.architectures.pictures import mixed_batch, takes_pictures, takes_sound
 from support.architectures.sizes import tiny_config
 from support.architectures.types import FAMILIES, MODEL_TYPES, NOT_BUILT_UPSTREAM
 
@@ -15,7 +17,10 @@ __all__ = [
     "NOT_BUILT_UPSTREAM",
     "batch",
     "loss_of",
+    "mixed_batch",
     "model_class",
+    "takes_pictures",
+    "takes_sound",
     "tiny",
     "tiny_config",
 ]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from support import tiny_models
+from support.architectures.sizes import FIRST_SPECIAL_TOKEN, VOCAB_SIZE
 
 
 def batch(
@@ -24,13 +25,35 @@ def batch(
     of fp64 scores that is masked as a whole is NaN in the fp32 softmax of GraniteMoeSWA.
     """
     inputs = tiny_models.batch(model, batch_size, seq_len, seed, ignore=ignore, pad=pad)
-    # Placeholders and other special tokens are the last seven of the vocabulary.
-    low = inputs["input_ids"] % 90
+    low = inputs["input_ids"] % FIRST_SPECIAL_TOKEN
     counted = inputs["labels"] != -100
     labels = low
     if "ForTokenClassification" in type(model).__name__:
         labels = low % model.config.num_labels
-    return inputs | {"input_ids": low, "labels": labels.masked_fill(~counted, -100)}
+    inputs |= {"input_ids": low, "labels": labels.masked_fill(~counted, -100)}
+    return with_canvas(model, inputs, seed)
+
+
+def with_canvas(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], seed: int
+) -> dict[str, torch.Tensor]:
+    """The inputs as a prompt, and what follows it, where a model denoises that: else as they are.
+
+    Labels are those of the canvas then.
+    """
+    if "decoder_input_ids" not in signature(model.forward).parameters:
+        return inputs
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape = (len(inputs["input_ids"]), model.config.canvas_length)
+    noisy, clean = torch.randint(FIRST_SPECIAL_TOKEN, (2, *shape), generator=generator)
+    logits = torch.randn(*shape, VOCAB_SIZE, generator=generator, dtype=torch.float64)
+    mask = inputs["attention_mask"]
+    return inputs | {
+        "labels": clean.masked_fill(torch.rand(shape, generator=generator) < 0.25, -100),
+        "decoder_input_ids": noisy,
+        "decoder_attention_mask": torch.cat([mask, mask.new_ones(shape)], dim=1),
+        "self_conditioning_logits": logits,
+    }
 
 
 def loss_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from support.architectures.towers import tower_values
+
 _NUM_LAYERS = 4
 NUM_EXPERTS = 8
 VOCAB_SIZE = 97
@@ -83,6 +85,12 @@ _COMMON: dict[str, Any] = {
     "residual_multiplier": 0.7,
     "attention_multiplier": 0.3,
 }
+
+
+def _rope(**values: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0} | values
+
+
 # By the type of the text part, where its default config does not show all kinds of layers or its
 # field names are its own.
 _TEXT: dict[str, dict[str, Any]] = {
@@ -105,6 +113,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "o_lora_rank": 14,
         "index_topk": 2,
     },
+    "diffusion_gemma_text": {"global_head_dim": 20, "num_global_key_value_heads": 1},
     "dots3_note_text": {
         "swa_num_attention_heads": 2,
         "swa_num_key_value_heads": 2,
@@ -114,12 +123,20 @@ _TEXT: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 14,
         "swa_v_head_dim": 8,
     },
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [24, 12],  # of text and of vision experts
+        "rope_parameters": _rope(mrope_section=[2, 2, 1]),
+    },
     "gemma4_text": {  # as the published models with experts: no embeddings per layer
         "enable_moe_block": True,
         "hidden_size_per_layer_input": 0,
         "attention_k_eq_v": True,
         "global_head_dim": 20,
         "num_global_key_value_heads": 1,
+    },
+    "glm4v_moe_text": {
+        "head_dim": 12,
+        "rope_parameters": _rope(mrope_section=[1, 1, 1], partial_rotary_factor=0.5),
     },
     "glm5_next_text": {
         "qk_rope_head_dim": 0,
@@ -175,6 +192,7 @@ _TEXT: dict[str, dict[str, Any]] = {
         "index_block_size": 2,
         "index_topk_blocks": 3,
     },
+    "muse_spark_text": {"moe_hidden_size": 32},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
         "ssm_state_size": 6,
@@ -186,7 +204,14 @@ _TEXT: dict[str, dict[str, Any]] = {
     },
     "openai_privacy_filter": {"num_labels": 5},
     "phimoe": {"num_experts_per_tok": 2},  # all its router can
+    "qwen3_5_moe_text": {
+        "rope_parameters": _rope(mrope_section=[1, 1, 1], partial_rotary_factor=0.5),
+    },
+    "qwen3_next": {"rope_parameters": _rope(partial_rotary_factor=0.5)},
+    "qwen3_omni_moe_text": {"rope_parameters": _rope(mrope_section=[2, 2, 1])},
+    "qwen3_vl_moe_text": {"rope_parameters": _rope(mrope_section=[3, 2, 1])},
     "qwen4_exp_text": {
+        "rope_parameters": _rope(mrope_section=[1, 1, 1], partial_rotary_factor=0.5),
         "hc_count": 3,
         "hc_lowrank": 10,
         "ple_layer_ids": [1],
@@ -210,16 +235,49 @@ _TEXT: dict[str, dict[str, Any]] = {
 }
 
 
+# Special tokens are the last of the vocabulary: no text draws them.
+FIRST_SPECIAL_TOKEN = 85
+PLACEHOLDERS = {
+    **_same(85, "image_token_id", "image_token_index"),
+    **_same(86, "video_token_id", "video_token_index"),
+    "audio_token_id": 87,
+    **_same(88, "vision_start_token_id", "image_start_token_id", "boi_token_id"),
+    **_same(89, "vision_end_token_id", "image_end_token_id", "eoi_token_id"),
+    **_same(90, "video_start_token_id", "boa_token_id", "audio_start_token_id"),
+    **_same(91, "video_end_token_id", "eoa_token_index", "audio_bos_token_id"),
+    **_same(92, "image_bos_token_id", "user_token_id"),
+}
+_WHOLE: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 5}},
+    "diffusion_gemma": {"canvas_length": 6},
+    "gemma4": {"audio_config": None},  # as the published models with experts
+    "minimax_m3_vl": {"projector_hidden_size": 28},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 88},
+    "muse_spark": {"out_hidden_size": 64, "projector_hidden_size": 28},
+}
+
+
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     """A config of that type whose model is small, odd-sized and holds every kind of layer.
 
     An override of a field that only the text part has goes there.
     """
     config_class = CONFIG_MAPPING[model_type]
-    text = config_class.sub_configs.get("text_config")
-    if text is None:
+    parts = config_class.sub_configs_defaults or {}
+    if "text_config" not in parts:
         return config_class(**(_text_values(config_class) | overrides))
-    raise NotImplementedError(model_type)
+    values = {name: tower_values(part) for name, part in parts.items() if name != "text_config"}
+    text = parts["text_config"].config_class
+    own = config_class.__dataclass_fields__
+    of_text = {name: value for name, value in overrides.items() if _only_of_text(name, own, text)}
+    values["text_config"] = _text_values(text) | of_text
+    values |= {name: token for name, token in PLACEHOLDERS.items() if name in own}
+    values |= _WHOLE.get(model_type, {})
+    return config_class(**values, **{k: v for k, v in overrides.items() if k not in of_text})
+
+
+def _only_of_text(name: str, own: Any, text: type[PreTrainedConfig]) -> bool:
+    return name in text.__dataclass_fields__ and name not in own
 
 
 def _text_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:

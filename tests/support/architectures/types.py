@@ -23,18 +23,18 @@ _HEADS = (
 _HEADLESS = {"diffusion_gemma_text": "DiffusionGemmaEncoderTextModel"}
 # Classes on the interface that no config of theirs builds, and the words of upstream's error.
 NOT_BUILT_UPSTREAM = {
-    "Qwen3OmniMoeForConditionalGeneration": "spatial_merge_size",
+    "Qwen3OmniMoeForConditionalGeneration": "shared_expert_intermediate_size",
     "Qwen3OmniMoeTalkerForConditionalGeneration": "shared_expert_intermediate_size",
 }
 FAMILIES = (
-    "qwen3_5_moe_text",
+    "qwen3_5_moe",
     "gpt_oss",
     "deepseek_v3",
     "glm4_moe",
     "mixtral",
     "minimax_m2",
     "nemotron_h",
-    "gemma4_text",
+    "gemma4",
 )
 
 

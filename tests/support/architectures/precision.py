@@ -1,0 +1,56 @@
+"""What stock computes in fp32 even in a model of fp64, so that a test's budget is 1e-6 there.
+
+Stock casts some weights to fp32 on their way, so that their gradients are sums over tokens in
+fp32: ranks that see other tokens, or the same in another order, round them otherwise. All other
+gradients of such a type stay fp64. Of some types the hidden states themselves go through sums in
+fp32, and everything behind rounds. Measured: the same rows one by one and at once.
+"""
+
+import re
+
+from support.close import FP32_INSIDE, FP64_MODEL
+
+_ROUTER = r"\.gate\.(weight|global_scale)$"  # F.linear(x.float(), weight.float())
+_NORM = r"norm(_\w+)?\.weight$"  # (1 + weight.float()) * x.float()
+_STATE = r"\.(A_log|D|dt_bias|dt_proj\.bias)$|\.forget_gate\.|\.o_norm\.weight$"
+_STREAMS = r"_hc\."  # mixes of hyper-connections
+
+FP32_SUMS: dict[str, str] = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_ocr2", "deepseek_v2", "deepseek_v3"), _ROUTER),
+    **dict.fromkeys(("deepseek_v32", "dots1", "dots3_note", "dots3_note_text"), _ROUTER),
+    **dict.fromkeys(("ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "flint"), _ROUTER),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hy_v3"), _ROUTER),
+    **dict.fromkeys(("inkling_mm_model", "inkling_text", "mimo_v2_flash"), _ROUTER),
+    **dict.fromkeys(("mistral_large4", "solar_open", "unlimited_ocr"), _ROUTER),
+    **dict.fromkeys(("cohere2_moe", "minimax_m3_vl", "minimax_m3_vl_text"), _NORM),
+    **dict.fromkeys(("granitemoehybrid", "jamba"), _STATE),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), f"{_ROUTER}|{_STATE}"),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), f"{_NORM}|{_STATE}"),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), f"{_NORM}|{_STATE}"),
+    "glm5_next": f"{_ROUTER}|{_STATE}|{_STREAMS}",
+}
+# And where in it hidden states are summed in fp32.
+FP32_EVERYWHERE: dict[str, str] = {
+    "beam": "experts' activation and router",
+    "deepseek_v4": "hyper-connections",
+    "diffusion_gemma": "norms and logits",
+    "diffusion_gemma_text": "norms",
+    "gemma4": "norms, queries, keys and values",
+    "gemma4_text": "norms, queries, keys and values",
+    "hy_v4": "hyper-connections and indexer",
+    "inkling2": "residual stream and experts",
+    "inkling2_text": "residual stream and experts",
+    "kolibri1": "router's logits",
+    "muse_spark": "norms",
+    "nemotron_h": "Mamba's states",
+    "openai_privacy_filter": "experts",
+}
+
+
+def budget(model_type: str, parameter: str = "") -> float:
+    """How far a gradient may be from another order of the same sums; of the loss without a name."""
+    if model_type in FP32_EVERYWHERE:
+        return 10 * FP32_INSIDE
+    pattern = FP32_SUMS.get(model_type)
+    rounded = pattern is not None and re.search(pattern, parameter) is not None
+    return FP32_INSIDE if rounded else FP64_MODEL

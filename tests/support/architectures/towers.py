@@ -1,0 +1,105 @@
+"""Small towers for pictures and sound, by common field names and what a type needs besides."""
+
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+TEXT_HIDDEN_SIZE = 40
+
+
+def _same(value: Any, *names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, value)
+
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    **_same(4, "num_heads", "num_attention_heads", "num_key_value_heads"),
+    "head_dim": 4,
+    **_same(2, "depth", "num_hidden_layers"),
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "image_size": 16,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 1],
+    "initializer_range": 0.18,
+    **_same(TEXT_HIDDEN_SIZE, "out_hidden_size", "text_hidden_size", "adapter_out_dim"),
+    **_same(TEXT_HIDDEN_SIZE, "output_dim"),
+}
+_BY_TYPE: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2_encoder": {"num_key_value_heads": 2, "vocab_size": 11, "hidden_size": 24},
+    "deepseek_ocr2_sam_vision_model": {
+        "image_size": 32,
+        "output_channels": 12,
+        "window_size": 3,
+        "global_attn_indexes": [1],
+        "downsample_channels": [20, 24],
+        "mlp_dim": 28,
+    },
+    "dots3_note_audio_encoder": {
+        "feature_size": 16,
+        "downsample_hidden_size": 6,
+        "adapter_input_size": 16,
+    },
+    "dots3_note_vision_encoder": {
+        "moe_intermediate_size": 12,
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "adapter_in_dim": 16,
+    },
+    "gemma4_audio": {"subsampling_conv_channels": [8, 4], "output_proj_dims": 18},
+    "gemma4_vision": {"pooling_kernel_size": 2, "position_embedding_size": 9},
+    "glm5_next_vision": {"projection_intermediate_size": 28},
+    "inkling2_vision": {"posemb_grid_size": 5, "projection_hidden_dim": 28},
+    "inkling_audio": {"n_mel_bins": 5, "mel_vocab_size": 7},
+    "muse_spark_audio": {
+        "patch_sizes": [4, 3],
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "conv_kernel_size": 3,
+    },
+    "muse_spark_vision": {"pos_emb_height": 4, "pos_emb_width": 4, "max_position_embeddings": 16},
+    "qwen3_omni_moe_audio_encoder": {
+        "num_mel_bins": 8,
+        "d_model": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 20,
+        "max_source_positions": 30,
+        "n_window_infer": 100,  # beside the default n_window, which upstream counts on
+        "downsample_hidden_size": 6,
+    },
+    "unlimited_ocr_vision_encoder": {"image_size": 8},
+    "unlimited_ocr_sam_vision_model": {
+        "image_size": 32,
+        "output_channels": 12,
+        "window_size": 3,
+        "global_attn_indexes": [1],
+        "downsample_channels": [20, 16],
+        "mlp_dim": 28,
+    },
+}
+
+
+def tower_values(part: Any) -> dict[str, Any]:
+    """The values of one sub-config, and of those within it."""
+    config_class, model_type = _class_of(part)
+    fields = config_class.__dataclass_fields__
+    values = {name: value for name, value in _COMMON.items() if name in fields}
+    for name, inner in _parts_of(config_class).items():
+        values[name] = tower_values(inner)
+    return {"model_type": model_type} | values | _BY_TYPE.get(model_type, {})
+
+
+def _class_of(part: Any) -> tuple[type[PreTrainedConfig], str]:
+    """The class of a sub-config, be it one itself or the specification of one."""
+    config_class = getattr(part, "config_class", part)
+    if config_class is AutoConfig:
+        config_class = CONFIG_MAPPING[part.model_type]
+    return config_class, config_class.model_type
+
+
+def _parts_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    return dict(getattr(config_class, "sub_configs_defaults", None) or {})
