@@ -69,7 +69,8 @@ def _spread(model: nn.Module) -> None:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):  # experts by token id
-                scores = torch.rand(len(buffer), int(buffer.max()) + 1 if buffer.any() else 8)
+                router = model.get_submodule(name.rpartition(".")[0])
+                scores = torch.rand(len(buffer), router.num_experts)
                 buffer.copy_(scores.topk(buffer.shape[-1]).indices)
             elif re.search("bias(es)?$", name):
                 buffer.add_(0.05 * torch.randn_like(buffer))

@@ -1,6 +1,7 @@
 """The tiny models of all types are a fit reference: healthy, whole, reproducible, without ties."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -101,6 +102,9 @@ def _check(model_type: str) -> None:
             used = (per_expert > 0).view(2, -1)  # by half: what two ranks hold
             enough = used.any(1) if model_type in _LOPSIDED else used
             assert enough.all(), f"{model_type}: {name}.{part} by expert: {per_expert}"
+    if hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
+        with torch.no_grad():
+            assert model(**inputs).aux_loss > 0, f"{model_type}: no auxiliary loss"
     again = tiny(model_type)
     second = loss_of(again, inputs)
     second.backward()
