@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine: .venv, pinned installs, the work.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo demo-vision test test-full test-oldest lint fmt gpu gpu-rehearsal bench clean
+.PHONY: demo demo-vision test test-full test-oldest architectures lint fmt gpu gpu-rehearsal bench clean
 
 PIP := -m pip install --quiet --disable-pip-version-check
 EXTRAS := .[peft,demo,test,dev]
@@ -45,6 +45,14 @@ test-full: .venv/.done
 
 test-oldest: .venv-oldest/.done
 	@$(call timed,.venv-oldest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
+
+# ARCHITECTURES.md, from what the tests of all model types find; the page is written in any case.
+architectures: .venv/.done
+	rm -f architectures.jsonl
+	-HF_MOE_EP_RECORD=architectures.jsonl $(BIN)/python -m pytest $(TWO_AT_A_TIME) -m 'not gpu' \
+		tests/architectures
+	PYTHONPATH=tests $(BIN)/python -m support.architectures.table architectures.jsonl
+	rm architectures.jsonl
 
 lint: .venv/.done
 	$(LINT)

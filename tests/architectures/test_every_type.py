@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.architectures import FAMILIES, MODEL_TYPES, batch, tiny, tiny_config
+from support.architectures import (
+    FAMILIES,
+    MODEL_TYPES,
+    batch,
+    record_refusal,
+    recording,
+    tiny,
+    tiny_config,
+)
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.parity import full_tensor
@@ -64,8 +72,10 @@ def batches(model: nn.Module, world: int) -> list[dict[str, Any]]:
     return [batch(model, 1 + rank, 8 + 3 * rank, seed=rank) for rank in range(world)]
 
 
-def assert_equals_stock(model_type: str, shard: Callable[[nn.Module], Any], rank: int = 0) -> None:
-    """Compare a step of `shard(model)`, with rank 0's weights, with that of stock."""
+def assert_equals_stock(
+    model_type: str, shard: Callable[[nn.Module], Any], rank: int = 0
+) -> list[float]:
+    """Compare a step of `shard(model)`, with rank 0's weights, with that of stock: the errors."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     budget = FP32_INSIDE if model_type in FP32_GATE else FP64_MODEL
     model, stock = build(model_type, seed=rank), build(model_type)
@@ -77,7 +87,7 @@ def assert_equals_stock(model_type: str, shard: Callable[[nn.Module], Any], rank
     (loss * world).backward()
     wanted = [loss_of_sum(stock, inputs, num_tokens) for inputs in everyone]
     torch.stack(wanted).sum().backward()
-    assert_close(f"{model_type}: loss", loss, wanted[rank], budget)
+    errors = [assert_close(f"{model_type}: loss", loss, wanted[rank], budget)]
     pairs = {n: (p, dict(model.named_parameters())[n]) for n, p in stock.named_parameters()}
     for name, (want, got) in pairs.items():
         grad = full_tensor(got.grad)
@@ -86,15 +96,18 @@ def assert_equals_stock(model_type: str, shard: Callable[[nn.Module], Any], rank
             other = want.grad if grad is None else grad
             assert other is None or not other.any(), f"{model_type}: one gradient of {name}"
             continue
-        assert_close(f"{model_type}: grad of {name}", grad, want.grad, budget)
+        errors.append(assert_close(f"{model_type}: grad of {name}", grad, want.grad, budget))
     norm = clip_grad_norm_(model, 0.5) if world > 1 else _clip(model)
-    assert_close(f"{model_type}: norm", norm, _clip(stock), budget)
+    errors.append(assert_close(f"{model_type}: norm", norm, _clip(stock), budget))
     for optimizer in steps:
         optimizer.step()
     # AdamW divides a gradient by its own size: see support/parity.py.
     budget = budget if budget == FP64_MODEL else 10 * budget
     for name, (want, got) in pairs.items():
-        assert_close(f"{model_type}: {name} after a step", full_tensor(got), want, budget)
+        errors.append(
+            assert_close(f"{model_type}: {name} after a step", full_tensor(got), want, budget)
+        )
+    return errors
 
 
 def _clip(model: nn.Module) -> Tensor:
@@ -131,7 +144,8 @@ def test_unpatched_is_stock_again(model_type: str) -> None:
 def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    assert_equals_stock(model_type, partial(apply_ep_fsdp2, ep_size=2), rank)
+    with recording(model_type, "ep") as errors:
+        errors += assert_equals_stock(model_type, partial(apply_ep_fsdp2, ep_size=2), rank)
 
 
 TWO_RANKS = [
@@ -149,5 +163,6 @@ def test_on_two_ranks_at_ep_2(found: Found, claim: Check) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_refused_by_name(model_type: str) -> None:
-    with pytest.raises(ValueError, match=REFUSED[model_type]):
+    with pytest.raises(ValueError, match=REFUSED[model_type]) as raised:
         patch(build(model_type))
+    record_refusal(model_type, "ep", str(raised.value))

@@ -24,12 +24,12 @@ def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return _difference(got, want).max().item() / (scale or 1.0)
 
 
-def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, budget: float) -> None:
-    """Raise AssertionError unless shapes are equal and max_error(got, want) <= budget."""
+def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, budget: float) -> float:
+    """Return max_error(got, want); AssertionError where it is over the budget, or shapes differ."""
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
     error = max_error(got, want)
     if error <= budget:  # False for NaN
-        return
+        return error
     flat_index = _difference(got, want).argmax()  # argmax takes a NaN for the largest
     worst = tuple(int(i) for i in torch.unravel_index(flat_index, got.shape))
     raise AssertionError(

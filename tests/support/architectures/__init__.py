@@ -2,12 +2,14 @@
 
 `MODEL_TYPES` are all there are, `FAMILIES` the eight that stand for them in the fast suite,
 `tiny_config` and `tiny` make one, `batch` and `mixed_batch` (with pictures and sound) what it is
-trained on, `loss_of` its loss.
+trained on, `loss_of` its loss. What a test found of a type goes to ARCHITECTURES.md through
+`recording`, `record` or `record_refusal`.
 """
 
 from support.architectures.inputs import batch, loss_of
 from support.architectures.models import model_class, tiny
 from support.architectures.pictures import mixed_batch, takes_pictures, takes_sound
+from support.architectures.results import record, record_refusal, recording
 from support.architectures.sizes import tiny_config
 from support.architectures.types import FAMILIES, MODEL_TYPES, NOT_BUILT_UPSTREAM
 
@@ -19,6 +21,9 @@ __all__ = [
     "loss_of",
     "mixed_batch",
     "model_class",
+    "record",
+    "record_refusal",
+    "recording",
     "takes_pictures",
     "takes_sound",
     "tiny",

@@ -1,0 +1,92 @@
+"""ARCHITECTURES.md says what tests found of every model type, and nothing that the code denies."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.architectures import (
+    MODEL_TYPES,
+    record,
+    record_refusal,
+    recording,
+    results,
+    table,
+)
+
+from hf_moe_ep.architectures import differences
+from model_patches.standard import SEQUENCE_PARALLEL
+
+DATA = table.read_data()
+TYPES = DATA["types"]
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert table.PAGE.read_text() == table.page(DATA), f"out of date: {table.COMMAND}"
+
+
+def test_the_data_is_as_it_is_written() -> None:
+    assert table.DATA.read_text() == table.as_text(DATA)
+
+
+def test_every_model_type_has_a_row() -> None:
+    """Of the installed Transformers; the page may have more, of a newer one."""
+    assert not set(MODEL_TYPES) - TYPES.keys(), table.COMMAND
+
+
+def test_nothing_failed() -> None:
+    failed = {
+        f"{model_type}, {column}": found["failed"]
+        for model_type, columns in TYPES.items()
+        for column, found in columns.items()
+        if "failed" in found
+    }
+    assert not failed, failed
+
+
+def test_sequence_parallelism_is_granted_where_it_passed() -> None:
+    found = {name: columns["sp"] for name, columns in TYPES.items() if "sp" in columns}
+    passed = {name for name, sp in found.items() if "max_error" in sp}
+    assert passed == SEQUENCE_PARALLEL & found.keys()
+
+
+def test_what_is_refused_by_name_passed_nothing() -> None:
+    for model_type, columns in TYPES.items():
+        reason = differences(model_type).refused
+        assert not reason or reason in columns["ep"].get("refused", ""), model_type
+
+
+def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "found.jsonl"
+    monkeypatch.setenv(results.FILE, str(file))
+    with recording("mixtral", "ep") as errors:
+        errors += [1e-15, 3e-12]
+    record("mixtral", "ep", 2e-11)
+    record_refusal("jamba", "sp", "mixes in\n  mamba")
+    with pytest.raises(KeyError), recording("olmoe", "hub"):
+        raise KeyError("a key\nand more")
+    record("olmoe", "hub", 0.0)
+    assert results.read_results(file) == {
+        "mixtral": {"ep": {"max_error": 2e-11}},
+        "jamba": {"sp": {"refused": "mixes in mamba"}},
+        "olmoe": {"hub": {"failed": "KeyError: 'a key\\nand more'"}},
+    }
+
+
+def test_nothing_is_recorded_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(results.FILE, raising=False)
+    record("mixtral", "ep", 0.0)
+
+
+def test_results_are_put_into_the_data() -> None:
+    old = {"types": {"mixtral": {"ep": {"max_error": 1.0}, "lora": {"max_error": 2.0}}}}
+    data = table.merged(old, {"mixtral": {"ep": {"refused": "a | b"}}})
+    assert data["types"]["mixtral"] == {
+        "ep": {"refused": "a | b"},
+        "lora": {"max_error": 2.0},
+        "vision": {"none": "text alone"},
+    }
+    assert json.loads(table.as_text(data)) == data
+    page = table.page(data)
+    assert "| `mixtral` | no (1) | yes | not tested | - | not tested | not tested |" in page
+    assert "\n1. a \\| b\n" in page
+    assert "| `olmoe` | not tested | not tested |" in page
