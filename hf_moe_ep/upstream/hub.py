@@ -135,9 +135,14 @@ def is_base_model(model: Any) -> bool:
 
 
 def _check_not_quantized(config: Any, folder: Path) -> None:
-    """Refuse a checkpoint of quantized weights."""
+    """Refuse a checkpoint of quantized weights, but for MXFP4, which is read as what trains.
+
+    Then the config forgets it, as with Mxfp4Config(dequantize=True) (transformers/quantizers/).
+    """
     quantized = getattr(config, "quantization_config", None)
-    if quantized is not None:
+    if quantized is not None and dict(quantized).get("quant_method") == "mxfp4":
+        del config.quantization_config
+    elif quantized is not None:
         method = dict(quantized).get("quant_method", "an unknown method")
         raise ValueError(
             f"{folder} holds weights quantized by {method}, which cannot be trained here; take the "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.architectures import find_plan
 from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
+from hf_moe_ep.checkpoints.hub.mxfp4 import Packed, find_packed, packed_keys
 from hf_moe_ep.checkpoints.hub.pieces import Piece, overlaps
 from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
@@ -41,6 +42,9 @@ from hf_moe_ep.upstream.hub import (
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.modules import allocate_meta
 
+# Of one tensor of a model: what of the files makes it up.
+InFiles = list[tuple[Piece, Entry]] | Packed
+
 _logger = logging.getLogger("hf_moe_ep")
 
 
@@ -52,7 +56,7 @@ def described_model(folder: Path) -> tuple[nn.Module, ModelPlan]:
 
 def find_weights(
     model: nn.Module, directory: str | os.PathLike[str], plan: ModelPlan, empty: Iterable[str]
-) -> dict[str, list[tuple[Piece, Entry]]]:
+) -> dict[str, InFiles]:
     """Find where the parameters `empty` and all persistent buffers lie in a checkpoint.
 
     Args:
@@ -73,7 +77,7 @@ def find_weights(
         )
     }
 
-    def find() -> tuple[dict[str, list[tuple[Piece, Entry]]], str]:
+    def find() -> tuple[dict[str, InFiles], str]:
         in_files = read_index(directory)
         layout = hub_layout(model, plan, shapes)
         entries = _names_of(model, in_files, layout)
@@ -137,7 +141,7 @@ def _match(
     layout: Layout,
     plan: ModelPlan,
     empty: set[str],
-) -> dict[str, list[tuple[Piece, Entry]]]:
+) -> dict[str, InFiles]:
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -148,14 +152,20 @@ def _match(
     for name, tensor in (*tensors, *persistent_buffers(model)):
         keys = [file_name(alias) for alias in aliases.get(id(tensor), [name])]
         present = [key for key in keys if _stored_as(key, layout, entries)]
-        stored = [_stored_as(key, layout, entries) for key in present]
-        _check_tied({key: entries[key] for key in filter(None, stored)})
-        tied |= set(filter(None, stored[1:]))
+        in_file = [_stored_as(key, layout, entries) for key in present]
+        _check_tied({key: entries[key] for key in filter(None, in_file)})
+        tied |= set(filter(None, in_file[1:]))
         key = (present or keys)[0]
         wanted[key] = tuple(tensor.shape)
         owners.setdefault(key, []).append(name)
+    packed = {
+        key: weight
+        for key, shape in wanted.items()
+        if (weight := find_packed(layout[key][0].key, shape, entries)) is not None
+    }
+    in_pieces = {key: shape for key, shape in wanted.items() if key not in packed}
     try:
-        found = find_pieces(entries, wanted, layout, plan)
+        found = find_pieces(entries, in_pieces, layout, plan)
     except ValueError as error:
         own = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
         instead = sorted(unexpected_keys(model, entries.keys() - own))
@@ -166,17 +176,18 @@ def _match(
             f"in transformers and save it there, or say in a plan how weights are stored (plan=)"
         ) from error
     used = {piece.key for pieces in found.values() for piece in pieces}
+    used |= {name for key in packed for name in packed_keys(layout[key][0].key)}
     used |= tied
     read = {id(tensor) for _, tensor in tensors}
     others = [names for key, names in aliases.items() if key not in read]
     used |= {piece.key for names in others for name in names for piece in layout[file_name(name)]}
     if unexpected := sorted(unexpected_keys(model, entries.keys() - used)):
         raise ValueError(list_names("unexpected", unexpected))
-    return {
-        name: [(piece, entries[piece.key]) for piece in pieces]
-        for key, pieces in found.items()
-        for name in owners[key]
+    stored: dict[str, InFiles] = {
+        key: [(piece, entries[piece.key]) for piece in pieces] for key, pieces in found.items()
     }
+    stored |= packed
+    return {name: weight for key, weight in stored.items() for name in owners[key]}
 
 
 def _stored_as(name: str, layout: Layout, entries: Mapping[str, Entry]) -> str | None:
@@ -197,9 +208,7 @@ def _check_tied(entries: Mapping[str, Entry]) -> None:
             )
 
 
-def load_weights(
-    model: nn.Module, weights: Mapping[str, list[tuple[Piece, Entry]]], device: torch.device
-) -> None:
+def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch.device) -> None:
     """Allocate what is on the meta device and fill it; every rank calls this.
 
     Args:
@@ -216,19 +225,22 @@ def load_weights(
             Reader() as reader,
             progress_bar(total, "loading weights", is_first()) as progress,
         ):
-            for name, pieces in weights.items():
-                _fill(held[name], pieces, reader)
+            for name, stored in weights.items():
+                _fill(held[name], stored, reader)
                 progress.update(_bytes(held[name]))
 
     together("reading weights", read)
 
 
 @torch.no_grad()
-def _fill(tensor: Tensor, pieces: list[tuple[Piece, Entry]], reader: Reader) -> None:
+def _fill(tensor: Tensor, stored: InFiles, reader: Reader) -> None:
     mine = local_box(tensor)
     local = local_tensor(tensor)
-    entries = {piece.key: entry for piece, entry in pieces}
-    for parts in overlaps((piece for piece, _ in pieces), mine):
+    if isinstance(stored, Packed):
+        stored.read_into(local, mine, reader)
+        return
+    entries = {piece.key: entry for piece, entry in stored}
+    for parts in overlaps((piece for piece, _ in stored), mine):
         entry = entries[parts.key]
         # Rows that alternate are read in one go.
         block = reader.read(entry, parts.hull, parts.view) if parts.is_filled else None

@@ -1,0 +1,51 @@
+"""A hub folder of every MoE type, read by 2 ranks and written again: the bytes that stock wrote."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from support.architectures import FAMILIES, MODEL_TYPES, tiny
+from support.checks import Check, Found
+from support.hub_files import assert_equal, read_all
+from torch import Tensor
+
+from hf_moe_ep import from_pretrained, hub_tensors, save_pretrained
+
+# Refused by `patch`, tests/architectures/test_every_type.py.
+REFUSED = ("inkling2", "inkling2_text")
+
+
+def _there_and_back(model_type: str, rank: int, world: int, folder: str) -> None:
+    stock, ours = Path(folder, "stock"), Path(folder, "ours")
+    model_class = type(tiny(model_type, dtype=torch.float32))
+    if rank == 0:
+        tiny(model_type, dtype=torch.float32).save_pretrained(stock)
+    dist.barrier()
+    model = from_pretrained(stock, ep_size=2, model_class=model_class)
+    save_pretrained(model, ours, max_shard_size="90KB")
+    iterated = dict(hub_tensors(model, max_bytes=20_000))
+    dist.barrier()
+    written: dict[str, Tensor] = {}
+    for file in stock.glob("*.safetensors"):
+        written |= load_file(file)
+    assert_equal(read_all(ours), written)
+    assert_equal(iterated, written)
+    if rank == 0:
+        loaded = model_class.from_pretrained(ours)
+        assert_equal(loaded.state_dict(), tiny(model_type, dtype=torch.float32).state_dict())
+
+
+CHECKS = [
+    Check(name, 2, partial(_there_and_back, name), slow=name not in FAMILIES).as_parameter()
+    for name in MODEL_TYPES
+    if name not in REFUSED
+]
+
+
+@pytest.mark.parametrize("claim", CHECKS)
+def test_there_and_back_on_two_ranks(found: Found, claim: Check) -> None:
+    """Experts split over ep, everything sharded; stock reads what is written."""
+    found.raise_if_failed(claim)
