@@ -21,7 +21,8 @@ from transformers.core_model_loading import (
 )
 
 from hf_moe_ep.upstream.adapters import without_adapters
-from hf_moe_ep.upstream.module_names import unwrap
+from hf_moe_ep.upstream.module_names import stock_name, unwrap
+from hf_moe_ep.upstream.sharded_models import stock_class
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     if not conversions:
         conversions = [
             conversion
-            for conversion in get_model_conversion_mapping(stock, add_legacy=False)
+            for conversion in _conversions(stock, add_legacy=False)
             if not isinstance(conversion, PrefixChange)
         ]
     # A stand-in with stock names, whatever wraps the modules of the model.
@@ -65,7 +66,7 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
         # Some renamings remember what they have seen: in this order, and not again.
         renamings = [
             conversion
-            for conversion in get_model_conversion_mapping(model)
+            for conversion in _conversions(model)
             if isinstance(conversion, WeightRenaming)
         ]
         return {
@@ -78,3 +79,27 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
         by_final.setdefault(at_last, []).append(name)
     found = {key: by_final.get(at_last, []) for key, at_last in final(keys).items()}
     return {key: names[0] for key, names in found.items() if len(names) == 1}
+
+
+def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
+    """Return the conversions of a model, whatever wraps its modules.
+
+    transformers finds them by the classes and names of modules, and FSDP2 replaces classes.
+    """
+    described = SimpleNamespace(
+        base_model_prefix=model.base_model_prefix,
+        named_modules=lambda: [
+            (stock_name(name), _shell(module))
+            for name, module in model.named_modules()
+            if isinstance(module, PreTrainedModel)
+        ],
+    )
+    return get_model_conversion_mapping(described, **options)
+
+
+def _shell(module: PreTrainedModel) -> PreTrainedModel:
+    """Return an object of a module's own class that has its config, and nothing else of it."""
+    shell: Any = object.__new__(stock_class(type(module)))
+    shell.__dict__["config"] = module.config
+    assert isinstance(shell, PreTrainedModel)
+    return shell
