@@ -25,6 +25,7 @@ from hf_moe_ep.upstream.module_names import stock_name, unwrap
 from hf_moe_ep.upstream.sharded_models import stock_class
 
 T = TypeVar("T")
+_QUANTIZERS = "transformers.integrations."
 
 
 def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
@@ -39,7 +40,11 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     stock = without_adapters(unwrap(model))
     if not isinstance(stock, PreTrainedModel):
         return dict(tensors)
-    conversions = getattr(stock, "_weight_conversions", None)
+    conversions = [
+        conversion
+        for conversion in getattr(stock, "_weight_conversions", None) or ()
+        if not _is_of_quantizer(conversion)
+    ]
     if not conversions:
         conversions = [
             conversion
@@ -79,6 +84,16 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
         by_final.setdefault(at_last, []).append(name)
     found = {key: by_final.get(at_last, []) for key, at_last in final(keys).items()}
     return {key: names[0] for key, names in found.items() if len(names) == 1}
+
+
+def _is_of_quantizer(conversion: Any) -> bool:
+    """Tell whether a conversion decodes what is quantized, as of gpt-oss's MXFP4.
+
+    Its reverse would write decoded weights by the names of the encoded ones, which no loading
+    takes (5.23, transformers/integrations/mxfp4.py).
+    """
+    operations = getattr(conversion, "operations", ())
+    return any(type(one).__module__.startswith(_QUANTIZERS) for one in operations)
 
 
 def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from support.parity import full_tensor
 from support.ranks import run_ranks
 from transformers import GptOssForCausalLM, Mxfp4Config
 
-from hf_moe_ep import from_pretrained, save_pretrained
+from hf_moe_ep import from_pretrained, patch, save_pretrained
 from hf_moe_ep.checkpoints.hub.mxfp4 import Packed
 from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
@@ -95,6 +95,14 @@ def test_two_ranks_read_what_stock_decodes(tmp_path: Path) -> None:
     assert_equal(loaded.state_dict(), dict(want))
     ids = torch.arange(7)[None]
     assert_close("logits", loaded(ids).logits, _stock(tmp_path)(ids).logits, 0.0)
+
+
+def test_what_stock_decoded_is_saved_under_names_that_stock_reads(tmp_path: Path) -> None:
+    """Stock 5.23 itself writes decoded weights as "_blocks", which nothing reads."""
+    _published(tmp_path)
+    want = dict(_stock(tmp_path).state_dict())
+    save_pretrained(patch(_stock(tmp_path)), tmp_path / "saved")
+    assert_equal(read_all(tmp_path / "saved"), want)
 
 
 @pytest.mark.parametrize("what", ["scales", "shape"])
