@@ -30,6 +30,9 @@ from hf_moe_ep.upstream.hub import empty_model
 
 PLAN = ModelPlan("of_no_weight", expert_weights=())
 
+# What patch() refuses is left out: its layers are tied, two and two.
+TYPES = [name for name in MODEL_TYPES if name != "diffusion_gemma"]
+
 
 def _rows(rows: int, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """A tensor in slabs of a few rows, as ranks bring it together."""
@@ -68,7 +71,7 @@ def _of_stock(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(t, marks=() if t in FAMILIES else pytest.mark.slow) for t in MODEL_TYPES],
+    [pytest.param(t, marks=() if t in FAMILIES else pytest.mark.slow) for t in TYPES],
 )
 def test_files_are_those_that_stock_writes_and_reads(model_type: str, tmp_path: Path) -> None:
     """Of every MoE type keys, shapes and bytes, and all values when they are read again."""

@@ -16,7 +16,7 @@ from hf_moe_ep import from_pretrained, hub_tensors, save_pretrained
 
 # Refused by `patch`, tests/architectures/test_every_type.py; and one that stock does not write as
 # it is published, tests/checkpoints/test_hub.py.
-OTHERS = ("inkling2", "inkling2_text", "qwen3_vl_moe")
+OTHERS = ("diffusion_gemma", "inkling2", "inkling2_text", "qwen3_vl_moe")
 
 
 def _there_and_back(model_type: str, rank: int, world: int, folder: str) -> None:

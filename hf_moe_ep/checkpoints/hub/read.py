@@ -117,7 +117,9 @@ def _names_of(
             text = list_names("leaves out", left_out)
             _logger.warning("%s is without a head and %s", type(stock).__name__, text)
         return {key: entries[before] for key, before in under.items()}
-    if not is_base_model(stock) and own & {f"{prefix}{key}" for key in entries}:
+    # A hub's own names of a part may be those that the part has in the base model.
+    of_base = own & {f"{prefix}{key}" for key in entries}
+    if not is_base_model(stock) and len(of_base) > len(own & entries.keys()):
         return {f"{prefix}{key}": entry for key, entry in entries.items()}
     if own <= entries.keys():
         return entries
