@@ -25,7 +25,7 @@ from torch import nn
 
 from hf_moe_ep.derive import derive_plan, is_attention, stacked_experts
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.upstream.adapters import without_adapters, wraps_for_adapters
+from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
 from hf_moe_ep.upstream.module_names import stock_name
@@ -211,10 +211,19 @@ class _Named:
         self.outermost: dict[str, nn.Module] = {}
         self.unadapted: dict[str, nn.Module] = {}
         self.stock: dict[str, nn.Module] = {}
+        beside: set[str] = set()
+        skipped: tuple[str, ...] = ()
         for wrapped_name, module in model.named_modules():
+            # Factors of adapters are no parts of the model, whatever their shapes.
+            if wrapped_name in beside:
+                skipped = (f"{wrapped_name}.",)
+            if wrapped_name in beside or wrapped_name.startswith(skipped):
+                continue
             name = stock_name(wrapped_name)
             self.outermost.setdefault(name, module)
-            if not wraps_for_adapters(module):
+            if wraps_for_adapters(module):
+                beside |= {f"{wrapped_name}.{part}" for part in parts_of_wrapper(module)}
+            else:
                 self.unadapted.setdefault(name, module)
                 self.stock[name] = module
 

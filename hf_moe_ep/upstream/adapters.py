@@ -27,6 +27,11 @@ def wraps_for_adapters(module: nn.Module) -> bool:
     return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
 
 
+def parts_of_wrapper(wrapper: nn.Module) -> set[str]:
+    """Name what PEFT's wrapper has beside the module that it wraps: lora_A and its like."""
+    return {name for name, _ in wrapper.named_children() if name != "base_layer"}
+
+
 def without_adapters(model: Any) -> Any:
     """Return the model inside a PeftModel; any other model as it is (peft/peft_model.py)."""
     is_peft_model = hasattr(model, "peft_config") and hasattr(model, "get_base_model")

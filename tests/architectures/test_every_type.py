@@ -12,112 +12,33 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.architectures import (
-    FAMILIES,
-    MODEL_TYPES,
-    batch,
-    record_refusal,
-    recording,
-    tiny,
-    tiny_config,
+from support.architectures import FAMILIES, record_refusal, recording
+from support.architectures.steps import (
+    CUT_LOGITS,
+    REFUSED,
+    TRAINED,
+    adamw,
+    assert_same_step,
+    batches,
+    budget_of,
+    build,
+    count_tokens,
+    loss_of_sum,
 )
 from support.checks import Check, Found
-from support.close import FP32_INSIDE, FP64_MODEL, assert_close
-from support.parity import full_tensor
-from torch import Tensor, nn
+from torch import nn
 
-from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_, patch, unpatch
-
-# Their gate, or the norm behind their experts, computes in fp32, whatever it is given.
-FP32_GATE = {"beam", "muse_spark"}
-# Their eager experts add up in fp32; transformers' batched ones are stock as well, and do not.
-BATCHED = {"nemotron_h", "openai_privacy_filter"}
-# Their forward returns a part of the logits: a view, which nobody here changes in place.
-CUT_LOGITS = {
-    "ernie4_5_vl_moe",
-    "inkling_mm_model",
-    "inkling_text",
-    "openai_privacy_filter",
-}
-REFUSED = {
-    "diffusion_gemma": "its encoder and its decoder share",
-    "inkling2": "the gate of Inkling2Experts",
-    "inkling2_text": "the gate of Inkling2Experts",
-}
-TRAINED = [name for name in MODEL_TYPES if name not in REFUSED]
-# The load-balancing loss is one of the whole batch, not of a rank's: a test of its own.
-NO_AUX_LOSS = {"output_router_logits": False}
-
-
-def build(model_type: str, seed: int = 0) -> nn.Module:
-    """A tiny model without a load-balancing loss."""
-    text = tiny_config(model_type).get_text_config()
-    options: dict[str, Any] = NO_AUX_LOSS if hasattr(text, "output_router_logits") else {}
-    if model_type in BATCHED:
-        options = {**options, "experts_implementation": "batched_mm"}
-    return tiny(model_type, seed=seed, **options)
-
-
-def loss_of_sum(model: nn.Module, inputs: dict[str, Tensor], num_tokens: Tensor) -> Tensor:
-    """A loss of which those of all ranks make the sum; a fixed weighted sum where stock has none.
-
-    Models without a language modelling head, and those whose loss is always a mean.
-    """
-    if type(model).__name__.removeprefix("FSDP").endswith(("CausalLM", "ConditionalGeneration")):
-        loss: Tensor = model(**inputs, num_items_in_batch=num_tokens).loss
-        return loss
-    output = model(**{name: value for name, value in inputs.items() if name != "labels"})
-    found: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    weights = torch.arange(found.numel(), dtype=found.dtype).sin().view_as(found)
-    return (found * weights).sum() / num_tokens
-
-
-def batches(model: nn.Module, world: int) -> list[dict[str, Any]]:
-    """Another number of rows and another length on every rank."""
-    return [batch(model, 1 + rank, 8 + 3 * rank, seed=rank) for rank in range(world)]
+from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
 
 
 def assert_equals_stock(
     model_type: str, shard: Callable[[nn.Module], Any], rank: int = 0
 ) -> list[float]:
     """Compare a step of `shard(model)`, with rank 0's weights, with that of stock: the errors."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    budget = FP32_INSIDE if model_type in FP32_GATE else FP64_MODEL
     model, stock = build(model_type, seed=rank), build(model_type)
     shard(model)
-    steps = [torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, stock)]
-    everyone = batches(stock, world)
-    num_tokens = sum(b["labels"][:, 1:].ne(-100).sum() for b in everyone)
-    loss = loss_of_sum(model, everyone[rank], num_tokens)
-    (loss * world).backward()
-    wanted = [loss_of_sum(stock, inputs, num_tokens) for inputs in everyone]
-    torch.stack(wanted).sum().backward()
-    errors = [assert_close(f"{model_type}: loss", loss, wanted[rank], budget)]
-    pairs = {n: (p, dict(model.named_parameters())[n]) for n, p in stock.named_parameters()}
-    for name, (want, got) in pairs.items():
-        grad = full_tensor(got.grad)
-        if want.grad is None or grad is None:
-            # Experts without a token have zeros in stacked weights, whoever computes them.
-            other = want.grad if grad is None else grad
-            assert other is None or not other.any(), f"{model_type}: one gradient of {name}"
-            continue
-        errors.append(assert_close(f"{model_type}: grad of {name}", grad, want.grad, budget))
-    norm = clip_grad_norm_(model, 0.5) if world > 1 else _clip(model)
-    errors.append(assert_close(f"{model_type}: norm", norm, _clip(stock), budget))
-    for optimizer in steps:
-        optimizer.step()
-    # AdamW divides a gradient by its own size: see support/parity.py.
-    budget = budget if budget == FP64_MODEL else 100 * budget
-    for name, (want, got) in pairs.items():
-        errors.append(
-            assert_close(f"{model_type}: {name} after a step", full_tensor(got), want, budget)
-        )
-    return errors
-
-
-def _clip(model: nn.Module) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizers = adamw(model), adamw(stock)
+    return assert_same_step(model_type, (model, stock), optimizers, budget_of(model_type))
 
 
 def _some_slow(model_types: list[str]) -> list[Any]:
@@ -138,7 +59,7 @@ def test_unpatched_is_stock_again(model_type: str) -> None:
     """Bit for bit, with no attribute or hook of ours left."""
     model, stock = build(model_type), build(model_type)
     (inputs,) = batches(stock, 1)
-    num_tokens = inputs["labels"].ne(-100).sum()
+    num_tokens = count_tokens([inputs])
     unpatch(patch(model))
     losses = [loss_of_sum(m, inputs, num_tokens) for m in (model, stock)]
     assert torch.equal(*losses), f"{losses[0]} and {losses[1]}"

@@ -1,0 +1,93 @@
+"""LoRA on the experts of every type against stock PEFT on stock in one process.
+
+On each stacked matrix that the experts have, whichever way it lies and whatever it is called, and
+on every linear layer beside them.
+"""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from support.architectures import recording
+from support.architectures.steps import (
+    CUT_LOGITS,
+    TEXT_FAMILIES,
+    TEXT_TYPES,
+    adamw,
+    assert_same_step,
+    budget_of,
+    build,
+)
+from support.checks import Check, Found
+from torch import nn
+
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.architectures import find_parts
+
+# Linear layers that PEFT itself cannot adapt: grouped, read by a kernel past their forward, or with
+# three outputs.
+NOT_BY_PEFT = {"deepseek_v4": ["o_a_proj"], "nemotron_h": ["out_proj"], "phimoe": ["router"]}
+
+
+def adapted(model_type: str, seed: int) -> PeftModel:
+    """A model with random adapters on its experts and all of its linear layers."""
+    model = build(model_type)
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=3,
+        lora_alpha=5,
+        target_parameters=_matrices(model),
+        target_modules="all-linear",
+        exclude_modules=NOT_BY_PEFT.get(model_type),
+        init_lora_weights=False,
+    )
+    return get_peft_model(model, config)
+
+
+def _matrices(model: nn.Module) -> list[str]:
+    """The stacked matrices of the experts, as target_parameters name them."""
+    parts = find_parts(model)
+    return [
+        f"{name}.{weight}"
+        for name, experts in parts.experts.items()
+        for weight in parts.plan.expert_weights
+        if getattr(experts, weight).ndim == 3
+    ]
+
+
+def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
+    if model_type in CUT_LOGITS:
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    model, stock = adapted(model_type, seed=rank), adapted(model_type, seed=0)
+    trained = [name for name, p in stock.named_parameters() if p.requires_grad]
+    assert any("experts" in name for name in trained), trained
+    apply_ep_fsdp2(model, ep_size=2)
+    optimizers: Any = adamw(model), adamw(stock)
+    with recording(model_type, "lora") as errors:
+        budget = budget_of(model_type)
+        errors += assert_same_step(model_type, (model, stock), optimizers, budget)
+
+
+CHECKS = [
+    Check(name, 2, partial(_on_two_ranks, name), slow=name not in TEXT_FAMILIES).as_parameter()
+    for name in TEXT_TYPES
+]
+
+
+@pytest.mark.parametrize("claim", CHECKS)
+def test_adapters_on_two_ranks_at_ep_2(found: Found, claim: Check) -> None:
+    """Losses, gradients of every factor, one step of AdamW."""
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["phimoe", "jamba"])
+def test_adapters_change_no_plan(model_type: str) -> None:
+    """The factors of a router that is a linear layer have a row per expert as well."""
+    model = build(model_type)
+    plan = find_parts(model).plan
+    config = LoraConfig(r=3, target_modules=["router", "q_proj"], init_lora_weights=False)
+    assert find_parts(get_peft_model(model, config)).plan == plan
