@@ -8,6 +8,7 @@
     embedding            fsdp
     final norm + head    fsdp, kept gathered between forward and backward
     root (the rest)      fsdp
+    correction biases    none: whole on every rank, in the dtype that they were loaded in
 
 With tied weights embedding, norm and head are one unit, because a parameter may live in one only.
 Expert weights stay DTensors of global shape [E, ...] on (ep_fsdp, ep), so a checkpoint of them
@@ -35,7 +36,13 @@ from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.checks import check_dtypes, check_frozen, check_ranks_agree
 from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
 from hf_moe_ep.sharding.units import find_units, keep_last_layer, set_prefetch
-from hf_moe_ep.sharding.values import Places, broadcast_unsharded, find_places, materialize
+from hf_moe_ep.sharding.values import (
+    Places,
+    broadcast_unsharded,
+    find_places,
+    hold_correction_biases,
+    materialize,
+)
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import canonical_name
@@ -71,6 +78,8 @@ def shard_units(
         _check_expert_shard_dim(experts, places, state, meshes)
     state.dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
     broadcast_unsharded(model, options, meshes.device)
+    biases = hold_correction_biases(model, options, meshes.device)
+    options = replace(options, ignored_params=options.ignored_params | biases)
     fill = partial(_fill, places=places, meshes=meshes, options=options)
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
     for index, layer in enumerate(units.layers):

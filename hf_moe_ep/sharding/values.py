@@ -31,6 +31,7 @@ from hf_moe_ep.lora.computed import Stack, stacked_factors
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.upstream.models import is_correction_bias
 from hf_moe_ep.upstream.modules import own_buffers
 
 
@@ -118,6 +119,28 @@ def _register(value: Tensor, place: Place) -> nn.Parameter:
     for module, name in place.owners:
         setattr(module, name, parameter)
     return parameter
+
+
+def hold_correction_biases(
+    model: nn.Module, options: ShardOptions, device: torch.device
+) -> frozenset[nn.Parameter]:
+    """Give correction biases that are parameters rank 0's values; returns those there are now.
+
+    They are to be whole on every rank and in their own dtype, as those that are buffers: rounded to
+    bf16 they would choose other experts.
+    """
+    held: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.requires_grad or not is_correction_bias(name):
+                continue
+            if parameter not in held:
+                value = parameter.detach()
+                if parameter not in options.empty_params:
+                    value = from_rank0(value, device)
+                held[parameter] = nn.Parameter(value, requires_grad=False)
+            setattr(module, name, held[parameter])
+    return frozenset(held.values())
 
 
 def broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from hf_moe_ep.upstream.replaced_forwards import forward_functions
 IGNORED_LABEL = -100
 _AUX_LOSS, _AUX_COEFFICIENT = "load_balancing_loss_func", "router_aux_loss_coef"
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
+_CORRECTION_BIAS = re.compile(r"(correction|expert|balancing)_bias(es)?$")
 
 
 def text_config(config: Any) -> Any:
@@ -122,6 +124,15 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def is_correction_bias(name: str) -> bool:
+    """Return whether a tensor of this name corrects a router's choice, and learns by no gradient.
+
+    e_score_correction_bias of most architectures that have one, expert_bias of AFMoE and LFM2,
+    balancing_biases of Zaya.
+    """
+    return _CORRECTION_BIAS.search(name) is not None
 
 
 def set_source(model: Any, name: str) -> None:
