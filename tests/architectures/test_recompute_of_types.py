@@ -1,0 +1,72 @@
+"""A checkpointed layer that runs again does what it did, on 2 ranks at ep 2.
+
+Whatever chooses the experts: topk over them, over groups of them first, over one more that skips;
+a table by token id; a sample, as PhiMoE's router draws it.
+"""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.architectures.steps import (
+    CUT_LOGITS,
+    TEXT_FAMILIES,
+    adamw,
+    assert_same_step,
+    budget_of,
+    build,
+)
+from support.checks import Check, Found
+
+from hf_moe_ep import apply_ep_fsdp2
+
+# No topk over the experts alone says what these chose: both kinds of checkpoints.
+UNLIKE: dict[str, dict[str, Any]] = {
+    "phimoe": {"router_jitter_noise": 0.3},  # so that it draws
+    "deepseek_v4": {},
+    "zaya": {},
+    "inkling_text": {},
+}
+
+
+def _a_step(model_type: str, use_reentrant: bool, rank: int, world: int) -> None:
+    if model_type in CUT_LOGITS:
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    options = UNLIKE.get(model_type, {})
+    model, stock = build(model_type, seed=rank, **options), build(model_type, **options)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    apply_ep_fsdp2(model, ep_size=2)
+    optimizers = adamw(model), adamw(stock)
+    assert_same_step(model_type, (model, stock), optimizers, budget_of(model_type))
+
+
+CHECKS = [
+    Check(
+        f"{name}, {'reentrant' if use_reentrant else 'not reentrant'}",
+        2,
+        partial(_a_step, name, use_reentrant),
+        slow=True,
+    ).as_parameter()
+    for name in [*UNLIKE, *TEXT_FAMILIES]
+    for use_reentrant in ((False, True) if name in UNLIKE else (False,))
+]
+
+
+@pytest.mark.parametrize("claim", CHECKS)
+def test_checkpointed_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+def test_phimoe_draws() -> None:
+    """With this noise its choice is not that of the largest scores."""
+    model = build("phimoe", **UNLIKE["phimoe"])
+    ids = torch.arange(40).view(2, 20)
+    seen = []
+    for module in model.modules():
+        if type(module).__name__ == "PhimoeTopKRouter":
+            module.register_forward_hook(lambda _, __, out: seen.append(out))
+    model(input_ids=ids)
+    assert any((logits.topk(2)[1][:, :1] != chosen[:, :1]).any() for logits, _, chosen in seen)
