@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -160,6 +162,8 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
     """
     named = _Named(model)
     plan, config = _plan_of(model, named, given)
+    if given is not None:
+        _check_fits(model, named, plan, config)
     embedding, head = input_embedding(model), output_head(model)
     owners = (module for module in model.modules() if head in own_children(module))
     return Parts(
@@ -167,7 +171,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
         config=config,
         root=without_adapters(model),
         layers=tuple(named.unadapted[name] for name in named.like(plan.layers)),
-        experts=_find_experts(model, named, plan, config),
+        experts=_find_experts(model, named, plan),
         adapted_experts=_adapted_experts(named, plan),
         attention=_find_attention(named, plan),
         final_norm=tuple(named.unadapted[name] for name in named.outermost_like(plan.final_norm)),
@@ -178,6 +182,52 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
         tower=_find_tower(model, named, plan),
     )
+
+
+def _check_fits(model: nn.Module, named: _Named, plan: ModelPlan, config: Any) -> None:
+    """Raise where modules are not as a given plan says, or not as many as the config says."""
+    kind = type(model).__name__
+    for part in ("layers", "experts", "router", "attention", "final_norm"):
+        pattern = getattr(plan, part)
+        if (pattern or part in ("layers", "experts")) and not named.like(pattern):
+            optional = "" if part in ("layers", "experts") else f", or {part}='' if it has none"
+            raise ValueError(
+                f"the plan says {part}='{pattern}' and this {kind} has no such module; "
+                f"{named.nearest(pattern)}; say where they are, ModelPlan({part}=...){optional}"
+            )
+    layers = named.like(plan.layers)
+    said = getattr(config, "num_hidden_layers", len(layers))
+    if len(layers) != said:
+        raise ValueError(
+            f"the plan says layers='{plan.layers}', of which this {kind} has {len(layers)}, and "
+            f"its config says num_hidden_layers = {said}; name the decoder layers alone, for "
+            f"instance ModelPlan(prefix=...)"
+        )
+    for name, experts in _find_experts(model, named, plan).items():
+        if not any(name.startswith(f"{layer}.") for layer in layers):
+            raise ValueError(
+                f"{name} is in none of the {len(layers)} layers '{plan.layers}' of this {kind}; "
+                f"say which are, ModelPlan(layers=...), or which experts, ModelPlan(experts=...)"
+            )
+        _check_weights(name, experts, plan, config)
+
+
+def _check_weights(name: str, experts: nn.Module, plan: ModelPlan, config: Any) -> None:
+    """Raise where stacked weights are not as a given plan says, or not as the config says."""
+    sizes = {n: int(p.shape[0]) for n, p in experts.named_parameters(recurse=False) if p.dim() > 1}
+    missing = [weight for weight in plan.expert_weights if weight not in sizes]
+    if missing:
+        raise ValueError(
+            f"the plan says expert_weights={plan.expert_weights} and {name} has "
+            f"{', '.join(sizes) or 'none'}; name those, ModelPlan(expert_weights=...)"
+        )
+    num_experts = sizes[plan.expert_weights[0]]
+    said = getattr(config, plan.num_experts or "", num_experts)
+    if said != num_experts:
+        raise ValueError(
+            f"{name} holds {num_experts} experts and the config says {plan.num_experts} = {said}; "
+            f"correct the config, or ModelPlan(num_experts=...), the field that says so"
+        )
 
 
 def experts_per_token(model: nn.Module, plan: ModelPlan, config: Any) -> int:
@@ -231,22 +281,25 @@ class _Named:
         """Names that match a pattern of the plan, in the model's order."""
         return [name for name in self.stock if pattern and matches(pattern, name)]
 
+    def nearest(self, pattern: str) -> str:
+        """Say which modules have a name like a pattern that fits none."""
+        starred = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in self.stock)
+        near = get_close_matches(pattern, starred, n=3, cutoff=0.4)
+        return f"it has {', '.join(near)}" if near else f"its modules are {', '.join(starred)}"
+
     def outermost_like(self, pattern: str) -> list[str]:
         """Return the name that matches with the fewest components, none or one."""
         return sorted(self.like(pattern), key=lambda name: name.count("."))[:1]
 
 
-def _find_experts(
-    model: nn.Module, named: _Named, plan: ModelPlan, config: Any
-) -> dict[str, nn.Module]:
+def _find_experts(model: nn.Module, named: _Named, plan: ModelPlan) -> dict[str, nn.Module]:
     experts = {name: named.stock[name] for name in named.like(plan.experts)}
     others = [name for name, module in experts.items() if not is_experts_module(module)]
-    if not experts or others:
+    if others:
         raise ValueError(
-            f"found {len(experts)} experts modules named '{plan.experts}' in this "
-            f"{type(model).__name__}"
-            + (f", not of transformers' experts interface: {', '.join(others)}" if others else "")
-            + ". The plan has to say where they are: ModelPlan(experts=...)"
+            f"the plan says experts='{plan.experts}' and in this {type(model).__name__} these are "
+            f"not of transformers' experts interface (use_experts_implementation): "
+            f"{', '.join(others)}; say which are, ModelPlan(experts=...)"
         )
     return experts
 

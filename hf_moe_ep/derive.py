@@ -105,13 +105,14 @@ class _Derivation:
         )
 
     def _refuse_without_experts(self) -> NoReturn:
-        kinds = {type(module).__name__ for module in self.modules.values()}
-        alike = sorted(kind for kind in kinds if re.search("expert|moe|router", kind, re.I))
+        kinds = sorted({type(module).__name__ for module in self.modules.values()})
+        searches = ([k for k in kinds if re.search(word, k)] for word in ("Expert", "MoE|Moe$"))
+        alike = next(filter(None, searches), [])
         raise ValueError(
             f"unknown architecture {getattr(self.config, 'model_type', None)!r} ({self.kind}): "
             f"none of its modules is of transformers' experts interface "
             f"(use_experts_implementation)"
-            + (f", although it has {', '.join(alike)}" if alike else "")
+            + (f"; it has {', '.join(alike)}" if alike else "")
             + ". Only stacked experts behind that interface can be split over ep; a model with "
             "experts of another making trains under FSDP2 without hf_moe_ep"
         )
@@ -225,14 +226,14 @@ class _Derivation:
             for name, module in beside.items()
             if any(_has_rows(p, num_experts) for p in module.parameters(recurse=False))
         }
-        return self._one_router(choosing or holding)
+        return self._one_router(choosing or holding, len(set(map(_starred, experts))))
 
-    def _one_router(self, found: Mapping[str, str]) -> str:
+    def _one_router(self, found: Mapping[str, str], sets_of_experts: int) -> str:
         if not found:
             return ""
         # One for each of several sets of experts in a layer is one pattern.
         joined = next(iter(found)) if len(found) == 1 else _joined(found)
-        if joined is None:
+        if joined is None or len(found) > sets_of_experts:
             raise ValueError(
                 f"this {self.kind} has several modules that could be the router: "
                 f"{', '.join(map(repr, found))}; {_REMEDY}"

@@ -32,7 +32,7 @@ def check(parts: Parts, state: ModelState) -> None:
     if state.config.dispatcher == "deepep":
         load_deep_ep()
     for index, experts in enumerate(parts.experts.values()):
-        state.moe_layers.append(MoELayer(index, state, _compute_of(experts, state.config)))
+        state.moe_layers.append(MoELayer(index, state, _compute_of(experts, parts, state)))
     check_forwards(parts, state)
 
 
@@ -68,7 +68,13 @@ def _check_ep_size(parts: Parts, config: ParallelConfig) -> None:
         )
 
 
-def _compute_of(experts: nn.Module, config: ParallelConfig) -> Compute | None:
+def _compute_of(experts: nn.Module, parts: Parts, state: ModelState) -> Compute | None:
+    config = state.config
     if config.experts_backend == "eager":
         return None
-    return choose_compute(experts, config.experts_backend, recompute=config.recompute_activations)
+    return choose_compute(
+        experts,
+        config.experts_backend,
+        recompute=config.recompute_activations,
+        model_type=parts.plan.model_type,
+    )

@@ -38,8 +38,12 @@ from hf_moe_ep.upstream.experts_interface import (
 ALIGNMENT = 16
 
 
-def choose_compute(module: nn.Module, requested: str, *, recompute: bool) -> Compute:
+def choose_compute(
+    module: nn.Module, requested: str, *, recompute: bool, model_type: str = ""
+) -> Compute:
     """Settle how `module` is computed; `requested` is "auto", "torch" or "triton".
+
+    `model_type` is for the words of an error.
 
     Raises:
         ValueError: a gate that no known formula reproduces, packed weights, or Triton where it
@@ -47,7 +51,7 @@ def choose_compute(module: nn.Module, requested: str, *, recompute: bool) -> Com
     """
     _check_weights(module)
     flags = experts_flags(module)
-    formula = _find_formula(module, flags)
+    formula = _find_formula(module, flags, model_type)
     required = requested == "triton"
     reason = "asked for" if requested == "torch" else _why_not_triton(module, flags, required)
     if required and reason:
@@ -153,7 +157,7 @@ def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def _find_formula(module: nn.Module, flags: ExpertsFlags) -> ExpertFormula:
+def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> ExpertFormula:
     """Find the formula that gives what the module's own gate gives, on telling numbers."""
     alphas, limits = experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
@@ -173,9 +177,10 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags) -> ExpertFormula:
         # Gates that compute in fp32 whatever they are given differ by its rounding.
         if got_AF.shape == want_AF.shape and torch.allclose(got_AF, want_AF.double(), 1e-5, 1e-5):
             return formula
+    of_model = f" of {model_type}" if model_type else ""
     raise ValueError(
-        f"the gate of {type(module).__name__} is none of {', '.join(ACTIVATIONS)} (plain or "
-        f"clamped); experts_backend='eager' runs the model's own code with ep_size=1"
+        f"the gate of {type(module).__name__}{of_model} is none of {', '.join(ACTIVATIONS)} (plain "
+        f"or clamped); experts_backend='eager' runs the model's own code with ep_size=1"
     )
 
 

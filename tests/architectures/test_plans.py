@@ -1,0 +1,202 @@
+"""The plan derived for each model type is what was found by building and reading all of them.
+
+The table was made once, apart from the code that derives: for Transformers 5.23.0, from a model of
+each type with its default config, by its names and its source. Where the two differ it is said why.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import MODEL_TYPES, model_class, tiny_config
+from transformers import PreTrainedConfig
+
+from hf_moe_ep.architectures import Parts, find_parts
+
+# Model type; text alone, or whole: parts stand in its language_model; what a layer calls its
+# experts (several sets: +) and its attention; the final norm; the field that says how many experts;
+# who holds the coefficient of the aux loss; which layers have experts. "-": none.
+FOUND = """
+afmoe                  text  mlp.experts      self_attn norm num_experts       -    num_dense
+aria                   whole mlp.experts      self_attn norm moe_num_experts   -    all
+aria_text              text  mlp.experts      self_attn norm moe_num_experts   -    all
+axk1                   text  mlp.experts      self_attn norm num_local_experts -    sparse
+axk2                   text  mlp.experts      self_attn norm num_local_experts -    sparse
+bailing_hybrid         text  mlp.experts      -         norm num_local_experts -    sparse
+beam                   text  mlp.experts      self_attn norm num_experts       -    sparse
+cohere2_moe            text  mlp.experts      self_attn norm num_experts       -    sparse
+deepseek_ocr2          whole mlp.experts      self_attn norm num_experts       -    sparse
+deepseek_v2            text  mlp.experts      self_attn norm num_experts       -    first_k
+deepseek_v3            text  mlp.experts      self_attn norm num_local_experts -    first_k
+deepseek_v32           text  mlp.experts      self_attn norm num_local_experts -    sparse
+deepseek_v4            text  mlp.experts      self_attn norm num_local_experts self all
+diffusion_gemma whole experts+decoder.experts decoder.self_attn norm num_experts - all
+diffusion_gemma_text   text  experts          self_attn norm num_experts       -    all
+dots1                  text  mlp.experts      self_attn norm num_local_experts -    first_k
+dots3_note             whole mlp.experts+vision_tower self_attn norm num_local_experts -    sparse
+dots3_note_text        text  mlp.experts      self_attn norm num_local_experts -    sparse
+ernie4_5_moe           text  mlp.experts      self_attn norm num_experts       self interval
+ernie4_5_vl_moe whole mlp.text_moe.experts+vision_moe.experts self_attn norm num_experts self sparse
+exaone_moe             text  mlp.experts      self_attn norm num_experts       -    sparse
+flex_olmo              text  mlp.experts      self_attn norm num_local_experts self all
+flint                  text  mlp.experts      self_attn norm num_experts       self step
+gemma4                 whole experts          self_attn norm num_experts       -    all
+gemma4_text            text  experts          self_attn norm num_experts       -    all
+glm4_moe               text  mlp.experts      self_attn norm num_local_experts -    first_k
+glm4_moe_lite          text  mlp.experts      self_attn norm num_local_experts -    sparse
+glm4v_moe              whole mlp.experts      self_attn norm num_local_experts text first_k
+glm5_next              whole mlp.experts      -         norm num_local_experts self sparse
+glm_moe_dsa            text  mlp.experts      self_attn norm num_local_experts -    sparse
+gpt_oss                text  mlp.experts      self_attn norm num_local_experts self all
+granitemoe             text  block_sparse_moe.experts self_attn norm num_local_experts self all
+granitemoe_swa         text  block_sparse_moe.experts self_attn norm num_local_experts self all
+granitemoehybrid       text  block_sparse_moe.experts -         norm num_local_experts self all
+granitemoeshared       text  block_sparse_moe.experts self_attn norm num_local_experts self all
+hunyuan_v1_moe         text  mlp.experts      self_attn norm num_local_experts -    all
+hy_v3                  text  mlp.experts      self_attn norm num_experts       -    sparse
+hy_v4                  text  mlp.experts      self_attn norm num_local_experts -    sparse
+inkling2               whole mlp.experts      self_attn norm n_routed_experts  -    all
+inkling2_text          text  mlp.experts      self_attn norm n_routed_experts  -    all
+inkling_mm_model       whole mlp.experts      self_attn norm n_routed_experts  -    sparse
+inkling_text           text  mlp.experts      self_attn norm n_routed_experts  -    sparse
+jamba text feed_forward.experts self_attn final_layernorm num_local_experts self period
+kimi_linear            text  mlp.experts      -         norm num_local_experts -    sparse
+kolibri1               text  mlp.experts      self_attn norm num_experts       -    all
+laguna                 text  mlp.experts      self_attn norm num_experts       self sparse
+lfm2_moe text feed_forward.experts self_attn embedding_norm num_experts - num_dense
+mellum                 text  mlp.experts      self_attn norm num_experts       self sparse
+mimo_v2_flash          text  mlp.experts      self_attn norm num_local_experts -    sparse
+minimax                text  mlp.experts      -         norm num_local_experts self all
+minimax_m2             text  mlp.experts      self_attn norm num_local_experts self all
+minimax_m3_vl          whole mlp.experts      self_attn norm num_local_experts text sparse
+minimax_m3_vl_text     text  mlp.experts      self_attn norm num_local_experts self sparse
+mistral4               text  mlp.experts      self_attn norm num_local_experts -    first_k
+mistral_large4         whole mlp.experts      self_attn norm num_local_experts -    sparse
+mixtral                text  mlp.experts      self_attn norm num_local_experts self all
+muse_spark             whole mlp.experts      self_attn norm num_local_experts -    sparse
+nemotron_h             text  mixer.experts    -         norm_f n_routed_experts  -    blocks
+olmoe                  text  mlp.experts      self_attn norm num_local_experts self all
+openai_privacy_filter  text  mlp.experts      self_attn norm num_local_experts -    all
+phimoe                 text  mlp.experts      self_attn norm num_local_experts self all
+qwen2_moe              text  mlp.experts      self_attn norm num_experts       self step
+qwen3_5_moe            whole mlp.experts      self_attn norm num_experts       text all
+qwen3_5_moe_text       text  mlp.experts      self_attn norm num_experts       self all
+qwen3_moe              text  mlp.experts      self_attn norm num_experts       self step
+qwen3_next             text  mlp.experts      self_attn norm num_experts       self step
+qwen3_omni_moe_thinker whole mlp.experts      self_attn norm num_experts       self step
+qwen3_vl_moe           whole mlp.experts      self_attn norm num_experts       text step
+qwen4_exp              whole mlp.experts      self_attn -    num_experts       text all
+qwen4_exp_text         text  mlp.experts      self_attn -    num_experts       self all
+solar_open             text  mlp.experts      self_attn norm num_local_experts -    all
+unlimited_ocr          whole mlp.experts      self_attn norm num_experts       -    sparse
+zaya                   text  mlp.experts      self_attn norm num_experts       -    all
+"""
+TABLE = {row[0]: row[1:] for row in map(str.split, FOUND.strip().splitlines())}
+# Weights that are stacked over experts, where they are not gate_up_proj and down_proj alone.
+WEIGHTS = {
+    "gpt_oss": ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
+    "nemotron_h": ("up_proj", "down_proj"),
+    "openai_privacy_filter": (
+        "gate_up_proj",
+        "gate_up_proj_bias",
+        "down_proj",
+        "down_proj_bias",
+    ),
+}
+# What a derived plan says instead, and why.
+_FOR_SOME_LAYERS = "the table knows attention that every layer has; here some have another mixer"
+DIFFERENCES: dict[str, tuple[dict[str, str], str]] = {
+    **dict.fromkeys(
+        ("bailing_hybrid", "granitemoehybrid", "kimi_linear", "minimax"),
+        ({"attention": "layers.*.self_attn"}, _FOR_SOME_LAYERS),
+    ),
+    "glm5_next": ({"attention": "language_model.layers.*.self_attn"}, _FOR_SOME_LAYERS),
+    "nemotron_h": ({"attention": "layers.*.mixer"}, _FOR_SOME_LAYERS),
+    "diffusion_gemma": (
+        {
+            "layers": "decoder.layers.*",
+            "experts": "decoder.layers.*.experts",
+            "attention": "decoder.layers.*.self_attn",
+            "final_norm": "decoder.norm",
+        },
+        "the encoder's layers are the decoder's, tied: the same modules would be found twice",
+    ),
+    "dots3_note": (
+        {"experts": "language_model.layers.*.mlp.experts"},
+        "experts of the tower are computed as they stand",
+    ),
+    "ernie4_5_vl_moe": (
+        {"experts": "language_model.layers.*.mlp.*.experts"},
+        "two sets of experts are one pattern",
+    ),
+}
+
+
+def _expected(model_type: str) -> dict[str, str | None]:
+    scope, experts, attention, final_norm, num_experts, aux, _ = TABLE[model_type]
+    prefix = "language_model." if scope == "whole" else ""
+    layers = f"{prefix}layers.*"
+    coefficients = {
+        "-": None,
+        "self": "router_aux_loss_coef",
+        "text": "config.text_config.router_aux_loss_coef",
+    }
+    return {
+        "layers": layers,
+        "experts": f"{layers}.{experts}",
+        "attention": "" if attention == "-" else f"{layers}.{attention}",
+        "final_norm": "" if final_norm == "-" else prefix + final_norm,
+        "num_experts": num_experts,
+        "aux_loss_coef": coefficients[aux],
+        **DIFFERENCES.get(model_type, ({}, ""))[0],
+    }
+
+
+def _layers_with_experts(rule: str, config: Any) -> int:
+    """Count them by the rule that the source of that type has."""
+    layers = range(config.num_hidden_layers)
+    match rule:
+        case "all":
+            return len(layers)
+        case "sparse":
+            return list(config.mlp_layer_types).count("sparse")
+        case "first_k":
+            return len(layers) - int(config.first_k_dense_replace)
+        case "num_dense":
+            return len(layers) - int(config.num_dense_layers)
+        case "step":
+            step, dense = config.decoder_sparse_step, config.mlp_only_layers
+            return sum(i not in dense and (i + 1) % step == 0 for i in layers)
+        case "interval":
+            first, last = config.moe_layer_start_index, config.moe_layer_end_index
+            last = last if last >= 0 else len(layers) - 1
+            return sum(
+                first <= i <= last and (i + 1) % config.moe_layer_interval == 0 for i in layers
+            )
+        case "period":
+            return sum(config.layers_num_experts[i] > 1 for i in layers)
+        case "blocks":
+            return list(config.layers_block_type).count("moe")
+    raise ValueError(rule)
+
+
+def _parts(config: PreTrainedConfig, model_type: str) -> Parts:
+    with torch.device("meta"):
+        return find_parts(model_class(model_type)(config))
+
+
+def test_the_table_has_every_type() -> None:
+    assert set(MODEL_TYPES) <= TABLE.keys()
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_derived_plan(model_type: str) -> None:
+    """On the meta device, with every kind of layer that the type has."""
+    config = tiny_config(model_type)
+    parts = _parts(config, model_type)
+    expected = _expected(model_type)
+    assert {name: getattr(parts.plan, name) for name in expected} == expected
+    assert parts.plan.expert_weights == WEIGHTS.get(model_type, ("gate_up_proj", "down_proj"))
+    rule = TABLE[model_type][-1]
+    assert len(parts.adapted_experts) == _layers_with_experts(rule, config.get_text_config())
+    assert parts.num_experts == 8

@@ -1,0 +1,223 @@
+"""A plan is derived, or an error says by name what stands in its way and what would work."""
+
+import copy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.architectures import batch
+from support.architectures import tiny as tiny_of
+from support.needs import needs_vision
+from support.tiny_models import tiny
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+import model_patches
+from hf_moe_ep import patch, unpatch
+from hf_moe_ep.architectures import find_parts, find_plan
+from hf_moe_ep.derive import derive_plan
+from hf_moe_ep.plan import ModelPlan, VisionPlan
+from hf_moe_ep.tools.published_models import find_config, meta_model
+
+# Classes with experts that are not on transformers' experts interface: options, and what is named.
+_SIZES = {"num_hidden_layers": 2, "num_layers": 2, "n_layers": 2}
+OUTSIDE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dbrx": ("DbrxForCausalLM", {}, "DbrxExperts"),
+    "doge": ("DogeForCausalLM", {"is_moe": True}, "DogeCDMoE"),
+    "jetmoe": ("JetMoeForCausalLM", {}, "JetMoeParallelExperts"),
+    "llama4_text": ("Llama4ForCausalLM", {}, "Llama4TextExperts"),
+    "longcat_flash": ("LongcatFlashForCausalLM", {}, "LongcatFlashExperts"),
+    "nllb-moe": ("NllbMoeForConditionalGeneration", {}, "NllbMoeExperts"),
+    "step3p7": ("Step3p7ForConditionalGeneration", {}, "Step3p7"),
+    "switch_transformers": (
+        "SwitchTransformersForConditionalGeneration",
+        {},
+        "SwitchTransformersExperts",
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", OUTSIDE)
+def test_experts_outside_the_interface_are_refused_by_name(model_type: str) -> None:
+    class_name, options, experts = OUTSIDE[model_type]
+    if not hasattr(transformers, class_name):
+        pytest.skip(f"no {class_name} in transformers {transformers.__version__}")
+    config = CONFIG_MAPPING[model_type](**options)
+    with torch.device("meta"):
+        model = getattr(transformers, class_name)(config)
+    with pytest.raises(ValueError) as raised:
+        patch(model)
+    message = str(raised.value)
+    for words in (repr(model_type), class_name, experts, "use_experts_implementation", "FSDP2"):
+        assert words in message, message
+
+
+def _second_router(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.other_gate = copy.deepcopy(layer.mlp.gate)
+
+
+def _second_list(model: Any) -> None:
+    model.model.more_layers = copy.deepcopy(model.model.layers)
+
+
+def _no_list(model: Any) -> None:
+    model.model.first, model.model.layers = model.model.layers[0], nn.ModuleList()
+
+
+def _second_norm(model: Any) -> None:
+    model.model.other_norm = copy.deepcopy(model.model.norm)
+
+
+def _unlike_experts(model: Any) -> None:
+    experts = model.model.layers[1].mlp.experts
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj[:6].detach())
+
+
+def _more_experts_in_config(model: Any) -> None:
+    model.config.num_experts = 16
+
+
+def _more_layers_in_config(model: Any) -> None:
+    model.config.num_hidden_layers = 4
+
+
+def _layer_without_experts(model: Any) -> None:
+    model.model.layers[1].mlp = nn.Linear(2, 2)
+
+
+# What was done to a model of 2 layers and 8 experts, and what the error says of it.
+NOT_DERIVED: dict[Callable[[Any], None], tuple[str, ...]] = {
+    _second_router: ("layers.*.mlp.gate", "layers.*.mlp.other_gate", "router", "plan=ModelPlan"),
+    _second_list: ("'model.layers', 'model.more_layers'", "decoder", "plan=ModelPlan"),
+    _no_list: ("model.first.mlp.experts", "no list of decoder layers", "plan=ModelPlan"),
+    _second_norm: ("'model.norm', 'model.other_norm'", "plan=ModelPlan"),
+    _unlike_experts: ("different numbers of experts, 6", "8 in model.layers.0"),
+    _more_experts_in_config: ("are 8", "num_experts = 16", "as from_pretrained returns it"),
+    _more_layers_in_config: ("found 2 decoder layers", "expected 4"),
+    _layer_without_experts: ("found 1 layers with experts", "expected 2"),
+}
+
+
+@pytest.mark.parametrize("change", NOT_DERIVED, ids=lambda change: change.__name__.strip("_"))
+def test_what_cannot_be_derived_is_shown(change: Callable[[Any], None]) -> None:
+    model = tiny()
+    change(model)
+    with pytest.raises(ValueError) as raised:
+        patch(model)
+    for words in (type(model).__name__, *NOT_DERIVED[change]):
+        assert words in str(raised.value), str(raised.value)
+
+
+def test_a_given_plan_does_what_derivation_cannot() -> None:
+    model = tiny()
+    _second_router(model)
+    plan = ModelPlan("qwen3_moe", router="layers.*.mlp.gate")
+    parts = find_parts(model, plan)
+    assert parts.plan is plan and len(parts.experts) == 2 and len(parts.layers) == 2
+
+
+# A field of a given plan that does not fit, and what the error says.
+NOT_FITTING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"layers": "h.*"}, ("layers='h.*'", "model.layers.*", "ModelPlan(layers=...)")),
+    ({"layers": "layers"}, ("num_hidden_layers = 2", "has 1")),
+    (
+        {"experts": "layers.*.moe.experts"},
+        ("experts='layers.*.moe.experts'", "model.layers.*.mlp.experts", "ModelPlan(experts=...)"),
+    ),
+    (
+        {"experts": "layers.*.mlp.gate"},
+        ("not of transformers' experts interface", "model.layers.0.mlp.gate"),
+    ),
+    ({"router": "layers.*.mlp.router"}, ("model.layers.*.mlp", "router='' if it has none")),
+    ({"attention": "layers.*.attn"}, ("model.layers.*.self_attn", "attention=''")),
+    ({"final_norm": "ln_f"}, ("final_norm='ln_f'", "has no such module")),
+    ({"expert_weights": ("w1", "w2")}, ("('w1', 'w2')", "gate_up_proj, down_proj")),
+    ({"num_experts": "num_experts_per_tok"}, ("holds 8", "num_experts_per_tok = 2")),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), NOT_FITTING, ids=lambda x: next(iter(x)))
+def test_a_given_plan_that_does_not_fit_is_refused(
+    fields: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        patch(tiny(num_experts_per_tok=2), plan=ModelPlan("qwen3_moe", **fields))
+    for word in words:
+        assert word in str(raised.value), str(raised.value)
+
+
+def test_experts_outside_the_layers_of_a_given_plan_are_named() -> None:
+    model: Any = tiny()
+    model.model.mlp = copy.deepcopy(model.model.layers[0].mlp)
+    with pytest.raises(ValueError, match=r"model\.mlp\.experts is in none of the 2 layers"):
+        patch(model, plan=ModelPlan("qwen3_moe", experts="mlp.experts"))
+
+
+def test_a_type_may_be_refused_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`model_patches/TYPE.py` says why, and what would work."""
+    tmp_path.joinpath("olmoe.py").write_text('REFUSED = "it is 12 moons old; wait for the next"\n')
+    monkeypatch.setattr(model_patches, "__path__", [*model_patches.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "model_patches.olmoe", raising=False)
+    with pytest.raises(
+        ValueError, match=r"OlmoeForCausalLM \(olmoe\) cannot .* 12 moons old; wait"
+    ):
+        patch(tiny_of("olmoe"))
+    sys.modules.pop("model_patches.olmoe")
+
+
+def test_a_gate_that_no_backend_computes_runs_as_it_is_without_ep() -> None:
+    """Inkling 2: the error names gate, architecture and what works, and that works."""
+    if "inkling2_text" not in CONFIG_MAPPING:
+        pytest.skip(f"no Inkling 2 in transformers {transformers.__version__}")
+    model, stock = tiny_of("inkling2_text"), tiny_of("inkling2_text")
+    with pytest.raises(ValueError, match=r"gate of Inkling2Experts of inkling2_text .*'eager'"):
+        patch(model)
+    patch(model, experts_backend="eager")
+    inputs = batch(stock, 2, 9)
+    assert torch.equal(model(**inputs).loss, stock(**inputs).loss)
+    unpatch(model)
+
+
+def test_the_derived_plan_of_qwen3_moe_is_the_one_that_was_typed() -> None:
+    plan, _ = find_plan(tiny(num_hidden_layers=3, mlp_only_layers=[1]))
+    assert (plan.layers, plan.experts) == ("layers.*", "layers.*.mlp.experts")
+    assert (plan.router, plan.attention) == ("layers.*.mlp.gate", "layers.*.self_attn")
+    assert (plan.final_norm, plan.num_experts) == ("norm", "num_experts")
+    assert plan.expert_weights == ("gate_up_proj", "down_proj") and plan.mixers == ()
+    assert plan.aux_loss_coef == "router_aux_loss_coef" and plan.vision is None
+    assert plan.sequence_parallel and plan.model_type == "qwen3_moe"
+
+
+@needs_vision
+def test_the_derived_plan_of_qwen3_vl_moe_is_the_one_that_was_typed() -> None:
+    plan, _ = find_plan(tiny("qwen3_vl_moe"))
+    typed = ModelPlan("qwen3_vl_moe", prefix="language_model.")
+    for name in ("layers", "experts", "router", "attention", "final_norm", "expert_weights"):
+        assert getattr(plan, name) == getattr(typed, name), name
+    assert plan.num_experts == "num_experts" and plan.mixers == () and plan.sequence_parallel
+    assert plan.aux_loss_coef == "config.text_config.router_aux_loss_coef"
+    assert plan.vision == VisionPlan("visual", "visual.blocks.*", "visual.blocks.*.attn")
+
+
+def test_a_model_of_235b_is_patched_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """94 layers on meta: patched in less than 5 s, of which its plan less than 1 s."""
+    model = meta_model(find_config("Qwen3-235B-shape"), torch.bfloat16)
+    start = time.perf_counter()
+    derive_plan(model)
+    derived = time.perf_counter()
+    patch(model)
+    patched = time.perf_counter()
+    with capsys.disabled():
+        print(
+            f"\n  94 layers, 235B: plan {derived - start:.2f} s, patched {patched - derived:.2f} s"
+        )
+    assert derived - start < 1
+    assert patched - derived < 5
