@@ -25,9 +25,8 @@ from hf_moe_ep.plan import ModelPlan, VisionPlan
 from hf_moe_ep.tools.published_models import find_config, meta_model
 
 # Classes with experts that are not on transformers' experts interface: options, and what is named.
-_SIZES = {"num_hidden_layers": 2, "num_layers": 2, "n_layers": 2}
 OUTSIDE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "dbrx": ("DbrxForCausalLM", {}, "DbrxExperts"),
+    "dbrx": ("DbrxForCausalLM", {"attn_config": {"rope_theta": 1e4}}, "DbrxExperts"),
     "doge": ("DogeForCausalLM", {"is_moe": True}, "DogeCDMoE"),
     "jetmoe": ("JetMoeForCausalLM", {}, "JetMoeParallelExperts"),
     "llama4_text": ("Llama4ForCausalLM", {}, "Llama4TextExperts"),

@@ -2,9 +2,11 @@
 
     hf-moe-ep inspect out/checkpoint-300
     hf-moe-ep inspect --plan out/config.json --world 64 --ep 8 --memory 80
+    hf-moe-ep inspect --architecture mixtral
 
 Of a folder it prints what wrote it and at which layout; with `--plan` how much memory each rank
-would need (`memory_plan.py`).
+would need (`memory_plan.py`); with `--architecture` the plan that is derived from a config, and
+what is granted to such a model (`architecture.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 
 from hf_moe_ep.checkpoints.verify import look
 from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.tools.architecture import lines, look_at
 from hf_moe_ep.tools.memory_plan import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
 from hf_moe_ep.tools.printing import print_found
 from hf_moe_ep.tools.published_models import LORA_TARGETS, known_shapes
@@ -30,14 +33,16 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to those of `cli.py`."""
     parser = subparsers.add_parser(
         "inspect",
-        help="what a checkpoint is; or how much memory each rank would need to train a model",
+        help="what a checkpoint is; what can be done with a model, and in how much memory",
         description="Of a folder: what wrote this checkpoint, and at which layout. With --plan: "
-        "the memory that each rank needs to hold a model for training, from its config alone.",
+        "the memory that each rank needs to hold a model for training, from its config alone. With "
+        "--architecture: where its parts are, and what is granted to it.",
     )
     add = parser.add_argument
     add("folder", nargs="?", help="a checkpoint, of a model or of training")
     shapes = ", ".join(known_shapes())
     add("--plan", metavar="SHAPE", help=f"a folder, a config.json, or one of {shapes}")
+    add("--architecture", metavar="SHAPE", help="the same, or a model type of transformers")
     add("--world", type=int, metavar="N", help="number of processes, one per GPU")
     add("--ep", type=int, default=1, metavar="N", help="ep_size; default: %(default)s")
     add("--sp", type=int, default=1, metavar="N", help="sp_size; default: %(default)s")
@@ -48,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     add("--lora-rank", type=int, metavar="R", help="train adapters alone")
     add("--lora-targets", choices=LORA_TARGETS, default="both", help="default: %(default)s")
     add("--memory", type=float, metavar="GIB", help="of one GPU: say whether it fits")
-    add("--json", action="store_true", help="bytes, for programs")
+    add("--json", action="store_true", help="for programs; sizes in bytes")
     parser.set_defaults(run=run)
 
 
@@ -56,10 +61,17 @@ def run(options: argparse.Namespace) -> int:
     """Print what a checkpoint is, or a plan.
 
     Raises:
-        ValueError: wrong or missing arguments, and all of `plan_memory`.
+        ValueError: wrong or missing arguments, and all of `plan_memory` and `look_at`.
     """
-    if (options.plan is None) == (options.folder is None):
-        raise ValueError("inspect wants either a folder or --plan SHAPE; see --help")
+    if sum(x is not None for x in (options.plan, options.folder, options.architecture)) != 1:
+        raise ValueError(
+            "inspect wants one of a folder, --plan SHAPE and --architecture SHAPE; see --help"
+        )
+    if options.architecture is not None:
+        found = look_at(options.architecture)
+        text = json.dumps(found.as_json(), indent=2) if options.json else None
+        print(text or "\n".join(lines(found, options.architecture)))
+        return 0
     if options.folder is not None:
         print_found(options.folder, look(options.folder))
         return 0

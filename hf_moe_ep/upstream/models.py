@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
@@ -146,3 +146,16 @@ def takes_images(config: Any) -> bool:
     transformers/models/auto/modeling_auto.py.
     """
     return type(config) in AutoModelForImageTextToText._model_mapping
+
+
+def is_causal_lm(config: Any) -> bool:
+    """Return whether transformers has a causal language model of `config`.
+
+    transformers/models/auto/modeling_auto.py.
+    """
+    return type(config) in AutoModelForCausalLM._model_mapping
+
+
+def has_tower(config: Any) -> bool:
+    """Return whether `config` has one of a vision tower within (configuration_utils.py)."""
+    return "vision_config" in config.sub_configs

@@ -49,10 +49,10 @@ def test_sequence_parallelism_is_granted_where_it_passed() -> None:
     assert passed == SEQUENCE_PARALLEL & found.keys()
 
 
-def test_what_is_refused_by_name_passed_nothing() -> None:
+def test_what_is_refused_by_name_is_shown_so() -> None:
     for model_type, columns in TYPES.items():
         reason = differences(model_type).refused
-        assert not reason or reason in columns["ep"].get("refused", ""), model_type
+        assert not reason or columns["ep"] == {"refused": reason}, table.COMMAND
 
 
 def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

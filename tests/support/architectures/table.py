@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from hf_moe_ep.architectures import differences
 from support.architectures.results import COLUMNS, read_results
 from support.architectures.types import MODEL_TYPES
 
@@ -55,6 +56,8 @@ def merged(data: dict[str, Any], found: Results) -> dict[str, Any]:
     types = {}
     for model_type in sorted({*old, *found, *MODEL_TYPES}):
         columns = {**old.get(model_type, {}), **found.get(model_type, {})}
+        if reason := differences(model_type).refused:
+            columns = {"ep": {"refused": reason}}
         if not _has_tower(model_type):
             columns["vision"] = TEXT_ONLY
         types[model_type] = {name: columns[name] for name in COLUMNS if name in columns}
@@ -132,10 +135,9 @@ def as_text(data: Mapping[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("found", nargs="*", type=Path, help="files that tests recorded")
-    data = read_data()
+    data = merged(read_data(), {})
     for file in parser.parse_args().found:
         data = merged(data, read_results(file))
-    data = data or merged(data, {})
     DATA.write_text(as_text(data))
     PAGE.write_text(page(data))
     return 0

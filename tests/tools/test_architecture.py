@@ -1,0 +1,85 @@
+"""`hf-moe-ep inspect --architecture`: the plan and what is granted, from a config alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.architectures import tiny_config
+from support.needs import needs_vision
+
+from hf_moe_ep.tools.cli import main
+
+
+def _config(folder: Path, model_type: str, **fields: Any) -> str:
+    tiny_config(model_type, **fields).save_pretrained(folder)
+    return str(folder)
+
+
+def _json(capsys: pytest.CaptureFixture[str], shape: str) -> dict[str, Any]:
+    assert main(["inspect", "--architecture", shape, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every part by its name, and all that is granted."""
+    assert main(["inspect", "--architecture", _config(tmp_path, "qwen3_moe")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}: Qwen3MoeForCausalLM (qwen3_moe); plan derived",
+        "  layers      layers.*: 4",
+        "  experts     layers.*.mlp.experts: 8 in each of 3 layers, 3 for a token",
+        "  weights     gate_up_proj, down_proj",
+        "  router      layers.*.mlp.gate",
+        "  attention   layers.*.self_attn",
+        "  mixers      none",
+        "  final norm  norm",
+        "  head        its own",
+        "  tower       none",
+        "  aux loss    router_aux_loss_coef",
+        "granted",
+        "  EP          ep_size 1, 2, 4, 8",
+        "  LoRA        on stacked experts",
+        "  sp          yes",
+        "  vision      no: text alone",
+    ]
+
+
+def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the name of a model type; sequence parallelism is refused with the module's name."""
+    found = _json(capsys, "jamba")
+    assert found["kind"] == "JambaForCausalLM" and found["plan"]["mixers"] == ["layers.*.mamba"]
+    assert (found["layers"], found["moe_layers"], found["num_experts"]) == (32, 16, 16)
+    assert found["granted"]["ep"] == found["granted"]["lora"] == "yes"
+    assert "layers.*.mamba (JambaMambaMixer)" in found["granted"]["sp"]
+    assert found["ep_sizes"] == [1, 2, 4, 8, 16]
+
+
+def test_a_gate_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, _config(tmp_path, "inkling2_text"))
+    assert "the gate of Inkling2Experts" in found["granted"]["ep"] and found["ep_sizes"] == []
+    assert found["granted"]["sp"] == found["granted"]["ep"]
+
+
+@needs_vision
+def test_a_model_that_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, _config(tmp_path, "qwen3_vl_moe"))
+    assert found["plan"]["vision"]["tower"] == "visual" and found["granted"]["vision"] == "yes"
+    assert found["plan"]["experts"] == "language_model.layers.*.mlp.experts"
+
+
+REFUSED = {
+    "llama": "unknown architecture 'llama'",
+    "no_such_type": "'no_such_type' is no model type",
+}
+
+
+@pytest.mark.parametrize("shape", REFUSED)
+def test_what_has_no_plan(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--architecture", shape]) == 2
+    assert REFUSED[shape] in capsys.readouterr().err
+
+
+def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--architecture", "mixtral", "--plan", "mixtral"]) == 2
+    assert "one of a folder, --plan SHAPE and --architecture SHAPE" in capsys.readouterr().err
