@@ -57,7 +57,7 @@ def merged(data: dict[str, Any], found: Results) -> dict[str, Any]:
     for model_type in sorted({*old, *found, *MODEL_TYPES}):
         columns = {**old.get(model_type, {}), **found.get(model_type, {})}
         if reason := differences(model_type).refused:
-            columns = {"ep": {"refused": reason}}
+            columns = {name: {"refused": reason} for name in COLUMNS}
         if not _has_tower(model_type):
             columns["vision"] = TEXT_ONLY
         types[model_type] = {name: columns[name] for name in COLUMNS if name in columns}
