@@ -9,22 +9,18 @@ with stock is another question: ARCHITECTURES.md.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig
 
 from hf_moe_ep.architectures import Parts, experts_per_token, find_parts
 from hf_moe_ep.patch import patch
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.tools.published_models import attach_lora, find_config, known_shapes, meta_model
-from hf_moe_ep.upstream.hub import on_meta
-from hf_moe_ep.upstream.models import has_tower, is_causal_lm, takes_images
+from hf_moe_ep.tools.published_models import attach_lora, find_architecture, meta_model
+from hf_moe_ep.upstream.models import has_tower
 
 YES = "yes"
 
@@ -65,7 +61,7 @@ def look_at(shape: str) -> Architecture:
             the reason.
     """
     config = find_architecture(shape)
-    model = _build(config)
+    model = meta_model(config, torch.bfloat16)
     parts = find_parts(model)
     granted = {
         "ep": _reason(partial(patch, model)),
@@ -90,33 +86,6 @@ def look_at(shape: str) -> Architecture:
         ep_sizes=tuple(sizes) if granted["ep"] == YES else (),
         granted=granted,
     )
-
-
-def find_architecture(shape: str) -> PreTrainedConfig:
-    """Return the config of what `find_config` takes, or the default config of a model type.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if shape in CONFIG_MAPPING and not os.path.exists(shape):
-        config: PreTrainedConfig = AutoConfig.for_model(shape)
-        return config
-    try:
-        found: PreTrainedConfig = find_config(shape)
-    except ValueError as error:
-        raise ValueError(
-            f"{shape!r} is no model type of the installed transformers (such as qwen3_moe), no "
-            f"folder with a config.json, and none of {', '.join(known_shapes())}"
-        ) from error
-    return found
-
-
-def _build(config: Any) -> nn.Module:
-    """Build the model with a head, or where transformers knows none, the one without."""
-    if takes_images(config) or is_causal_lm(config):
-        return meta_model(config, torch.bfloat16)
-    model: nn.Module = on_meta(partial(AutoModel.from_config, config, dtype=torch.bfloat16))
-    return model
 
 
 def _reason(attempt: Callable[[], Any]) -> str:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
@@ -28,7 +30,7 @@ from transformers import (
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.hub import on_meta
-from hf_moe_ep.upstream.models import takes_images
+from hf_moe_ep.upstream.models import is_causal_lm, takes_images
 
 LORA_TARGETS = ("experts", "attention", "both")
 
@@ -61,6 +63,25 @@ def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedCo
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
+def find_architecture(shape: str) -> PreTrainedConfig:
+    """Return the config of what `find_config` takes, or the default config of a model type.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if shape in CONFIG_MAPPING and not os.path.exists(shape):
+        config: PreTrainedConfig = AutoConfig.for_model(shape)
+        return config
+    try:
+        found: PreTrainedConfig = find_config(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{shape!r} is no model type of the installed transformers, no "
+            f"folder with a config.json, and none of {', '.join(known_shapes())}"
+        ) from error
+    return found
+
+
 def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -72,10 +93,13 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Build a stock model of `config` with a head, parameters on the meta device, weights tied."""
-    factory = AutoModelForCausalLM
-    if takes_images(config):
-        factory = AutoModelForImageTextToText
+    """Build a stock model of `config`, parameters on the meta device, weights tied.
+
+    With a head for tokens, where transformers knows one.
+    """
+    factory: Any = AutoModelForImageTextToText
+    if not takes_images(config):
+        factory = AutoModelForCausalLM if is_causal_lm(config) else AutoModel
     model: nn.Module = on_meta(partial(factory.from_config, config, dtype=dtype))
     return model
 
