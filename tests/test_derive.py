@@ -41,7 +41,10 @@ OUTSIDE: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", OUTSIDE)
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(n, marks=() if n == "jetmoe" else pytest.mark.slow) for n in OUTSIDE],
+)
 def test_experts_outside_the_interface_are_refused_by_name(model_type: str) -> None:
     class_name, options, experts = OUTSIDE[model_type]
     if not hasattr(transformers, class_name):

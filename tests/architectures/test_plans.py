@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import MODEL_TYPES, model_class, tiny_config
+from support.architectures import FAMILIES, MODEL_TYPES, model_class, tiny_config
 from transformers import PreTrainedConfig
 
 from hf_moe_ep.architectures import Parts, differences, find_parts
@@ -180,7 +180,14 @@ def test_the_table_has_every_type() -> None:
     assert set(MODEL_TYPES) <= TABLE.keys()
 
 
-@pytest.mark.parametrize("model_type", [n for n in MODEL_TYPES if not differences(n).refused])
+DERIVED = [
+    pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow)
+    for name in MODEL_TYPES
+    if not differences(name).refused
+]
+
+
+@pytest.mark.parametrize("model_type", DERIVED)
 def test_derived_plan(model_type: str) -> None:
     """On the meta device, with every kind of layer that the type has."""
     config = tiny_config(model_type)
