@@ -87,6 +87,6 @@ def test_results_are_put_into_the_data() -> None:
     }
     assert json.loads(table.as_text(data)) == data
     page = table.page(data)
-    assert "| `mixtral` | no (1) | yes | not tested | - | not tested | not tested |" in page
-    assert "\n1. a \\| b\n" in page
+    assert "| `mixtral` | no (2) | yes | not tested | - | not tested | not tested |" in page
+    assert "\n2. a \\| b\n" in page
     assert "| `olmoe` | not tested | not tested |" in page
