@@ -40,7 +40,6 @@ from hf_moe_ep.upstream.towers import takes_tower_outputs
 _SEQUENCE_ARGUMENTS = (
     "attention_mask",
     "position_embeddings",
-    "position_ids",
     "past_key_values",
     "cache_params",
     "cu_seqlens",
@@ -251,11 +250,7 @@ class _Derivation:
         found = set()
         within = self._within_layers(stack)
         for name, module in within.items():
-            if isinstance(module, _CONVOLUTIONS):
-                found.add(_starred(name.rpartition(".")[0]))
-                continue
-            inside = module.modules()
-            if _looks_along_the_sequence(module) and not any(map(is_attention, inside)):
+            if is_mixer(module):
                 found.add(_starred(name))
         # The outermost alone: what is in a mixer belongs to it.
         return {
@@ -377,6 +372,13 @@ def _rows_of_stack(experts: nn.Module) -> int:
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module calls transformers' attention interface."""
     return calls(module, _ATTENTION_INTERFACE)
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Return whether a module mixes tokens of a sequence past the attention interface."""
+    if any(isinstance(one, _CONVOLUTIONS) for one in (module, *own_children(module))):
+        return True
+    return _looks_along_the_sequence(module) and not any(map(is_attention, module.modules()))
 
 
 def _looks_along_the_sequence(module: nn.Module) -> bool:

@@ -3,7 +3,44 @@
 from __future__ import annotations
 
 # Sequence parallelism: every mixer of the decoder goes through transformers' attention interface.
-SEQUENCE_PARALLEL = frozenset({"qwen3_moe", "qwen3_vl_moe"})
+SEQUENCE_PARALLEL = frozenset(
+    {
+        "afmoe",
+        "aria_text",
+        "axk1",
+        "beam",
+        "cohere2_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "gemma4_text",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "kolibri1",
+        "laguna",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax_m2",
+        "mistral4",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_vl_moe",
+        "solar_open",
+    }
+)
 
 # Adapters on stacked experts that are written as adapters on gate_proj, up_proj and down_proj of
 # every expert, and back: where such experts stand.

@@ -12,11 +12,14 @@ from functools import partial
 from typing import Any
 
 from hf_moe_ep.architectures import Parts
+from hf_moe_ep.derive import is_mixer
 from hf_moe_ep.plan import matches
 from hf_moe_ep.sequence.split import JoinLogits, SplitSequence, TakeSlice, split_loss
 from hf_moe_ep.sequence.ulysses import attention_with, check_heads
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import check_attention, own_attention_config
+from hf_moe_ep.upstream.models import attention_heads
+from hf_moe_ep.upstream.module_names import stock_name
 
 
 def check(parts: Parts, state: ModelState) -> None:
@@ -25,13 +28,14 @@ def check(parts: Parts, state: ModelState) -> None:
     if sp_size == 1:
         return
     _check_granted(parts, sp_size)
-    check_heads(parts.config.num_attention_heads, parts.config.num_key_value_heads, sp_size)
+    for heads, kv_heads in sorted(attention_heads(parts.config)):
+        check_heads(heads, kv_heads, sp_size)
     if parts.causal_lm is None:
         raise ValueError(
             f"sp_size ({sp_size}) > 1 needs a model with a language modelling head, which "
             f"{type(parts.root).__name__} has not; load it as a causal LM, or leave sp_size at 1"
         )
-    check_attention(parts.attention[0].config)
+    check_attention(parts.attention[0], parts.root)
 
 
 def _check_granted(parts: Parts, sp_size: int) -> None:
@@ -42,12 +46,13 @@ def _check_granted(parts: Parts, sp_size: int) -> None:
     plan = parts.plan
     remedy = "leave sp_size at 1; ep_size and FSDP2 work"
     if plan.mixers:
+        # Layers without one may have attention, or nothing of the kind, under the same name.
         kinds = {
             f"{name} ({type(module).__name__})"
             for name in plan.mixers
             for other, module in parts.root.named_modules()
-            if matches(name, other)
-        }
+            if matches(name, stock_name(other)) and is_mixer(module)
+        } or set(plan.mixers)
         raise ValueError(
             f"sp_size ({sp_size}) > 1 splits sequences and lets attention see the whole, but "
             f"{plan.model_type} mixes along the sequence in {', '.join(sorted(kinds))} as well, "
@@ -78,6 +83,7 @@ def select_attention(
     modules: Sequence[Any], state: ModelState, wrap: Callable[..., Any], *, frames: bool = False
 ) -> None:
     """Give attention modules a config that selects `wrap(their stock function)`."""
-    own_config = own_attention_config(modules[0].config, wrap, frames=frames)
+    stock = {id(module.config): module.config for module in modules}  # layers may differ
+    own = {key: own_attention_config(config, wrap, frames=frames) for key, config in stock.items()}
     for module in modules:
-        state.replace(module, "config", own_config)
+        state.replace(module, "config", own[id(module.config)])

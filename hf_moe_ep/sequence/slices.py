@@ -38,8 +38,10 @@ class Slice:
     ) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.length, self.unit = length, unit
-        # What all layers share: whole tensors, by the identity of the first, and their slices.
-        self._shared: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        # What flash attention tells packed documents apart by, for the whole sequence.
+        self.positions: Tensor | None = None
+        # What all layers share: whole tensors, by their identity, and their slices.
+        self._shared: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def local(self) -> int:
@@ -53,14 +55,17 @@ class Slice:
         missing = self.local - part.shape[dim]
         if not missing:
             return part.clone()  # a view would keep the whole alive
-        shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
+        shape = list(part.shape)
+        shape[dim] = missing
         return torch.cat([part, part.new_full(shape, fill)], dim)
 
-    def take_shared(self, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Slices along dim 1, made once for all layers that are given the same tensors."""
-        if id(whole[0]) not in self._shared:
-            self._shared[id(whole[0])] = whole, tuple(self.take(x, 1) for x in whole)
-        return self._shared[id(whole[0])][1]
+    def take_shared(self, whole: Tensor, dim: int) -> Tensor:
+        """Slice, once for all layers that are given the same tensor; each where it is learned."""
+        if whole.requires_grad:  # a recompute in backward wants a graph of its own
+            return self.take(whole, dim)
+        if id(whole) not in self._shared:
+            self._shared[id(whole)] = whole, self.take(whole, dim)
+        return self._shared[id(whole)][1]
 
 
 def gather_slices(x: Tensor, part: Slice) -> Tensor:

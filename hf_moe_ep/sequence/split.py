@@ -2,7 +2,7 @@
 
     causal LM, before     SplitSequence: every rank of the group has the same batch; a `Slice` goes
                           down with it, masks and positions are made for the whole sequence
-    decoder layers        TakeSlice: the first cuts the hidden states, each its position embeddings
+    decoder layers        TakeSlice: the first cuts the hidden states, each what else has tokens
     loss                  split_loss: labels are shifted, then cut; losses of slices are added
     causal LM, behind     JoinLogits: whole outputs where nobody asked for a loss
 
@@ -122,7 +122,10 @@ def _join(x: Any, part: Slice) -> Any:
 
 
 class TakeSlice(Ours):
-    """Pre-forward hook of a decoder layer: what is for the whole sequence becomes the slice."""
+    """Pre-forward hook of a decoder layer: what is for the whole sequence becomes the slice.
+
+    Position embeddings and ids, inputs of this layer, scales of queries; masks stay whole.
+    """
 
     def __init__(self, *, first: bool) -> None:
         self.first = first
@@ -133,10 +136,27 @@ class TakeSlice(Ours):
         part: Slice | None = kwargs.get(SLICE)
         if part is None:
             return None
+        hidden, *others = args
         if self.first:
-            args = (part.take(args[0], 1), *args[1:])
-        mine = part.take_shared(kwargs["position_embeddings"])
-        return args, {**kwargs, "position_embeddings": mine}
+            hidden = part.take(hidden, 1)
+        part.positions = kwargs.get("position_ids")
+        mine = {name: _own_part(name, x, part) for name, x in kwargs.items()}
+        return (hidden, *(_own_part("", x, part) for x in others)), mine
+
+
+def _own_part(name: str, x: Any, part: Slice) -> Any:
+    """Return this rank's slice of what has the sequence's length; all else as it is."""
+    if type(x) in (tuple, list):
+        return type(x)(_own_part(name, one, part) for one in x)
+    if not isinstance(x, Tensor) or name.endswith("mask"):
+        return x
+    if name == "position_ids":
+        return part.take_shared(x, -1)
+    if x.ndim > 1 and x.shape[1] == part.length:
+        return part.take_shared(x, 1)
+    if x.shape[1:] == (1, part.length, 1):  # a scale of every query, for all heads
+        return part.take_shared(x, 2)
+    return x
 
 
 def split_loss(

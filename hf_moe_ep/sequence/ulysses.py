@@ -16,12 +16,13 @@ the number of key and value heads, these are repeated until every rank has one.
     own_tokens    (B, S, Q / sp, W)   to   (B, S / sp, Q, W)
 
 Both are differentiable; their backward is the other exchange. (DeepSpeed-Ulysses, arXiv
-2309.14509.)
+2309.14509.) Widths are those of the tensors: values may be narrower than queries. Of sinks, which
+are one number per head, a rank passes its heads' on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,10 @@ def split_attention(
     if part is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
     kv_heads = key.shape[1]
+    check_heads(query.shape[1], kv_heads, part.size)
+    _pass_own_sinks(module, kwargs, part)
+    if part.positions is not None and "position_ids" in kwargs:
+        kwargs["position_ids"] = part.positions
     if kv_heads < part.size:
         key, value = (x.repeat_interleave(part.size // kv_heads, 1) for x in (key, value))
     query, key, value = own_heads(query, key, value, part)
@@ -61,10 +66,8 @@ def split_attention(
 
 def own_heads(query: Tensor, key: Tensor, value: Tensor, part: Slice) -> tuple[Tensor, ...]:
     """(B, Q, S / sp, W) each, to this rank's heads of all tokens: (B, Q / sp, S, W)."""
-    # One message: each rank's heads of all three, one rank after the other.
-    packed = torch.cat([x.unflatten(1, (part.size, -1)) for x in (query, key, value)], dim=2)
-    whole = _HeadsToSequence.apply(packed, part)[:, :, : part.length]
-    return whole.split([x.shape[1] // part.size for x in (query, key, value)], dim=1)
+    whole: tuple[Tensor, ...] = _HeadsToSequence.apply(part, query, key, value)
+    return tuple(x[:, :, : part.length] for x in whole)
 
 
 def own_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
@@ -88,24 +91,50 @@ def attention_with(stock: Callable[..., Any]) -> Callable[..., Any]:
     return partial(split_attention, stock)
 
 
+def _pass_own_sinks(module: Any, kwargs: dict[str, Any], part: Slice) -> None:
+    """Leave of the sinks, one per head, those of this rank's heads.
+
+    Flash attention is given them as an argument, eager attention reads them from the module, which
+    is a copy (models/gpt_oss/modeling_gpt_oss.py).
+    """
+    whole = kwargs.get("s_aux")
+    if whole is None:
+        return
+    own = whole.unflatten(0, (part.size, -1))[part.rank]
+    kwargs["s_aux"] = own
+    parameters = module._parameters
+    module._parameters = {name: own if x is whole else x for name, x in parameters.items()}
+
+
 def _splits(heads: int, kv_heads: int, size: int) -> bool:
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 class _HeadsToSequence(torch.autograd.Function):
-    """(B, sp, Q, S / sp, W), by owner of the heads, to (B, Q, S, W)."""
+    """(B, Q, S / sp, W) each to (B, Q / sp, S, W), padding included."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, part: Slice) -> Tensor:
+    def forward(ctx: Any, part: Slice, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.part = part
-        arrived = swap_slices(packed.movedim(1, 0), part.group)
-        return arrived.movedim(0, 2).flatten(2, 3)
+        by_owner = [x.unflatten(1, (part.size, -1)).movedim(1, 0) for x in tensors]
+        return tuple(x.movedim(0, 2).flatten(2, 3) for x in _swap_together(by_owner, part))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        by_owner = grad.unflatten(2, (ctx.part.size, -1)).movedim(2, 0)
-        return swap_slices(by_owner, ctx.part.group).movedim(0, 1), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        part = ctx.part
+        by_owner = [grad.unflatten(2, (part.size, -1)).movedim(2, 0) for grad in grads]
+        return None, *(x.movedim(0, 1).flatten(1, 2) for x in _swap_together(by_owner, part))
+
+
+def _swap_together(tensors: Sequence[Tensor], part: Slice) -> list[Tensor]:
+    """Swap several tensors' slices in one message: each rank's of all, rank after rank."""
+    numbers = [x[0].numel() for x in tensors]
+    packed = tensors[0].new_empty(part.size, sum(numbers))
+    for x, room in zip(tensors, packed.split(numbers, 1), strict=True):
+        room.view(x.shape).copy_(x)
+    arrived = swap_slices(packed, part.group).split(numbers, 1)
+    return [x.view(like.shape) for x, like in zip(arrived, tensors, strict=True)]
 
 
 class _SequenceToHeads(torch.autograd.Function):
@@ -116,7 +145,8 @@ class _SequenceToHeads(torch.autograd.Function):
         ctx.part = part
         padded = functional.pad(out, (0, 0, 0, 0, 0, part.local * part.size - part.length))
         arrived = swap_slices(padded.unflatten(1, (part.size, -1)).movedim(1, 0), part.group)
-        return arrived.movedim(0, 2).flatten(2, 3)
+        # With one head per rank flatten copies nothing, and stock code takes views of the result.
+        return arrived.movedim(0, 2).flatten(2, 3).contiguous()
 
     @staticmethod
     @once_differentiable

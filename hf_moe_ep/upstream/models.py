@@ -30,6 +30,20 @@ def text_config(config: Any) -> Any:
     return config.get_text_config()
 
 
+def attention_heads(config: Any) -> set[tuple[int, int]]:
+    """Return (heads, key-value heads) of all layers, which may differ from layer to layer.
+
+    transformers/integrations/heterogeneity/configuration_utils.py.
+    """
+    differ = getattr(config, "is_heterogeneous", False)
+    layers = list(config.per_layer_config) if differ else [config]
+    found = set()
+    for layer in layers:
+        heads = int(layer.num_attention_heads)
+        found.add((heads, int(getattr(layer, "num_key_value_heads", None) or heads)))
+    return found
+
+
 def input_embedding(model: Any) -> nn.Module | None:
     """Return the token embedding, None where a model has no such method or no embedding."""
     return model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None

@@ -33,7 +33,7 @@ def check(parts: Parts, state: ModelState) -> None:
         return
     heads = tower_heads(parts.tower.module)
     check_heads(heads, heads, state.config.sp_size or 1)
-    check_attention(parts.tower.attention[0].config)
+    check_attention(parts.tower.attention[0])
 
 
 def attach(parts: Parts, state: ModelState) -> None:

@@ -2,7 +2,8 @@
 
 It tells documents apart as `_flash_attention_forward` does (transformers,
 modeling_flash_attention_utils.py): by `cu_seq_lens_q`, else by positions that start again, else by
-a 2-D mask of padding; there is never a mask of (B, 1, S, S). What it computes is plain SDPA.
+a 2-D mask of padding; there is never a mask of (B, 1, S, S). What it computes is plain SDPA; with
+sinks, one per head, a softmax with one more score.
 """
 
 from typing import Any
@@ -37,6 +38,7 @@ def fake_flash(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     position_ids: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     assert module.config._attn_implementation == NAME, "stock code looks up its kernel by this name"
@@ -60,7 +62,12 @@ def fake_flash(
         keep = keep.tril()
     # Padding in front of a row sees nothing; what comes of it is nobody's, but must not be nan.
     keep = keep | ~keep.any(-1, keepdim=True)
-    out = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=keep.unsqueeze(1), scale=scaling
-    )
+    if s_aux is None:
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=keep.unsqueeze(1), scale=scaling
+        )
+    else:
+        scores = (query @ key.mT * scaling).masked_fill(~keep.unsqueeze(1), -torch.inf)
+        sinks = s_aux.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        out = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value
     return out.transpose(1, 2), None

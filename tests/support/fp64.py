@@ -1,0 +1,35 @@
+"""No fp32 within a model of fp64: what transformers computes in fp32 is computed in fp64.
+
+Routers, rotary embeddings, norms and losses are fp32 whatever the weights are. A matrix product
+rounds differently at another number of rows, so that stock and slices of it differ by 1e-7, which
+would hide small mistakes.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class FP64(TorchFunctionMode):
+    """Within this context whoever asks for fp32 gets fp64."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        named = {name: _wider(x) for name, x in (kwargs or {}).items()}
+        if func is torch.Tensor.backward:
+            with self:  # off while it is asked, on for what backward recomputes
+                return func(*args, **named)
+        return func(*map(_wider, args), **named)
+
+
+def _wider(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x
