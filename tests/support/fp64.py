@@ -27,7 +27,8 @@ class FP64(TorchFunctionMode):
         named = {name: _wider(x) for name, x in (kwargs or {}).items()}
         if func is torch.Tensor.backward:
             with self:  # off while it is asked, on for what backward recomputes
-                return func(*args, **named)
+                options = {n: x for n, x in named.items() if n != "gradient"}
+                return torch.autograd.backward(args[0], named.get("gradient"), **options)
         return func(*map(_wider, args), **named)
 
 
