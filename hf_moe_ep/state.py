@@ -25,6 +25,7 @@ keyword) to search for in FILE.
     checkpoints/training/save.py | saver | from the first save in the background on
     -- what travels with one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
+    sequence/split.py | positions | of a slice: those of the whole sequence, for attention
     moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
     moe/aux_loss.py | load_balancing_loss_func | upstream's function and the config's coefficient
     moe/dispatch/async_exchange.py | brought needs | gradients beside autograd's edges
