@@ -56,6 +56,21 @@ class Tower:
 
 
 @dataclass(frozen=True)
+class Encoders:
+    """What makes embeddings of pictures and sound in its model.
+
+    Attributes:
+        modules: towers, projectors, whatever holds parameters beside the decoder; with the
+            wrappers of their adapters, if any.
+        owner: the module whose forward runs them, and then `decoder`, the language model.
+    """
+
+    modules: tuple[nn.Module, ...]
+    owner: nn.Module
+    decoder: nn.Module
+
+
+@dataclass(frozen=True)
 class Parts:
     """The parts of one model.
 
@@ -71,7 +86,8 @@ class Parts:
         final_norm: the norm in front of the head.
         causal_lm: the module that owns `head`; None without a head onto the vocabulary.
         tied: head and embedding share a parameter.
-        tower: None for a model of text alone.
+        tower: one whose blocks are units; None for a model of text alone.
+        encoders: everything of the kind in all other models; None for a model of text alone.
     """
 
     plan: ModelPlan
@@ -87,6 +103,7 @@ class Parts:
     causal_lm: Any
     tied: bool
     tower: Tower | None
+    encoders: Encoders | None
 
     @property
     def num_experts(self) -> int:
@@ -181,6 +198,7 @@ def find_parts(model: nn.Module, given: ModelPlan | None = None) -> Parts:
         # Any of their parameters: a copy that PEFT trains stands in front of what is tied.
         tied=head is not None and embedding is not None and _share_parameters(head, embedding),
         tower=_find_tower(model, named, plan),
+        encoders=_find_encoders(model, named, plan),
     )
 
 
@@ -334,15 +352,37 @@ def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | Non
             f"{type(owner).__name__} of this transformers runs its vision tower itself; "
             f"{plan.model_type} needs transformers 5.23 or newer"
         )
-    first_layer = named.like(plan.layers)[0]
-    decoder, _, _ = first_layer.rpartition(".")[0].rpartition(".")
     return Tower(
         module=named.unadapted[names[0]],
         owner=owner,
-        decoder=named.stock[decoder],
+        decoder=named.stock[_name_of_decoder(named, plan)],
         blocks=tuple(named.unadapted[name] for name in named.like(plan.vision.blocks)),
         attention=tuple(named.stock[name] for name in named.like(plan.vision.attention)),
     )
+
+
+def _find_encoders(model: nn.Module, named: _Named, plan: ModelPlan) -> Encoders | None:
+    if not plan.encoders:
+        return None
+    names = [name for pattern in plan.encoders for name in named.outermost_like(pattern)]
+    if len(names) < len(plan.encoders):
+        raise ValueError(
+            f"found {len(names)} of the modules {', '.join(map(repr, plan.encoders))} in this "
+            f"{type(model).__name__}; the plan has to say where they are: ModelPlan(encoders=...)"
+        )
+    decoder = _name_of_decoder(named, plan)
+    owner = decoder
+    while not all(name.startswith(f"{owner}.") for name in names) and owner:
+        owner = owner.rpartition(".")[0]
+    return Encoders(
+        modules=tuple(named.unadapted[name] for name in names),
+        owner=named.stock[owner],
+        decoder=named.stock[decoder],
+    )
+
+
+def _name_of_decoder(named: _Named, plan: ModelPlan) -> str:
+    return named.like(plan.layers)[0].rpartition(".")[0].rpartition(".")[0]
 
 
 def _share_parameters(one: nn.Module, other: nn.Module) -> bool:

@@ -7,7 +7,8 @@
     router       beside the experts: what chooses by topk, or has a row of weights per expert
     final norm   behind the list of layers
     aux loss     whether the head's forward calls the load-balancing loss, and who has its weight
-    tower        beside the decoder, where the model's forward takes its outputs
+    encoders     beside the decoder, in the model whose forward takes pictures or sound
+    tower        the same, where its blocks can be units of their own
 
 Only what a model has is asked: no list of architectures, and of the config only numbers to compare
 with. Where two answers are possible there is an error that shows them both.
@@ -30,11 +31,12 @@ from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
     aux_loss_coefficient,
     base_model_prefix,
+    input_embedding,
     output_head,
     text_config,
 )
 from hf_moe_ep.upstream.modules import own_children
-from hf_moe_ep.upstream.towers import takes_tower_outputs
+from hf_moe_ep.upstream.towers import input_names, runs_in_blocks
 
 # What only a module that looks along the sequence is handed.
 _SEQUENCE_ARGUMENTS = (
@@ -88,6 +90,8 @@ class _Derivation:
         self._check_number_of_layers(stack, experts)
         decoder = stack.rpartition(".")[0]
         num_experts = self._num_experts(experts)
+        encoders = self._encoders(decoder)
+        vision = self._vision(encoders)
         return ModelPlan(
             model_type=str(getattr(self.config, "model_type", "")),
             layers=self._pattern([f"{stack}.{name}" for name in self._children(stack)]),
@@ -99,7 +103,8 @@ class _Derivation:
             num_experts=self._field_of_num_experts(experts[0], num_experts),
             expert_weights=self._expert_weights(experts[0], num_experts),
             aux_loss_coef=self._aux_loss_coefficient(),
-            vision=self._vision(decoder),
+            vision=vision,
+            encoders=() if vision else tuple(map(self._relative, encoders)),
             origin="derived",
         )
 
@@ -279,31 +284,48 @@ class _Derivation:
         owner = next((m for m in self.modules.values() if head in own_children(m)), None)
         return None if head is None or owner is None else aux_loss_coefficient(owner)
 
-    def _vision(self, decoder: str) -> VisionPlan | None:
-        """Find the tower whose outputs the forward around the decoder takes, if it does so."""
-        owner = decoder.rpartition(".")[0]
-        if not decoder or not takes_tower_outputs(self.modules[owner]):
+    def _encoders(self, decoder: str) -> list[str]:
+        """Name what holds parameters beside the decoder, where pictures or sound come in."""
+        owner, inner = decoder.rpartition(".")[0], decoder
+        while inner and not input_names(self.modules[owner]):
+            owner, inner = owner.rpartition(".")[0], owner
+        if not inner:
+            return []
+        others = {input_embedding(self.model), output_head(self.model)}
+        children = [f"{owner}.{name}".lstrip(".") for name in self._children(owner)]
+        return [
+            name
+            for child in children
+            if child != inner
+            for name in self._that_run(child)
+            if self.modules[name] not in others and _has_parameters(self.modules[name])
+        ]
+
+    def _that_run(self, name: str) -> list[str]:
+        """Name the module, or of a list or dict, which has no forward, what is in there."""
+        if not isinstance(self.modules[name], nn.ModuleList | nn.ModuleDict):
+            return [name]
+        return [m for child in self._children(name) for m in self._that_run(f"{name}.{child}")]
+
+    def _vision(self, encoders: list[str]) -> VisionPlan | None:
+        """Find the one tower, if the forward around it takes its outputs and it has blocks."""
+        if len(encoders) != 1:
             return None
-        towers = []
-        for name in self._children(owner):
-            full = f"{owner}.{name}".lstrip(".")
-            blocks = [
-                inner
-                for inner, module in self.modules.items()
-                if inner.startswith(f"{full}.") and is_checkpointed_layer(module)
-            ]
-            if full != decoder and blocks:
-                towers.append((full, blocks))
-        if len(towers) != 1:
+        tower = encoders[0]
+        if not runs_in_blocks(self.modules[tower.rpartition(".")[0]], self.modules[tower]):
             return None
-        tower, blocks = towers[0]
+        blocks = [
+            inner
+            for inner, module in self.modules.items()
+            if inner.startswith(f"{tower}.") and is_checkpointed_layer(module)
+        ]
         attention = [
             name
             for name, module in self.modules.items()
             if name.startswith(f"{tower}.") and is_attention(module)
         ]
         unlike = [len(set(map(_starred, names))) > 1 for names in (blocks, attention)]
-        if any(unlike):
+        if not blocks or any(unlike):
             return None
         return VisionPlan(
             tower=self._relative(tower),
@@ -383,6 +405,10 @@ def is_mixer(module: nn.Module) -> bool:
 
 def _looks_along_the_sequence(module: nn.Module) -> bool:
     return not forward_arguments(module).isdisjoint(_SEQUENCE_ARGUMENTS)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _has_rows(parameter: nn.Parameter, rows: int) -> bool:

@@ -64,7 +64,10 @@ class ModelPlan:
         stored: how the hub holds them, by name; as in memory where nothing is said.
         aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss,
             dotted where its config holds it; None without such a loss.
-        vision: None for a model of text alone.
+        vision: a tower whose blocks are units of their own; None for a model of text alone, or
+            one whose towers are `encoders`.
+        encoders: modules beside the decoder that make embeddings of pictures or sound: towers and
+            what is behind them, each one FSDP2 unit, whole where some rank has input for any.
         origin: where the plan comes from, for `describe`.
     """
 
@@ -82,6 +85,7 @@ class ModelPlan:
     stored: Mapping[str, Stored] = field(default_factory=dict)
     aux_loss_coef: str | None = None
     vision: VisionPlan | None = None
+    encoders: tuple[str, ...] = ()
     origin: str = "given"
 
     def __post_init__(self, prefix: str) -> None:

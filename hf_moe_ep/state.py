@@ -16,7 +16,7 @@ keyword) to search for in FILE.
     upstream/experts_interface.py | _experts_implementation_internal register | a copied config
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- what a ModelState or MoELayer is told later --
-    sharding/shard.py | meshes policy dtypes dispatcher grad_divisor | from sharding on
+    sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
     moe/layer.py | forward_number | counts forwards
     moe/forwards.py | function | the forward of a module, where ours took Liger's place
     moe/recompute.py | frame | the checkpointed layer that runs, during its run
@@ -26,6 +26,7 @@ keyword) to search for in FILE.
     -- what travels with one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | of a slice: those of the whole sequence, for attention
+    vision/branches.py | _hf_moe_ep_others_see | on the tensor of token types, through the decoder
     moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
     moe/aux_loss.py | load_balancing_loss_func | upstream's function and the config's coefficient
     moe/dispatch/async_exchange.py | brought needs | gradients beside autograd's edges
@@ -33,6 +34,7 @@ keyword) to search for in FILE.
     -- what sharding leaves on a model, for its life --
     sharding/values.py | data setattr | parameters become DTensors, in place
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks that others read
+    upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 made
     upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward is done
     integrations/optimizers.py | step | of an optimizer made of DTensors, for its life
     -- what belongs to the process --
@@ -106,6 +108,8 @@ class ModelState:
     sums_losses: bool = True
     # Besides config.gather_logits: while the Trainer predicts.
     gather_logits: bool = False
+    # Units of FSDP2 that make embeddings of pictures and sound; from sharding on.
+    encoders: list[Any] = field(default_factory=list)
     # Set when sharded with ep_size > 1.
     dispatcher: Dispatcher | None = None
     # The checkpointed layer that runs now.

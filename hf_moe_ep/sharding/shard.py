@@ -5,6 +5,7 @@
     and their adapters                                 under fp16 partly behind the sum
     decoder layer        fsdp                          averaged by FSDP2
     vision block, tower  fsdp
+    encoder              fsdp, gathered by `vision/encoders.py`, its gradients given away at the end
     embedding            fsdp
     final norm + head    fsdp, kept gathered between forward and backward
     root (the rest)      fsdp
@@ -46,7 +47,12 @@ from hf_moe_ep.sharding.values import (
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import canonical_name
-from hf_moe_ep.upstream.sharded_models import forget_finished_backward, mark_fsdp_managed
+from hf_moe_ep.upstream.sharded_models import (
+    forget_finished_backward,
+    keep_recorded_outputs,
+    mark_fsdp_managed,
+    without_forward_hooks,
+)
 
 
 def shard_model(
@@ -95,6 +101,10 @@ def shard_units(
         fill([part])
         shard(part)
         part.register_forward_pre_hook(forget_finished_backward, prepend=True)
+    for part in units.encoders:
+        fill([part])
+        with without_forward_hooks(part):
+            state.encoders.append(shard(part))
     if units.embedding is not None and not units.tied:
         fill([units.embedding])
         shard(units.embedding)
@@ -107,6 +117,7 @@ def shard_units(
     keep_last_layer(units, root)
     set_prefetch(units)
     mark_fsdp_managed(model)
+    keep_recorded_outputs(model)
     state.meshes, state.policy = meshes, options.mp_policy
     return model
 

@@ -17,12 +17,14 @@ from hf_moe_ep.plan import ModelPlan
 @dataclass(frozen=True)
 class Units:
     """The modules that become FSDP2 units; `experts` by the index of their layer, each with the
-    wrappers of its adapters, `vision` the blocks of the tower and behind them the tower.
+    wrappers of its adapters, `vision` the blocks of the tower and behind them the tower, `encoders`
+    what makes embeddings of pictures and sound elsewhere.
     """
 
     layers: list[nn.Module]
     experts: dict[int, tuple[nn.Module, ...]]
     vision: list[nn.Module]
+    encoders: list[nn.Module]
     embedding: nn.Module | None
     tail: list[nn.Module]
     tied: bool
@@ -43,6 +45,7 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
         layers=list(parts.layers),
         experts=parts.adapted_experts,
         vision=tower,
+        encoders=[] if parts.encoders is None else [*parts.encoders.modules],
         embedding=parts.embedding,
         tail=[*in_front_of_tail, *parts.final_norm, *head],
         tied=parts.tied,

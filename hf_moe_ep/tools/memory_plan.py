@@ -300,6 +300,7 @@ class _Sharded:
             *(_without(_dtensors([layer]), experts) for layer in units.layers),
             *(_dtensors([block]) for block in blocks),
             _without(_dtensors(tower), blocks),
+            _dtensors(units.encoders),  # their gradients leave at the end, all at once
             _dtensors(units.tail),
             _dtensors([units.embedding]),
         ]

@@ -9,6 +9,7 @@ names what is wrapped, as strings. Never: a decision of ours.
     models                what a model knows of itself: parts, config, forward, buffers
     code                  what the code of a module says: which functions it calls, what it takes
     towers                vision towers, and what a forward takes of them
+    graph                 what the graph of a tensor reaches
     module_names          names of modules without what wrappers put in
     modules               what torch.nn.Module keeps: buffers, children, hooks
     replaced_forwards     who computes a module: its class, Liger, another patcher

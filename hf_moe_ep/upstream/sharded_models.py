@@ -7,6 +7,8 @@ distributed.py, transformers/distributed/fsdp.py.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import modeling_utils
+
+from hf_moe_ep.upstream.modules import remove_hooks
 
 
 def stock_class(kind: type) -> type:
@@ -34,6 +39,19 @@ def mark_fsdp_managed(model: nn.Module) -> None:
             if isinstance(module, FSDPModule):
                 name = stock_class(type(module)).__name__
                 setattr(module, "_get_name", functools.partial(str, name))  # noqa: B010  mypy
+
+
+def keep_recorded_outputs(model: nn.Module) -> None:
+    """Let models whose class FSDP2 changed still return hidden states, attentions, router logits.
+
+    What a model can record is looked up by the name of its class (utils/output_capturing.py).
+    """
+    registry: dict[str, Any] = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})
+    for module in model.modules():
+        before = str(stock_class(type(module)))
+        if isinstance(module, FSDPModule) and before in registry:
+            # As a dict: its own way to set an item takes the class of a model.
+            dict.__setitem__(registry, str(type(module)), registry[before])
 
 
 def is_distributed_by_transformers(model: nn.Module) -> bool:
@@ -108,3 +126,25 @@ def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     group = state._fsdp_param_group
     if group is not None and group._training_state == TrainingState.POST_BACKWARD:
         state._training_state = TrainingState.IDLE
+
+
+@contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Leave `module` without the forward hooks that whatever runs in here registers on it.
+
+    A unit of FSDP2 without its hooks is gathered by `unshard` alone, and gives its gradients away
+    at the end of the backward (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
+    """
+    before = {id(hook) for hook in _hooks(module)}
+    yield
+    remove_hooks(module, lambda hook: id(hook) not in before)
+
+
+def _hooks(module: nn.Module) -> list[object]:
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def is_gathered(unit: FSDPModule) -> bool:
+    """Return whether the parameters of a unit are whole (_fsdp_param_group.py)."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is None or group.is_unsharded

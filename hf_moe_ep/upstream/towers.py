@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from typing import Any
 
 from torch import Tensor, nn
 
+from hf_moe_ep.upstream.code import forward_arguments
+
 TOWER_OUTPUTS = "mm_encoder_outputs"
+# Runs towers before the first forward of `generate` (generation/utils.py).
+ENCODE_AHEAD = "_prepare_multimodal_encoder_kwargs_for_generation"
+# A block with experts for text and others for pictures (models/ernie4_5_vl_moe).
+EXPERTS_OF_PICTURES = "vision_moe"
+TOKEN_KINDS = "moe_mm_token_type_ids"
+_ENCODER_INPUT = re.compile("pixel|image|video|audio|input_features|input_values")
 
 
 def takes_tower_outputs(inner: nn.Module) -> bool:
@@ -17,6 +26,32 @@ def takes_tower_outputs(inner: nn.Module) -> bool:
     models/qwen3_vl_moe, since transformers 5.23.
     """
     return TOWER_OUTPUTS in inspect.signature(inner.forward).parameters
+
+
+def input_names(module: nn.Module) -> list[str]:
+    """Return what the forward of `module` takes of pictures and sound, by name."""
+    return [name for name in forward_arguments(module) if is_encoder_input(name)]
+
+
+def is_encoder_input(name: str) -> bool:
+    """Return whether `name` is what a forward calls pictures or sound, or something about them.
+
+    models/*/modeling_*.py: pixel_values, image_grid_thw, input_features, audio_input_ids, ...
+    """
+    return _ENCODER_INPUT.search(name) is not None
+
+
+def has_experts_of_pictures(block: nn.Module) -> bool:
+    """Return whether `block` runs some of its experts only where it sees tokens of pictures."""
+    return hasattr(block, EXPERTS_OF_PICTURES) and TOKEN_KINDS in forward_arguments(block)
+
+
+def runs_in_blocks(owner: nn.Module, tower: Any) -> bool:
+    """Return whether blocks of `tower` can be units: pictures and videos in one call, in patches.
+
+    The towers of models/qwen3_vl_moe; of others each child of `owner` is gathered whole.
+    """
+    return hasattr(tower, "deepstack_merger_list") and takes_tower_outputs(owner)
 
 
 def tower_heads(tower: Any) -> int:

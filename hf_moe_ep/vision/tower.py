@@ -22,10 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
-from hf_moe_ep.ops.autograd import nothing
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours
@@ -37,6 +35,7 @@ from hf_moe_ep.upstream.towers import (
     tower_sizes,
 )
 from hf_moe_ep.vision.patches import PatchSlice
+from hf_moe_ep.vision.tie import Tie
 
 # What the inner model's forward calls pixels and their grids; what its config calls their token.
 _MODALITIES = {
@@ -93,12 +92,12 @@ class TowerOnce(Ours):
         Without it backward would pass the tower by on this rank, while others wait for it there.
         """
         if given.get("inputs_embeds") is not None:
-            given["inputs_embeds"] = _Tie.apply(given["inputs_embeds"], *unseen)
+            given["inputs_embeds"] = Tie.apply(given["inputs_embeds"], *unseen)
             return
 
         def tie(module: nn.Module, args: tuple[Any, ...], embeds_BSH: Tensor) -> Tensor:
             handle.remove()
-            return _Tie.apply(embeds_BSH, *unseen)
+            return Tie.apply(embeds_BSH, *unseen)
 
         # Found now: PEFT and resize_token_embeddings put others in its place.
         embedding = input_embedding(inner)
@@ -165,21 +164,6 @@ class TowerOnce(Ours):
         merge, values = tower_sizes(self.tower)
         pixels = torch.zeros(merge * merge, values, device=device)
         return pixels, torch.tensor([[1, merge, merge]], device=device)
-
-
-class _Tie(torch.autograd.Function):
-    """Returns the embeddings as they are; backward gives every `unseen` tensor zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, embeds_BSH: Tensor, *unseen: Tensor) -> Tensor:
-        ctx.like = [(feature.new_empty(0), feature.shape) for feature in unseen]
-        return embeds_BSH.clone()  # FSDP2's hook on a view would be lost to an in-place op
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BSH: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
-        return grad_BSH, *(nothing(*like) if needed else None for like, needed in pairs)
 
 
 def _features(outputs: Any) -> list[Tensor]:

@@ -1,0 +1,69 @@
+"""What autograd's graph of a tensor reaches.
+
+torch/autograd/graph.py, torch/utils/checkpoint.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def reached_parameters(tensors: Iterable[Tensor], candidates: Iterable[Tensor]) -> set[int]:
+    """Return the ids of those `candidates` that a backward of `tensors` gives a gradient.
+
+    A reentrant checkpoint hides its graph: of such a one the parameters of the module that it runs
+    count, and all candidates where it runs something else.
+    """
+    wanted = {id(candidate) for candidate in candidates}
+    found: set[int] = set()
+    seen: set[Any] = set()
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        run = getattr(node, "run_function", None)
+        if run is not None:
+            found |= _trained_by(run, wanted)
+        stack += [ahead for ahead, _ in node.next_functions]
+    return found & wanted
+
+
+def _trained_by(run: Any, wanted: set[int]) -> set[int]:
+    while isinstance(run, partial):
+        run = run.func
+    module = getattr(run, "__self__", run)
+    if not isinstance(module, nn.Module):
+        return wanted
+    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or outputs of a forward, whatever they are nested in."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tensors_in(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+
+
+def with_tensors(values: Any, others: dict[int, Tensor]) -> Any:
+    """Return `values` with other tensors in place of those whose id is in `others`."""
+    if isinstance(values, Tensor):
+        return others.get(id(values), values)
+    if type(values) is dict:
+        return {name: with_tensors(value, others) for name, value in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)(with_tensors(value, others) for value in values)
+    return values
