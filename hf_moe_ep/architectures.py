@@ -375,7 +375,7 @@ def _find_encoders(model: nn.Module, named: _Named, plan: ModelPlan) -> Encoders
     while not all(name.startswith(f"{owner}.") for name in names) and owner:
         owner = owner.rpartition(".")[0]
     return Encoders(
-        modules=tuple(named.unadapted[name] for name in names),
+        modules=tuple(named.outermost[name] for name in names),
         owner=named.stock[owner],
         decoder=named.stock[decoder],
     )

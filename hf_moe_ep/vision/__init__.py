@@ -1,5 +1,5 @@
-"""Towers that run on every rank or on none, and the positions of what they see.
+"""Towers where ranks differ in what they have to see and hear, and the positions of what is seen.
 
-Here: what a model with pictures needs beyond a model of text. Never: attention over slices
+Here: what a model with pictures or sound needs beyond a model of text. Never: attention over slices
 (`sequence/`).
 """

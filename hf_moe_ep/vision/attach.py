@@ -17,6 +17,10 @@ Where a layer has experts of pictures alone:
 
 the decoder           a pre-forward hook that tells the layers whether another rank has some
 their block           a hook that runs them on no rows then
+
+Where towers were not found, in a model that takes pictures or sound:
+
+the root              a pre-forward hook that refuses ranks which were given different kinds
 """
 
 from __future__ import annotations
@@ -29,7 +33,12 @@ from hf_moe_ep.sequence.attach import select_attention
 from hf_moe_ep.sequence.ulysses import check_heads
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import check_attention
-from hf_moe_ep.upstream.towers import ENCODE_AHEAD, has_experts_of_pictures, tower_heads
+from hf_moe_ep.upstream.towers import (
+    ENCODE_AHEAD,
+    has_experts_of_pictures,
+    input_names,
+    tower_heads,
+)
 from hf_moe_ep.vision.branches import RunOnNothing, TellKinds
 from hf_moe_ep.vision.encoders import (
     GatherEncoders,
@@ -45,6 +54,7 @@ from hf_moe_ep.vision.patches import (
     patch_attention_with,
 )
 from hf_moe_ep.vision.tower import TowerOnce
+from hf_moe_ep.vision.unlike import RefuseUnlike
 
 
 def check(parts: Parts, state: ModelState) -> None:
@@ -73,6 +83,10 @@ def attach(parts: Parts, state: ModelState) -> None:
     tower = parts.tower
     if parts.encoders is not None:
         _attach_encoders(parts.root, parts.encoders, state)
+    if tower is None and parts.encoders is None:
+        names = sorted({name for module in parts.root.modules() for name in input_names(module)})
+        if names:
+            parts.root.register_forward_pre_hook(RefuseUnlike(state, names), with_kwargs=True)
     if tower is None:
         return
     run_once = TowerOnce(state, tower.module)

@@ -23,6 +23,7 @@ from support.tiny_models import QWEN3_VL_MOE, Row, tiny, vision_batch
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2, global_token_count, patch, unpatch
+from hf_moe_ep.derive import derive_plan
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 
 pytestmark = needs_vision
@@ -276,8 +277,9 @@ def test_unpatch_leaves_nothing() -> None:
             assert module.config._attn_implementation == other.config._attn_implementation
 
 
-def test_a_model_whose_forward_runs_the_tower_itself_is_refused(monkeypatch) -> None:
+def test_a_plan_with_blocks_needs_a_forward_that_takes_what_the_tower_returned(monkeypatch) -> None:
     model = tiny(**MODEL)
+    plan = derive_plan(model)
     monkeypatch.setattr(type(model.model), "forward", lambda self, input_ids=None: None)
     with pytest.raises(ValueError, match=r"needs transformers 5\.23 or newer"):
-        patch(model)
+        patch(model, plan=plan)
