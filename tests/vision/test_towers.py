@@ -52,9 +52,13 @@ def sound_and_image(model: Any, seed: int) -> Batch:
 
 
 def video(model: Any, seed: int) -> Batch:
-    """A picture under the names of a video: one frame."""
+    """A picture under the names of a video: as many frames as are one step in time."""
     given = image(model, seed)
     config = model.config
+    frames = getattr(config.vision_config, "temporal_merge_size", 1)
+    if frames > 1:
+        given["pixel_values"] = given["pixel_values"].repeat(frames, 1)
+        given["image_grid_thw"][:, 0] = frames
     for name, new in (
         ("pixel_values", "pixel_values_videos"),
         ("image_grid_thw", "video_grid_thw"),

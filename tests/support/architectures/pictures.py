@@ -122,8 +122,10 @@ def _picture(model: PreTrainedModel, generator: torch.Generator, index: int) -> 
         }
     if "image_grid_thw" in takes:
         frames = getattr(config, "temporal_patch_size", getattr(config, "patch_temporal", 1))
+        flat = config.model_type != "kimi_k25_vision"
+        of_patch = (3 * frames * patch**2,) if flat else (3, patch, patch)
         return {
-            "pixel_values": draw(height * width, 3 * frames * patch**2),
+            "pixel_values": draw(height * width, *of_patch),
             "image_grid_thw": torch.tensor([[1, height, width]]),
         }
     if "image_position_ids" in takes:
@@ -137,7 +139,8 @@ def _picture(model: PreTrainedModel, generator: torch.Generator, index: int) -> 
             "pixel_values": draw(1, 3, 4 * patch, 4 * patch),
             "image_sizes": torch.tensor([[4 * patch, 4 * patch]]),
         }
-    return {"pixel_values": draw(1, 3, config.image_size, config.image_size)}
+    size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+    return {"pixel_values": draw(1, 3, size, size)}
 
 
 def _sound(model: PreTrainedModel, generator: torch.Generator, _: int) -> dict[str, Tensor]:
