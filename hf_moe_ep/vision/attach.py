@@ -113,4 +113,5 @@ def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
     for block in blocks:
         block.register_forward_hook(RunOnNothing(), with_kwargs=True)
     if hasattr(root, ENCODE_AHEAD):
-        state.replace(root, ENCODE_AHEAD, partial(encode_ahead, state, getattr(root, ENCODE_AHEAD)))
+        ahead = partial(encode_ahead, state, root, getattr(root, ENCODE_AHEAD))
+        state.replace(root, ENCODE_AHEAD, ahead)

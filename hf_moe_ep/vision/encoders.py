@@ -125,15 +125,22 @@ class NoteGraph(Ours):
 
 
 def encode_ahead(
-    state: ModelState, stock: Callable[[dict[str, Any]], Any], model_kwargs: dict[str, Any]
+    state: ModelState,
+    root: nn.Module,
+    stock: Callable[[dict[str, Any]], Any],
+    model_kwargs: dict[str, Any],
 ) -> Any:
     """Run the encoders in front of `generate`, whose ranks differ in what they have.
 
-    It takes the place of the model's own function, `stock`.
+    It takes the place of the model's own function, `stock`. Outside of a forward the parameters
+    that belong to no encoder, such as a separator of rows, are gathered with the root.
     """
     if state.meshes is None or not _any_rank(state, [_sees(model_kwargs)])[0]:
         return stock(model_kwargs)
     gathered = _gather(state)
+    if isinstance(root, FSDPModule) and not is_gathered(root):
+        root.unshard()
+        gathered.append(root)
     try:
         return stock(model_kwargs)
     finally:

@@ -70,7 +70,7 @@ def video(model: Any, seed: int) -> Batch:
         given["num_frames_per_video"] = torch.tensor([1])
     kinds = ("mm_token_type_ids", "moe_mm_token_type_ids")
     given |= {name: given[name].masked_fill(given[name] == 1, 2) for name in kinds if name in given}
-    if not config.model_type.startswith("glm"):  # whose frames hold tokens of images
+    if config.model_type != "glm4v_moe":  # whose frames hold tokens of images
         ids = given["input_ids"]
         given["input_ids"] = ids.masked_fill(ids == config.image_token_id, config.video_token_id)
     return given
