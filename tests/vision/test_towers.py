@@ -70,9 +70,13 @@ def video(model: Any, seed: int) -> Batch:
         given["num_frames_per_video"] = torch.tensor([1])
     kinds = ("mm_token_type_ids", "moe_mm_token_type_ids")
     given |= {name: given[name].masked_fill(given[name] == 1, 2) for name in kinds if name in given}
-    if config.model_type != "glm4v_moe":  # whose frames hold tokens of images
-        ids = given["input_ids"]
+    ids = given["input_ids"]
+    if not config.model_type.startswith("glm"):  # whose frames hold tokens of images
         given["input_ids"] = ids.masked_fill(ids == config.image_token_id, config.video_token_id)
+    elif config.model_type == "glm5_next":  # between those of a video's begin and end
+        places = (ids[0] == config.image_token_id).nonzero().flatten()
+        ids[0, places[0] - 1] = config.video_start_token_id
+        ids[0, places[-1] + 1] = config.video_end_token_id
     return given
 
 
