@@ -26,6 +26,7 @@ keyword) to search for in FILE.
     -- what travels with one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | of a slice: those of the whole sequence, for attention
+    vision/encoders.py | gathered in_graph | units of encoders, from their run to the decoder
     vision/branches.py | _hf_moe_ep_others_see | on the tensor of token types, through the decoder
     moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
     moe/aux_loss.py | load_balancing_loss_func | upstream's function and the config's coefficient
