@@ -6,6 +6,7 @@ happened.
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ def test_a_tracker_that_fails_ends_all_ranks_and_is_named(tmp_path: Path) -> Non
     """It is called on rank 0 alone; the launcher ends the ranks that wait for that one."""
     began = time.monotonic()
     said = r"tracker 'lines' \(.*Lines\) failed on rank 0: OSError: no space left on device"
-    with pytest.raises(AssertionError, match=rf"exit code 1 of [\s\S]*{said}"):
+    with pytest.raises(AssertionError, match="exit code 1 of "):
         run_job(tmp_path / "failing", "--ep-size", "2", "--tracker-fails-at", "2")
+    # Whole: what the other ranks print may come last.
+    assert re.search(said, (tmp_path / "failing" / "output.txt").read_text())
     assert time.monotonic() - began < 150

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import MODEL_TYPES, batch, mixed_batch, tiny
+from support.architectures import (
+    MODEL_TYPES,
+    batch,
+    mixed_batch,
+    record_refusal,
+    recording,
+    tiny,
+)
 from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
@@ -60,7 +67,7 @@ def equals_stock(
     flash: bool = False,
 ) -> None:
     """Split a model of other initial values on every rank, and compare a step with stock's."""
-    with FP64():
+    with recording(model_type, "sp") as errors, FP64():
         model, stock = tiny(model_type, seed=rank), tiny(model_type)
         if flash:
             use_fake_flash(model)
@@ -74,28 +81,29 @@ def equals_stock(
         mine = everyone[data_parallel_rank(model)]
         whole = {name: torch.cat([one[name] for one in everyone]) for name in mine}
         num_tokens = whole["labels"][:, 1:].ne(-100).sum()
-        _compare_logits(model, stock, mine)
+        errors.append(_compare_logits(model, stock, mine))
         steps = [torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, stock)]
         loss = model(**mine, num_items_in_batch=num_tokens).loss
         (loss * groups).backward()
         want = stock(**whole, num_items_in_batch=num_tokens, use_cache=False).loss
         want.backward()
         if groups == 1:
-            assert_close("loss", loss, want, FP64_MODEL)
-        _compare("gradient", model, stock, lambda p: p.grad)
+            errors.append(assert_close("loss", loss, want, FP64_MODEL))
+        errors += _compare("gradient", model, stock, lambda p: p.grad)
         for optimizer in steps:
             optimizer.step()
-        _compare("value after a step", model, stock, lambda p: p.detach())
+        errors += _compare("value after a step", model, stock, lambda p: p.detach())
 
 
-def _compare_logits(model: nn.Module, stock: nn.Module, micro: Batch) -> None:
+def _compare_logits(model: nn.Module, stock: nn.Module, micro: Batch) -> float:
     unlabelled = {name: x for name, x in micro.items() if name != "labels"}
     with torch.no_grad():
         got, want = (m(**unlabelled, use_cache=False).logits for m in (model, stock))
-    assert_close("logits", got, want, FP64_MODEL)
+    return assert_close("logits", got, want, FP64_MODEL)
 
 
-def _compare(what: str, model: nn.Module, stock: nn.Module, pick: Any) -> None:
+def _compare(what: str, model: nn.Module, stock: nn.Module, pick: Any) -> list[float]:
+    errors = []
     found = dict(model.named_parameters())
     for name, parameter in stock.named_parameters():
         got, want = full_tensor(pick(found[name])), pick(parameter)
@@ -103,7 +111,8 @@ def _compare(what: str, model: nn.Module, stock: nn.Module, pick: Any) -> None:
             other = want if got is None else got
             assert other is None or not other.any(), f"one {what} of {name} alone"
         else:
-            assert_close(f"{what} of {name}", got, want, FP64_MODEL)
+            errors.append(assert_close(f"{what} of {name}", got, want, FP64_MODEL))
+    return errors
 
 
 TWO_RANKS = [
@@ -192,6 +201,7 @@ def test_what_mixes_along_the_sequence_is_refused_by_name(model_type: str) -> No
     wanted = f"mixes along the sequence in .*{MIXERS[model_type]}"
     with pytest.raises(ValueError, match=wanted) as refused:
         patch(model, sp_size=2)
+    record_refusal(model_type, "sp", str(refused.value))
     named = str(refused.value).partition(" mixes ")[2].partition(" as well")[0]
     assert not re.search(r"Scaling|MoE\)|Rotary", named), named
     attention = {type(m).__name__ for m in model.modules() if is_attention(m)}
@@ -200,8 +210,10 @@ def test_what_mixes_along_the_sequence_is_refused_by_name(model_type: str) -> No
 
 @pytest.mark.parametrize("model_type", sorted(WITHOUT_MIXERS))
 def test_what_nobody_tested_is_refused(model_type: str) -> None:
-    with pytest.raises(ValueError, match=rf"sp_size \(2\) > 1 was not tested on {model_type}"):
+    wanted = rf"sp_size \(2\) > 1 was not tested on {model_type}"
+    with pytest.raises(ValueError, match=wanted) as refused:
         patch(tiny(model_type), sp_size=2)
+    record_refusal(model_type, "sp", str(refused.value))
 
 
 def test_every_type_is_granted_or_refused_for_one_reason() -> None:
