@@ -20,7 +20,7 @@ the prefix of the base model: "layers.*", not "model.layers.*".
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 from torch import nn
@@ -121,7 +121,7 @@ class _Derivation:
             "experts of another making trains under FSDP2 without hf_moe_ep"
         )
 
-    def _check_number_of_layers(self, stack: str, experts: Iterable[str]) -> None:
+    def _check_number_of_layers(self, stack: str, experts: Collection[str]) -> None:
         """Raise where the config says another number of layers, or of layers with experts."""
         if self.config is None:
             return
@@ -130,14 +130,18 @@ class _Derivation:
         with_experts = len({name[len(stack) + 1 :].partition(".")[0] for name in experts})
         said = getattr(config, "num_hidden_layers", layers)
         expected = _expected_moe_layers(config)
+        places = set(map(_starred, experts))
+        foreign = [n for n in self.modules if _starred(n) in places and n not in experts]
+        others = f" (not of transformers' experts interface: {', '.join(foreign)})"
         for kind, found, wanted in (
             ("decoder layers", layers, said),
             ("layers with experts", with_experts, expected),
         ):
             if wanted is not None and found != wanted:
                 raise ValueError(
-                    f"found {found} {kind} in this {self.kind}, expected {wanted} from its "
-                    f"config; patch() wants the model as from_pretrained returns it"
+                    f"found {found} {kind} in this {self.kind}{others if foreign else ''}, "
+                    f"expected {wanted} from its config; patch() wants the model as "
+                    f"from_pretrained returns it"
                 )
 
     def _stack_of_layers(self, experts: Iterable[str]) -> str:

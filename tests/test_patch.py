@@ -304,7 +304,9 @@ def test_a_refused_patch_changes_nothing() -> None:
     snapshot = _snapshot(model)
     with pytest.raises(ValueError, match=r"ep_size \(16\)"):
         patch(model, ep_size=16)
-    with pytest.raises(ValueError, match=r"gate of Qwen3MoeExperts is none of swish.*'eager'"):
+    with pytest.raises(
+        ValueError, match=r"gate of Qwen3MoeExperts of qwen3_moe is none of swish.*'eager'"
+    ):
         patch(model)
     with pytest.raises(ValueError, match=r"'triton' cannot run Qwen3MoeExperts.*multiples of 16"):
         patch(tiny(), experts_backend="triton")

@@ -129,7 +129,9 @@ def _back(rank: int, world: int, folder: str, kind: str, names: list[str]) -> No
         _load(rank, world, folder, kind, [ORIGIN], name, "")
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "full")) for k in LAYOUTS]
+)
 def test_any_layout_to_any_other_and_back(tmp_path: Path, kind: str) -> None:
     _there_and_back(str(tmp_path), kind, LAYOUTS[kind])
 

@@ -63,11 +63,15 @@ def _half_the_layers() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "experts": (tiny, {"ep_size": 3}, r"ep_size \(3\).*num_experts \(8\).*try 1, 2, 4, 8$"),
     "more than experts": (tiny, {"ep_size": 16}, r"ep_size \(16\).*num_experts \(8\).*try 1, 2"),
-    "architecture": (_llama, {}, r"unknown architecture 'llama' \(Llama.*known are: .*qwen3_moe"),
+    "architecture": (
+        _llama,
+        {},
+        r"unknown architecture 'llama' \(Llama.*none of.*experts interface",
+    ),
     "no transformers model": (
         lambda: nn.Linear(2, 2),
         {},
-        r"unknown architecture None \(Linear\); known are: .*qwen3_moe",
+        r"unknown architecture None \(Linear\): none of.*experts interface",
     ),
     "eager": (tiny, {"ep_size": 2, "experts_backend": "eager"}, "'eager'.*ep_size=2.*ep_size=1"),
     "option": (
@@ -79,10 +83,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "activation": (
         lambda: tiny(hidden_act="mish"),
         {},
-        "gate of Qwen3MoeExperts is none of swish, gelu.*experts_backend='eager'",
+        "gate of Qwen3MoeExperts of qwen3_moe is none of swish, gelu.*experts_backend='eager'",
     ),
-    "no experts": (_without_experts, {}, "found 0 experts.*expected 0.*at least one MoE layer"),
-    "a layer lost": (_half_the_layers, {}, "found 1 experts modules.*expected 2"),
+    "no experts": (
+        _without_experts,
+        {},
+        "unknown architecture 'qwen3_moe' .*none of its modules is of transformers",
+    ),
+    "a layer lost": (_half_the_layers, {}, "found 1 decoder layers.*expected 2"),
     "foreign experts": (_one_layer_lost, {}, r"not of transformers.*layers\.1\.mlp\.experts"),
     "tp by transformers": (_with_tp, {}, f"transformers sharded this model.*{SHARDED}"),
 }

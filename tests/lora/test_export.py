@@ -407,9 +407,9 @@ STACKED_ERRORS = {
     ),
     "architecture": (
         lambda f: edit(f, auto_mapping={"parent_library": "transformers.models.gpt_oss.modeling"}),
-        "unknown architecture 'gpt_oss'; known are: .*qwen3_moe",
+        "adapters on single experts of 'gpt_oss' are not known; those of qwen3_moe",
     ),
-    "base model": (lambda f: base_model(f, "gpt_oss"), "unknown architecture 'gpt_oss'"),
+    "base model": (lambda f: base_model(f, "gpt_oss"), "adapters on single experts of 'gpt_oss'"),
     "place": (
         lambda f: change_name(f, "0.mlp.experts.lora_A.weight", "mlp", "ffn"),
         r"0\.ffn\.experts\.lora_A\.weight is not LoRA on stacked experts of 'layers",

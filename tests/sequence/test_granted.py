@@ -31,8 +31,8 @@ from model_patches.standard import SEQUENCE_PARALLEL
 
 Batch = dict[str, Tensor]
 GRANTED = sorted(SEQUENCE_PARALLEL)
-# Sinks under eager attention; MLA; heads of layers differ, with inputs of each; a correction bias.
-FAST = ("gpt_oss", "deepseek_v3", "gemma4_text", "glm4_moe")
+# Sinks under eager attention; MLA with a correction bias.
+FAST = ("gpt_oss", "deepseek_v3")
 # Layers of 4 heads and of 6: no other number divides both.
 SP_2_ALONE = ("laguna",)
 

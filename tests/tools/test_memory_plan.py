@@ -304,8 +304,8 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 ERRORS = {
     "no world": (["--plan", "{}"], "wants --world"),
-    "no plan": ([], "either a folder or --plan"),
-    "both": (["{}", "--plan", "{}", "--world", "2"], "either a folder or --plan"),
+    "no plan": ([], "one of a folder, --plan SHAPE"),
+    "both": (["{}", "--plan", "{}", "--world", "2"], "one of a folder, --plan SHAPE"),
     "no such shape": (["--plan", "Qwen9", "--world", "2"], "'Qwen9' is no shape.*Qwen3-30B-shape"),
     "no ranks": (["--plan", "{}", "--world", "0"], r"world_size \(0\)"),
     "experts": (["--plan", "{}", "--world", "6", "--ep", "3"], r"ep_size \(3\) must divide.*\(8\)"),
