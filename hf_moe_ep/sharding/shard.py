@@ -190,8 +190,19 @@ def _divide(reduced: torch.Tensor, by: int) -> None:
 def _check_expert_shard_dim(
     experts: nn.Module, places: Places, state: ModelState, meshes: Meshes
 ) -> None:
-    """Raise where weights cannot be split as the config asks; factors lie as they can."""
-    for weight in experts.parameters():
+    """Raise where weights cannot be split as the config asks; factors lie as they can.
+
+    What experts share, such as a norm behind each of them, would get the gradient of this rank's
+    experts alone.
+    """
+    for name, weight in experts.named_parameters():
+        shared = weight in places and not places[weight].over_ep
+        if shared and weight.requires_grad and meshes.ep_size > 1:
+            raise ValueError(
+                f"{name} of {type(experts).__name__} belongs to all experts of a layer, and with "
+                f"ep_size ({meshes.ep_size}) > 1 each rank would train it on its own ones; freeze "
+                f"it (requires_grad_(False)), as LoRA does, or use ep_size=1"
+            )
         if weight in places and places[weight].stack is not None:
             continue
         local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])
