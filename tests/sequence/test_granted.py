@@ -63,7 +63,6 @@ def equals_stock(
     *,
     make: Any = padded,
     sp: int = 2,
-    checkpoint: bool = False,
     flash: bool = False,
 ) -> None:
     """Split a model of other initial values on every rank, and compare a step with stock's."""
@@ -72,8 +71,6 @@ def equals_stock(
         if flash:
             use_fake_flash(model)
             use_fake_flash(stock)
-        if checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         apply_ep_fsdp2(model, ep_size=2, sp_size=sp)
         groups = data_parallel_size(model)
         assert groups == world // sp
@@ -131,7 +128,7 @@ FOUR_RANKS = [
     Check(
         f"{name}, sp {sp}",
         4,
-        partial(equals_stock, name, sp=sp, checkpoint=True),
+        partial(equals_stock, name, sp=sp),
         slow=True,
     ).as_parameter()
     for name in GRANTED
@@ -153,7 +150,7 @@ def test_packed_rows_and_flash_attention_equal_stock(found: Found, claim: Check)
 
 @pytest.mark.parametrize("claim", FOUR_RANKS)
 def test_on_four_ranks(found: Found, claim: Check) -> None:
-    """With checkpoints: two sequences at a time, or one over more ranks than key-value heads."""
+    """Two sequences at a time, or one over more ranks than key-value heads."""
     found.raise_if_failed(claim)
 
 
