@@ -19,40 +19,19 @@ from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.fakes.liger import installed_liger
 from support.launched import launched
-from support.parity import full_tensor
-from support.tiny_models import batch, tiny
+from support.liger_runs import (
+    ROUTED,
+    assert_logged,
+    gradients_on_ranks,
+    steps_of_one_process,
+    trained,
+    whole_batch,
+)
+from support.tiny_models import tiny
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
-
-ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-ROWS, LENGTH, RATE = 4, 9, 0.5
-
-
-def _whole_batch(model: nn.Module) -> dict[str, Tensor]:
-    """Rows of uneven labels and masks: a rank's mean is not the batch's."""
-    whole = batch(model, ROWS, LENGTH, seed=3, pad=5)  # type: ignore[arg-type]
-    whole["labels"][0, 3:] = -100
-    return whole
-
-
-def _stock_steps(model: Any, steps: int) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step of one process, SGD without clipping."""
-    whole = _whole_batch(model)
-    count = whole["labels"][:, 1:].ne(-100).sum()
-    found = []
-    for _ in range(steps):
-        model.zero_grad()
-        loss = model(**whole, num_items_in_batch=count).loss
-        loss.backward()
-        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        found.append((float(loss), float(norm)))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= RATE * parameter.grad
-    return found
 
 
 def the_trainer_keeps_our_experts_and_the_global_aux_loss(
@@ -65,45 +44,11 @@ def the_trainer_keeps_our_experts_and_the_global_aux_loss(
     with installed_liger() as liger, launched():
         stock = tiny(dtype=torch.float32, **ROUTED)
         liger._apply_liger_kernel_to_instance(stock)
-        wanted = _stock_steps(stock, 3)
+        wanted, _ = steps_of_one_process(stock, 3)
     with installed_liger() as liger, launched():
-        model: Any = tiny(dtype=torch.float32, **ROUTED)
-        whole = _whole_batch(model)
-        args = TrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            max_steps=3,
-            per_device_train_batch_size=ROWS // world,
-            logging_steps=1,
-            logging_first_step=True,
-            report_to=[],
-            save_strategy="no",
-            optim="sgd",
-            learning_rate=RATE,
-            lr_scheduler_type="constant",
-            max_grad_norm=1e9,
-            use_liger_kernel=True,
-        )
-        data = [{key: value[row] for key, value in whole.items()} for row in range(ROWS)]
-        trainer = Trainer(model=patch(model, ep_size=world), args=args, train_dataset=data)
-        trainer.train()
+        trainer = trained(tiny(dtype=torch.float32, **ROUTED), world, folder)
         assert liger.CALLS.keys() == {"norm", "rope", "loss"}, liger.CALLS
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert len(logs) == len(wanted)
-    for log, (loss, norm) in zip(logs, wanted, strict=True):
-        assert log["loss"] == pytest.approx(loss, rel=1e-5)  # fp32, grown by three steps
-        assert log["grad_norm"] == pytest.approx(norm, rel=1e-4)
-
-
-def _gradients(model: Any, rank: int, world: int) -> dict[str, Tensor]:
-    """Of the whole batch: this rank's rows, summed over ranks as data parallelism does."""
-    whole = _whole_batch(model)
-    count = whole["labels"][:, 1:].ne(-100).sum()
-    mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
-    rows = {key: value[mine] for key, value in whole.items()}
-    loss = model(**rows, num_items_in_batch=count).loss
-    (loss * world).backward()
-    return {name: full_tensor(p.grad) for name, p in model.named_parameters()}
+    assert_logged(trainer, wanted)
 
 
 def _applied_to_this_model(liger: Any) -> nn.Module:
@@ -147,10 +92,10 @@ def liger_first_is_as_good(rank: int, world: int) -> None:
     for name, make in {**FIRST, "but for its experts": _all_but_its_experts}.items():
         with installed_liger() as liger:
             model = make(liger)
-            wanted = _gradients(copy.deepcopy(model), 0, 1)
+            wanted = gradients_on_ranks(copy.deepcopy(model), 0, 1)
             liger.CALLS.clear()
             apply_ep_fsdp2(model, ep_size=world)
-            found = _gradients(model, rank, world)
+            found = gradients_on_ranks(model, rank, world)
             assert "experts" not in liger.CALLS and liger.CALLS["norm"] > 0, (name, liger.CALLS)
         for key, gradient in wanted.items():
             # Liger's loss, as stock's, is in fp32.
@@ -163,7 +108,7 @@ def fused_loss_of_slices_is_refused(rank: int, world: int) -> None:
         model = apply_ep_fsdp2(tiny(), sp_size=world)
         liger._apply_liger_kernel_to_instance(model)
         with pytest.raises(ValueError, match=r"slices.*fused_linear_cross_entropy': False"):
-            model(**_whole_batch(model))
+            model(**whole_batch(model))
 
 
 ON_TWO_RANKS = [
@@ -185,11 +130,11 @@ def test_unpatch_gives_experts_back_to_liger(make: Callable[[Any], nn.Module]) -
         experts: Any = model.get_submodule("model.layers.0.mlp.experts")
         before = dict(vars(experts))
         patch(model)
-        model(**_whole_batch(model))
+        model(**whole_batch(model))
         assert "experts" not in liger.CALLS
         unpatch(model)
         assert vars(experts).keys() == before.keys()
-        model(**_whole_batch(model))
+        model(**whole_batch(model))
         assert liger.CALLS["experts"] == len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
 
 
@@ -203,7 +148,7 @@ def test_liger_on_a_cpu_is_named() -> None:
             mock.patch.dict("os.environ", {"TRITON_INTERPRET": "0"}),
             pytest.raises(ValueError, match=r"Liger computes .*need a GPU.*use_liger_kernel=True"),
         ):
-            model(**_whole_batch(model))
+            model(**whole_batch(model))
 
 
 def _foreign(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,13 +171,13 @@ def test_another_patcher_is_named(path: str) -> None:
         patch(model)
     del module.forward
     patch(model)
-    wanted = model(**_whole_batch(model)).loss
+    wanted = model(**whole_batch(model)).loss
     own = module.forward
     module.forward = MethodType(_foreign, module)
     with pytest.raises(
         ValueError, match=rf"forward of {path} .*replaced since patch\(\).*_foreign"
     ):
-        model(**_whole_batch(model))
+        model(**whole_batch(model))
     for wrapper in (
         functools.wraps(own)(lambda *args: own(*args)),
         lambda *args: own(*args),
@@ -240,14 +185,14 @@ def test_another_patcher_is_named(path: str) -> None:
         functools.partial(_call, own),
     ):
         module.forward = wrapper
-        assert torch.equal(model(**_whole_batch(model)).loss, wanted)
+        assert torch.equal(model(**whole_batch(model)).loss, wanted)
 
 
 def test_a_class_whose_forward_was_replaced_is_named() -> None:
     """Before `patch` and behind it; what wraps the original, or a class of one's own, may stay."""
     block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock
     stock = block.forward
-    wanted = tiny()(**_whole_batch(tiny())).loss
+    wanted = tiny()(**whole_batch(tiny())).loss
 
     @functools.wraps(stock)
     def around(self: Any, hidden_states: Tensor) -> Tensor:
@@ -265,11 +210,11 @@ def test_a_class_whose_forward_was_replaced_is_named() -> None:
     model: Any = patch(tiny())
     with mock.patch.object(block, "forward", _foreign):
         with pytest.raises(ValueError, match=r"replaced since patch\(\).*_foreign"):
-            model(**_whole_batch(model))
+            model(**whole_batch(model))
     for place, name, new in (
         (block, "forward", around),
         (modeling_qwen3_moe, "Qwen3MoeSparseMoeBlock", Own),
     ):
         with mock.patch.object(place, name, new):
             model = patch(tiny())
-            assert torch.equal(model(**_whole_batch(model)).loss, wanted)
+            assert torch.equal(model(**whole_batch(model)).loss, wanted)

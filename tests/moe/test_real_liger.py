@@ -17,13 +17,19 @@ import torch
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import launched
-from support.parity import full_tensor
-from support.tiny_models import batch, tiny
-from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from support.liger_runs import (
+    ROUTED,
+    assert_logged,
+    gradients_on_ranks,
+    own_rows,
+    steps_of_one_process,
+    trained,
+    whole_batch,
+)
+from support.tiny_models import tiny
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
-from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep import apply_ep_fsdp2
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,8 +37,6 @@ pytestmark = [
         importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel"
     ),
 ]
-ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-ROWS, LENGTH, RATE = 4, 9, 0.5
 _REPLACED = ("apply_rotary_pos_emb", "Qwen3MoeRMSNorm", "Qwen3MoeExperts")
 
 
@@ -50,12 +54,6 @@ def real_liger() -> Iterator[Any]:
             for name, value in before.items():
                 setattr(modeling, name, value)
             modeling.Qwen3MoeForCausalLM.forward = forward  # type: ignore[method-assign]
-
-
-def _whole_batch(model: Any) -> dict[str, Tensor]:
-    whole = batch(model, ROWS, LENGTH, seed=3, pad=5)
-    whole["labels"][0, 3:] = -100
-    return whole
 
 
 def _stock() -> Any:
@@ -83,75 +81,29 @@ FIRST: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _wanted(steps: int = 1) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """(loss, gradient norm) of stock without Liger in one process, and the last gradients."""
-    model = _stock()
-    whole = _whole_batch(model)
-    count = whole["labels"][:, 1:].ne(-100).sum()
-    found = []
-    for _ in range(steps):
-        model.zero_grad()
-        loss = model(**whole, num_items_in_batch=count).loss
-        loss.backward()
-        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        found.append((float(loss.detach()), float(norm)))
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= RATE * parameter.grad
-    return found, gradients
-
-
 def liger_first(rank: int, world: int) -> None:
     """Its norms, rotary embedding and loss, our experts, the global aux loss: stock's gradients."""
-    _, wanted = _wanted()
+    _, wanted = steps_of_one_process(_stock(), 1)
     for name, make in FIRST.items():
         with real_liger() as liger:
             model = apply_ep_fsdp2(make(liger), ep_size=world)
-            whole = _whole_batch(model)
-            count = whole["labels"][:, 1:].ne(-100).sum()
-            mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
-            rows = {key: value[mine] for key, value in whole.items()}
-            loss = model(**rows, num_items_in_batch=count).loss
-            (loss * world).backward()
-            for key, parameter in model.named_parameters():
-                assert_close(f"{name}: {key}", full_tensor(parameter.grad), wanted[key], 1e-4)
-            model.eval()(**rows)  # with logits, through the head
+            for key, gradient in gradients_on_ranks(model, rank, world).items():
+                assert_close(f"{name}: {key}", gradient, wanted[key], 1e-4)
+            model.eval()(**own_rows(model, rank, world))  # with logits, through the head
 
 
 def the_trainer_applies_it(rank: int, world: int, folder: str) -> None:
     """`use_liger_kernel=True`: losses and gradient norms of one stock process."""
-    wanted, _ = _wanted(4)
+    wanted, _ = steps_of_one_process(_stock(), 4)
     with real_liger(), launched():
-        model: Any = _stock()
-        whole = _whole_batch(model)
-        args = TrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            max_steps=3,
-            per_device_train_batch_size=ROWS // world,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            optim="sgd",
-            learning_rate=RATE,
-            lr_scheduler_type="constant",
-            max_grad_norm=1e9,
-            use_liger_kernel=True,
-            liger_kernel_config={"rms_norm": False},
-        )
-        data = [{key: value[row] for key, value in whole.items()} for row in range(ROWS)]
-        trainer = Trainer(model=patch(model, ep_size=world), args=args, train_dataset=data)
-        trainer.train()
+        model = _stock()
+        trainer = trained(model, world, folder, liger_kernel_config={"rms_norm": False})
         assert (
             inspect.unwrap(model.forward).__module__ == "liger_kernel.transformers.model.qwen3_moe"
         )
         at_the_end = trainer.evaluate(trainer.train_dataset)["eval_loss"]
     assert at_the_end == pytest.approx(wanted[-1][0], rel=1e-5)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    for log, (loss, norm) in zip(logs, wanted[:3], strict=True):
-        assert log["loss"] == pytest.approx(loss, rel=1e-5)
-        assert log["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert_logged(trainer, wanted[:3])
 
 
 def fused_loss_of_slices_is_refused(rank: int, world: int) -> None:
@@ -159,7 +111,7 @@ def fused_loss_of_slices_is_refused(rank: int, world: int) -> None:
         with real_liger() as liger:
             model = apply_ep_fsdp2(make(liger), sp_size=world)
             with pytest.raises(ValueError, match=r"slices.*fused_linear_cross_entropy': False"):
-                model(**_whole_batch(model))
+                model(**whole_batch(model))
 
 
 CLAIMS = on_ranks(

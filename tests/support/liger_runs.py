@@ -1,0 +1,89 @@
+"""What the tests of Liger, of its stand-in and of the original, train and compare alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from hf_moe_ep import patch
+from support.parity import full_tensor
+from support.tiny_models import batch
+
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+ROWS, LENGTH, RATE = 4, 9, 0.5
+Steps = list[tuple[float, float]]
+
+
+def whole_batch(model: nn.Module) -> dict[str, Tensor]:
+    """Rows of uneven labels and masks: a rank's mean is not the batch's."""
+    whole = batch(model, ROWS, LENGTH, seed=3, pad=5)  # type: ignore[arg-type]
+    whole["labels"][0, 3:] = -100
+    return whole
+
+
+def steps_of_one_process(model: Any, steps: int) -> tuple[Steps, dict[str, Tensor]]:
+    """(loss, gradient norm) of each step of SGD without clipping, and the last gradients."""
+    whole = whole_batch(model)
+    count = whole["labels"][:, 1:].ne(-100).sum()
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        loss = model(**whole, num_items_in_batch=count).loss
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        found.append((float(loss.detach()), float(norm)))
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= RATE * parameter.grad
+    return found, gradients
+
+
+def own_rows(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
+    """This rank's rows of the whole batch."""
+    mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+    return {key: value[mine] for key, value in whole_batch(model).items()}
+
+
+def gradients_on_ranks(model: Any, rank: int, world: int) -> dict[str, Tensor]:
+    """Of the whole batch: this rank's rows, summed over ranks as data parallelism does."""
+    count = whole_batch(model)["labels"][:, 1:].ne(-100).sum()
+    loss = model(**own_rows(model, rank, world), num_items_in_batch=count).loss
+    (loss * world).backward()
+    return {name: full_tensor(p.grad) for name, p in model.named_parameters()}
+
+
+def trained(model: Any, world: int, folder: str, **options: Any) -> Trainer:
+    """Three steps of the Trainer with `use_liger_kernel=True` on a patched model."""
+    args = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=ROWS // world,
+        logging_steps=1,
+        logging_first_step=True,
+        report_to=[],
+        save_strategy="no",
+        optim="sgd",
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=1e9,
+        use_liger_kernel=True,
+        **options,
+    )
+    whole = whole_batch(model)
+    data = [{key: value[row] for key, value in whole.items()} for row in range(ROWS)]
+    trainer = Trainer(model=patch(model, ep_size=world), args=args, train_dataset=data)
+    trainer.train()
+    return trainer
+
+
+def assert_logged(trainer: Trainer, wanted: Steps) -> None:
+    """The losses and norms that one process has; fp32, grown by the steps."""
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == len(wanted)
+    for log, (loss, norm) in zip(logs, wanted, strict=True):
+        assert log["loss"] == pytest.approx(loss, rel=1e-5)
+        assert log["grad_norm"] == pytest.approx(norm, rel=1e-4)
