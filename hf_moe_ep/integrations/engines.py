@@ -34,6 +34,20 @@ def sync_weights(original: Callable[..., None], self: Any) -> None:
     try:
         original(self)
     except Exception as error:
-        # The error keeps frames alive that keep the iterator, which tells other ranks when it goes.
-        traceback.clear_frames(error.__traceback__)
+        # Errors keep frames alive that keep the iterator, which tells other ranks when it goes.
+        for one in _with_causes(error):
+            traceback.clear_frames(one.__traceback__)
         raise
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error` and those that it was raised from, or behind, or holds."""
+    found: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while found:
+        one = found.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        found += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]

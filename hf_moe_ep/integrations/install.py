@@ -284,6 +284,12 @@ WRAPPED = (
         )
         for name in ("merge_and_unload", "unload", "merge_adapter")
     ),
+    Wrap(
+        "peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",
+        adapters.unmerge,
+        "refuses a sharded model that was merged before, of which a half would be unmerged",
+        optional=True,
+    ),
 )
 
 

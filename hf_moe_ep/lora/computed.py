@@ -9,8 +9,8 @@ The factors stay parameters of PEFT's wrappers. When the model is sharded they a
 with their experts, in the same FSDP2 unit (`factors.py` has the layouts); what is saved is packed
 as PEFT packs it, so it is a stock adapter.
 
-`integrations/install.py` puts `activate`, `inject_adapter`, `load_adapter` and `merge` in front of
-PEFT's own functions.
+`integrations/install.py` puts `activate`, `inject_adapter`, `load_adapter`, `merge` and `unmerge`
+in front of PEFT's own functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.lora.factors import Adapter, pack_a, pack_b, stack_a, stack_b
 from hf_moe_ep.state import STATE, MoELayer, find_state
-from hf_moe_ep.upstream.adapters import parameter_factors
+from hf_moe_ep.upstream.adapters import adapter_layers, parameter_factors
 
 Stack = Callable[[Tensor], Tensor]
 
@@ -121,6 +121,19 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
             f"PeftModel.from_pretrained(base, directory)"
         )
     return original(self, *args, **kwargs)
+
+
+def unmerge(original: Callable[..., Any], self: Any) -> Any:
+    """Refuse a sharded model whose adapters were merged before; else unmerge as PEFT does."""
+    if ranks := _sharded_over(self):
+        for path, layer in adapter_layers(self):
+            if getattr(layer, "merged", False):
+                raise ValueError(
+                    f"unmerge_adapter on a model that is sharded over {ranks} ranks, with an "
+                    f"adapter that was merged into {path} before; call it before apply_ep_fsdp2 "
+                    f"or accelerator.prepare"
+                )
+    return original(self)
 
 
 def _computed_here(experts: Any) -> bool:

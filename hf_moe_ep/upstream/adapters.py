@@ -178,8 +178,15 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield canonical_name(name), module
 
 
+def active_adapters(model: nn.Module) -> list[str]:
+    """Return the names of adapters that are active somewhere in a model."""
+    return sorted({name for _, layer in adapter_layers(model) for name in layer.active_adapters})
+
+
 def check_mergeable(model: nn.Module) -> None:
     """Raise where an adapter is no product of two factors, so that nothing here can merge it.
+
+    Also where one is switched off, when what is merged is not what the model computes.
 
     Raises:
         ValueError: it names the module and its kind.
@@ -196,6 +203,11 @@ def check_mergeable(model: nn.Module) -> None:
                 f"hold; an engine must be given the prompt itself"
             )
     for name, module in adapter_layers(model):
+        if module.disable_adapters:
+            raise ValueError(
+                f"the adapter of {name} is switched off (disable_adapter), so the model computes "
+                f"without what would be merged; do this outside of that block"
+            )
         if isinstance(module, ModulesToSaveWrapper):
             continue
         kind = ""

@@ -13,7 +13,7 @@ from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.hub_files import assert_equal, hub_state, read_all
 from support.needs import VISION
-from support.tiny_models import tiny
+from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -141,6 +141,59 @@ def stopping_early(rank: int, world: int) -> None:
         next(hub_tensors(model, max_bytes=SMALL + rank))
 
 
+def in_the_middle_of_a_step(rank: int, world: int) -> None:
+    """Between forward and backward: the same tensors, none of them in a graph; same gradients."""
+    stock = with_lora(tiny(), seed=1)
+    want = merged_by_peft(stock)
+    inputs = batch(tiny(), 2, 9, seed=rank)
+    gradients = []
+    for modes in ((), (torch.enable_grad, torch.no_grad, torch.inference_mode)):
+        model = apply_ep_fsdp2(copy.deepcopy(stock), ep_size=2)
+        loss = model(**inputs).loss
+        for mode in modes:
+            with mode():
+                got = dict(hub_tensors(model, merge_adapters=True, max_bytes=SMALL))
+            assert not any(tensor.requires_grad for tensor in got.values())
+            for key, tensor in want.items():
+                assert_close(key, got[key], tensor, 1e-10)
+        loss.backward()
+        gradients.append(
+            {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
+        )
+    assert gradients[0]
+    assert_equal(*gradients)
+
+
+def merged_before_it_was_sharded(rank: int, world: int) -> None:
+    """Sent as it is; PEFT would stop half way to unmerge it, and the rest be merged twice."""
+    stock: Any = with_lora(tiny(), seed=1)
+    want = merged_by_peft(stock)
+    stock.merge_adapter()
+    model: Any = apply_ep_fsdp2(stock, ep_size=2)
+    with pytest.raises(ValueError, match=r"unmerge_adapter on .* sharded over .*q_proj before;"):
+        model.unmerge_adapter()
+    got = collect(model, merge_adapters=True)
+    for key, tensor in want.items():
+        assert_close(key, got[key], tensor, 1e-10)
+    model = apply_ep_fsdp2(with_lora(tiny(), seed=1), ep_size=2)
+    with pytest.warns(UserWarning, match="Already unmerged"):
+        model.unmerge_adapter()
+
+
+def other_things_on_a_rank(rank: int, world: int) -> None:
+    """Another active adapter, another model: refused on every rank, where pieces would mix."""
+    model: Any = apply_ep_fsdp2(several(tiny()), ep_size=2)
+    model.set_adapter("second" if rank == 1 else "default")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"active_adapters: rank 0 with .*'default'.* rank 1"):
+            next(hub_tensors(model, merge_adapters=True))
+    model.set_adapter("default")
+    assert collect(model, merge_adapters=True)
+    other = apply_ep_fsdp2(tiny(num_hidden_layers=1), ep_size=2)
+    with pytest.raises(ValueError, match=r"another model: rank 0 with 'PeftModel.* of \d+ values"):
+        next(hub_tensors(other if rank == 3 else model, merge_adapters=True))
+
+
 class Alive(TorchDispatchMode):
     """`most`: what storages that were made inside the block held at once, in bytes."""
 
@@ -186,6 +239,9 @@ def memory(adapters: bool, rank: int, world: int) -> int:
 FAST = {
     "as saved, ep 2, fsdp 2": partial(as_saved, "qwen3_moe", "ep 2, fsdp 2"),
     "stopping early": stopping_early,
+    "in the middle of a step": in_the_middle_of_a_step,
+    "other things on a rank": other_things_on_a_rank,
+    "merged before it was sharded": merged_before_it_was_sharded,
 }
 SLOW = {
     **{f"as saved, {layout}": partial(as_saved, "qwen3_moe", layout) for layout in LAYOUTS},
@@ -302,6 +358,38 @@ def test_bad_input(wrap: Any, options: dict[str, Any], words: str) -> None:
     model = patch(wrap(tiny(dtype=torch.float32)))
     with pytest.raises(ValueError, match=words):
         hub_tensors(model, **options)
+
+
+def test_adapters_that_are_switched_off() -> None:
+    """The model computes without them: neither is sent unasked, merged or not."""
+    model: Any = patch(with_lora(tiny(), seed=1))
+    want = collect(model, merge_adapters=True)
+    with model.disable_adapter():
+        with pytest.raises(
+            ValueError, match=r"adapter of .*q_proj is switched off .*disable_adapt"
+        ):
+            hub_tensors(model, merge_adapters=True)
+    assert_equal(collect(model, merge_adapters=True), want)
+
+
+def test_what_the_caller_does_to_a_tensor_reaches_no_other() -> None:
+    """Pieces of one slab; those that come later, and those that are kept."""
+    model = patch(tiny(dtype=torch.float32))
+    want = hub_state(model)
+    kept: dict[str, Tensor] = {}
+    for max_bytes in (SMALL, 2**30):
+        for key, tensor in hub_tensors(model, max_bytes=max_bytes):
+            assert torch.equal(tensor, want[key]), key
+            kept[key] = tensor.clone()
+            tensor.fill_(7)
+        assert_equal(kept, want)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = type(tiny())(tiny().config)
+    with pytest.raises(ValueError, match="meta device, without values"):
+        hub_tensors(patch(model))
 
 
 def test_a_stock_model_is_refused() -> None:

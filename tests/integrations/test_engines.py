@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,6 +150,31 @@ if VISION:
 @pytest.mark.parametrize("claim", on_ranks(4, CHECKS))
 def test_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
+
+
+def _fails_inside(sync: Any, iterators: list[Any]) -> None:
+    """As an engine does that has another one inside: its error names it, and hides its frames."""
+
+    def inside() -> None:
+        tensors = engines.iter_named_params(pytest.fail, sync)
+        iterators.append(weakref.ref(tensors))
+        for _ in tensors:
+            raise KeyError("no such parameter")
+
+    try:
+        inside()
+    except KeyError as error:
+        raise RuntimeError("the worker died") from error
+
+
+def test_an_error_that_is_kept_does_not_keep_the_iterator() -> None:
+    """By which it would keep the other ranks waiting."""
+    sync = SimpleNamespace(model=patch(tiny(dtype=torch.float32)))
+    iterators: list[Any] = []
+    with pytest.raises(RuntimeError, match="the worker died") as kept:
+        engines.sync_weights(lambda self: _fails_inside(self, iterators), sync)
+    assert kept.value.__cause__ is not None
+    assert [iterator() for iterator in iterators] == [None]
 
 
 def test_trl_has_what_is_wrapped() -> None:

@@ -31,6 +31,7 @@ from hf_moe_ep.ranks.together import StillHere, check_alike, check_everyone_call
 from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.adapters import (
     LowRank,
+    active_adapters,
     active_updates,
     adapter_layers,
     check_mergeable,
@@ -64,7 +65,9 @@ def hub_tensors(
     Every rank has to iterate, to the end, and in step: each tensor is gathered from all of them.
     Do not run the model in between. Where a rank stops early (`break`, `close()`, an error that is
     handled) the others get a RuntimeError that names it with their next tensor; if all stop, all
-    do. An error that nobody handles ends the process, and with it the others.
+    do. An error that is kept (`last = error`) keeps an iterator that a variable holds, and the
+    others wait: write the loop into `with contextlib.closing(tensors):`. An error that nobody
+    handles ends the process, and with it the others.
 
     Args:
         model: patched, sharded or not, with adapters or not.
@@ -78,8 +81,9 @@ def hub_tensors(
             of are small. Besides it, factors of one parameter's adapters are on each rank whole.
 
     Raises:
-        ValueError: the model is not patched, has adapters that are not merged, or some that cannot
-            be; on every rank, where ranks disagree about the arguments.
+        ValueError: the model is not patched, has no values, has adapters that are not merged, or
+            some that cannot be, or are switched off; on every rank, where ranks disagree about the
+            arguments.
         RuntimeError: some rank has not begun to iterate within five minutes, or has stopped early.
     """
     model = unwrap(model)
@@ -88,6 +92,8 @@ def hub_tensors(
         raise ValueError(f"max_bytes {max_bytes!r} is no number of bytes; try 2**30")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype {dtype!r} is no floating point dtype; try torch.bfloat16")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("this model is on the meta device, without values to send; load it first")
     if merge_adapters:
         check_mergeable(model)
     elif any(True for _ in adapter_layers(model)):
@@ -98,6 +104,7 @@ def hub_tensors(
     return _iterate(model, state, merge_adapters, dtype, max_bytes)
 
 
+@torch.inference_mode(False)
 def _iterate(
     model: nn.Module,
     state: ModelState,
@@ -105,11 +112,18 @@ def _iterate(
     dtype: torch.dtype | None,
     max_bytes: int,
 ) -> Iterator[tuple[str, Tensor]]:
+    # Also for a caller in inference mode, in which a sharded model gives no state dict.
     still_here = None
     if state.meshes is not None:
         check_everyone_calls("hub_tensors")
-        given = {"merge_adapters": merge_adapters, "dtype": dtype, "max_bytes": max_bytes}
-        check_alike("hub_tensors", **given)
+        check_alike(
+            "hub_tensors",
+            model=f"{model._get_name()} of {sum(p.numel() for p in model.parameters())} values",
+            merge_adapters=merge_adapters,
+            active_adapters=active_adapters(model),
+            dtype=dtype,
+            max_bytes=max_bytes,
+        )
         still_here = StillHere("hub_tensors", state.device)
     try:
         for source in _sources(model, state, dtype, max_bytes // _SLABS):
