@@ -21,7 +21,10 @@ try:
     from hf_moe_ep.config import ParallelConfig
     from hf_moe_ep.data_parallel import data_parallel_rank, data_parallel_size, global_token_count
     from hf_moe_ep.describe import describe
+    from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
     from hf_moe_ep.patch import patch, unpatch
+    from hf_moe_ep.routing.bias import update_router_bias
+    from hf_moe_ep.routing.load import ExpertLoad, expert_load
     from hf_moe_ep.sharding.clip import clip_grad_norm_
     from hf_moe_ep.vision.positions import PositionCollator
 except Exception as error:  # noqa: BLE001  a broken package may raise anything at import
@@ -41,6 +44,8 @@ except Exception as error:  # noqa: BLE001  a broken package may raise anything 
 
 
 __all__ = [
+    "ExpertLoad",
+    "ExpertLoadCallback",
     "ParallelConfig",
     "PositionCollator",
     "apply_ep_fsdp2",
@@ -48,6 +53,7 @@ __all__ = [
     "data_parallel_rank",
     "data_parallel_size",
     "describe",
+    "expert_load",
     "from_pretrained",
     "global_token_count",
     "hub_tensors",
@@ -56,6 +62,7 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "unpatch",
+    "update_router_bias",
 ]
 
 if "_broken" in globals():

@@ -10,6 +10,7 @@ the model is patched, and in `ranks/mesh.py`. This file is the only reader of en
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -53,6 +54,9 @@ class ParallelConfig:
         expert_shard_dim: tensor dimension of the expert weights that FSDP2 splits: 0, 1 or
             "auto", which is 0 where the experts of a rank divide evenly, else 1 where that does.
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
+        bias_update_rate: by how much the correction bias of a router moves after each optimizer
+            step, towards experts with few tokens (`update_router_bias`); DeepSeek-V3 has 0.001.
+            Accelerate and the Trainer do it by themselves. None = not at all, as stock.
         gather_logits: with sp_size > 1, whole logits beside a loss; else they are None there.
 
     Raises:
@@ -69,6 +73,7 @@ class ParallelConfig:
     max_tokens_per_rank: int | None = None
     recompute_activations: bool = False
     gather_logits: bool = False
+    bias_update_rate: float | None = None
     ep_outside: bool = False
     expert_shard_dim: str | int = "auto"
     reshard_after_forward: bool = True
@@ -92,6 +97,7 @@ class ParallelConfig:
             "reshard_after_forward",
         ):
             check_choice(name, getattr(self, name), (False, True))
+        _check_rate("bias_update_rate", self.bias_update_rate)
         check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
         check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
         check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
@@ -197,6 +203,12 @@ def _check_size(name: str, size: int | None) -> None:
     whole = isinstance(size, int) and not isinstance(size, bool)
     if size is not None and not (whole and size >= 1):
         raise ValueError(f"{name} must be None or a whole number >= 1, got {size!r}; try {name}=1")
+
+
+def _check_rate(name: str, rate: float | None) -> None:
+    number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if rate is not None and not (number and 0 < rate < math.inf):
+        raise ValueError(f"{name} must be None or a number > 0, got {rate!r}; try {name}=0.001")
 
 
 def check_choice(name: str, value: object, allowed: Iterable[Any]) -> None:

@@ -9,6 +9,7 @@ for, and only then lets each attach itself:
     sequence   with sp_size > 1 the causal LM splits its batch, attention its heads
                                                                          (`sequence/attach.py`)
     vision     a tower runs on every rank or on none                       (`vision/attach.py`)
+    bias       with bias_update_rate the routers' biases are found          (`routing/bias.py`)
 
 A new feature is a folder or a file with these two functions, and one word in `FEATURES`. What it
 attaches is a hook that inherits `Ours`, or an attribute set through `ModelState.replace`: that is
@@ -35,6 +36,7 @@ from hf_moe_ep.integrations.install import install
 from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.modules import remove_hooks
@@ -55,7 +57,7 @@ class Feature(Protocol):
 
 
 # Their hooks run in this order: behind the first, all know the slice of a forward.
-FEATURES: tuple[Feature, ...] = (sequence, moe, vision)
+FEATURES: tuple[Feature, ...] = (sequence, moe, vision, bias)
 
 
 def patch(

@@ -18,6 +18,9 @@ keyword) to search for in FILE.
     -- what a ModelState or MoELayer is told later --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
     moe/layer.py | forward_number | counts forwards
+    moe/counting.py | choice_counts | how many tokens chose each expert, from the first one on
+    moe/counting.py | leads_to_gradients | of the forward that runs
+    routing/bias.py | correction data | the bias of a layer's router; in fp32 from patch on
     moe/forwards.py | function | the forward of a module, where ours took Liger's place
     moe/recompute.py | frame | the checkpointed layer that runs, during its run
     lora/computed.py | adapters | the active ones, one forward
@@ -38,6 +41,7 @@ keyword) to search for in FILE.
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 made
     upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward is done
     integrations/optimizers.py | step | of an optimizer made of DTensors, for its life
+    integrations/optimizers.py | _hf_moe_ep_followed | whose biases move with Accelerate's steps
     -- what belongs to the process --
     upstream/wrap.py | _hf_moe_ep_wrapper | functions of others, `integrations/install.py` lists
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
@@ -105,6 +109,12 @@ class ModelState:
     # Of parameters before fp32 masters were made, by name: what they are saved in.
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     forward_number: int = 0
+    # Whether gradients were enabled where the forward that runs was called.
+    leads_to_gradients: bool = False
+    # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None at first.
+    choice_counts: Tensor | None = None
+    # By who reads them: these counts as they were when its own began.
+    counted: dict[str, Tensor] = field(default_factory=dict)
     # Whether a loss with num_items_in_batch is added up over data ranks, or is a rank's own mean.
     sums_losses: bool = True
     # Besides config.gather_logits: while the Trainer predicts.
@@ -204,6 +214,21 @@ class ActiveAdapter(Protocol):
 
 
 @dataclass
+class CorrectionBias:
+    """What a router adds to its scores for the choice alone; sharding replaces the tensor."""
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bias as it is now: as many numbers as experts, whole on every rank."""
+        bias = getattr(self.owner, self.name)
+        assert isinstance(bias, Tensor)
+        return bias
+
+
+@dataclass
 class MoELayer:
     """One experts module's place in its model.
 
@@ -211,6 +236,7 @@ class MoELayer:
         compute: None for the model's own loop.
         adapters: by the parameter that they adapt, while a forward runs; empty between forwards.
         grad_divisor: what our backward divides the experts' gradients by (`sharding/options.py`).
+        correction: the router's bias, where it is to be updated.
     """
 
     index: int
@@ -218,6 +244,7 @@ class MoELayer:
     compute: Compute | None
     adapters: dict[str, Sequence[ActiveAdapter]] = field(default_factory=dict)
     grad_divisor: int = 1
+    correction: CorrectionBias | None = None
 
 
 @dataclass

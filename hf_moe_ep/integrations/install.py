@@ -4,7 +4,8 @@
 process. A wrapper asks first whether it was given a patched model, and otherwise calls what was
 there before; those that are given no model say in their row why they are needed all the same.
 What a wrapper does stands in its own file: `prepare`, `saving`, `shared_batches`, `optimizers`,
-`trackers`, `prompts`, `references`, `engines`, `trainer_checkpoints`, and `lora/computed.py`.
+`trackers`, `prompts`, `references`, `engines`, `expert_load`, `trainer_checkpoints`, and
+`lora/computed.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import transformers
 
 from hf_moe_ep.integrations import (
     engines,
+    expert_load,
     optimizers,
     prepare,
     prompts,
@@ -245,7 +247,12 @@ WRAPPED = (
         trackers.log,
         "names a tracker that fails, and the rank: the others wait from then on",
     ),
-    # Optimizers of any model: these have no model, and only reword an error
+    Wrap(
+        "transformers.trainer:Trainer.log",
+        expert_load.log,
+        "puts the values of an ExpertLoadCallback into the logs before any tracker sees them",
+    ),
+    # Optimizers of any model, whose errors are reworded
     Wrap(
         "torch.optim.optimizer:Optimizer.__init__",
         optimizers.init,
@@ -254,7 +261,8 @@ WRAPPED = (
     Wrap(
         "accelerate.optimizer:AcceleratedOptimizer.step",
         optimizers.step,
-        "names an optimizer that cannot take DTensors; torch names the operation",
+        "names an optimizer that cannot take DTensors; torch names the operation; moves the "
+        "routers' biases of the model that it was prepared with",
     ),
     # Adapters on experts
     Wrap(

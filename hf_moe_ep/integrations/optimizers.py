@@ -1,8 +1,11 @@
-"""Optimizers that cannot take a sharded model's parameters, named at their first step.
+"""Steps of optimizers: which cannot take a sharded model's parameters, and what moves with a step.
 
 FSDP2's parameters are DTensors. An optimizer that makes its state with `torch.zeros(shape)` has
 plain tensors beside them, another computes in place what no shard can hold; torch names the
-operation alone.
+operation alone, at the first step.
+
+With `bias_update_rate` the routers' biases of a model move after each step of an optimizer that
+Accelerate prepared for it (`routing/bias.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +15,17 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hf_moe_ep.routing.bias import update_biases
+from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
+from hf_moe_ep.upstream.training_frameworks import prepared_models, prepared_optimizers
+
+_FOLLOWED = "_hf_moe_ep_followed"
 
 # Of torch.optim: run on sharded models beside one process
 # (tests/integrations/test_sharded_optimizers.py).
@@ -60,15 +69,34 @@ def step(
     self: AcceleratedOptimizer,
     closure: Callable[..., Any] | None = None,
 ) -> Any:
-    """`AcceleratedOptimizer.step`, with an error that names the optimizer.
+    """`AcceleratedOptimizer.step`, with an error that names the optimizer; then the biases.
 
     Raises:
         ValueError: its state or its arithmetic does not take DTensors.
     """
     try:
-        return original(self, closure)
+        result = original(self, closure)
     except RuntimeError as error:
         raise _named(self.optimizer, error) from error
+    # Else gradients accumulate, and so do counts.
+    if self.gradient_state.sync_gradients:
+        for state in getattr(self, _FOLLOWED, ()):
+            update_biases(state, skipped=self.step_was_skipped)
+    return result
+
+
+def follow_steps(accelerator: Accelerator) -> None:
+    """Let biases move with the steps of the optimizers that `accelerator` has prepared by now."""
+    for optimizer in prepared_optimizers(accelerator):
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        followed = []
+        for model in prepared_models(accelerator):
+            state = find_state(model)
+            if state is None or state.config.bias_update_rate is None:
+                continue
+            if any(id(parameter) in trained for parameter in model.parameters()):
+                followed.append(state)
+        setattr(optimizer, _FOLLOWED, followed)
 
 
 def _named(optimizer: Optimizer, error: RuntimeError) -> Exception:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.integrations import shared_batches
+from hf_moe_ep.integrations.optimizers import follow_steps
 from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.options import ShardOptions
@@ -71,7 +72,9 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
     patched = [state for state in states if state is not None]
     if not patched:
-        return original(self, *args, **kwargs)
+        prepared = original(self, *args, **kwargs)
+        follow_steps(self)
+        return prepared
     state = patched[0]
     fsdp_on_cpu(self.state, None)
     _check_launch(self)
@@ -85,6 +88,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         with _nothing_to_wrap(plugin):
             prepared = original(self, *args, **kwargs)
     check_even(self)
+    follow_steps(self)
     return prepared
 
 

@@ -3,7 +3,8 @@
 every experts module    its own copy of the config, which selects our forward in transformers'
                         experts interface, and its place in the model (`MoELayer`)
 the root                pre-forward hooks: one refuses to train unsharded, one keeps the forwards
-                        that we rely on, whoever replaces them
+                        that we rely on, whoever replaces them, one says (with a hook behind
+                        forward) which forwards count
 the causal LM           two hooks around forward that make the router's aux loss global
 """
 
@@ -14,6 +15,7 @@ from torch import nn
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.aux_loss import GlobalAuxLoss, RestoreAuxLoss
+from hf_moe_ep.moe.counting import ForwardBegins, ForwardEnds
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, rely_on_forwards
@@ -51,6 +53,8 @@ def attach(parts: Parts, state: ModelState) -> None:
     rely_on_forwards(parts, state)
     parts.root.register_forward_pre_hook(KeepForwards(state))
     parts.root.register_forward_pre_hook(ForwardGuard(state))
+    parts.root.register_forward_pre_hook(ForwardBegins(state))
+    parts.root.register_forward_hook(ForwardEnds(state))
     coefficient = parts.plan.aux_loss_coef
     if coefficient is not None and parts.causal_lm is not None:
         swap = GlobalAuxLoss(state, coefficient)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.dispatcher import Exchange, Header
+from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
 from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.recompute import CheckpointWatch
@@ -71,6 +72,7 @@ def moe_forward(
     if not torch.compiler.is_compiling():
         layer.model.check_ready()
     assert layer.compute is not None
+    count_choice(layer, experts.training, top_k_index)
     return run_experts(
         experts,
         layer.compute,
@@ -93,6 +95,7 @@ def _ep_forward(
     state, meshes = layer.model, layer.model.meshes
     state.check_ready()
     assert meshes is not None and layer.compute is not None
+    count_choice(layer, experts.training, expert_ids_TK)
     # Selective checkpointing must not see what a recompute leaves out.
     hidden = nullcontext() if state.frame is None else hidden_from_modes()
     with hidden:

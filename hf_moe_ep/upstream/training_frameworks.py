@@ -12,6 +12,7 @@ from typing import Any
 
 import transformers
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
@@ -36,6 +37,12 @@ def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
     """Return the models that `accelerator` prepared (accelerate/accelerator.py)."""
     models: list[nn.Module] = accelerator._models
     return models
+
+
+def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
+    """Return the optimizers that `accelerator` prepared (accelerate/accelerator.py)."""
+    optimizers: list[AcceleratedOptimizer] = accelerator._optimizers
+    return optimizers
 
 
 def generates_in_training(trainer: transformers.Trainer) -> bool:

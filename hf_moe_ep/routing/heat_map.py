@@ -1,0 +1,48 @@
+"""Heat maps of layers x experts, one panel beside the other, into a picture. Needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError(
+        "a heat map of experts is drawn by matplotlib, which is not installed: "
+        "pip install matplotlib (it is part of hf_moe_ep[demo])"
+    ) from error
+
+_PANELS_IN_A_ROW = 4
+
+
+def draw_heat_maps(
+    maps: Sequence[Tensor], titles: Sequence[str], path: str | os.PathLike[str]
+) -> None:
+    """Draw each of `maps` (counts) as tokens over its layer's mean, all on one scale."""
+    relative = [counts / counts.double().mean(1, keepdim=True) for counts in maps]
+    highest = max(float(values.nan_to_num(0.0).max()) for values in relative)
+    columns = min(len(maps), _PANELS_IN_A_ROW)
+    rows = math.ceil(len(maps) / columns)
+    # Without pyplot, which would choose a backend for the whole process and keep the figure.
+    figure = Figure(figsize=(1.5 + 3.2 * columns, 0.6 + 2.4 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    image = None
+    for place, axis in enumerate(axes.flat):
+        if place >= len(maps):
+            axis.set_axis_off()
+            continue
+        values = torch.as_tensor(relative[place]).numpy()
+        image = axis.imshow(
+            values, vmin=0.0, vmax=max(highest, 1.0), aspect="auto", interpolation="nearest"
+        )
+        axis.set_title(titles[place], fontsize=9)
+        axis.label_outer()
+    figure.supxlabel("expert")
+    figure.supylabel("layer")
+    figure.colorbar(image, ax=axes, label="tokens / mean of the layer")
+    figure.savefig(os.fspath(path), dpi=120, format="png")

@@ -1,0 +1,406 @@
+"""`bias_update_rate`: the rule by hand, once per optimizer step from stock's own choices of all
+ranks' tokens, under Accelerate, the Trainer and an own loop; what has no bias is refused.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from support.architectures import batch, tiny
+from support.architectures.steps import CUT_LOGITS, TEXT_TYPES, adamw, loss_of_sum
+from support.checks import Check, Found, on_ranks
+from support.launched import launched
+from support.tiny_models import tiny as tiny_qwen
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from hf_moe_ep import (
+    ParallelConfig,
+    apply_ep_fsdp2,
+    expert_load,
+    load_checkpoint,
+    patch,
+    save_checkpoint,
+    save_pretrained,
+    update_router_bias,
+)
+from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.state import STATE
+
+RATE = 0.0625  # exact in every dtype: what moved is seen bit by bit
+KIND = "deepseek_v3"
+# More classes than experts: a token may choose none.
+NOT_ONLY_EXPERTS = {"zaya"}
+Batch = dict[str, Tensor]
+
+
+def _biases(model: nn.Module) -> dict[int, Tensor]:
+    """Biases by the number of their MoE layer, found without the code under test."""
+    found = {}
+    named = [*model.named_buffers(), *model.named_parameters()]
+    for index, experts in enumerate(find_parts(model).experts):
+        block = f"{experts.rpartition('.')[0]}."
+        for name, tensor in named:
+            beside = name.startswith(block) and name.endswith(("_bias", "_biases"))
+            if beside and not tensor.requires_grad and tensor.is_floating_point():
+                found[index] = tensor
+    return found
+
+
+def _chosen(model: nn.Module, inputs: list[Batch]) -> list[list[int]]:
+    """By MoE layer and expert: pairs that a stock model's experts are handed."""
+    parts = find_parts(model)
+    counts = [[0] * parts.num_experts for _ in parts.experts]
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, args, row=row: (
+                [row.__setitem__(e, row[e] + 1) for e in args[1].flatten()] and None
+            )
+        )
+        for row, module in zip(counts, parts.experts.values(), strict=True)
+    ]
+    with torch.no_grad():
+        for one in inputs:
+            loss_of_sum(model, one, torch.tensor(1))
+    for hook in hooks:
+        hook.remove()
+    return counts
+
+
+def _moved(bias: Tensor, counts: list[int]) -> Tensor:
+    """The rule, expert by expert."""
+    mean = sum(counts) / len(counts)
+    signs = [(mean > count) - (mean < count) for count in counts]
+    return bias + RATE * torch.tensor(signs, dtype=bias.dtype).view_as(bias)
+
+
+def _inputs(model: nn.Module, rank: int, seed: int) -> Batch:
+    return batch(model, 1 + rank % 2, 9 + 2 * rank, seed=10 * seed + rank)
+
+
+def _stock_like(model: nn.Module) -> nn.Module:
+    """A stock model with the biases that `model` has now, its weights never trained."""
+    stock = tiny(KIND)
+    for index, bias in _biases(stock).items():
+        bias.data = _biases(model)[index].detach().to(bias.dtype).clone()
+    return stock
+
+
+def _stay(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that moves nothing, so that stock's choices are known."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def test_the_rule_by_hand() -> None:
+    """Two micro-batches are one step; what is not trained on, or counted before, moves nothing."""
+    model = patch(tiny(KIND), bias_update_rate=RATE)
+    assert len(_biases(model)) == 3, "one layer is dense"
+    for step in range(3):
+        inputs = [_inputs(model, 0, 2 * step + micro) for micro in range(2)]
+        stock = _stock_like(model)
+        want = [_moved(_biases(stock)[i], row) for i, row in enumerate(_chosen(stock, inputs))]
+        for one in inputs:
+            model(**one).loss.backward()
+        model.eval()
+        with torch.no_grad():
+            model(**_inputs(model, 1, 7))
+        model.train()
+        update_router_bias(model)
+        for index, bias in _biases(model).items():
+            assert torch.equal(bias, want[index]), f"step {step}, layer {index}"
+        update_router_bias(model)
+        assert all(torch.equal(b, want[i]) for i, b in _biases(model).items()), "moved twice"
+    assert len(torch.unique(torch.cat(list(_biases(model).values())))) > 2
+
+
+def test_a_layer_without_tokens_stays_and_so_do_experts_at_the_mean() -> None:
+    model = patch(tiny(KIND), bias_update_rate=RATE)
+    before = {index: bias.clone() for index, bias in _biases(model).items()}
+    counts = torch.zeros(3, 8, dtype=torch.int64)
+    counts[1] = torch.tensor([6, 2, 4, 4, 4, 4, 4, 4])
+    getattr(model, STATE).choice_counts = counts
+    update_router_bias(model)
+    after = _biases(model)
+    assert torch.equal(after[0], before[0]) and torch.equal(after[2], before[2])
+    want = torch.tensor([-RATE, RATE, 0, 0, 0, 0, 0, 0]).to(before[1])
+    assert torch.equal(after[1] - before[1], want)
+
+
+def test_a_copy_moves_alone_and_reading_the_load_changes_nothing() -> None:
+    model = patch(tiny(KIND), bias_update_rate=RATE)
+    model(**_inputs(model, 0, 0)).loss.backward()
+    other = copy.deepcopy(model)
+    assert expert_load(model).counts.any()
+    before = {index: bias.clone() for index, bias in _biases(other).items()}
+    update_router_bias(model)
+    for index, bias in _biases(model).items():
+        assert not torch.equal(bias, before[index])
+        assert torch.equal(_biases(other)[index], before[index])
+    update_router_bias(other)
+    assert all(torch.equal(b, _biases(model)[i]) for i, b in _biases(other).items())
+
+
+def test_biases_in_bf16_are_held_in_fp32() -> None:
+    model = tiny(KIND, dtype=torch.bfloat16)
+    for bias in _biases(model).values():
+        bias.data = bias.detach().bfloat16() + 8.0
+    patch(model, bias_update_rate=0.001, experts_backend="torch")
+    model(**_inputs(model, 0, 0)).loss.backward()
+    update_router_bias(model)
+    for bias in _biases(model).values():
+        assert bias.dtype == torch.float32
+        assert sorted(set((bias - 8).abs().round(decimals=5).tolist())) in ([0.001], [0.0, 0.001])
+
+
+@pytest.mark.parametrize("rate", [0, -0.001, float("nan"), float("inf"), True, "0.1"])
+def test_a_rate_that_is_none(rate: Any) -> None:
+    with pytest.raises(ValueError, match=r"bias_update_rate must be None or a number > 0, got"):
+        ParallelConfig(bias_update_rate=rate)
+
+
+def test_what_has_no_bias_to_update() -> None:
+    with pytest.raises(ValueError, match=r"no router of qwen3_moe has a correction bias"):
+        patch(tiny_qwen(), bias_update_rate=RATE)
+    with pytest.raises(ValueError, match=r"has 9 entries and the layer 8 experts"):
+        patch(tiny("zaya"), bias_update_rate=RATE)
+    with pytest.raises(ValueError, match=r"bias_update_rate=0.0625 has no counts.*'eager'"):
+        patch(tiny(KIND), bias_update_rate=RATE, experts_backend="eager")
+    trained = tiny("afmoe")
+    for name, parameter in trained.named_parameters():
+        if name.endswith("expert_bias"):
+            parameter.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"expert_bias is a parameter that an optimizer trains"):
+        patch(trained, bias_update_rate=RATE)
+    with pytest.raises(ValueError, match=r"patched without bias_update_rate"):
+        update_router_bias(patch(tiny(KIND)))
+    with pytest.raises(ValueError, match=r"not patched"):
+        update_router_bias(tiny(KIND))
+
+
+class _Skips:
+    """A gradient scaler that found an overflow: it calls no step."""
+
+    def step(self, optimizer: Any, closure: Any) -> None:
+        pass
+
+    def update(self) -> None:
+        pass
+
+
+def test_a_step_that_is_skipped_drops_its_counts() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = patch(tiny(KIND), bias_update_rate=RATE)
+    model, optimizer = accelerator.prepare(model, _stay(model))
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    before = {index: bias.clone() for index, bias in _biases(model).items()}
+    scaled = AcceleratedOptimizer(optimizer.optimizer, device_placement=False, scaler=_Skips())
+    accelerator._optimizers.append(scaled)
+    accelerator.prepare(optimizer)  # whatever is prepared next finds it
+    model(**_inputs(model, 0, 0)).loss.backward()
+    scaled.step()
+    assert scaled.step_was_skipped
+    optimizer.step()
+    assert all(torch.equal(bias, before[i]) for i, bias in _biases(model).items())
+    model(**_inputs(model, 0, 0)).loss.backward()
+    optimizer.step()
+    assert not any(torch.equal(bias, before[i]) for i, bias in _biases(model).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TEXT_TYPES)
+def test_every_type_with_a_bias_is_balanced_by_it(model_type: str) -> None:
+    """A larger bias draws more tokens: the sign of every router's correction is this one."""
+    model = tiny(model_type)
+    if not _biases(model):
+        with pytest.raises(ValueError, match=r"has a correction bias"):
+            patch(model, bias_update_rate=RATE)
+        return
+    if model_type in NOT_ONLY_EXPERTS:
+        with pytest.raises(ValueError, match=r"entries and the layer"):
+            patch(model, bias_update_rate=RATE)
+        return
+    patch(model, bias_update_rate=RATE)
+    state = getattr(model, STATE)
+    with_bias = [layer.index for layer in state.moe_layers if layer.correction is not None]
+    assert with_bias == list(_biases(model))
+    inputs = batch(model, 2, 16)
+    before = {index: bias.clone() for index, bias in _biases(model).items()}
+    loss_of_sum(model, inputs, torch.tensor(1)).backward()
+    counts = expert_load(model).counts
+    update_router_bias(model)
+    for index, bias in _biases(model).items():
+        assert torch.equal(bias, _moved(before[index], counts[index].tolist()))
+        # All tokens leave an expert that is corrected down, group limits or not.
+        busiest = int(counts[index].argmax())
+        bias.data.view(-1)[busiest] -= 100.0
+    torch.manual_seed(0)
+    loss_of_sum(model, inputs, torch.tensor(1)).backward()
+    left = expert_load(model).counts
+    for index in with_bias:
+        assert counts[index].max() > 0
+        assert left[index, counts[index].argmax()] < counts[index].max(), f"layer {index}"
+
+
+def _assert_alike(model: nn.Module) -> None:
+    """All ranks hold the same bits."""
+    for bias in _biases(model).values():
+        everyone = [torch.empty_like(bias) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, bias.detach().contiguous())
+        assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def _step_by_hand(biases: dict[int, Tensor], micro: list[Batch]) -> dict[int, Tensor]:
+    stock = tiny(KIND)
+    for index, bias in _biases(stock).items():
+        bias.data = biases[index].clone()
+    counts = _chosen(stock, micro)
+    return {index: _moved(bias, counts[index]) for index, bias in biases.items()}
+
+
+def own_loop(rank: int, world: int, folder: str) -> None:
+    """From the counts of all ranks; training state and hub files hold the bits, a resume too."""
+    model = apply_ep_fsdp2(tiny(KIND, seed=rank), ep_size=2, bias_update_rate=RATE)
+    want = {index: bias.detach().clone() for index, bias in _biases(tiny(KIND)).items()}
+    optimizer = _stay(model)
+    for step in range(2):
+        for micro in range(2):
+            model(**_inputs(model, rank, 2 * step + micro)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update_router_bias(model)
+        everyone = [
+            _inputs(model, other, 2 * step + micro) for other in range(world) for micro in range(2)
+        ]
+        want = _step_by_hand(want, everyone)
+        for index, bias in _biases(model).items():
+            assert torch.equal(bias, want[index]), f"step {step}, layer {index}"
+    _assert_alike(model)
+    save_checkpoint(f"{folder}/state", model, optimizer)
+    save_pretrained(model, f"{folder}/hub")
+    other = apply_ep_fsdp2(tiny(KIND, seed=5 + rank), ep_size=1, bias_update_rate=RATE)
+    load_checkpoint(f"{folder}/state", other, _stay(other))
+    stock = type(tiny(KIND)).from_pretrained(f"{folder}/hub", dtype=torch.float64)
+    for one in (model, other):
+        one(**_inputs(model, rank, 9)).loss.backward()
+        update_router_bias(one)
+    for index, bias in _biases(other).items():
+        assert torch.equal(bias, _biases(model)[index]), f"resumed, layer {index}"
+        assert torch.equal(_biases(stock)[index].to(want[index]), want[index]), "hub files"
+
+
+def accelerate_loop(rank: int, world: int) -> None:
+    """Without a word of the script: once per step of `accumulate`, not once per backward."""
+    with launched():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = patch(tiny(KIND, seed=rank), ep_size=2, bias_update_rate=RATE)
+        model, optimizer = accelerator.prepare(model, _stay(model))
+        want = {index: bias.detach().clone() for index, bias in _biases(tiny(KIND)).items()}
+        for step in range(2):
+            for micro in range(2):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**_inputs(model, rank, 2 * step + micro)).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            everyone = [
+                _inputs(model, r, 2 * step + micro) for r in range(world) for micro in range(2)
+            ]
+            want = _step_by_hand(want, everyone)
+            for index, bias in _biases(model).items():
+                assert torch.equal(bias, want[index]), f"step {step}, layer {index}"
+        _assert_alike(model)
+
+
+def one_rank_skipped(rank: int, world: int) -> None:
+    """Every rank drops its counts then, as all would have stepped on its gradients."""
+    from hf_moe_ep.routing.bias import update_biases
+
+    model = apply_ep_fsdp2(tiny(KIND), ep_size=2, bias_update_rate=RATE)
+    before = {index: bias.detach().clone() for index, bias in _biases(model).items()}
+    model(**_inputs(model, rank, 0)).loss.backward()
+    update_biases(getattr(model, STATE), skipped=rank == 1)
+    update_biases(getattr(model, STATE))
+    assert all(torch.equal(bias, before[i]) for i, bias in _biases(model).items())
+
+
+@contextmanager
+def _trainer(folder: str, model: nn.Module, **arguments: Any) -> Iterator[Trainer]:
+    with launched():
+        args = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-3,
+            train_sampling_strategy="sequential",
+            save_strategy="steps",
+            save_steps=2,
+            eval_strategy="steps",
+            eval_steps=1,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            **arguments,
+        )
+        one = batch(tiny(KIND), 32, 10)
+        rows = [{name: value[row] for name, value in one.items()} for row in range(32)]
+        yield Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:4])
+
+
+def under_the_trainer(rank: int, world: int, folder: str) -> None:
+    """Each step moves each bias by the rate; a run that resumes goes on bit by bit."""
+    make = partial(tiny, KIND, dtype=torch.float32)
+    model = patch(make(), ep_size=2, bias_update_rate=RATE)
+    start = {index: bias.detach().clone() for index, bias in _biases(model).items()}
+    with _trainer(folder, model, max_steps=4) as trainer:
+        trainer.train()
+        model = trainer.model
+    _assert_alike(model)
+    for index, bias in _biases(model).items():
+        steps = (bias - start[index]) / RATE
+        assert torch.equal(steps, steps.round()) and 0 < steps.abs().max() <= 4
+    other = patch(make(seed=3), ep_size=2, bias_update_rate=RATE)
+    with _trainer(folder, other, max_steps=4) as trainer:
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        other = trainer.model
+    for index, bias in _biases(other).items():
+        assert torch.equal(bias, _biases(model)[index]), f"resumed, layer {index}"
+
+
+def _every_type(model_type: str, rank: int, world: int, folder: str) -> None:
+    """Buffers and parameters, of any name and place: the same bits on both ranks, and saved."""
+    if model_type in CUT_LOGITS:
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    model = apply_ep_fsdp2(tiny(model_type, seed=rank), ep_size=2, bias_update_rate=RATE)
+    before = {index: bias.detach().clone() for index, bias in _biases(tiny(model_type)).items()}
+    optimizer = adamw(model)
+    loss_of_sum(model, batch(model, 1 + rank, 12, seed=rank), torch.tensor(1)).backward()
+    optimizer.step()
+    counts = expert_load(model).counts
+    update_router_bias(model)
+    for index, bias in _biases(model).items():
+        assert torch.equal(bias, _moved(before[index], counts[index].tolist())), f"layer {index}"
+    save_checkpoint(f"{folder}/state", model, optimizer)
+    other = apply_ep_fsdp2(tiny(model_type, seed=7 + rank), bias_update_rate=RATE)
+    load_checkpoint(f"{folder}/state", other, adamw(other))
+    assert all(torch.equal(bias, _biases(model)[i]) for i, bias in _biases(other).items())
+
+
+CORRECTED = ("afmoe", "deepseek_v4", "ernie4_5_moe", "glm4_moe", "hy_v3", "lfm2_moe", "nemotron_h")
+CHECKS = [
+    *on_ranks(2, accelerate_loop),
+    *on_ranks(2, own_loop, one_rank_skipped, under_the_trainer, slow=True),
+    *on_ranks(2, {name: partial(_every_type, name) for name in CORRECTED}, slow=True),
+]
+
+
+@pytest.mark.parametrize("claim", CHECKS)
+def test_once_per_step_from_the_counts_of_all_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)

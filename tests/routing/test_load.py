@@ -1,0 +1,259 @@
+"""`expert_load`: the figures by hand, what counts and what does not, and stock's own choices on
+ranks, under checkpointing, sequence parallelism and torch.compile.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import parity
+from support.architectures import batch as batch_of
+from support.architectures import tiny as tiny_of
+from support.architectures.steps import TEXT_TYPES, loss_of_sum
+from support.checks import Check, Found, on_ranks
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from hf_moe_ep import ExpertLoad, apply_ep_fsdp2, expert_load, patch
+from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.routing.load import load_of_reader
+from hf_moe_ep.state import STATE
+
+ACCUMULATION = 3
+EXPERTS = 8
+
+
+def _chosen(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
+    """[layers, E], by hand: what a stock model's experts are handed, pair by pair."""
+    experts = list(find_parts(model).experts.values())
+    found = torch.zeros(len(experts), find_parts(model).num_experts, dtype=torch.int64)
+
+    def count(index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        for expert in args[1].flatten().tolist():
+            found[index, expert] += 1
+
+    hooks = [
+        module.register_forward_pre_hook(partial(count, index))
+        for index, module in enumerate(experts)
+    ]
+    with torch.no_grad():
+        for one in inputs:
+            loss_of_sum(model, one, torch.tensor(1))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_figures_by_hand() -> None:
+    """The example of the module's docstring, a layer with all on one expert, one without tokens."""
+    counts = torch.tensor([[7, 5, 3, 1], [0, 8, 0, 0], [0, 0, 0, 0]])
+    load = ExpertLoad(counts, ("a", "b", "c"), ep_size=2)
+    assert load.max_over_mean.tolist()[:2] == [1.75, 4.0]
+    assert load.rank_max_over_mean.tolist()[:2] == [1.5, 2.0]
+    assert load.dead.tolist() == [0, 3, 0]
+    shares = [7 / 16, 5 / 16, 3 / 16, 1 / 16]
+    entropy = -sum(share * math.log(share) for share in shares)
+    assert load.entropy.tolist()[:2] == pytest.approx([entropy, 0.0])
+    assert round(entropy, 3) == 1.212, "the docstring's figure"
+    assert load.relative_entropy.tolist()[:2] == pytest.approx([entropy / math.log(4), 0.0])
+    assert load.worst_layer == 1
+    for figure in (load.max_over_mean, load.rank_max_over_mean, load.entropy):
+        assert math.isnan(figure[2])
+    lines = str(load).splitlines()
+    assert lines[0].startswith("expert load of 3 layers of 4 experts, ep_size 2: 24 ")
+    assert lines[2].split() == ["a", "16", "1.75", "(e0)", "1.50", "0", "0.874"]
+    assert lines[3].split() == ["b", "8", "4.00", "(e1)", "2.00", "3", "0.000"]
+    assert lines[4].split() == ["c", "0", "no", "tokens"]
+
+
+def test_a_plot_is_a_picture(tmp_path: Path) -> None:
+    load = ExpertLoad(torch.tensor([[7, 5, 3, 1], [0, 0, 0, 0]]), ("a", "b"))
+    load.plot(tmp_path / "load.png")
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _steps(model: nn.Module, call: Callable[..., Any] | None = None) -> Tensor:
+    """Train on two batches; what stock chooses for them."""
+    inputs = [batch(model, 2, 9, seed=seed, pad=3 * seed) for seed in range(2)]
+    for one in inputs:
+        (call or model)(**one).loss.backward()
+    return _chosen(tiny(), inputs)
+
+
+def test_counts_are_the_choices_of_training() -> None:
+    """Evaluation, what needs no gradient, and another reader's zero change nothing."""
+    model = patch(tiny())
+    state = getattr(model, STATE)
+    assert not expert_load(model).counts.any()
+    want = _steps(model)
+    assert want.sum(1).tolist() == [2 * 2 * 9 * 2] * 2
+    with torch.no_grad():
+        model(**batch(model, 2, 5))
+    model.eval()
+    model(**batch(model, 2, 5)).loss.backward()
+    model.train()
+    assert torch.equal(expert_load(model, reset=False).counts, want)
+    load = expert_load(model)
+    assert torch.equal(load.counts, want)
+    assert load.layers == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+    assert not expert_load(model).counts.any()
+    assert torch.equal(load_of_reader(model, state, "another", reset=True).counts, want)
+    other = copy.deepcopy(model)
+    again = _steps(model)
+    assert torch.equal(expert_load(model).counts, again)
+    assert not expert_load(other).counts.any()
+
+
+def test_a_part_that_is_called_alone_counts_where_it_leads_to_gradients() -> None:
+    model = patch(tiny())
+    model(**batch(model, 2, 5)).loss.backward()
+    expert_load(model)
+    inputs = batch(model, 2, 9)
+    del inputs["labels"]
+    with torch.no_grad():
+        model.model(**inputs)
+    assert not expert_load(model).counts.any()
+    model.model(**inputs)
+    assert torch.equal(expert_load(model).counts, _chosen(tiny(), [batch(model, 2, 9)]))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_count_once(use_reentrant: bool) -> None:
+    model = tiny()
+    parity.checkpointing(model, use_reentrant)
+    assert torch.equal(_steps(patch(model)), expert_load(model).counts)
+
+
+def test_selective_checkpoints_count_once() -> None:
+    """Their two runs are compared operator by operator."""
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    model = tiny()
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    options = {"use_reentrant": False, "context_fn": contexts}
+    (enable or model.gradient_checkpointing_enable)(options)
+    assert torch.equal(_steps(patch(model)), expert_load(model).counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_compiled_counts_and_numbers_are_the_same(use_reentrant: bool | None) -> None:
+    torch.compiler.reset()
+    model, plain = tiny(), patch(tiny())
+    if use_reentrant is not None:
+        parity.checkpointing(model, use_reentrant)
+    patch(model)
+    want = _steps(plain)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert torch.equal(_steps(model, compiled), want)
+    assert torch.equal(expert_load(model).counts, want)
+    for (name, got), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(got.grad, wanted.grad, rtol=1e-10, atol=1e-12), name
+
+
+@pytest.mark.slow
+def test_compiled_without_a_break() -> None:
+    torch.compiler.reset()
+    model = patch(tiny(), experts_backend="torch")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    inputs = batch(model, 2, 9)
+    del inputs["attention_mask"]
+    compiled(**inputs, use_cache=False).loss.backward()
+    assert torch.equal(expert_load(model).counts, _chosen(tiny(), [inputs]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TEXT_TYPES)
+def test_every_type_counts_what_its_experts_are_handed(model_type: str) -> None:
+    model = tiny_of(model_type)
+    inputs = batch_of(model, 2, 9)
+    torch.manual_seed(1)
+    want = _chosen(tiny_of(model_type), [inputs])
+    patch(model)
+    torch.manual_seed(1)
+    loss_of_sum(model, inputs, torch.tensor(1)).backward()
+    load = expert_load(model)
+    assert torch.equal(load.counts, want)
+    assert want.any() and len(load.layers) == len(want)
+
+
+def test_what_cannot_be_counted() -> None:
+    with pytest.raises(ValueError, match="not patched"):
+        expert_load(tiny())
+    with pytest.raises(ValueError, match=r"experts_backend='eager'.*experts_backend='torch'"):
+        expert_load(patch(tiny(), experts_backend="eager"))
+    with pytest.raises(ValueError, match="reset=1"):
+        expert_load(patch(tiny()), reset=1)
+
+
+def _inputs(rank: int, micro: int) -> dict[str, Tensor]:
+    return batch(tiny(), 1 + rank % 2, 8 + 2 * rank, seed=10 * micro + rank, pad=2)
+
+
+def _as_stock(use_reentrant: bool | None, config: dict[str, Any], rank: int, world: int) -> None:
+    model = tiny(seed=rank)
+    if use_reentrant is not None:
+        parity.checkpointing(model, use_reentrant)
+    apply_ep_fsdp2(model, **config)
+    sp = config.get("sp_size", 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wanted = torch.zeros(2, EXPERTS, dtype=torch.int64)
+    for step in range(2):
+        for micro in range(ACCUMULATION):
+            seed = ACCUMULATION * step + micro
+            model(**_inputs(rank // sp, seed)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        everyone = [
+            _inputs(data_rank, ACCUMULATION * step + micro)
+            for data_rank in range(world // sp)
+            for micro in range(ACCUMULATION)
+        ]
+        wanted += _chosen(tiny(), everyone)
+        model.eval()
+        with torch.no_grad():
+            model(**_inputs(rank // sp, 0))
+        model.train()
+    kept, load = expert_load(model, reset=False), expert_load(model)
+    assert load.ep_size == config.get("ep_size", 1)
+    assert torch.equal(load.counts, wanted), f"{load.counts}\n{wanted}"
+    assert torch.equal(kept.counts, wanted)
+    assert not expert_load(model).counts.any()
+
+
+def ranks_that_disagree(rank: int, world: int) -> None:
+    model = apply_ep_fsdp2(tiny(), ep_size=2)
+    model(**_inputs(rank, 0)).loss.backward()
+    with pytest.raises(ValueError, match=r"1 of 2 ranks called expert_load with reset=True"):
+        expert_load(model, reset=rank == 0)
+    assert expert_load(model).counts.any()
+
+
+ON_RANKS = [
+    *on_ranks(2, ranks_that_disagree),
+    *on_ranks(2, {"2 ranks, ep 2": partial(_as_stock, False, {"ep_size": 2})}),
+    *on_ranks(
+        4,
+        {
+            f"4 ranks, ep 2, checkpointing {kind}": partial(_as_stock, use, {"ep_size": 2})
+            for kind, use in (("off", None), ("on", False), ("reentrant", True))
+        }
+        | {
+            "4 ranks, ep 2, sp 2": partial(_as_stock, None, {"ep_size": 2, "sp_size": 2}),
+            "4 ranks, HSDP": partial(_as_stock, True, {"ep_size": 2, "dp_replicate_size": 2}),
+            "4 ranks, chunks": partial(_as_stock, None, {"ep_size": 4, "dispatch_chunks": 3}),
+        },
+        slow=True,
+    ),
+]
+
+
+@pytest.mark.parametrize("claim", ON_RANKS)
+def test_counts_of_all_ranks_are_stocks(found: Found, claim: Check) -> None:
+    """Accumulation of 3, evaluation in between: by hand from what stock's experts are handed."""
+    found.raise_if_failed(claim)
