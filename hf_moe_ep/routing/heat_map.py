@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 try:
@@ -31,18 +30,20 @@ def draw_heat_maps(
     # Without pyplot, which would choose a backend for the whole process and keep the figure.
     figure = Figure(figsize=(1.5 + 3.2 * columns, 0.6 + 2.4 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    image = None
+    images = []
     for place, axis in enumerate(axes.flat):
         if place >= len(maps):
             axis.set_axis_off()
             continue
-        values = torch.as_tensor(relative[place]).numpy()
-        image = axis.imshow(
-            values, vmin=0.0, vmax=max(highest, 1.0), aspect="auto", interpolation="nearest"
+        values = relative[place].numpy()
+        images.append(
+            axis.imshow(
+                values, vmin=0.0, vmax=max(highest, 1.0), aspect="auto", interpolation="nearest"
+            )
         )
         axis.set_title(titles[place], fontsize=9)
         axis.label_outer()
     figure.supxlabel("expert")
     figure.supylabel("layer")
-    figure.colorbar(image, ax=axes, label="tokens / mean of the layer")
+    figure.colorbar(images[0], ax=axes, label="tokens / mean of the layer")
     figure.savefig(os.fspath(path), dpi=120, format="png")
