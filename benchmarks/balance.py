@@ -1,7 +1,7 @@
 """Balance of experts by each method, on the demo's data: worst layer's load and held-out loss.
 
     python benchmarks/balance.py                                    the table, to the terminal
-    python benchmarks/balance.py --write benchmarks/results         and with a plot beside the others
+    python benchmarks/balance.py --write benchmarks/results         with a plot, beside the others
     python benchmarks/balance.py --kept out/balance.jsonl           go on where a run was stopped
     python benchmarks/balance.py --overhead                         what counting costs a step
 
