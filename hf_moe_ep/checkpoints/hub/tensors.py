@@ -118,7 +118,7 @@ def _iterate(
         check_everyone_calls("hub_tensors")
         check_alike(
             "hub_tensors",
-            model=f"{model._get_name()} of {sum(p.numel() for p in model.parameters())} values",
+            model=f"{type(model).__name__} of {sum(p.numel() for p in model.parameters())} values",
             merge_adapters=merge_adapters,
             active_adapters=active_adapters(model),
             dtype=dtype,
