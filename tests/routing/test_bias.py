@@ -151,7 +151,7 @@ def test_a_copy_moves_alone_and_reading_the_load_changes_nothing() -> None:
 def test_biases_in_bf16_are_held_in_fp32() -> None:
     model = tiny(KIND, dtype=torch.bfloat16)
     for bias in _biases(model).values():
-        bias.data = bias.detach().bfloat16() + 8.0
+        bias.data = torch.full_like(bias, 8.0, dtype=torch.bfloat16)
     patch(model, bias_update_rate=0.001, experts_backend="torch")
     model(**_inputs(model, 0, 0)).loss.backward()
     update_router_bias(model)
