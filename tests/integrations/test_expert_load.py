@@ -39,21 +39,20 @@ class _Tracker(TrainerCallback):
 def _train(
     folder: Path | str, callback: ExpertLoadCallback, *, steps: int = 4, **given: Any
 ) -> tuple[Trainer, _Tracker]:
-    arguments = given.pop("arguments", {})
-    args = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        max_steps=steps,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        **arguments,
-    )
+    defaults = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": steps,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+    }
+    args = TrainingArguments(**(defaults | given.get("arguments", {})))
     one = batch(tiny(), 32, 9)
     rows = [{name: value[row] for name, value in one.items()} for row in range(32)]
     tracker = _Tracker()

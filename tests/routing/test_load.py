@@ -82,7 +82,7 @@ def _steps(model: nn.Module, call: Callable[..., Any] | None = None) -> Tensor:
     """Train on two batches; what stock chooses for them."""
     inputs = [batch(model, 2, 9, seed=seed, pad=3 * seed) for seed in range(2)]
     for one in inputs:
-        (call or model)(**one).loss.backward()
+        (model if call is None else call)(**one).loss.backward()
     return _chosen(tiny(), inputs)
 
 
