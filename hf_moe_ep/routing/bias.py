@@ -30,6 +30,7 @@ from hf_moe_ep.architectures import Parts
 from hf_moe_ep.routing.counts import count_anew, counts_of_all_ranks
 from hf_moe_ep.routing.load import check_counts
 from hf_moe_ep.state import CorrectionBias, ModelState, patched_state
+from hf_moe_ep.upstream.adapters import wraps_for_adapters
 from hf_moe_ep.upstream.models import is_correction_bias
 from hf_moe_ep.upstream.module_names import stock_name
 from hf_moe_ep.upstream.modules import own_buffers
@@ -49,6 +50,11 @@ def check(parts: Parts, state: ModelState) -> None:
             f"bias_update_rate={rate}: no router of {parts.plan.model_type} has a correction bias, "
             f"a tensor beside its weights that no gradient reaches; leave it out, and balance with "
             f"the model's own load-balancing loss, if it has one (output_router_logits=True)"
+        )
+    if any(map(wraps_for_adapters, parts.root.modules())):
+        raise ValueError(
+            f"bias_update_rate={rate}: this model has adapters, which are saved without the model "
+            f"around them, so what the biases have learned would be lost; leave it out"
         )
     for experts, found in biases.items():
         _check_bias(experts, found, parts.num_experts, rate)
@@ -79,7 +85,8 @@ def update_router_bias(model: nn.Module) -> None:
     `patch(model, bias_update_rate=0.001)` first. What counts are the tokens since the last call, of
     all micro-batches and ranks: one all-reduce of a number per expert and layer, for which the host
     does not wait. Without any token since then nothing moves, so a second call does no harm, and
-    under Accelerate and the Trainer, which call it by themselves, none is needed.
+    under Accelerate and the Trainer, which call it by themselves, none is needed. They drop the
+    counts of a step that a gradient scaler skips; a call moves the biases by whatever was counted.
 
     Raises:
         ValueError: the model is not patched, or without bias_update_rate.

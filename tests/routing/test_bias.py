@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from peft import LoraConfig, get_peft_model
 from support.architectures import batch, tiny
 from support.architectures.steps import CUT_LOGITS, TEXT_TYPES, adamw, loss_of_sum
 from support.checks import Check, Found, on_ranks
@@ -180,6 +181,9 @@ def test_what_has_no_bias_to_update() -> None:
             parameter.requires_grad_(True)
     with pytest.raises(ValueError, match=r"expert_bias is a parameter that an optimizer trains"):
         patch(trained, bias_update_rate=RATE)
+    adapted = get_peft_model(tiny(KIND), LoraConfig(r=2, target_modules=["o_proj"]))
+    with pytest.raises(ValueError, match=r"has adapters, which are saved without"):
+        patch(adapted, bias_update_rate=RATE)
     with pytest.raises(ValueError, match=r"patched without bias_update_rate"):
         update_router_bias(patch(tiny(KIND)))
     with pytest.raises(ValueError, match=r"not patched"):
