@@ -25,6 +25,9 @@ try:
     from hf_moe_ep.patch import patch, unpatch
     from hf_moe_ep.routing.bias import update_router_bias
     from hf_moe_ep.routing.load import ExpertLoad, expert_load
+    from hf_moe_ep.routing.replay import RoutingReplay
+    from hf_moe_ep.routing.report import ReplayReport
+    from hf_moe_ep.routing.routes import Routes
     from hf_moe_ep.sharding.clip import clip_grad_norm_
     from hf_moe_ep.vision.positions import PositionCollator
 except Exception as error:  # noqa: BLE001  a broken package may raise anything at import
@@ -48,6 +51,9 @@ __all__ = [
     "ExpertLoadCallback",
     "ParallelConfig",
     "PositionCollator",
+    "ReplayReport",
+    "Routes",
+    "RoutingReplay",
     "apply_ep_fsdp2",
     "clip_grad_norm_",
     "data_parallel_rank",

@@ -16,9 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from enum import IntEnum
 from typing import Protocol
 
 from torch import Tensor
+
+
+class RoutesTold(IntEnum):
+    """What ranks tell each other of where a forward's routes come from."""
+
+    LIVE = 0
+    REPLAYED = 1
+    REFUSED = 2
+
+
+_ROUTES_TOLD: tuple[list[str], ...] = ([], ["replayed routes"], ["routes that it refuses"])
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class Header:
     recompute: bool
     top_k: int
     itemsize: int
+    routes: int = RoutesTold.LIVE
 
     def as_list(self) -> list[int]:
         """List the fields in order, as they travel."""
@@ -41,7 +54,7 @@ class Header:
     @classmethod
     def from_list(cls, values: list[int]) -> Header:
         """Make the header that came as `values`."""
-        forward, layer, training, grad, checkpointed, recompute, top_k, itemsize = values
+        forward, layer, training, grad, checkpointed, recompute, top_k, itemsize, routes = values
         return cls(
             forward,
             layer,
@@ -51,6 +64,7 @@ class Header:
             bool(recompute),
             top_k,
             itemsize,
+            RoutesTold(routes),
         )
 
     def __str__(self) -> str:
@@ -58,6 +72,7 @@ class Header:
         mode += [] if self.grad else ["no_grad"]
         mode += ["checkpointed"] if self.checkpointed else []
         mode += ["recompute"] if self.recompute else []
+        mode += _ROUTES_TOLD[self.routes]
         sizes = f"top-{self.top_k}, {self.itemsize} bytes per element"
         return f"MoE layer {self.layer} of forward {self.forward} ({', '.join(mode)}; {sizes})"
 
@@ -126,8 +141,14 @@ class CheckpointFrame(Protocol):
     def replaying(self) -> bool:
         """Whether this is a later run."""
 
-    def keep(self, layer: int, expert_ids_TK: Tensor, exchanges: Sequence[Exchange]) -> None:
+    def keep(self, layer: int, expert_ids_TK: Tensor, exchanges: Sequence[Exchange] | None) -> None:
         """Remember a MoE layer of the first run: the router's choice, and what it led to."""
+
+    def keep_weights(self, layer: int, weights_TK: Tensor, given_T1: Tensor) -> None:
+        """Remember weights that stood in place of the router's, and for which tokens."""
+
+    def weights(self, layer: int, weights_TK: Tensor) -> Tensor:
+        """Return the weights of a layer that a later run has reached."""
 
     def take(self, layer: int, expert_ids_TK: Tensor) -> Sequence[Exchange]:
         """Return what was kept of the layer that a later run has reached."""

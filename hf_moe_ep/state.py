@@ -12,7 +12,7 @@ keyword) to search for in FILE.
     state.py | _hf_moe_ep replace restore | attributes of stock modules, what was there is kept
     patch.py | STATE patch_alike | the model's ModelState, on its root
     moe/attach.py | STATE | a MoELayer on every experts module
-    moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a training forward
+    moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a forward
     upstream/experts_interface.py | _experts_implementation_internal register | a copied config
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- what a ModelState or MoELayer is told later --
@@ -23,6 +23,8 @@ keyword) to search for in FILE.
     routing/bias.py | correction data | the bias of a layer's router; in fp32 from patch on
     moe/forwards.py | function | the forward of a module, where ours took Liger's place
     moe/recompute.py | frame | the checkpointed layer that runs, during its run
+    routing/sessions.py | routing | the record or replay that is open
+    routing/recording.py | ids | of the routes of an open record, anew at each forward
     lora/computed.py | adapters | the active ones, one forward
     integrations/shared_batches.py | sums_losses gather_logits | a Trainer; one prediction
     checkpoints/training/save.py | saver | from the first save in the background on
@@ -56,6 +58,7 @@ keyword) to search for in FILE.
     __init__.py | _broken __getattr__ | what failed at import, and what raises it at first use
     -- what Accelerate and the Trainer are told, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | how many ranks share a batch
+    upstream/grpo.py | setattr | functions of one GRPO trainer and its engine, which replay routing
     integrations/references.py | _hf_moe_ep_policy meshes_beside | what a reference stands beside
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
@@ -87,7 +90,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.dispatcher import CheckpointFrame, Dispatcher
+from hf_moe_ep.dispatcher import CheckpointFrame, Dispatcher, RoutesTold
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.background import Saver
@@ -125,6 +128,8 @@ class ModelState:
     dispatcher: Dispatcher | None = None
     # The checkpointed layer that runs now.
     frame: CheckpointFrame | None = None
+    # While a `record` or `replay` of routing is open.
+    routing: RoutingSession | None = None
     # Of saves in the background, from the first one on.
     saver: Saver | None = None
     # `patch` with this config, for a model that is to stand beside this one.
@@ -255,6 +260,21 @@ class ReliedOn:
     module: nn.Module
     function: Callable[..., Any]
     is_experts: bool
+
+
+class RoutingSession(Protocol):
+    """An open `record` or `replay` of `routing/`."""
+
+    @property
+    def told(self) -> RoutesTold:
+        """What other ranks are told of this forward."""
+
+    @property
+    def refusal(self) -> ValueError | None:
+        """What is wrong with the routes; raised once all ranks have been told."""
+
+    def tensors(self, device: torch.device) -> dict[str, Tensor]:
+        """What all ranks of an sp group must have alike, by name, beside their batch."""
 
 
 class Ours:

@@ -9,7 +9,8 @@ weights, and their gradients, are those of the chosen experts, whatever the rout
 
 Only a `topk` that could be the router's is answered: over as many scores as there are experts, and
 for as many choices as `upcoming` has. Any other one, and every one where `upcoming` has nothing,
-is torch's own. Which layer comes next is the business of the caller.
+is torch's own. Which layer comes next is the business of the caller, who may also `decide` in the
+end: it is called with the ids and with a function that says what torch's own topk would choose.
 """
 
 from __future__ import annotations
@@ -25,13 +26,21 @@ from torch.overrides import TorchFunctionMode
 
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
+# (expert_ids_TK of `upcoming`, what topk itself would choose) -> expert_ids_TK
+Decide = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+
 
 class ChosenTopK(TorchFunctionMode):
     """Within it, `topk` over `num_experts` scores gives the indices that `upcoming` has."""
 
-    def __init__(self, num_experts: int, upcoming: Callable[[], Tensor | None]) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        upcoming: Callable[[], Tensor | None],
+        decide: Decide | None = None,
+    ) -> None:
         super().__init__()
-        self._num_experts, self._upcoming = num_experts, upcoming
+        self._num_experts, self._upcoming, self._decide = num_experts, upcoming, decide
 
     def __torch_function__(
         self,
@@ -50,8 +59,17 @@ class ChosenTopK(TorchFunctionMode):
         shape = (*scores.shape[:-1], k)
         if scores.shape[-1] != self._num_experts or math.prod(shape) != ids_TK.numel():
             return func(*args, **kwargs)
-        ids = ids_TK if ids_TK.shape == shape else ids_TK.view(shape)
+        flat = ids_TK.shape
+
+        def live() -> Tensor:
+            with torch.no_grad():
+                chosen: Tensor = func(*args, **kwargs).indices
+            return chosen.view(flat)
+
         with hidden_from_modes():
+            if self._decide is not None:
+                ids_TK = self._decide(ids_TK, live)
+            ids = ids_TK if ids_TK.shape == shape else ids_TK.view(shape)
             return torch.return_types.topk((_Take.apply(scores, ids), ids))
 
 

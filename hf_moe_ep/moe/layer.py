@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.dispatcher import Exchange, Header
+from hf_moe_ep.dispatcher import Exchange, Header, RoutesTold
 from hf_moe_ep.moe.counting import count_choice
 from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
 from hf_moe_ep.moe.experts import local_weights, run_experts
@@ -71,6 +71,7 @@ def moe_forward(
     # The root's hook checks as well, and a compiled model cannot lose its mesh on the way.
     if not torch.compiler.is_compiling():
         layer.model.check_ready()
+        top_k_weights = _kept_weights(layer, top_k_weights)
     assert layer.compute is not None
     count_choice(layer, experts.training, top_k_index)
     return run_experts(
@@ -94,6 +95,7 @@ def _ep_forward(
     """
     state, meshes = layer.model, layer.model.meshes
     state.check_ready()
+    weights_TK = _kept_weights(layer, weights_TK)
     assert meshes is not None and layer.compute is not None
     count_choice(layer, experts.training, expert_ids_TK)
     # Selective checkpointing must not see what a recompute leaves out.
@@ -132,10 +134,23 @@ def _exchanges(
     assert state.dispatcher is not None
     header = _header(layer, training, x_TH, expert_ids_TK)
     hidden_bytes = x_TH.shape[1] * x_TH.element_size()
-    exchanges = state.dispatcher.plan(expert_ids_TK, header, hidden_bytes=hidden_bytes)
+    try:
+        exchanges = state.dispatcher.plan(expert_ids_TK, header, hidden_bytes=hidden_bytes)
+    finally:
+        # By now the other ranks have been told, and raise as well.
+        if state.routing is not None and state.routing.refusal is not None:
+            raise state.routing.refusal
     if frame is not None:
         frame.keep(layer.index, expert_ids_TK.detach(), exchanges)
     return exchanges
+
+
+def _kept_weights(layer: MoELayer, weights_TK: Tensor) -> Tensor:
+    """Return the router's weights; in a checkpoint's later run those that the first one had."""
+    frame = layer.model.frame
+    if frame is None or not frame.replaying:
+        return weights_TK
+    return frame.weights(layer.index, weights_TK)
 
 
 def _header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Header:
@@ -149,4 +164,5 @@ def _header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor
         recompute=backward_is_running(),
         top_k=expert_ids_TK.shape[1],
         itemsize=x_TH.element_size(),
+        routes=RoutesTold.LIVE if layer.model.routing is None else layer.model.routing.told,
     )

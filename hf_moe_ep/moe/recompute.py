@@ -9,6 +9,9 @@ given to run is a `Frame`, which keeps the exchanges that its first run planned 
 in the same order, in every later one. While it does, the router chooses what it chose before
 (`chosen_topk.py`), so its weights, and their gradients, are those of the rows that travelled.
 
+Without ep nothing is exchanged, and a router chooses anew, as in stock. While routes are recorded
+or replayed (`routing/`) a frame keeps the choice there as well: backward may run after that.
+
 Selective checkpointing (torch's `context_fn`) counts the operators of both runs, so what only one
 of them needs, planning in the first and the taking of values in the others, is hidden from it.
 
@@ -38,11 +41,14 @@ _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 @dataclass(frozen=True)
 class Routed:
-    """One MoE layer's first run: the router's choice, and the exchanges planned from it."""
+    """One MoE layer's first run: the router's choice, and the exchanges planned from it.
+
+    None where nothing is exchanged.
+    """
 
     layer: int
     expert_ids_TK: Tensor
-    exchanges: Sequence[Exchange]
+    exchanges: Sequence[Exchange] | None
 
 
 class Frame(CheckpointFrame):
@@ -51,6 +57,8 @@ class Frame(CheckpointFrame):
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
         self._state, self._function = state, function
         self._routed: list[Routed] = []
+        # By MoE layer: weights from elsewhere, and the tokens that have them.
+        self._weights: dict[int, tuple[Tensor, Tensor]] = {}
         self._next: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +69,7 @@ class Frame(CheckpointFrame):
             self._next = 0
             if torch.compiler.is_compiling():
                 return self._function(*args, **kwargs)
-            with ChosenTopK(self._state.num_experts, self._upcoming_ids):
+            with ChosenTopK(self._state.num_experts, self._upcoming_ids, self._decided):
                 return self._function(*args, **kwargs)
         finally:
             self._state.frame, self._next = outer, None
@@ -71,9 +79,20 @@ class Frame(CheckpointFrame):
         """Whether this is a later run."""
         return self._next is not None
 
-    def keep(self, layer: int, expert_ids_TK: Tensor, exchanges: Sequence[Exchange]) -> None:
-        """Remember a layer of the first run."""
+    def keep(self, layer: int, expert_ids_TK: Tensor, exchanges: Sequence[Exchange] | None) -> None:
+        """Remember a layer of the first run; without exchanges its router alone comes back."""
         self._routed.append(Routed(layer, expert_ids_TK, exchanges))
+
+    def keep_weights(self, layer: int, weights_TK: Tensor, given_T1: Tensor) -> None:
+        """Remember weights that were put in place of the router's, and for which tokens."""
+        self._weights[layer] = weights_TK, given_T1
+
+    def weights(self, layer: int, weights_TK: Tensor) -> Tensor:
+        """Return the weights that a later run computes with: the router's, or those kept."""
+        if layer not in self._weights:
+            return weights_TK
+        kept_TK, given_T1 = self._weights[layer]
+        return torch.where(given_T1, kept_TK, weights_TK)
 
     def take(self, layer: int, expert_ids_TK: Tensor) -> Sequence[Exchange]:
         """Return what was kept of the upcoming layer, whose router must have chosen the same."""
@@ -92,6 +111,7 @@ class Frame(CheckpointFrame):
                 f"{tuple(expert_ids_TK.shape)}, but forward had there: {was}. A checkpointed "
                 "function must do the same each time it runs"
             )
+        assert routed.exchanges is not None
         self._next += 1
         if routed.expert_ids_TK is expert_ids_TK:
             return routed.exchanges
@@ -114,6 +134,14 @@ class Frame(CheckpointFrame):
         """Say what the next router of a later run chooses; None in a checkpoint within this one."""
         routed = self._upcoming() if self._state.frame is self else None
         return None if routed is None else routed.expert_ids_TK
+
+    def _decided(self, expert_ids_TK: Tensor, live: Callable[[], Tensor]) -> Tensor:
+        """Go on to the next layer, where nobody is going to `take` this one."""
+        routed = self._upcoming()
+        assert self._next is not None and routed is not None
+        if routed.exchanges is None:
+            self._next += 1
+        return expert_ids_TK
 
 
 class Step(NamedTuple):

@@ -59,7 +59,10 @@ class SplitSequence(Ours):
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         tokens: Tensor = given[name]
         group = meshes.sp.get_group()
-        check_same_batch(given, tokens, group)
+        routes = {}
+        if self.state.routing is not None:
+            routes = self.state.routing.tensors(tokens.device)
+        check_same_batch(given | routes, tokens, group)
         rank = meshes.sp.get_local_rank()
         if is_computed_by_liger(model) and given.get("labels") is not None:
             raise ValueError(

@@ -21,6 +21,7 @@ names what is wrapped, as strings. Never: a decision of ours.
     conversion            a model's tensors into those of the hub, and their names
     adapters              PEFT: adapters, their factors, what it would save
     training_frameworks   what Accelerate and the Trainer keep to themselves
+    grpo                  functions of a GRPO trainer, and its engine
     launch_config         the config file that `accelerate launch` takes by itself
     wrap                  how one of our functions gets in front of one of theirs
 """

@@ -26,6 +26,11 @@ def own_child(module: nn.Module, name: str) -> nn.Module | None:
     return module._modules.get(name)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile was called on a module, or wraps one (torch/_dynamo/)."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
     """Remove the forward and pre-forward hooks of `module` for which `is_ours` is true."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -25,6 +25,7 @@ ORDER = (
     "tools",
     "apply",
     "patch",
+    "trl",
     "integrations",
     "checkpoints",
     "sharding",

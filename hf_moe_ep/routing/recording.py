@@ -1,0 +1,110 @@
+"""Takes down what routers choose: small integers, one copy to the host for each forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_moe_ep.dispatcher import RoutesTold
+from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
+from hf_moe_ep.routing.routes import Routes
+from hf_moe_ep.routing.sessions import Forward, exchanges_rows
+from hf_moe_ep.sequence.slices import gather_slices
+from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream.autograd_modes import backward_is_running
+
+
+class Recording:
+    """An open `record`: fills `routes` anew at the end of each forward."""
+
+    told = RoutesTold.LIVE
+    refusal: ValueError | None = None
+
+    def __init__(self, state: ModelState, layers: RoutedLayers) -> None:
+        self._state, self._layers = state, layers
+        self._dtype = torch.uint8 if layers.num_experts <= 256 else torch.int16
+        self.routes = Routes(
+            torch.empty(0, 0, len(layers.routed), layers.top_k, dtype=self._dtype),
+            layers.keys,
+            num_experts=layers.num_experts,
+        )
+        self._forward: Forward | None = None
+        self._chosen: dict[int, Tensor] = {}
+        self._copied: Any = None
+
+    def tensors(self, device: torch.device) -> dict[str, Tensor]:
+        """See `RoutingSession`: whether all ranks record."""
+        return {"recorded routes": torch.ones(1, dtype=torch.int64, device=device)}
+
+    def begin(self, forward: Forward) -> None:
+        """See `Session`."""
+        self._forward, self._chosen = forward, {}
+
+    def enter(self, layer: RoutedLayer, args: tuple[Any, ...]) -> None:
+        """See `Session`: the router chooses for itself."""
+
+    def leave(self) -> None:
+        """See `Session`."""
+
+    def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """See `Session`."""
+        frame, key = self._state.frame, layer.decoder_layer
+        if backward_is_running() or (frame is not None and frame.replaying):
+            return weights_TK
+        if frame is not None and not exchanges_rows(self._state):
+            frame.keep(layer.index, ids_TK.detach(), None)
+        if self._forward is None:
+            raise ValueError(
+                f"{layer.name} ran outside of a forward of the whole model, whose batch is what is "
+                f"recorded; call the model itself inside of record()"
+            )
+        if key in self._chosen or ids_TK.shape[0] != self._forward.rows:
+            raise ValueError(
+                f"the experts of {layer.name} got {ids_TK.shape[0]} tokens where the batch has "
+                f"{self._forward.rows}, or ran twice in one forward: their choice is not that of "
+                f"each token, and cannot be recorded"
+            )
+        self._chosen[key] = ids_TK.detach().to(self._dtype)
+        return weights_TK
+
+    def end(self, completed: bool) -> None:
+        """See `Session`: gather slices, if any, and set out for the host."""
+        forward, self._forward = self._forward, None
+        if forward is None or not completed:
+            return
+        missing = [key for key in self._layers.keys if key not in self._chosen]
+        if missing:
+            raise ValueError(f"decoder layers {missing} did not run in the forward to record")
+        ids_TLK = torch.stack([self._chosen.pop(key) for key in self._layers.keys], dim=1)
+        ids = ids_TLK.unflatten(0, (forward.batch, -1))
+        if forward.part is not None:
+            with torch.no_grad():
+                # As bytes: NCCL has no int16.
+                as_bytes = ids.view(torch.uint8)
+                whole = gather_slices(as_bytes.flatten(2), forward.part)
+                ids = whole.unflatten(2, as_bytes.shape[2:]).contiguous().view(self._dtype)
+        self.routes.ids = self._to_host(ids)
+
+    def _to_host(self, ids: Tensor) -> Tensor:
+        if not ids.is_cuda:
+            return ids
+        host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        host.copy_(ids, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+        return host
+
+    def close(self) -> None:
+        """Wait for the last copy.
+
+        Raises:
+            ValueError: nothing was forwarded.
+        """
+        if self.routes.ids.shape[0] == 0:
+            raise ValueError(
+                "nothing was recorded: no forward of the model ended inside of record()"
+            )
+        if self._copied is not None:
+            self._copied.synchronize()

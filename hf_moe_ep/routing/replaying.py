@@ -1,0 +1,185 @@
+"""Answers routers with routes: indices from elsewhere, scores and gradients of the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_moe_ep.dispatcher import RoutesTold
+from hf_moe_ep.moe.chosen_topk import ChosenTopK
+from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
+from hf_moe_ep.routing.report import Counts
+from hf_moe_ep.routing.routes import LIVE
+from hf_moe_ep.routing.sessions import Forward, exchanges_rows
+from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream.autograd_modes import assert_later, backward_is_running, hidden_from_modes
+
+
+class Replaying:
+    """An open `replay`: the batch of one forward, repeated as often as it is called."""
+
+    def __init__(
+        self, state: ModelState, layers: RoutedLayers, adapters_off: Callable[[], bool]
+    ) -> None:
+        self._state, self._layers = state, layers
+        self._adapters_off, self._were_off = adapters_off, adapters_off()
+        self.counts = Counts(layers.keys, layers.top_k)
+        self.refusal: ValueError | None = None
+        self._ids_BSLK: Tensor | None = None
+        self._weights_BSLK: Tensor | None = None
+        # Of the forward that runs, or ran last, and by layer.
+        self._live = False
+        self._ids_LTK: Tensor | None = None
+        self._weights_LTK: Tensor | None = None
+        # Of the layer that runs.
+        self._mode: ChosenTopK | None = None
+        self._answer_TK: Tensor | None = None
+        self._given_T1: Tensor | None = None
+
+    def give(self, ids_BSLK: Tensor, weights_BSLK: Tensor | None) -> None:
+        """Set the routes, of the routed layers alone."""
+        self._ids_BSLK, self._weights_BSLK = ids_BSLK, weights_BSLK
+
+    def refuse(self, error: ValueError) -> None:
+        """Keep an error until all ranks are told, where they meet in a forward; or raise it."""
+        if not can_tell_others(self._state):
+            raise error
+        self.refusal = error
+
+    @property
+    def told(self) -> RoutesTold:
+        """See `RoutingSession`."""
+        if self.refusal is not None:
+            return RoutesTold.REFUSED
+        return RoutesTold.LIVE if self._live else RoutesTold.REPLAYED
+
+    def tensors(self, device: torch.device) -> dict[str, Tensor]:
+        """See `RoutingSession`: the ranks of an sp group replay the same."""
+        if self._adapters_off() != self._were_off:
+            return {}
+        if self.refusal is not None or self._ids_BSLK is None:
+            return {"refused routes": torch.ones(1, dtype=torch.int64, device=device)}
+        found = {"routes": self._ids_BSLK.to(device)}
+        if self._weights_BSLK is not None:
+            found["weights of routes"] = self._weights_BSLK.to(device)
+        return found
+
+    def begin(self, forward: Forward) -> None:
+        """See `Session`: cut the routes as the inputs were."""
+        # Whoever switches adapters off inside the block wants what the model did without them.
+        self._live = self._adapters_off() != self._were_off
+        if self._live:
+            return
+        if self._ids_BSLK is not None and self.refusal is None:
+            given = tuple(self._ids_BSLK.shape[:2])
+            if given != (forward.batch, forward.sequence):
+                self.refuse(
+                    ValueError(
+                        f"routes of {given[0]} rows of {given[1]} tokens cannot be replayed in a "
+                        f"forward of {forward.batch} rows of {forward.sequence}: one replay() is "
+                        f"for one batch, as the model is called with it"
+                    )
+                )
+        if self.refusal is None:
+            self._cut(forward)
+        elif self._state.meshes is None or self._state.meshes.ep_size == 1:
+            raise self.refusal
+
+    def end(self, completed: bool) -> None:
+        """See `Session`."""
+        self._live = False
+
+    def enter(self, layer: RoutedLayer, args: tuple[Any, ...]) -> None:
+        """See `Session`: answer topk from here to the experts."""
+        if not self._replays():
+            return
+        if self._ids_LTK is None:  # the decoder alone was called, with whole sequences
+            assert self._ids_BSLK is not None
+            batch, sequence = self._ids_BSLK.shape[:2]
+            self._cut(Forward(batch, sequence, None, args[0].device))
+        assert self._ids_LTK is not None
+        place = self._layers.keys.index(layer.decoder_layer)
+        ids_TK = self._ids_LTK[place].long()
+        self._answer_TK = None
+
+        def upcoming() -> Tensor | None:
+            return ids_TK if self._answer_TK is None else None
+
+        def decide(ids_TK: Tensor, live: Callable[[], Tensor]) -> Tensor:
+            live_TK = live()
+            given_T1 = ids_TK[:, :1] != LIVE
+            if not backward_is_running():
+                self.counts.add(layer.decoder_layer, ids_TK, live_TK, given_T1)
+            self._given_T1 = given_T1
+            self._answer_TK = torch.where(given_T1, ids_TK, live_TK)
+            return self._answer_TK
+
+        self._mode = ChosenTopK(self._layers.num_experts, upcoming, decide)
+        self._mode.__enter__()
+
+    def leave(self) -> None:
+        """See `Session`."""
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+    def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """See `Session`: are these the experts that were to be replayed?"""
+        self.leave()
+        if not self._replays():
+            return weights_TK
+        answer_TK, self._answer_TK = self._answer_TK, None
+        if answer_TK is None or answer_TK.shape != ids_TK.shape:
+            assert self._ids_LTK is not None
+            raise ValueError(
+                f"{layer.name} did not choose by one torch.topk for the {self._ids_LTK.shape[1]} "
+                f"tokens of the routes (its experts got {list(ids_TK.shape)}): its routes cannot "
+                f"be replayed"
+            )
+        with hidden_from_modes():
+            if ids_TK is not answer_TK:
+                assert_later(
+                    (ids_TK == answer_TK).all(),
+                    f"{layer.name} was given routes and handed other experts to its layer",
+                )
+            frame, place = self._state.frame, self._layers.keys.index(layer.decoder_layer)
+            if frame is not None and not exchanges_rows(self._state):
+                frame.keep(layer.index, answer_TK, None)
+            if self._weights_LTK is None:
+                return weights_TK
+            assert self._given_T1 is not None
+            kept_TK = self._weights_LTK[place].to(weights_TK.dtype)
+            if frame is not None:
+                frame.keep_weights(layer.index, kept_TK, self._given_T1)
+        return torch.where(self._given_T1, kept_TK, weights_TK)
+
+    def _replays(self) -> bool:
+        """Whether the layer that runs is to be told what to choose."""
+        frame = self._state.frame
+        return not self._live and self.refusal is None and not (frame and frame.replaying)
+
+    def _cut(self, forward: Forward) -> None:
+        assert self._ids_BSLK is not None
+        ids = self._ids_BSLK.to(forward.device, non_blocking=True)
+        self._ids_LTK = _by_layer(
+            ids if ids.dtype.is_signed else ids.to(torch.int16), forward, LIVE
+        )
+        if self._weights_BSLK is not None:
+            weights = self._weights_BSLK.to(forward.device, non_blocking=True)
+            self._weights_LTK = _by_layer(weights, forward, 0)
+
+
+def _by_layer(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
+    """Cut this rank's part out, and put the layers in front."""
+    if forward.part is not None:
+        x_BSLK = forward.part.take(x_BSLK, 1, fill=fill)
+    return x_BSLK.flatten(0, 1).movedim(1, 0).contiguous()
+
+
+def can_tell_others(state: ModelState) -> bool:
+    """Whether ranks tell each other about routes before they exchange anything else."""
+    meshes = state.meshes
+    return meshes is not None and (meshes.ep_size > 1 or meshes.sp_size > 1)

@@ -1,0 +1,81 @@
+"""What a replay did, counted on the device and read when somebody asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_moe_ep.ranks.together import gather
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What one `replay` block did, on this rank.
+
+    Attributes:
+        replayed: (token, layer) pairs that had routes.
+        live: those that had none, padding of a split sequence included.
+        pairs: by decoder layer, (token, expert) pairs of the replayed that the live router would
+            have chosen as well, and all of them.
+    """
+
+    replayed: int
+    live: int
+    pairs: Mapping[int, tuple[int, int]]
+
+    @property
+    def agreement(self) -> float:
+        """The share of replayed (token, expert) pairs that the live router would choose as well.
+
+        NaN where nothing was replayed.
+        """
+        return _share(*(sum(column) for column in zip(*self.pairs.values(), strict=True)))
+
+    @property
+    def by_layer(self) -> dict[int, float]:
+        """The agreement of each decoder layer."""
+        return {layer: _share(*pairs) for layer, pairs in self.pairs.items()}
+
+    def over_ranks(self) -> ReplayReport:
+        """Add up the reports of all ranks; every rank calls it."""
+        reports = gather((self.replayed, self.live, dict(self.pairs)))
+        pairs = {
+            layer: (sum(r[2][layer][0] for r in reports), sum(r[2][layer][1] for r in reports))
+            for layer in self.pairs
+        }
+        return ReplayReport(sum(r[0] for r in reports), sum(r[1] for r in reports), pairs)
+
+
+def _share(agreed: int, of: int) -> float:
+    return agreed / of if of else math.nan
+
+
+class Counts:
+    """Of one block, by layer; the host waits for the device only to read them."""
+
+    def __init__(self, layers: tuple[int, ...], top_k: int) -> None:
+        self._layers, self._top_k = layers, top_k
+        self._given_and_agreed: dict[int, Tensor] = {}
+        self._rows = 0
+
+    def add(self, layer: int, ids_TK: Tensor, live_TK: Tensor, given_T1: Tensor) -> None:
+        """Count what is given of a layer's tokens, and what the live router chose of that."""
+        alike_TK = (ids_TK.unsqueeze(2) == live_TK.unsqueeze(1)).any(2)
+        found = torch.stack([given_T1.sum(), (alike_TK & given_T1).sum()])
+        before = self._given_and_agreed.get(layer)
+        self._given_and_agreed[layer] = found if before is None else before + found
+        self._rows += ids_TK.shape[0]
+
+    def report(self) -> ReplayReport:
+        """Read them: the host waits."""
+        read = {layer: counts.tolist() for layer, counts in self._given_and_agreed.items()}
+        replayed = sum(given for given, _ in read.values())
+        pairs = {
+            layer: (read[layer][1], read[layer][0] * self._top_k) if layer in read else (0, 0)
+            for layer in self._layers
+        }
+        return ReplayReport(replayed, self._rows - replayed, pairs)

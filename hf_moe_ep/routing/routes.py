@@ -1,0 +1,178 @@
+"""`Routes`: which experts each token of a batch has, in each layer, and where they come from.
+
+    recorded       [B, S, L, K] as a forward chose (`RoutingReplay.record`)
+    from_engine    arrays of an inference engine, one of each sequence, put in their places:
+
+        tokens of a row      pad pad t0 t1 t2 t3         pad_side="left", padded_to=6
+        rows of its array            r0 r1 r2            t3 was sampled last, and never forwarded
+        routes               -1  -1  r0 r1 r2 -1         -1: routes live
+
+Row s of a sequence holds the experts of input token s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIVE = -1
+
+
+@dataclass(eq=False)
+class Routes:
+    """Experts of every token of one batch.
+
+    Attributes:
+        ids: [B, S, L, K], integers; -1 in all K of a token and layer: that one routes live. B and S
+            are those of `input_ids` as the model is called with them. Pinned CPU memory is best.
+        layers: the decoder layer of each of the L entries.
+        weights: [B, S, L, K] in place of the router's weights, where ids are given; None leaves
+            the router's own, which are differentiable.
+        num_experts: of the model that they come from, where known.
+    """
+
+    ids: Tensor
+    layers: tuple[int, ...]
+    weights: Tensor | None = None
+    num_experts: int | None = None
+
+    @classmethod
+    def from_engine(
+        cls,
+        arrays: Sequence[Any],
+        input_lengths: Sequence[int],
+        *,
+        padded_to: int,
+        pad_side: str | Sequence[int],
+        layers: str | Sequence[int] = "all",
+        starts: Sequence[int] | None = None,
+    ) -> Routes:
+        """Put what an engine returned in the places of a padded batch.
+
+        vLLM (`enable_return_routed_experts`, `CompletionOutput.routed_experts`) and SGLang
+        (`return_routed_experts`, decoded from base64) return [tokens - 1, layers, K] of logical
+        expert ids: the token that was sampled last was never forwarded, and routes live.
+
+        Args:
+            arrays: of each row of the batch, numpy or torch; with n - 1 or n rows for n tokens.
+            input_lengths: tokens of each row, without padding.
+            padded_to: tokens of each row with padding, S.
+            pad_side: "left" or "right", or the number of padding tokens in front of each row.
+            layers: the decoder layers of an array's entries; "all" are those of the whole model
+                (dense ones have rows that are not read), or of all its MoE layers, whichever
+                number it is.
+            starts: the token to which an array's first row belongs, where an engine left out a
+                prefix that it had cached; that prefix routes live.
+
+        Raises:
+            ValueError: numbers of rows, layers or tokens that do not fit; both are printed.
+        """
+        if len(arrays) != len(input_lengths):
+            raise ValueError(f"{len(arrays)} arrays of routes for {len(input_lengths)} lengths")
+        tensors = [_as_tensor(array, place) for place, array in enumerate(arrays)]
+        if not tensors:
+            raise ValueError("no arrays of routes; a batch has at least one row")
+        shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
+        if len(shapes) > 1:
+            raise ValueError(f"arrays of one batch differ in [layers, K]: {sorted(shapes)}")
+        num_layers, top_k = shapes.pop()
+        ids = torch.full((len(tensors), padded_to, num_layers, top_k), LIVE, dtype=torch.int16)
+        for place, (tensor, length) in enumerate(zip(tensors, input_lengths, strict=True)):
+            start = 0 if starts is None else starts[place]
+            if start + len(tensor) not in (length - 1, length):
+                raise ValueError(
+                    f"array {place} has {len(tensor)} rows from token {start} on, and its sequence "
+                    f"{length} tokens; engines return {length - 1 - start} (the last token was "
+                    f"sampled, not forwarded) or {length - start}"
+                )
+            first = _padding_in_front(pad_side, place, padded_to - length)
+            if first < 0 or first + length > padded_to:
+                raise ValueError(
+                    f"row {place} has {length} tokens behind {first} of padding, more than "
+                    f"padded_to={padded_to}"
+                )
+            ids[place, first + start : first + start + len(tensor)] = tensor
+        named = tuple(range(num_layers)) if layers == "all" else _layers(layers, num_layers)
+        return cls(ids, named)
+
+    def pack(
+        self, lengths_or_positions: Sequence[int] | Tensor, *, pad_side: str = "right"
+    ) -> Routes:
+        """Pack rows one behind the other, as a collator without padding packs the tokens.
+
+        Args:
+            lengths_or_positions: the tokens of each row, or the position_ids [1, tokens] of the
+                packed row, which start again at each document.
+            pad_side: where the rows of these routes are padded.
+
+        Raises:
+            ValueError: not one length for each row, or one longer than S.
+        """
+        lengths = _lengths(lengths_or_positions)
+        batch, sequence = self.ids.shape[:2]
+        if len(lengths) != batch or max(lengths) > sequence:
+            raise ValueError(
+                f"routes of {batch} rows of {sequence} tokens cannot be packed as documents of "
+                f"{lengths} tokens"
+            )
+
+        def packed(x: Tensor) -> Tensor:
+            rows = zip(x, lengths, strict=True)
+            left = pad_side == "left"
+            return torch.cat([r[sequence - n :] if left else r[:n] for r, n in rows]).unsqueeze(0)
+
+        weights = None if self.weights is None else packed(self.weights)
+        return replace(self, ids=packed(self.ids), weights=weights)
+
+    def to(self, device: torch.device | str) -> Routes:
+        """Return the same on another device; the copy does not wait where memory is pinned."""
+        weights = self.weights
+        if weights is not None:
+            weights = weights.to(device, non_blocking=True)
+        return replace(self, ids=self.ids.to(device, non_blocking=True), weights=weights)
+
+    def rows(self, start: int, stop: int) -> Routes:
+        """Return those of some consecutive rows of the batch."""
+        weights = None if self.weights is None else self.weights[start:stop]
+        return replace(self, ids=self.ids[start:stop], weights=weights)
+
+
+def _as_tensor(array: Any, place: int) -> Tensor:
+    tensor = array if isinstance(array, Tensor) else torch.from_numpy(array.astype("int64"))
+    if tensor.ndim != 3 or tensor.is_floating_point():
+        raise ValueError(
+            f"array {place} of routes is {tensor.dtype} {tuple(tensor.shape)}; engines return "
+            f"integers [tokens, layers, K]"
+        )
+    return tensor
+
+
+def _padding_in_front(pad_side: str | Sequence[int], place: int, padding: int) -> int:
+    if not isinstance(pad_side, str):
+        return int(pad_side[place])
+    if pad_side not in ("left", "right"):
+        raise ValueError(f"pad_side={pad_side!r} is neither 'left' nor 'right'")
+    return padding if pad_side == "left" else 0
+
+
+def _layers(layers: str | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    if isinstance(layers, str):
+        raise ValueError(f"layers={layers!r} is neither 'all' nor numbers of decoder layers")
+    if len(layers) != num_layers:
+        raise ValueError(f"layers names {len(layers)} and the arrays have {num_layers}")
+    return tuple(layers)
+
+
+def _lengths(given: Sequence[int] | Tensor) -> list[int]:
+    if not isinstance(given, Tensor):
+        return list(given)
+    if given.ndim == 1:
+        return [int(length) for length in given.tolist()]
+    if given.ndim != 2 or given.shape[0] != 1:
+        raise ValueError(f"position_ids of a packed row are [1, tokens], not {tuple(given.shape)}")
+    begins = (given[0] == 0).nonzero().flatten().tolist()
+    return [end - begin for begin, end in zip(begins, [*begins[1:], given.shape[1]], strict=True)]
