@@ -23,6 +23,7 @@ try:
     from hf_moe_ep.describe import describe
     from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
     from hf_moe_ep.patch import patch, unpatch
+    from hf_moe_ep.plan import ModelPlan
     from hf_moe_ep.routing.bias import update_router_bias
     from hf_moe_ep.routing.load import ExpertLoad, expert_load
     from hf_moe_ep.routing.replay import RoutingReplay
@@ -49,6 +50,7 @@ except Exception as error:  # noqa: BLE001  a broken package may raise anything 
 __all__ = [
     "ExpertLoad",
     "ExpertLoadCallback",
+    "ModelPlan",
     "ParallelConfig",
     "PositionCollator",
     "ReplayReport",

@@ -314,9 +314,10 @@ def _find_experts(model: nn.Module, named: _Named, plan: ModelPlan) -> dict[str,
     experts = {name: named.stock[name] for name in named.like(plan.experts)}
     others = [name for name, module in experts.items() if not is_experts_module(module)]
     if others:
+        derived = "" if plan.origin == "given" else "derived "
         raise ValueError(
-            f"the plan says experts='{plan.experts}' and in this {type(model).__name__} these are "
-            f"not of transformers' experts interface (use_experts_implementation): "
+            f"the {derived}plan says experts='{plan.experts}' and in this {type(model).__name__} "
+            f"these are not of transformers' experts interface (use_experts_implementation): "
             f"{', '.join(others)}; say which are, ModelPlan(experts=...)"
         )
     return experts

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 from torch import nn
@@ -92,11 +93,10 @@ class _Derivation:
         num_experts = self._num_experts(experts)
         encoders = self._encoders(decoder)
         vision = self._vision(encoders)
-        return ModelPlan(
+        plan = ModelPlan(
             model_type=str(getattr(self.config, "model_type", "")),
             layers=self._pattern([f"{stack}.{name}" for name in self._children(stack)]),
             experts=self._pattern(experts),
-            router=self._router(stack, experts, num_experts),
             attention=self._attention(stack),
             final_norm=self._final_norm(decoder, stack),
             mixers=tuple(sorted({self._relative(name) for name in self._mixers(stack)})),
@@ -107,6 +107,7 @@ class _Derivation:
             encoders=() if vision else tuple(map(self._relative, encoders)),
             origin="derived",
         )
+        return replace(plan, router=self._router(plan, stack, experts, num_experts))
 
     def _refuse_without_experts(self) -> NoReturn:
         kinds = sorted({type(module).__name__ for module in self.modules.values()})
@@ -217,7 +218,7 @@ class _Derivation:
         parameters = self.modules[experts].named_parameters(recurse=False)
         return tuple(n for n, p in parameters if p.dim() > 1 and p.shape[0] == num_experts)
 
-    def _router(self, stack: str, experts: Iterable[str], num_experts: int) -> str:
+    def _router(self, plan: ModelPlan, stack: str, experts: Iterable[str], num_experts: int) -> str:
         """Name what chooses: beside the experts it calls topk, else it has a row for each."""
         blocks = {name.rpartition(".")[0] for name in experts}
         beside = {
@@ -234,9 +235,9 @@ class _Derivation:
             for name, module in beside.items()
             if any(_has_rows(p, num_experts) for p in module.parameters(recurse=False))
         }
-        return self._one_router(choosing or holding, len(set(map(_starred, experts))))
+        return self._one_router(plan, choosing or holding, len(set(map(_starred, experts))))
 
-    def _one_router(self, found: Mapping[str, str], sets_of_experts: int) -> str:
+    def _one_router(self, plan: ModelPlan, found: Mapping[str, str], sets_of_experts: int) -> str:
         if not found:
             return ""
         # One for each of several sets of experts in a layer is one pattern.
@@ -244,7 +245,8 @@ class _Derivation:
         if joined is None or len(found) > sets_of_experts:
             raise ValueError(
                 f"this {self.kind} has several modules that could be the router: "
-                f"{', '.join(map(repr, found))}; {_REMEDY}"
+                f"{', '.join(repr(self._relative(name)) for name in found)}; say which: "
+                f"patch(model, plan={_as_code(plan, 'router')})"
             )
         return self._relative(joined)
 
@@ -384,6 +386,18 @@ def _expected_moe_layers(config: Any) -> int | None:
     if first is not None and layers is not None:
         return int(max(layers - first, 0))
     return None
+
+
+def _as_code(plan: ModelPlan, unknown: str) -> str:
+    """Write a plan as its user would, with one field left to fill in."""
+    said = [repr(plan.model_type)]
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        if field.name == unknown:
+            said.append(f"{unknown}=...")
+        elif field.name not in ("model_type", "origin") and value not in (field.default, {}):
+            said.append(f"{field.name}={value!r}")
+    return f"ModelPlan({', '.join(said)})"
 
 
 def _starred(name: str) -> str:

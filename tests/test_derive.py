@@ -4,6 +4,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,28 @@ def test_what_cannot_be_derived_is_shown(change: Callable[[Any], None]) -> None:
         patch(model)
     for words in (type(model).__name__, *NOT_DERIVED[change]):
         assert words in str(raised.value), str(raised.value)
+
+
+def test_the_error_holds_the_plan_of_all_the_rest() -> None:
+    """Two routers: what the error writes, with one of them filled in, is the plan of that model."""
+    model: Any = tiny()
+    derived = derive_plan(model)
+    for layer in model.model.layers:  # names that are none of the defaults
+        layer.moe, layer.attention = layer.mlp, layer.self_attn
+        del layer.mlp, layer.self_attn
+        layer.moe.other_gate = copy.deepcopy(layer.moe.gate)
+    with pytest.raises(ValueError) as raised:
+        derive_plan(model)
+    _, _, code = str(raised.value).partition("plan=")
+    plan = eval(code[:-1].replace("router=...", "router='layers.*.moe.gate'"))
+    assert plan == replace(
+        derived,
+        experts="layers.*.moe.experts",
+        router="layers.*.moe.gate",
+        attention="layers.*.attention",
+        origin="given",
+    )
+    assert find_parts(model, plan).plan is plan
 
 
 def test_a_given_plan_does_what_derivation_cannot() -> None:

@@ -4,7 +4,7 @@ import copy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
-from hf_moe_ep import ParallelConfig, describe, patch, unpatch
+from hf_moe_ep import ModelPlan, ParallelConfig, describe, patch, unpatch
+from hf_moe_ep.sequence.slices import SLICE, Slice
+from hf_moe_ep.sequence.split import TakeSlice
 from hf_moe_ep.state import STATE, Ours
 
 
@@ -323,6 +325,25 @@ def test_attention_that_cannot_be_split_is_refused_before_anything_changes() -> 
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
         patch(model, sp_size=2)
     assert getattr(model, STATE).config == ParallelConfig(1, 1, 1)
+
+
+def test_a_block_that_swaps_experts_and_weights_is_told_the_order() -> None:
+    experts: Any = patch(tiny()).model.layers[0].mlp.experts
+    rows = torch.ones(3, 32, dtype=torch.float64)
+    chosen = torch.tensor([[0, 1]] * 3)
+    experts(rows, chosen, rows[:, :2])
+    with pytest.raises(ValueError, match=r"experts of dtype torch.float64.*top_k_index, top_k_w"):
+        experts(rows, rows[:, :2], chosen)
+
+
+def test_a_model_that_sp_cannot_split_is_told_why() -> None:
+    """Granted by its own plan, without attention of the interface; layers called by keywords."""
+    plan = ModelPlan("qwen3_moe", attention="", sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"sp_size \(2\).*no module in the layers of Qwen3Moe"):
+        patch(tiny(), plan=plan, sp_size=2)
+    part = Slice(cast(Any, None), 0, 2, length=8)
+    with pytest.raises(ValueError, match=r"Linear .*keywords alone.*layer\(hidden_states"):
+        TakeSlice(first=True)(nn.Linear(2, 2), (), {SLICE: part})
 
 
 def test_patching_a_part_of_a_patched_model() -> None:

@@ -51,6 +51,7 @@ def choose_compute(
     """
     _check_weights(module)
     flags = experts_flags(module)
+    _check_layout(module, flags)
     formula = _find_formula(module, flags, model_type)
     required = requested == "triton"
     reason = "asked for" if requested == "torch" else _why_not_triton(module, flags, required)
@@ -165,7 +166,13 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
     # On the CPU whatever the default device: a model may be patched under torch.device("meta").
     values = torch.linspace(-edge, edge, 512, dtype=torch.float64, device="cpu")
     pre_AG = values[torch.arange(512, device="cpu") * 197 % 512].view(32, 16)
-    want_AF = experts_gate(module)(pre_AG)
+    try:
+        want_AF = experts_gate(module)(pre_AG)
+    except AttributeError as error:
+        raise ValueError(
+            f"the gate of {type(module).__name__} does not run: {error}; transformers' experts "
+            f"interface wants its activation as act_fn, or a method _apply_gate"
+        ) from error
     swishes = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
     others = [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
     limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
@@ -195,6 +202,29 @@ def _check_weights(module: nn.Module) -> None:
                 f"and no library shards such stacked weights under FSDP2; load the experts in bf16 "
                 f"and leave them frozen under LoRA"
             )
+
+
+def _check_layout(module: nn.Module, flags: ExpertsFlags) -> None:
+    """Raise where stacked weights are not named and laid out as the interface's flags say."""
+    kind = type(module).__name__
+    up_name = "gate_up_proj" if flags.has_gate else "up_proj"
+    weights = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() > 1}
+    missing = [name for name in (up_name, "down_proj") if name not in weights]
+    if missing:
+        raise ValueError(
+            f"{kind} has no {' and no '.join(missing)} but {', '.join(weights) or 'no weights'}; "
+            f"with has_gate={flags.has_gate} transformers' experts interface "
+            f"(use_experts_implementation) wants {up_name} and down_proj: name them so"
+        )
+    up, down = weights[up_name].shape, weights["down_proj"].shape
+    first, second = (1, 2) if flags.is_transposed else (2, 1)  # the dims of in and out
+    if (up[first], up[second]) != (down[second], down[first] * (1 + flags.has_gate)):
+        order = "in, out" if flags.is_transposed else "out, in"
+        raise ValueError(
+            f"{up_name} {[*up]} and down_proj {[*down]} of {kind} are not one behind the other as "
+            f"[experts, {order}]; if they lie the other way, say so to transformers: "
+            f"use_experts_implementation(is_transposed={not flags.is_transposed})"
+        )
 
 
 def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> str:

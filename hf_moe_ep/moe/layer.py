@@ -66,6 +66,11 @@ def moe_forward(
     """Sum each token's experts, weighted, into (T, H); transformers calls this for a module."""
     layer: MoELayer = getattr(experts, STATE)
     meshes = layer.model.meshes
+    if top_k_index.is_floating_point():
+        raise ValueError(
+            f"{type(experts).__name__} was given experts of dtype {top_k_index.dtype}; call it as "
+            f"transformers' experts interface does, (hidden_states, top_k_index, top_k_weights)"
+        )
     if meshes is not None and meshes.ep_size > 1:
         return _ep_forward(experts, layer, hidden_states, top_k_index, top_k_weights)
     # The root's hook checks as well, and a compiled model cannot lose its mesh on the way.

@@ -35,6 +35,12 @@ def check(parts: Parts, state: ModelState) -> None:
             f"sp_size ({sp_size}) > 1 needs a model with a language modelling head, which "
             f"{type(parts.root).__name__} has not; load it as a causal LM, or leave sp_size at 1"
         )
+    if not parts.attention:
+        raise ValueError(
+            f"sp_size ({sp_size}) > 1 splits attention by heads, and no module in the layers of "
+            f"{type(parts.root).__name__} calls transformers' attention interface "
+            f"(ALL_ATTENTION_FUNCTIONS); leave sp_size at 1"
+        )
     check_attention(parts.attention[0], parts.root)
 
 

@@ -139,6 +139,11 @@ class TakeSlice(Ours):
         part: Slice | None = kwargs.get(SLICE)
         if part is None:
             return None
+        if not args:
+            raise ValueError(
+                f"sp_size={part.size} slices what {type(layer).__name__} is called with first, and "
+                f"it was called by keywords alone; call it as layer(hidden_states, ...)"
+            )
         hidden, *others = args
         if self.first:
             hidden = part.take(hidden, 1)

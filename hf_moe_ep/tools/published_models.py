@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from importlib import resources
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -72,13 +74,12 @@ def find_architecture(shape: str) -> PreTrainedConfig:
     if shape in CONFIG_MAPPING and not os.path.exists(shape):
         config: PreTrainedConfig = AutoConfig.for_model(shape)
         return config
-    try:
-        found: PreTrainedConfig = find_config(shape)
-    except ValueError as error:
+    if shape not in known_shapes() and not os.path.exists(shape):
         raise ValueError(
             f"{shape!r} is no model type of the installed transformers, no "
             f"folder with a config.json, and none of {', '.join(known_shapes())}"
-        ) from error
+        )
+    found: PreTrainedConfig = find_config(shape)
     return found
 
 
@@ -88,6 +89,13 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"{os.fspath(path)!r} is no shape that is known ({', '.join(known)}) and no folder "
             f"with a config.json"
+        )
+    model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    if model_type is not None and model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{os.fspath(file)!r} is of model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} has not; for a model of your own ask from Python, where "
+            f"it is registered (AutoConfig.register): hf_moe_ep.tools.cli.main(['inspect', ...])"
         )
     return AutoConfig.from_pretrained(file, local_files_only=True)
 
@@ -125,7 +133,9 @@ def attach_lora(model: nn.Module, plan: ModelPlan, rank: int, targets: str) -> n
         else [],
         target_modules=_projections(model, plan) if targets != "experts" else [],
     )
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        # PEFT asks every model for a name that transformers has given up.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
         return get_peft_model(model, config)
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 from support.close import assert_close
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.integrations.moe import use_experts_implementation
 
 from hf_moe_ep.moe.experts import choose_compute, run_experts
 from hf_moe_ep.ops.formula import ExpertFormula
@@ -223,3 +224,39 @@ def test_triton_by_name_runs_the_kernels() -> None:
     got, want = run("triton"), run("torch")
     assert_close("out", got, want, 1e-6)  # fp32
     assert not torch.equal(got, want)  # or it was the same code twice
+
+
+def _of_ones_own(*, up: str = "gate_up_proj", order: str = "out, in", **flags: bool) -> nn.Module:
+    """Return experts as somebody would write them, with a gate over up and no act_fn."""
+
+    class OwnExperts(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            shapes = {up: (EXPERTS, 2 * FFN, HIDDEN), "down_proj": (EXPERTS, HIDDEN, FFN)}
+            for name, (experts, rows, columns) in shapes.items():
+                lies = (rows, columns) if order == "out, in" else (columns, rows)
+                setattr(self, name, nn.Parameter(torch.ones(experts, *lies)))
+
+        def forward(self, *args: Tensor) -> None:
+            """Is never called."""
+
+    kind: Any = use_experts_implementation(**flags)(OwnExperts)
+    experts: nn.Module = kind(Config())
+    return experts
+
+
+# How experts are written, and what the error says.
+NOT_OF_THE_INTERFACE: list[tuple[dict[str, Any], str]] = [
+    ({"up": "w1"}, r"no gate_up_proj but w1, down_proj; .*wants gate_up_proj and down_proj"),
+    ({"has_gate": False}, r"no up_proj but gate_up_proj, down_proj; with has_gate=False"),
+    ({"order": "in, out"}, r"\[6, 16, 16\] and down_proj \[6, 8, 16\] .*is_transposed=True"),
+    ({"is_transposed": True}, r"\[6, 16, 16\] and down_proj \[6, 16, 8\] .*is_transposed=False"),
+    ({}, r"gate of OwnExperts does not run: .*act_fn.*_apply_gate"),
+]
+
+
+@pytest.mark.parametrize(("written", "words"), NOT_OF_THE_INTERFACE)
+def test_experts_that_do_not_keep_to_the_interface(written: dict[str, Any], words: str) -> None:
+    """Weights of other names, or that lie the other way; no activation: the error says how."""
+    with pytest.raises(ValueError, match=words):
+        choose_compute(_of_ones_own(**written), "torch", recompute=False)

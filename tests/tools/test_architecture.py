@@ -81,6 +81,16 @@ def test_what_has_no_plan(shape: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert REFUSED[shape] in capsys.readouterr().err
 
 
+def test_a_type_that_nobody_registered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of a model of one's own: the error names its type, and how to ask for it."""
+    (tmp_path / "config.json").write_text('{"model_type": "of_my_own"}')
+    for question in (["--architecture"], ["--world", "2", "--plan"]):
+        assert main(["inspect", *question, str(tmp_path)]) == 2
+        message = capsys.readouterr().err
+        for words in ("config.json", "'of_my_own'", "AutoConfig.register", "tools.cli.main"):
+            assert words in message, message
+
+
 def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--architecture", "mixtral", "--plan", "mixtral"]) == 2
     assert "one of a folder, --plan SHAPE and --architecture SHAPE" in capsys.readouterr().err
