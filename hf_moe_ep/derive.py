@@ -20,7 +20,7 @@ the prefix of the base model: "layers.*", not "model.layers.*".
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
@@ -258,17 +258,9 @@ class _Derivation:
 
     def _mixers(self, stack: str) -> set[str]:
         """Name, with stars, what mixes tokens of a sequence past the attention interface."""
-        found = set()
-        within = self._within_layers(stack)
-        for name, module in within.items():
-            if is_mixer(module):
-                found.add(_starred(name))
-        # The outermost alone: what is in a mixer belongs to it.
-        return {
-            name
-            for name in found
-            if not any(name.startswith(f"{other}.") for other in found if other != name)
-        }
+        found = {name for name, module in self._within_layers(stack).items() if is_mixer(module)}
+        # The outermost of a layer alone: what is in a mixer belongs to it.
+        return {_starred(name) for name in found if found.isdisjoint(_above(name))}
 
     def _final_norm(self, decoder: str, stack: str) -> str:
         behind = False
@@ -402,6 +394,12 @@ def _as_code(plan: ModelPlan, unknown: str) -> str:
 
 def _starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _above(name: str) -> Iterator[str]:
+    """Name all modules that hold one."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _rows_of_stack(experts: nn.Module) -> int:

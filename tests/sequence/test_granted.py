@@ -1,38 +1,32 @@
 """Model types that may split their sequences: those that equal stock here, and no others.
 
 Each granted type is split over two ranks and compared with stock on the whole batch: logits, loss,
-every gradient, one step of AdamW, at 1e-10. All other types refuse sp_size > 1, and say why.
+every gradient, one step of AdamW, at 1e-10. All other types refuse sp_size > 1: test_refused.py.
 """
 
-import re
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.architectures import (
-    MODEL_TYPES,
-    batch,
-    mixed_batch,
-    record_refusal,
-    recording,
-    tiny,
-)
+from support.architectures import batch, mixed_batch, recording, tiny
 from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
 from support.fp64 import FP64
-from support.parity import full_tensor
+from support.generation import assert_same, continuations
+from support.parity import checkpointing, full_tensor
 from torch import Tensor, nn
 
-from hf_moe_ep import apply_ep_fsdp2, data_parallel_rank, data_parallel_size, patch
-from hf_moe_ep.derive import is_attention
+from hf_moe_ep import apply_ep_fsdp2, data_parallel_rank, data_parallel_size
 from model_patches.standard import SEQUENCE_PARALLEL
 
 Batch = dict[str, Tensor]
 GRANTED = sorted(SEQUENCE_PARALLEL)
 # Sinks under eager attention; MLA with a correction bias.
 FAST = ("gpt_oss", "deepseek_v3")
+# Windows and sinks, some of each head; latent attention; windows and other heads in full layers.
+WINDOWS_SINKS_OR_LATENT = ("gpt_oss", "deepseek_v3", "gemma4_text", "mimo_v2_flash")
 # Layers of 4 heads and of 6: no other number divides both.
 SP_2_ALONE = ("laguna",)
 
@@ -42,13 +36,30 @@ def padded(model: nn.Module, seed: int) -> Batch:
     return batch(model, 2, 11, seed=seed, pad=3)
 
 
-def packed(model: nn.Module, seed: int) -> Batch:
-    """Documents of 5, 3 and 4 tokens in one row, told apart by positions that start again."""
-    micro = batch(model, 1, 12, seed=seed)
-    del micro["attention_mask"]
-    micro["position_ids"] = torch.cat([torch.arange(n) for n in (5, 3, 4)]).unsqueeze(0)
-    micro["labels"][:, [0, 5, 8]] = -100
+def padded_left(model: nn.Module, seed: int) -> Batch:
+    """Three rows, the first two beginning with padding."""
+    micro = batch(model, 3, 11, seed=seed)
+    micro["attention_mask"][0, :4] = 0
+    micro["attention_mask"][1, :1] = 0
+    micro["labels"].masked_fill_(micro["attention_mask"] == 0, -100)
     return micro
+
+
+def packed(model: nn.Module, seed: int) -> Batch:
+    """Documents of 9, 3 and 7 tokens in one row, told apart by positions that start again.
+
+    Two are longer than a window of 5, and one lies across the border between two ranks.
+    """
+    micro = batch(model, 1, 19, seed=seed)
+    del micro["attention_mask"]
+    micro["position_ids"] = torch.cat([torch.arange(n) for n in (9, 3, 7)]).unsqueeze(0)
+    micro["labels"][:, [0, 9, 12]] = -100
+    return micro
+
+
+def short(model: nn.Module, seed: int) -> Batch:
+    """Fewer tokens than ranks: some have padding alone."""
+    return batch(model, 2, 3, seed=seed)
 
 
 def pictured(model: nn.Module, seed: int) -> Batch:
@@ -64,13 +75,19 @@ def equals_stock(
     make: Any = padded,
     sp: int = 2,
     flash: bool = False,
+    use_reentrant: bool | None = None,
 ) -> None:
-    """Split a model of other initial values on every rank, and compare a step with stock's."""
+    """Split a model of other initial values on every rank, and compare a step with stock's.
+
+    With checkpointing where somebody says of which kind, and in our model alone.
+    """
     with recording(model_type, "sp") as errors, FP64():
         model, stock = tiny(model_type, seed=rank), tiny(model_type)
         if flash:
             use_fake_flash(model)
             use_fake_flash(stock)
+        if use_reentrant is not None:
+            checkpointing(model, use_reentrant)
         apply_ep_fsdp2(model, ep_size=2, sp_size=sp)
         groups = data_parallel_size(model)
         assert groups == world // sp
@@ -90,6 +107,26 @@ def equals_stock(
         for optimizer in steps:
             optimizer.step()
         errors += _compare("value after a step", model, stock, lambda p: p.detach())
+
+
+def then_evaluates_and_generates(model_type: str, rank: int, world: int) -> None:
+    """Batches of other lengths on the ranks are refused; a step; loss and logits; own prompts."""
+    with FP64():
+        model, stock = tiny(model_type, seed=rank), tiny(model_type)
+        apply_ep_fsdp2(model, ep_size=2, sp_size=2)
+        with pytest.raises(ValueError, match=r"batches \(rank 0: 2 x 9, rank 1: 2 x 10; or other"):
+            model(**batch(stock, 2, 9 + rank))
+        micro = padded(stock, 1)
+        for one in (model, stock):
+            one(**micro, use_cache=False).loss.backward()
+            torch.optim.AdamW(one.parameters(), lr=1e-3, foreach=False).step()
+            one.eval()
+        _compare_logits(model, stock, micro)
+        with torch.no_grad():
+            got, want = (one(**micro) for one in (model, stock))
+        assert_close("loss of evaluation", got.loss, want.loss, FP64_MODEL)
+        assert got.logits is None, "a slice of logits is nobody's"
+        assert_same(model_type, continuations(model, rank), continuations(stock, rank))
 
 
 def _compare_logits(model: nn.Module, stock: nn.Module, micro: Batch) -> float:
@@ -120,9 +157,29 @@ PACKED = [
     Check(f"{name}, packed", 2, partial(equals_stock, name, make=packed), slow=True).as_parameter()
     for name in GRANTED
 ]
+PADDED_LEFT = [
+    Check(
+        f"{name}, padded left", 2, partial(equals_stock, name, make=padded_left), slow=True
+    ).as_parameter()
+    for name in GRANTED
+]
+CHECKPOINTED = [
+    Check(
+        f"{name}, {'reentrant' if use_reentrant else 'not reentrant'}",
+        2,
+        partial(equals_stock, name, use_reentrant=use_reentrant),
+        slow=True,
+    ).as_parameter()
+    for name in GRANTED
+    for use_reentrant in (False, True)
+]
 FLASH = [
     Check(f"{name}, flash", 2, partial(equals_stock, name, flash=True), slow=True).as_parameter()
     for name in ("gpt_oss", "qwen3_moe")
+]
+TRAINED = [
+    Check(name, 2, partial(then_evaluates_and_generates, name), slow=True).as_parameter()
+    for name in WINDOWS_SINKS_OR_LATENT
 ]
 FOUR_RANKS = [
     Check(
@@ -135,10 +192,31 @@ FOUR_RANKS = [
     for sp in (2, 4)
     if sp == 2 or name not in SP_2_ALONE
 ]
+FOUR_RANKS += [
+    Check(f"{name}, {kind}", 4, partial(equals_stock, name, **options), slow=True).as_parameter()
+    for name in WINDOWS_SINKS_OR_LATENT
+    for kind, options in {
+        "sp 4, three tokens": {"sp": 4, "make": short},
+        "sp 4, packed": {"sp": 4, "make": packed},
+        "sp 4, reentrant": {"sp": 4, "use_reentrant": True},
+        "sp 2, not reentrant": {"sp": 2, "use_reentrant": False},
+    }.items()
+]
 
 
 @pytest.mark.parametrize("claim", TWO_RANKS)
 def test_every_granted_type_equals_stock(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", CHECKPOINTED)
+def test_checkpointed_equals_stock(found: Found, claim: Check) -> None:
+    """What backward computes again has the slices that its own forward had."""
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", PADDED_LEFT)
+def test_padded_left(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
@@ -148,72 +226,12 @@ def test_packed_rows_and_flash_attention_equal_stock(found: Found, claim: Check)
     found.raise_if_failed(claim)
 
 
+@pytest.mark.parametrize("claim", TRAINED)
+def test_evaluates_and_generates_after_a_step(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
 @pytest.mark.parametrize("claim", FOUR_RANKS)
 def test_on_four_ranks(found: Found, claim: Check) -> None:
     """Two sequences at a time, or one over more ranks than key-value heads."""
     found.raise_if_failed(claim)
-
-
-# What mixes along the sequence past the attention interface: its name in a layer, and its class.
-DELTA = r"linear_attn \({}GatedDeltaNet\)"
-INDEXER = r"self_attn\.indexer \({}Indexer\)"
-MIXERS = {
-    "axk2": INDEXER.format("AXK2"),
-    "bailing_hybrid": r"self_attn \(BailingHybridDeltaAttention\)",
-    "deepseek_v32": INDEXER.format("DeepseekV32"),
-    "deepseek_v4": r"compressor \(DeepseekV4CSACompressor\), .*\(DeepseekV4HCACompressor\)",
-    "dots3_note": INDEXER.format("Dots3NoteText"),
-    "dots3_note_text": INDEXER.format("Dots3NoteText"),
-    "glm5_next": r"self_attn \(Glm5NextTextLinearAttention\)",
-    "glm_moe_dsa": INDEXER.format("GlmMoeDsa"),
-    "granitemoehybrid": r"mamba \(GraniteMoeHybridMambaLayer\)",
-    "hy_v4": INDEXER.format("HYV4"),
-    "inkling2": r"k_sconv \(Inkling2ShortConvolution\)",
-    "inkling2_text": r"k_sconv \(Inkling2DynamicShortConvolution\)",
-    "inkling_mm_model": r"attn_sconv \(InklingShortConvolution\)",
-    "inkling_text": r"attn_sconv \(InklingShortConvolution\)",
-    "jamba": r"mamba \(JambaMambaMixer\)",
-    "kimi_linear": r"self_attn \(KimiLinearDeltaAttention\)",
-    "lfm2_moe": r"conv \(Lfm2MoeShortConv\)",
-    "minimax": r"self_attn \(MiniMaxLightningAttention\)",
-    "minimax_m3_vl": INDEXER.format("MiniMaxM3VL"),
-    "minimax_m3_vl_text": INDEXER.format("MiniMaxM3VL"),
-    "mistral_large4": INDEXER.format("MistralLarge4Text"),
-    "nemotron_h": r"mixer \(NemotronHMamba2Mixer\)",
-    "qwen3_5_moe": DELTA.format("Qwen3_5Moe"),
-    "qwen3_5_moe_text": DELTA.format("Qwen3_5Moe"),
-    "qwen3_next": DELTA.format("Qwen3Next"),
-    "qwen4_exp": DELTA.format("Qwen4ExpText") + r".*indexer \(Qwen4ExpTextQSAIndexer\)",
-    "qwen4_exp_text": DELTA.format("Qwen4ExpText") + r".*indexer \(Qwen4ExpTextQSAIndexer\)",
-    "zaya": r"qkv_proj \(ZayaCCAProjection\)",
-}
-# Tokens are classified, or a canvas denoised, where split losses are those of a language model.
-WITHOUT_MIXERS = set(MODEL_TYPES) - SEQUENCE_PARALLEL - MIXERS.keys() - {"diffusion_gemma"}
-
-
-@pytest.mark.parametrize("model_type", MIXERS)
-def test_what_mixes_along_the_sequence_is_refused_by_name(model_type: str) -> None:
-    """The module that would see a slice, by place and class, and nothing that is no such module."""
-    model = tiny(model_type)
-    wanted = f"mixes along the sequence in .*{MIXERS[model_type]}"
-    with pytest.raises(ValueError, match=wanted) as refused:
-        patch(model, sp_size=2)
-    record_refusal(model_type, "sp", str(refused.value))
-    named = str(refused.value).partition(" mixes ")[2].partition(" as well")[0]
-    assert not re.search(r"Scaling|MoE\)|Rotary", named), named
-    attention = {type(m).__name__ for m in model.modules() if is_attention(m)}
-    assert not any(f"({kind})" in named for kind in attention), named
-
-
-@pytest.mark.parametrize("model_type", sorted(WITHOUT_MIXERS))
-def test_what_nobody_tested_is_refused(model_type: str) -> None:
-    wanted = rf"sp_size \(2\) > 1 was not tested on {model_type}"
-    with pytest.raises(ValueError, match=wanted) as refused:
-        patch(tiny(model_type), sp_size=2)
-    record_refusal(model_type, "sp", str(refused.value))
-
-
-def test_every_type_is_granted_or_refused_for_one_reason() -> None:
-    assert not SEQUENCE_PARALLEL & MIXERS.keys()
-    assert set(MODEL_TYPES) >= SEQUENCE_PARALLEL | MIXERS.keys()
-    assert len(SEQUENCE_PARALLEL) >= 30

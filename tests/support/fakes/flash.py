@@ -2,8 +2,8 @@
 
 It tells documents apart as `_flash_attention_forward` does (transformers,
 modeling_flash_attention_utils.py): by `cu_seq_lens_q`, else by positions that start again, else by
-a 2-D mask of padding; there is never a mask of (B, 1, S, S). What it computes is plain SDPA; with
-sinks, one per head, a softmax with one more score.
+a 2-D mask of padding; there is never a mask of (B, 1, S, S). What it computes is plain SDPA within
+a window, if one is given; with sinks, one per head, a softmax with one more score.
 """
 
 from typing import Any
@@ -38,6 +38,7 @@ def fake_flash(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     position_ids: Tensor | None = None,
+    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -60,6 +61,8 @@ def fake_flash(
         keep = keep & attention_mask.bool().unsqueeze(1)
     if module.is_causal if is_causal is None else is_causal:
         keep = keep.tril()
+    if sliding_window is not None:
+        keep = keep.triu(1 - sliding_window)
     # Padding in front of a row sees nothing; what comes of it is nobody's, but must not be nan.
     keep = keep | ~keep.any(-1, keepdim=True)
     if s_aux is None:
