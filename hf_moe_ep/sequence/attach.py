@@ -21,19 +21,25 @@ from hf_moe_ep.upstream.attention_interface import check_attention, own_attentio
 from hf_moe_ep.upstream.models import attention_heads
 from hf_moe_ep.upstream.module_names import stock_name
 
+_REMEDY = "leave sp_size at 1; ep_size and FSDP2 work"
+
 
 def check(parts: Parts, state: ModelState) -> None:
     """Raise where this model's sequences cannot be split."""
     sp_size = state.config.sp_size or 1
     if sp_size == 1:
         return
-    _check_granted(parts, sp_size)
-    for heads, kv_heads in sorted(attention_heads(parts.config)):
-        check_heads(heads, kv_heads, sp_size)
+    _check_mixers(parts, sp_size)
     if parts.causal_lm is None:
         raise ValueError(
             f"sp_size ({sp_size}) > 1 needs a model with a language modelling head, which "
             f"{type(parts.root).__name__} has not; load it as a causal LM, or leave sp_size at 1"
+        )
+    if not parts.plan.sequence_parallel:
+        raise ValueError(
+            f"sp_size ({sp_size}) > 1 was not tested on {parts.plan.model_type}; {_REMEDY}, or "
+            f"grant it yourself after a test: "
+            f"patch(model, plan=ModelPlan(..., sequence_parallel=True))"
         )
     if not parts.attention:
         raise ValueError(
@@ -41,16 +47,17 @@ def check(parts: Parts, state: ModelState) -> None:
             f"{type(parts.root).__name__} calls transformers' attention interface "
             f"(ALL_ATTENTION_FUNCTIONS); leave sp_size at 1"
         )
+    for heads, kv_heads in sorted(attention_heads(parts.config)):
+        check_heads(heads, kv_heads, sp_size)
     check_attention(parts.attention[0], parts.root)
 
 
-def _check_granted(parts: Parts, sp_size: int) -> None:
-    """Raise where tokens are mixed along the sequence past attention, or where nobody has tested.
+def _check_mixers(parts: Parts, sp_size: int) -> None:
+    """Raise where tokens are mixed along the sequence past attention.
 
     Attention is split over heads: what else looks along the sequence would see a slice of it.
     """
     plan = parts.plan
-    remedy = "leave sp_size at 1; ep_size and FSDP2 work"
     if plan.mixers:
         # Layers without one may have attention, or nothing of the kind, under the same name.
         kinds = {
@@ -62,12 +69,7 @@ def _check_granted(parts: Parts, sp_size: int) -> None:
         raise ValueError(
             f"sp_size ({sp_size}) > 1 splits sequences and lets attention see the whole, but "
             f"{plan.model_type} mixes along the sequence in {', '.join(sorted(kinds))} as well, "
-            f"which is not of transformers' attention interface; {remedy}"
-        )
-    if not plan.sequence_parallel:
-        raise ValueError(
-            f"sp_size ({sp_size}) > 1 was not tested on {plan.model_type}; {remedy}, or grant it "
-            f"yourself after a test: patch(model, plan=ModelPlan(..., sequence_parallel=True))"
+            f"which is not of transformers' attention interface; {_REMEDY}"
         )
 
 
