@@ -79,7 +79,8 @@ def equals_stock(
 ) -> None:
     """Split a model of other initial values on every rank, and compare a step with stock's.
 
-    With checkpointing where somebody says of which kind, and in our model alone.
+    With checkpointing where somebody says of which kind: reentrant in both, for stock then has no
+    gradients of its load-balancing loss.
     """
     with recording(model_type, "sp") as errors, FP64():
         model, stock = tiny(model_type, seed=rank), tiny(model_type)
@@ -88,6 +89,8 @@ def equals_stock(
             use_fake_flash(stock)
         if use_reentrant is not None:
             checkpointing(model, use_reentrant)
+        if use_reentrant:
+            checkpointing(stock, use_reentrant)
         apply_ep_fsdp2(model, ep_size=2, sp_size=sp)
         groups = data_parallel_size(model)
         assert groups == world // sp
