@@ -81,6 +81,7 @@ def shard_units(
     check_frozen(model, units.all_experts)
     places = find_places(model, units.all_experts, state.plan, options)
     for experts in units.all_experts:
+        _check_shared(experts, places, meshes)
         _check_expert_shard_dim(experts, places, state, meshes)
     state.dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
     broadcast_unsharded(model, options, meshes.device)
@@ -187,13 +188,10 @@ def _divide(reduced: torch.Tensor, by: int) -> None:
     reduced.div_(by)
 
 
-def _check_expert_shard_dim(
-    experts: nn.Module, places: Places, state: ModelState, meshes: Meshes
-) -> None:
-    """Raise where weights cannot be split as the config asks; factors lie as they can.
+def _check_shared(experts: nn.Module, places: Places, meshes: Meshes) -> None:
+    """Raise where what experts share, such as a norm behind each of them, is trained with ep.
 
-    What experts share, such as a norm behind each of them, would get the gradient of this rank's
-    experts alone.
+    It would get the gradient of this rank's experts alone.
     """
     for name, weight in experts.named_parameters():
         shared = weight in places and not places[weight].over_ep
@@ -203,6 +201,13 @@ def _check_expert_shard_dim(
                 f"ep_size ({meshes.ep_size}) > 1 each rank would train it on its own ones; freeze "
                 f"it (requires_grad_(False)), as LoRA does, or use ep_size=1"
             )
+
+
+def _check_expert_shard_dim(
+    experts: nn.Module, places: Places, state: ModelState, meshes: Meshes
+) -> None:
+    """Raise where weights cannot be split as the config asks; factors lie as they can."""
+    for weight in experts.parameters():
         if weight in places and places[weight].stack is not None:
             continue
         local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])
