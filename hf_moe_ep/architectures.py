@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -26,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from hf_moe_ep.derive import derive_plan, is_attention, stacked_experts
-from hf_moe_ep.plan import ModelPlan, matches
+from hf_moe_ep.plan import ModelPlan, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
@@ -301,7 +300,7 @@ class _Named:
 
     def nearest(self, pattern: str) -> str:
         """Say which modules have a name like a pattern that fits none."""
-        starred = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in self.stock)
+        starred = dict.fromkeys(map(as_pattern, self.stock))
         near = get_close_matches(pattern, starred, n=3, cutoff=0.4)
         return f"it has {', '.join(near)}" if near else f"its modules are {', '.join(starred)}"
 

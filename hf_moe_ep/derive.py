@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from hf_moe_ep.plan import ModelPlan, VisionPlan
+from hf_moe_ep.plan import ModelPlan, VisionPlan, as_pattern
 from hf_moe_ep.upstream.code import calls, forward_arguments, is_checkpointed_layer
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
@@ -131,8 +131,8 @@ class _Derivation:
         with_experts = len({name[len(stack) + 1 :].partition(".")[0] for name in experts})
         said = getattr(config, "num_hidden_layers", layers)
         expected = _expected_moe_layers(config)
-        places = set(map(_starred, experts))
-        foreign = [n for n in self.modules if _starred(n) in places and n not in experts]
+        places = set(map(as_pattern, experts))
+        foreign = [n for n in self.modules if as_pattern(n) in places and n not in experts]
         others = f" (not of transformers' experts interface: {', '.join(foreign)})"
         for kind, found, wanted in (
             ("decoder layers", layers, said),
@@ -229,13 +229,13 @@ class _Derivation:
         }
         # Where experts stand in the decoder layer itself, attention is beside them too.
         beside = {n: m for n, m in beside.items() if not _looks_along_the_sequence(m)}
-        choosing = {_starred(n): n for n, m in beside.items() if calls(m, "topk")}
+        choosing = {as_pattern(n): n for n, m in beside.items() if calls(m, "topk")}
         holding = {
-            _starred(name): name
+            as_pattern(name): name
             for name, module in beside.items()
             if any(_has_rows(p, num_experts) for p in module.parameters(recurse=False))
         }
-        return self._one_router(plan, choosing or holding, len(set(map(_starred, experts))))
+        return self._one_router(plan, choosing or holding, len(set(map(as_pattern, experts))))
 
     def _one_router(self, plan: ModelPlan, found: Mapping[str, str], sets_of_experts: int) -> str:
         if not found:
@@ -260,7 +260,7 @@ class _Derivation:
         """Name, with stars, what mixes tokens of a sequence past the attention interface."""
         found = {name for name, module in self._within_layers(stack).items() if is_mixer(module)}
         # The outermost of a layer alone: what is in a mixer belongs to it.
-        return {_starred(name) for name in found if found.isdisjoint(_above(name))}
+        return {as_pattern(name) for name in found if found.isdisjoint(_above(name))}
 
     def _final_norm(self, decoder: str, stack: str) -> str:
         behind = False
@@ -322,7 +322,7 @@ class _Derivation:
             for name, module in self.modules.items()
             if name.startswith(f"{tower}.") and is_attention(module)
         ]
-        unlike = [len(set(map(_starred, names))) > 1 for names in (blocks, attention)]
+        unlike = [len(set(map(as_pattern, names))) > 1 for names in (blocks, attention)]
         if not blocks or any(unlike):
             return None
         return VisionPlan(
@@ -350,7 +350,7 @@ class _Derivation:
 
     def _pattern(self, names: Iterable[str]) -> str:
         """Turn names that differ in the number of a layer, or in one more part, into one."""
-        starred = list(dict.fromkeys(map(_starred, names)))
+        starred = list(dict.fromkeys(map(as_pattern, names)))
         joined = starred[0] if len(starred) == 1 else _joined(starred)
         if joined is None:
             raise ValueError(
@@ -390,10 +390,6 @@ def _as_code(plan: ModelPlan, unknown: str) -> str:
         elif field.name not in ("model_type", "origin") and value not in (field.default, {}):
             said.append(f"{field.name}={value!r}")
     return f"ModelPlan({', '.join(said)})"
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _above(name: str) -> Iterator[str]:

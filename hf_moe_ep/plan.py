@@ -105,6 +105,11 @@ def matches(pattern: str, module_name: str) -> bool:
     return _compiled(pattern).search(module_name) is not None
 
 
+def as_pattern(module_name: str) -> str:
+    """Return the pattern of a name and of all that differ from it in numbers of elements alone."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module_name)
+
+
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     regex = r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
