@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -64,10 +64,10 @@ def keep_forwards(state: ModelState) -> None:
     """
     replaced = []
     for one in state.relied_on:
-        functions = list(forward_functions(one.module))
-        if one.function in functions:
+        # Lazily, in every forward of the model: mostly the first function is the one.
+        if one.function in forward_functions(one.module):
             continue
-        if not (one.is_experts and is_ligers(functions[-1])):
+        if not (one.is_experts and is_ligers(_innermost(one.module))):
             _check(one.name, one.module, one.function, "since patch()")
         state.replace(one.module, "forward", MethodType(moe_forward, one.module))
         one.function = moe_forward
@@ -108,7 +108,7 @@ def _check_liger_can_run(root: nn.Module, device: torch.device) -> None:
         if is_computed_by_liger(module):
             raise ValueError(
                 f"Liger computes {name or type(module).__name__} "
-                f"({qualified_name(list(forward_functions(module))[-1])}), and its kernels need a "
+                f"({qualified_name(_innermost(module))}), and its kernels need a "
                 f"GPU, while this model is on the CPU; leave out use_liger_kernel=True and "
                 f"whatever else applies Liger"
             )
@@ -154,12 +154,16 @@ def _check_class(name: str, module: nn.Module) -> None:
         )
 
 
-def _check(name: str, module: nn.Module, wanted: object, when: str) -> None:
-    functions = list(forward_functions(module))
-    if wanted not in functions:
+def _check(name: str, module: nn.Module, wanted: Callable[..., Any], when: str) -> None:
+    if wanted not in forward_functions(module):
         raise ValueError(
             f"the forward of {name} ({type(module).__name__}) was replaced {when} by "
-            f"{qualified_name(functions[-1])}, which would compute without hf_moe_ep; leave out "
-            f"what replaces it (use_kernels=True, kernelize, a patcher), or keep "
+            f"{qualified_name(_innermost(module))}, which would compute without hf_moe_ep; leave "
+            f"out what replaces it (use_kernels=True, kernelize, a patcher), or keep "
             f"{qualified_name(wanted)} there"
         )
+
+
+def _innermost(module: nn.Module) -> Callable[..., Any]:
+    """Return the function that computes a module, whatever wraps it."""
+    return list(forward_functions(module))[-1]
