@@ -71,7 +71,7 @@ gpu:
 gpu-rehearsal: .venv/.done
 	$(BIN)/python benchmarks/gpu.py rehearsal
 
-NOT_ALONE := $(patsubst %,benchmarks/%.py,figures ranks timing gpu gpu_report layer_kernels)
+NOT_ALONE := $(patsubst %,benchmarks/%.py,figures models ranks timing gpu gpu_report layer_kernels)
 
 bench: .venv/.done
 	set -e; for script in $(filter-out $(NOT_ALONE),$(sort $(wildcard benchmarks/*.py))); do \

@@ -32,10 +32,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from figures import setting, spread
+from models import qwen3_moe
 from ranks import KEEP_FREED_MEMORY, spawn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from hf_moe_ep import patch
 
@@ -79,23 +80,13 @@ class Measured:
 
 def build(sizes: Sizes, seed: int) -> Qwen3MoeForCausalLM:
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=sizes.vocab,
-        hidden_size=sizes.hidden,
-        intermediate_size=2 * sizes.intermediate,
-        moe_intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=max(sizes.hidden // 8, 8),
-        num_experts=sizes.experts,
-        num_experts_per_tok=sizes.top_k,
-        norm_topk_prob=True,
+    return qwen3_moe(
+        sizes,
+        sizes.vocab,
         max_position_embeddings=2 * sizes.seq,
         eos_token_id=1,
         pad_token_id=0,
     )
-    return Qwen3MoeForCausalLM(config)
 
 
 def make_tokenizer(sizes: Sizes) -> Any:

@@ -42,11 +42,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from figures import row, setting
+from models import qwen3_moe
 from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_moe_ep import clip_grad_norm_, from_pretrained
@@ -101,21 +102,8 @@ class Result:
 
 def write_model(sizes: Sizes, directory: str | Path) -> None:
     torch.manual_seed(sizes.seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=sizes.hidden,
-        intermediate_size=2 * sizes.intermediate,
-        moe_intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=max(sizes.hidden // 8, 8),
-        num_experts=sizes.experts,
-        num_experts_per_tok=sizes.top_k,
-        norm_topk_prob=True,
-        max_position_embeddings=sizes.seq,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    model = qwen3_moe(sizes, VOCAB, max_position_embeddings=sizes.seq)
+    model.save_pretrained(directory)
 
 
 def make_batch(sizes: Sizes, rank: int) -> Batch:

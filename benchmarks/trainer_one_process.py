@@ -30,14 +30,8 @@ from typing import Any
 
 import torch
 from figures import row, setting
-from transformers import (
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from models import qwen3_moe
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_moe_ep import patch
 
@@ -70,20 +64,7 @@ class StepTimes(TrainerCallback):
 def train(side: str, sizes: argparse.Namespace) -> dict[str, Any]:
     """The user's script; everything but the one line is stock."""
     set_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=sizes.hidden,
-        intermediate_size=2 * sizes.intermediate,
-        moe_intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=max(sizes.hidden // 8, 8),
-        num_experts=sizes.experts,
-        num_experts_per_tok=sizes.top_k,
-        norm_topk_prob=True,
-    )
-    model = Qwen3MoeForCausalLM(config)
+    model = qwen3_moe(sizes, VOCAB)
     if side == "patched":
         patch(model)
     tokens = torch.randint(VOCAB, (sizes.steps * sizes.batch, sizes.seq))
