@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.launched import launched
 from support.tiny_models import batch, tiny
@@ -92,6 +93,16 @@ def test_every_second_step_and_the_figures_of_the_steps_between(tmp_path: Path) 
     for one, want in zip(callback._maps, [(1, 2), (3, 4)], strict=True):
         assert (one.first, one.last) == want
         assert one.counts.sum(1).tolist() == [2 * 2 * PAIRS_OF_A_ROW] * 2
+
+
+@pytest.mark.slow
+def test_adapters_on_experts_are_no_obstacle(tmp_path: Path) -> None:
+    model = patch(with_lora(tiny(dtype=torch.float32), 2))
+    trainer, _ = _train(tmp_path, ExpertLoadCallback(), model=model)
+    assert sum(entry.keys() >= NAMES for entry in trainer.state.log_history) == 4
+    load = expert_load(trainer.model)
+    assert load.layers == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+    assert load.counts.sum(1).tolist() == [4 * 2 * PAIRS_OF_A_ROW] * 2
 
 
 def test_maps_of_a_long_run_are_merged_and_lose_nothing(tmp_path: Path) -> None:
