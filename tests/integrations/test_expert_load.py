@@ -86,7 +86,9 @@ def test_it_is_logged_with_the_loss_before_trackers_see_it(tmp_path: Path) -> No
 
 def test_every_second_step_and_the_figures_of_the_steps_between(tmp_path: Path) -> None:
     callback = ExpertLoadCallback(every=2, heat_map=tmp_path / "maps" / "load.png")
-    trainer, _ = _train(tmp_path, callback, steps=5)
+    model = patch(tiny(dtype=torch.float32))
+    model(**batch(model, 2, 5)).loss.backward()  # before training, which begins at zero
+    trainer, _ = _train(tmp_path, callback, steps=5, model=model)
     steps = [e["step"] for e in trainer.state.log_history if NAMES & e.keys()]
     assert steps == [2, 4]
     assert (tmp_path / "maps" / "load.png").read_bytes().startswith(b"\x89PNG")

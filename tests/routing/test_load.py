@@ -18,7 +18,7 @@ from support.architectures.steps import TEXT_TYPES, loss_of_sum
 from support.checks import Check, Found, on_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hf_moe_ep import ExpertLoad, apply_ep_fsdp2, expert_load, patch
 from hf_moe_ep.architectures import find_parts
@@ -130,14 +130,18 @@ def test_checkpoints_count_once(use_reentrant: bool) -> None:
     assert torch.equal(_steps(patch(model)), expert_load(model).counts)
 
 
-def test_selective_checkpoints_count_once() -> None:
-    """Their two runs are compared operator by operator."""
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    model = tiny()
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    options = {"use_reentrant": False, "context_fn": contexts}
-    (enable or model.gradient_checkpointing_enable)(options)
-    assert torch.equal(_steps(patch(model)), expert_load(model).counts)
+def test_selective_checkpoints_count_once_and_see_nothing_of_it() -> None:
+    """What they keep of an operator's first runs, its later runs are given in the same order."""
+    model = patch(tiny())
+    experts = model.model.layers[0].mlp.experts
+    x, ids = torch.randn(6, 32).double().requires_grad_(), torch.arange(12).view(6, 2) % 5
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.ones_like.default])
+
+    def part(x: Tensor) -> Tensor:
+        return experts(x, ids, torch.ones(6, 2).double()) * torch.ones_like(x[:, :1])
+
+    checkpoint(part, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert expert_load(model).counts.tolist() == [[3, 3, 2, 2, 2, 0, 0, 0], [0] * EXPERTS]
 
 
 @pytest.mark.slow
