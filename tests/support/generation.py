@@ -16,12 +16,15 @@ def prompts(rank: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def continuations(model: nn.Module, rank: int) -> dict[str, Tensor]:
+def continuations(
+    model: nn.Module, rank: int, inputs: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Tokens of one rank: `free` runs to a length of its own, `ended` stops before that.
 
-    Rank r ends both of its prompts with the token that they got at position r when free.
+    Rank r ends both of its prompts, its own or `inputs`, with the token that they got at position
+    r when free.
     """
-    inputs, num_new = prompts(rank), 5 + 2 * rank
+    inputs, num_new = inputs or prompts(rank), 5 + 2 * rank
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "use_cache": True}
     options["max_new_tokens"] = num_new
     model.eval()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from hf_moe_ep import clip_grad_norm_
+from hf_moe_ep import apply_ep_fsdp2, clip_grad_norm_
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.upstream.adapters import without_adapters
 from support.architectures.inputs import batch
@@ -19,6 +19,7 @@ from support.architectures.models import tiny
 from support.architectures.sizes import tiny_config
 from support.architectures.types import FAMILIES, MODEL_TYPES
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
+from support.jobs.resume import Run
 from support.parity import full_tensor
 
 # Their gate, or the norm behind their experts, computes in fp32, whatever it is given.
@@ -86,6 +87,14 @@ def loss_of_sum(model: nn.Module, inputs: dict[str, Tensor], num_tokens: Tensor)
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-3, foreach=False)
+
+
+def start_run(model_type: str, seed: int, **sizes: int) -> Run:
+    """A sharded model with the initial values of `seed`, and what trains it."""
+    model = build(model_type, seed=seed)
+    apply_ep_fsdp2(model, **sizes)
+    optimizer = adamw(model)
+    return Run(model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10))
 
 
 def assert_same_step(

@@ -40,7 +40,8 @@ of each. A test compares the two.
 - vision tower: any mix of text and pictures over the ranks; "-" is a model of text alone.
 - hub files: `save_pretrained` writes what stock would write, key by key and bit by bit, and
   `from_pretrained` reads it.
-- resume: `save_checkpoint` at one layout, `load_checkpoint` at another.
+- resume: `save_checkpoint` at `ep_size=2`, `load_checkpoint` without EP, on 2 ranks: the same
+  parameters and moments, and the loss that would have come next.
 
 "yes" is a passed comparison in fp64, "not tested" that there is none yet, "no" a refusal: an error
 that says why, under the number beside it. Weights are random and small here: nothing is said of
@@ -55,13 +56,21 @@ def merged(data: dict[str, Any], found: Results) -> dict[str, Any]:
     old: Results = data.get("types", {})
     types = {}
     for model_type in sorted({*old, *found, *MODEL_TYPES}):
-        columns = {**old.get(model_type, {}), **found.get(model_type, {})}
+        columns = {**_own(old.get(model_type, {})), **found.get(model_type, {})}
         if reason := differences(model_type).refused:
             columns = {name: {"refused": reason} for name in COLUMNS}
+        if "refused" in columns.get("ep", {}):  # not even patched, so nothing else is granted
+            columns = dict.fromkeys(COLUMNS, columns["ep"]) | columns
         if not _has_tower(model_type):
             columns["vision"] = TEXT_ONLY
         types[model_type] = {name: columns[name] for name in COLUMNS if name in columns}
     return {"transformers": version("transformers"), "types": types}
+
+
+def _own(columns: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """The columns without those that are refused because EP was."""
+    ep = columns.get("ep", {})
+    return {name: x for name, x in columns.items() if name == "ep" or "refused" not in x or x != ep}
 
 
 def _has_tower(model_type: str) -> bool:

@@ -72,11 +72,11 @@ def start(
     return Run(model, optimizer, scheduler)
 
 
-def step(run: Run, number: int) -> float:
-    """One optimizer step on global batch `number`; the loss of all of it."""
+def step(run: Run, number: int, parts: list[dict[str, Tensor]] | None = None) -> float:
+    """One optimizer step on global batch `number`, or on these parts; the loss of all of it."""
     model, sharded = run.model, dist.is_initialized() and dist.get_world_size() > 1
     rank, world = (data_parallel_rank(model), data_parallel_size(model)) if sharded else (0, 1)
-    parts = [_part(model, number, index) for index in range(PARTS)]
+    parts = parts or [_part(model, number, index) for index in range(PARTS)]
     tokens = sum(part["labels"][:, 1:].ne(-100).sum() for part in parts)
     total = torch.zeros((), dtype=torch.float64)
     for part in parts[rank::world]:

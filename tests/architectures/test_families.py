@@ -1,0 +1,151 @@
+"""Eight families on 4 ranks: experts over ep and ep_fsdp, HSDP, checkpointing, resume elsewhere.
+
+Whole models with their towers, in fp64: two steps beside stock in one process; a run that goes on
+at another layout beside the one that stayed; what stock generates from the files of a trained one.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import FAMILIES, batch, mixed_batch, model_class, recording
+from support.architectures.pictures import takes_pictures
+from support.architectures.steps import (
+    BATCHED,
+    adamw,
+    assert_same_step,
+    batches,
+    build,
+    count_tokens,
+    loss_of_sum,
+    start_run,
+)
+from support.checks import Check, Found
+from support.close import FP64_MODEL, assert_close
+from support.generation import assert_same, continuations
+from support.jobs.resume import PARTS, assert_equal, everything, step
+from torch import Tensor, nn
+
+from hf_moe_ep import apply_ep_fsdp2, load_checkpoint, save_checkpoint, save_pretrained
+from hf_moe_ep.architectures import find_parts
+
+# Sizes, and whether checkpoints are reentrant.
+LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
+    "ep 2, ep_fsdp 2": ({"ep_size": 2}, False),
+    "ep 2, HSDP": ({"ep_size": 2, "dp_replicate_size": 2}, True),
+}
+NUM_STEPS = 2
+# Of each of the four parts of a global batch, one number for each of its rows.
+PICTURES = [[1], [0, 0], [0, 1], [0]]
+
+
+def _two_steps(model_type: str, layout: str, rank: int, world: int) -> None:
+    sizes, use_reentrant = LAYOUTS[layout]
+    model, stock = build(model_type, seed=rank), build(model_type)
+    experts = list(find_parts(model).experts.values())
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    apply_ep_fsdp2(model, **sizes)
+    ran: list[int] = []
+    for module in experts:
+        module.register_forward_pre_hook(lambda *_: ran.append(0))
+    optimizers = adamw(model), adamw(stock)
+    for number in range(NUM_STEPS):
+        where = f"{model_type}, {layout}, step {number}"
+        assert_same_step(where, (model, stock), optimizers, seed=10 * number)
+    assert len(ran) == 2 * NUM_STEPS * len(experts), "no layer ran again in backward"
+
+
+CHECKPOINTED = [
+    Check(f"{name}, {layout}", 4, partial(_two_steps, name, layout), slow=True).as_parameter()
+    for name in FAMILIES
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize("claim", CHECKPOINTED)
+def test_checkpointed_on_four_ranks(found: Found, claim: Check) -> None:
+    """Gradient checkpointing of both kinds: a layer that runs again sends what it sent."""
+    found.raise_if_failed(claim)
+
+
+def _parts(stock: nn.Module, number: int) -> list[dict[str, Tensor]]:
+    """The parts of a global batch, dealt to as many data ranks as there are."""
+    seeds = range(100 * number, 100 * number + PARTS)
+    if takes_pictures(stock):
+        pairs = zip(PICTURES, seeds, strict=True)
+        return [mixed_batch(stock, pictures, seed=seed) for pictures, seed in pairs]
+    return [batch(stock, 1 + seed % 2, 6 + 2 * (seed % PARTS), seed=seed) for seed in seeds]
+
+
+def _goes_on(model_type: str, rank: int, world: int, folder: str) -> None:
+    stock = build(model_type)
+    global_batches = [_parts(stock, number) for number in range(NUM_STEPS + 1)]
+    run = start_run(model_type, rank, ep_size=2, dp_replicate_size=2)
+    for number in range(NUM_STEPS):
+        step(run, number, global_batches[number])
+    save_checkpoint(folder, run.model, run.optimizer, run.scheduler)
+    saved = everything(run)
+    step(run, NUM_STEPS, global_batches[NUM_STEPS])
+    stayed = everything(run)
+    with recording(model_type, "resume") as errors:
+        for sizes in ({"ep_size": 4}, {"ep_size": 1}):
+            where = f"{model_type}, {sizes}"
+            other = start_run(model_type, 7 + rank, **sizes)
+            load_checkpoint(folder, other.model, other.optimizer, other.scheduler)
+            assert_equal(where, everything(other), saved)
+            step(other, NUM_STEPS, global_batches[NUM_STEPS])
+            errors += _assert_close(where, everything(other), stayed)
+
+
+def _assert_close(where: str, got: dict[str, Any], want: dict[str, Any]) -> list[float]:
+    assert got.keys() == want.keys(), where
+    return [
+        assert_close(f"{where}: next step: {name}", got[name], value, FP64_MODEL)
+        for name, value in want.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+RESUMED = [
+    Check(f"{name} goes on", 4, partial(_goes_on, name), slow=True).as_parameter()
+    for name in FAMILIES
+]
+
+
+@pytest.mark.parametrize("claim", RESUMED)
+def test_resumed_at_another_layout(found: Found, claim: Check) -> None:
+    """Saved at ep 2 with HSDP: the same bits at ep 4 and without EP, and the same next step."""
+    found.raise_if_failed(claim)
+
+
+def _generates(model_type: str, rank: int, world: int, folder: str) -> None:
+    model = build(model_type, seed=rank)
+    apply_ep_fsdp2(model, ep_size=2)
+    everyone = batches(model, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    loss = loss_of_sum(model, everyone[rank], count_tokens(everyone))
+    (loss * world).backward()
+    optimizer.step()
+    save_pretrained(model, folder)
+    prompts = batch(model, 2, 4 + 3 * rank, seed=50 + rank)
+    del prompts["labels"]
+    got = continuations(model, rank, prompts)
+    how = "batched_mm" if model_type in BATCHED else "eager"
+    options: Any = {"dtype": torch.float64, "experts_implementation": how}
+    stock = model_class(model_type).from_pretrained(folder, **options)
+    assert_same(model_type, got, continuations(stock, rank, prompts))
+    untrained = continuations(build(model_type), rank, prompts)
+    assert not torch.equal(untrained["free"], got["free"]), f"{model_type} has learnt nothing"
+
+
+GENERATE = [
+    Check(f"{name} generates", 2, partial(_generates, name), slow=True).as_parameter()
+    for name in FAMILIES
+]
+
+
+@pytest.mark.parametrize("claim", GENERATE)
+def test_stock_generates_what_the_trained_model_does(found: Found, claim: Check) -> None:
+    """From its hub files, token by token; every rank has other prompts, lengths and ends."""
+    found.raise_if_failed(claim)
