@@ -189,3 +189,39 @@ def test_lora(tmp_path: Path) -> None:
     assert len(experts) == 2 * 2 * 2 and all(32 in stacked[key] for key in experts)
     experts = [key for key in single if ".experts." in key]
     assert len(experts) == 2 * 8 * 3 * 2 and all(4 in single[key] for key in experts)
+
+
+@pytest.mark.slow
+def test_new_architecture(tmp_path: Path) -> None:
+    values = _run(
+        "6_new_architecture.ipynb",
+        tmp_path,
+        "description.splitlines()[0]",
+        "exit_code",
+        "[described, described_given, described_shared]",
+        "differences",
+        "weights",
+        "[stock_run, grouped_run]",
+        "refusals",
+        "still_there",
+    )
+    assert "(pebble), patched by hf_moe_ep; plan derived" in values["description.splitlines()[0]"]
+    assert values["exit_code"] == 0
+    derived, given, shared = values["[described, described_given, described_shared]"]
+    assert "plan derived" in derived and "this rank: experts 0 .. 2" in derived
+    assert "(grouped), patched by hf_moe_ep; plan given" in given
+    assert "sp group [0, 1]" in shared
+    for name in ("derived", "given", "shared"):
+        assert values["differences"][name]["norms"] < 1e-10  # fp64, other orders of summation
+        assert values["differences"][name]["losses"] < 1e-6  # Transformers computes it in fp32
+    assert all(0 < difference < 1e-10 for difference in values["weights"].values())
+    for run in values["[stock_run, grouped_run]"]:
+        assert sum(run["losses"][-5:]) < 0.8 * sum(run["losses"][:5])
+
+    refusals = values["refusals"]
+    for words in ("'layers.*.moe.router', 'layers.*.moe.groups'", "plan=ModelPlan('grouped', "):
+        assert words in refusals["two routers"]
+    assert "use_experts_implementation" in refusals["a list of experts"]
+    assert "layers.*.attention_norm (Smoothed)" in refusals["sp_size, a convolution"]
+    assert "was not tested on pebble" in refusals["sp_size"]
+    assert "plan derived" in values["still_there"]
