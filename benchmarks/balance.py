@@ -15,6 +15,8 @@ architecture has:
     held-out        tokens of the busiest expert over the mean, of the layer where that is greatest,
                     on text that was not trained on, without gradients
     last 20 steps   the same of the training tokens, as `expert_load` counts them
+    all layers      the same of the last 20 steps, but of the sum of an expert's tokens over layers:
+                    what the loss of stock's formula knows of (`hf_moe_ep/moe/aux_loss.py`)
     loss            nats per token on the held-out text, without the router's loss
 
 A GLM-4-MoE has one shared expert per layer besides; it has no part in the load.
@@ -203,12 +205,17 @@ def worst(counts: list[list[int]]) -> float:
     return max(max(row) * len(row) / sum(row) for row in counts)
 
 
+def summed(counts: list[list[int]]) -> list[int]:
+    """Add up what an expert of each number had in all layers."""
+    return [sum(column) for column in zip(*counts, strict=True)]
+
+
 def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) -> str:
     """Make the table, and a line for each method that says whether it does what it is for."""
     lines = [
-        "| model | method | worst layer, held-out | worst layer, last 20 steps | loss | "
-        "loss - that without balance, seed by seed |",
-        "|---|---|---|---|---|---|",
+        "| model | method | worst layer, held-out | worst layer, last 20 steps | all layers | loss "
+        "| loss - that without balance, seed by seed |",
+        "|---|---|---|---|---|---|---|",
     ]
     verdicts = []
     for method in methods:
@@ -216,10 +223,12 @@ def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) ->
         plain = [outcomes[Method(method.model), seed].loss for seed in seeds]
         held_out, last = ([worst(getattr(o, n)) for o in found] for n in ("held_out", "last_steps"))
         losses = [outcome.loss for outcome in found]
+        together = [worst([summed(outcome.last_steps)]) for outcome in found]
         apart = [loss - other for loss, other in zip(losses, plain, strict=True)]
         beside = ", ".join(f"{value:+.4f}" for value in apart) if method.aux or method.rate else ""
         lines.append(
             f"| {method.model} | {method.name} | {spread(held_out)} | {spread(last)} | "
+            f"{spread(together)} | "
             f"{statistics.median(losses):.4f} ({min(losses):.4f} .. {max(losses):.4f}) | {beside} |"
         )
         if beside:

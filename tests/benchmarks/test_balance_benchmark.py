@@ -19,10 +19,10 @@ def test_the_table_by_hand() -> None:
         (AUX, 1): _outcome([7, 5, 4, 4], 3.05),
     }
     text = bench.report(found, (PLAIN, AUX), [0, 1])
-    assert (
-        "| Qwen3-MoE | none | 2.20 (2.00 .. 2.40) | 1.25 | 2.5000 (2.0000 .. 3.0000) |  |" in text
-    )
-    assert "| 1.30 (1.20 .. 1.40) | 1.25 | 2.4750 (1.9000 .. 3.0500) | -0.1000, +0.0500 |" in text
+    row = "| Qwen3-MoE | none | 2.20 (2.00 .. 2.40) | 1.25 | 1.12 | 2.5000 (2.0000 .. 3.0000) |"
+    assert row in text
+    row = "| 1.30 (1.20 .. 1.40) | 1.25 | 1.12 | 2.4750 (1.9000 .. 3.0500) | -0.1000, +0.0500 |"
+    assert row in text
     assert "is below 1.5 with every seed; the held-out loss is -0.0250 beside none" in text
     found[AUX, 1] = _outcome([8, 4, 4, 4], 3.05)
     assert "is NOT below 1.5" in bench.report(found, (PLAIN, AUX), [0, 1])
@@ -39,15 +39,18 @@ def test_both_models_are_the_demos_but_for_their_routers() -> None:
 
 
 @pytest.mark.slow
-def test_each_method_balances_the_demos_model() -> None:
-    """One seed, 160 steps: the worst layer, and a held-out loss that is not worse."""
+def test_each_method_balances_what_it_knows_of() -> None:
+    """One seed, 160 steps: the bias each layer, the loss all layers together; at no price."""
     torch.set_num_threads(2)
     found = bench.run_all(bench.METHODS, [0], 160, None)
+    together = {m: bench.worst([bench.summed(found[m, 0].last_steps)]) for m in bench.METHODS}
     for method in bench.METHODS:
         outcome = found[method, 0]
-        if method.aux or method.rate:
+        if method.rate:
             assert bench.worst(outcome.held_out) < bench.TARGET
             assert bench.worst(outcome.last_steps) < bench.TARGET
-            assert outcome.loss <= found[bench.Method(method.model), 0].loss + bench.NOISE
+        elif method.aux:
+            assert together[method] < 1.2
         else:
             assert bench.worst(outcome.held_out) > bench.TARGET
+        assert outcome.loss <= found[bench.Method(method.model), 0].loss + bench.NOISE
