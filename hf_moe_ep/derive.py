@@ -33,6 +33,7 @@ from hf_moe_ep.upstream.models import (
     aux_loss_coefficient,
     base_model_prefix,
     input_embedding,
+    is_quantized,
     output_head,
     text_config,
 )
@@ -113,6 +114,12 @@ class _Derivation:
         kinds = sorted({type(module).__name__ for module in self.modules.values()})
         searches = ([k for k in kinds if re.search(word, k)] for word in ("Expert", "MoE|Moe$"))
         alike = next(filter(None, searches), [])
+        if alike and is_quantized(self.model):
+            raise ValueError(
+                f"this {self.kind} was loaded with quantized experts ({', '.join(alike)}), which "
+                f"cannot be trained here; load it in bf16: hf_moe_ep.from_pretrained(...) reads "
+                f"MXFP4 as that, and stock's with quantization_config=Mxfp4Config(dequantize=True)"
+            )
         raise ValueError(
             f"unknown architecture {getattr(self.config, 'model_type', None)!r} ({self.kind}): "
             f"none of its modules is of transformers' experts interface "

@@ -60,6 +60,20 @@ def test_experts_outside_the_interface_are_refused_by_name(model_type: str) -> N
         assert words in message, message
 
 
+def test_quantized_experts_are_told_how_to_be_loaded() -> None:
+    """As gpt-oss is where its MXFP4 kernels run: a class of its own holds packed weights."""
+
+    class PackedExperts(nn.Module):
+        """Has nothing that can be stacked or split."""
+
+    model: Any = tiny()
+    for layer in model.model.layers:
+        layer.mlp.experts = PackedExperts()
+    model.is_quantized = True
+    with pytest.raises(ValueError, match=r"quantized experts \(PackedExperts.*dequantize=True"):
+        patch(model)
+
+
 def _second_router(model: Any) -> None:
     for layer in model.model.layers:
         layer.mlp.other_gate = copy.deepcopy(layer.mlp.gate)
