@@ -21,7 +21,8 @@ from hf_moe_ep.config import check_choice
 from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, world_size
 from hf_moe_ep.routing.counts import count_anew, counts_of_all_ranks
 from hf_moe_ep.state import STATE, ModelState, MoELayer, patched_state
-from hf_moe_ep.upstream.module_names import stock_name
+from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.module_names import stock_name, unwrap
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +176,7 @@ def check_counts(state: ModelState, what: str) -> None:
 def _names_of_layers(model: nn.Module) -> tuple[str, ...]:
     names = {
         layer.index: stock_name(name)
-        for name, module in model.named_modules()
+        for name, module in without_adapters(unwrap(model)).named_modules()
         if isinstance(layer := vars(module).get(STATE), MoELayer)
     }
     return tuple(name for _, name in sorted(names.items()))
