@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import batch, mixed_batch, recording, tiny
+from support.architectures.steps import build
 from support.checks import Check, Found
 from support.close import FP64_MODEL, assert_close
 from support.fakes.flash import use_fake_flash
@@ -113,9 +114,12 @@ def equals_stock(
 
 
 def then_evaluates_and_generates(model_type: str, rank: int, world: int) -> None:
-    """Batches of other lengths on the ranks are refused; a step; loss and logits; own prompts."""
+    """Batches of other lengths on the ranks are refused; a step; loss and logits; own prompts.
+
+    Without a load-balancing loss, with which stock generates nothing.
+    """
     with FP64():
-        model, stock = tiny(model_type, seed=rank), tiny(model_type)
+        model, stock = build(model_type, seed=rank), build(model_type)
         apply_ep_fsdp2(model, ep_size=2, sp_size=2)
         with pytest.raises(ValueError, match=r"batches \(rank 0: 2 x 9, rank 1: 2 x 10; or other"):
             model(**batch(stock, 2, 9 + rank))
