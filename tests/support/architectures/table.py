@@ -40,8 +40,8 @@ of each. A test compares the two.
 - vision tower: any mix of text and pictures over the ranks; "-" is a model of text alone.
 - hub files: `save_pretrained` writes what stock would write, key by key and bit by bit, and
   `from_pretrained` reads it.
-- resume: `save_checkpoint` at `ep_size=2`, `load_checkpoint` without EP, on 2 ranks: the same
-  parameters and moments, and the loss that would have come next.
+- resume: `save_checkpoint` at `ep_size=2`, `load_checkpoint` at another layout: the same parameters
+  and moments, and the step that would have come next, or its loss.
 
 "yes" is a passed comparison in fp64, "not tested" that there is none yet, "no" a refusal: an error
 that says why, under the number beside it. Weights are random and small here: nothing is said of

@@ -1,0 +1,103 @@
+"""The load-balancing loss of every type that has one, of 2 ranks: that of one process.
+
+Rank 0 has one row of the batch and rank 1 two, padded to one length, so that ranks count other
+numbers of tokens. A mean of the ranks' own losses would be another number.
+"""
+
+import inspect
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.architectures import batch, model_class, tiny, tiny_config
+from support.architectures.precision import budget
+from support.architectures.steps import CUT_LOGITS, TRAINED, assert_same_grads
+from support.checks import Check, Found
+from support.close import FP32_INSIDE, assert_close
+
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.architectures import find_plan
+
+WITH_AUX_LOSS = (
+    "deepseek_v4",
+    "ernie4_5_moe",
+    "ernie4_5_vl_moe",
+    "flex_olmo",
+    "flint",
+    "glm4v_moe",
+    "glm5_next",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "jamba",
+    "laguna",
+    "mellum",
+    "minimax",
+    "minimax_m2",
+    "minimax_m3_vl",
+    "minimax_m3_vl_text",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_omni_moe_thinker",
+    "qwen3_vl_moe",
+    "qwen4_exp",
+    "qwen4_exp_text",
+)
+
+
+def _equals_stock(model_type: str, rank: int, world: int) -> None:
+    if model_type in CUT_LOGITS:
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    model, stock = tiny(model_type, seed=rank), tiny(model_type)
+    apply_ep_fsdp2(model, ep_size=2)
+    whole = batch(stock, 3, 11, pad=4)
+    assert not whole["attention_mask"].all()
+    mine = {name: value[:1] if rank == 0 else value[1:] for name, value in whole.items()}
+    num_tokens = whole["labels"][:, 1:].ne(-100).sum()
+    got = model(**mine, num_items_in_batch=num_tokens)
+    want = stock(**whole, num_items_in_batch=num_tokens)
+    of_losses = max(budget(model_type), FP32_INSIDE)
+    assert_close(f"{model_type}: aux loss", got.aux_loss, want.aux_loss, of_losses)
+    total = got.loss.detach().clone()
+    dist.all_reduce(total)
+    assert_close(f"{model_type}: loss", total, want.loss, of_losses)
+    (got.loss * world).backward()
+    want.loss.backward()
+    # Stock has all rows at once here: what it sums in fp32 is summed in another order.
+    assert_same_grads(model_type, model, stock, 10 * FP32_INSIDE)
+
+
+CHECKS = [
+    Check(name, 2, partial(_equals_stock, name), slow=True).as_parameter() for name in WITH_AUX_LOSS
+]
+
+
+@pytest.mark.parametrize("claim", CHECKS)
+def test_aux_loss_on_two_ranks(found: Found, claim: Check) -> None:
+    """Its value on each rank, the sum of the ranks' losses, every gradient."""
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.slow
+def test_no_other_type_has_one() -> None:
+    """Neither stock, whose forward would call the function, nor we in its plan."""
+    stocks, ours = [], []
+    for name in TRAINED:
+        with torch.device("meta"):
+            model = model_class(name)(tiny_config(name))
+        if "load_balancing_loss_func" in inspect.unwrap(type(model).forward).__code__.co_names:
+            stocks.append(name)
+        if find_plan(model)[0].aux_loss_coef is not None:
+            ours.append(name)
+    assert ours == list(WITH_AUX_LOSS)
+    assert stocks == list(WITH_AUX_LOSS)
