@@ -105,8 +105,7 @@ class _Seam:
         finally:
             self._scores = False
         if self._engines is not None:
-            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-            self._kept = [self._of_engine(mask)]
+            self._kept = [self._of_engine(batch["prompt_mask"], batch["completion_mask"])]
         if self._kept:
             self._layers = self._kept[0].layers
             batch[ROUTES] = torch.cat([routes.ids for routes in self._kept])
@@ -127,6 +126,7 @@ class _Seam:
         model: Any,
         input_ids: Tensor,
         attention_mask: Tensor,
+        logits_to_keep: int,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -136,10 +136,12 @@ class _Seam:
             if self._current is not None:
                 routed = _Replayed(model, self.replay, self._current)
             elif self._scores and self._engines is not None:
-                routed = _Replayed(model, self.replay, self._of_engine(attention_mask))
+                prompts = attention_mask.shape[1] - logits_to_keep
+                masks = attention_mask[:, :prompts], attention_mask[:, prompts:]
+                routed = _Replayed(model, self.replay, self._of_engine(*masks))
             elif self._scores:
                 routed = _Recorded(model, self.replay, self._kept)
-        return original(routed, input_ids, attention_mask, *args, **kwargs)
+        return original(routed, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _adapters_are_off(self) -> bool:
         """Whether the policy stands in for its reference: without adapters, or with its first."""
@@ -148,13 +150,21 @@ class _Seam:
             return False
         return bool(first.disable_adapters) or first.active_adapters == ["ref"]
 
-    def _of_engine(self, mask: Tensor) -> Routes:
+    def _of_engine(self, prompt_mask: Tensor, completion_mask: Tensor) -> Routes:
         """Put the engine's arrays behind the padding of each row."""
         assert self._engines is not None
-        lengths = mask.sum(1).tolist()
-        in_front = mask.argmax(1).tolist()
+        prompts, completions = prompt_mask.sum(1).tolist(), completion_mask.sum(1).tolist()
+        # TRL masks all of a completion that was cut off, where it is told to.
+        lengths = [
+            prompt + completion if completion else len(array) + 1
+            for prompt, completion, array in zip(prompts, completions, self._engines, strict=False)
+        ]
+        width = prompt_mask.shape[1]
         return Routes.from_engine(
-            self._engines, lengths, padded_to=mask.shape[1], pad_side=in_front
+            self._engines,
+            lengths,
+            padded_to=width + completion_mask.shape[1],
+            pad_side=[width - prompt for prompt in prompts],
         )
 
 

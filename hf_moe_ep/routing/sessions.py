@@ -21,7 +21,7 @@ from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import bind_forward, output_head
-from hf_moe_ep.upstream.modules import own_children
+from hf_moe_ep.upstream.modules import own_children, runs_compiled
 
 _OF_EXPERTS = ("hidden_states", "top_k_index", "top_k_weights")
 
@@ -115,7 +115,7 @@ class _Begin(Ours):
         self._session = session
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+        if runs_compiled():
             raise ValueError(
                 "routing cannot be recorded or replayed within torch.compile; call the model that "
                 "was compiled, not its compiled wrapper, inside of the block"

@@ -31,6 +31,16 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
+def runs_compiled() -> bool:
+    """Return whether torch.compile traces what runs now, or called it.
+
+    Code that it could not trace runs as it is, and what that calls may be compiled again
+    (torch/_dynamo/eval_frame.py).
+    """
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    return torch.compiler.is_compiling() or callback() is not None
+
+
 def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
     """Remove the forward and pre-forward hooks of `module` for which `is_ours` is true."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

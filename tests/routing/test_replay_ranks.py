@@ -1,0 +1,355 @@
+"""Routing that is replayed on several ranks: ep, sp, both, against stock in one process.
+
+Stock has the batches of all ranks, one after the other, and is made to choose the same experts.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import parity
+from support.adapters import with_lora
+from support.checks import Check, Found, on_ranks
+from support.close import FP64_MODEL, assert_close
+from support.forced import forced_topk, random_ids
+from support.parity import full_tensor
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+
+from hf_moe_ep import Routes, RoutingReplay, apply_ep_fsdp2, data_parallel_rank
+from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.ranks import collectives
+
+EXPERTS, TOP_K = 8, 2
+SIZES = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+LAYERS = (0, 2)
+
+
+def _inputs(place: int, sequence: int = 7, left: bool = False) -> dict[str, Tensor]:
+    """Another number of rows on every rank, and padding."""
+    inputs = batch(tiny(), 2 + place, sequence, seed=place, pad=3)
+    return {name: x.flip(1) for name, x in inputs.items()} if left else inputs
+
+
+def _routes_of(inputs: dict[str, Tensor], seed: int = 0) -> Routes:
+    """Random experts of each token; padding, and two tokens of the first row, route live."""
+    mask = inputs["attention_mask"]
+    ids = random_ids(*mask.shape, len(LAYERS), EXPERTS, TOP_K, seed)
+    ids[mask == 0] = -1
+    ids[0, 3:5] = -1
+    return Routes(ids, LAYERS)
+
+
+def _same_as_stock(
+    where: str,
+    model: nn.Module,
+    stock: nn.Module,
+    everyone: list[tuple[dict[str, Tensor], Routes]],
+) -> None:
+    """One forward and backward on the batches of all data ranks: logits, loss, all gradients."""
+    place = data_parallel_rank(model)
+    count = torch.stack([x["labels"][:, 1:].ne(-100).sum() for x, _ in everyone]).sum()
+    wants = []
+    for inputs, routes in everyone:
+        with forced_topk(EXPERTS, routes.ids):
+            wants.append(stock(**inputs, num_items_in_batch=count))
+        wants[-1].loss.backward()
+    inputs, routes = everyone[place]
+    replay = RoutingReplay(model)
+    with replay.replay(routes):
+        got = model(**inputs, num_items_in_batch=count)
+    (got.loss * len(everyone)).backward()
+    assert_close(f"{where}: loss", got.loss, wants[place].loss, FP64_MODEL)
+    found = {n: full_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    found = pack_factors(model, {n: x for n, x in found.items() if x is not None})
+    wanted = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert_close(f"{where}: grad of {name}", found[name], grad, FP64_MODEL)
+    assert replay.last.replayed > 0 and replay.last.agreement < 0.9
+
+
+def random_routes(rank: int, world: int, ep: int = 0, sp: int = 1, lora: bool = False) -> None:
+    """Plain, and checkpointed either way; padded left and right."""
+    data = world // sp
+    for use_reentrant, left in ((None, False), (False, True), (True, False)):
+        model, stock = tiny(seed=rank, **SIZES), tiny(seed=0, **SIZES)
+        if lora:
+            torch.manual_seed(rank)
+            model = with_lora(model)
+            torch.manual_seed(0)
+            stock = with_lora(stock)
+        if use_reentrant is not None:
+            parity.checkpointing(model, use_reentrant)
+        apply_ep_fsdp2(model, ep_size=ep or world, sp_size=sp)
+        batches = [_inputs(place, left=left) for place in range(data)]
+        everyone = [(x, _routes_of(x, seed)) for seed, x in enumerate(batches)]
+        where = f"ep {ep or world}, sp {sp}, reentrant {use_reentrant}"
+        _same_as_stock(where, model, stock, everyone)
+
+
+def adapters_on_experts(rank: int, world: int) -> None:
+    random_routes(rank, world, lora=True)
+
+
+def sequences_split(rank: int, world: int) -> None:
+    """A length that sp does not divide: the last slice is padded, and routes live there."""
+    random_routes(rank, world, ep=1, sp=2)
+
+
+def sequences_split_and_experts(rank: int, world: int) -> None:
+    random_routes(rank, world, ep=2, sp=2)
+
+
+def records_are_whole(rank: int, world: int) -> None:
+    """What ranks with ep, or with sp, record is what one process does; replayed it is bit-equal."""
+    for sizes, place in (({"ep_size": 2}, rank), ({"ep_size": 2, "sp_size": 2}, 0)):
+        model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), **sizes)
+        inputs = _inputs(place)
+        single, lives = tiny(seed=0, **SIZES), random_ids(2 + place, 7, 2, EXPERTS, TOP_K)
+        with torch.no_grad(), forced_topk(EXPERTS, torch.full_like(lives, -1)) as chosen:
+            single(**inputs)
+        replay = RoutingReplay(model)
+        with replay.record() as routes:
+            live = model(**inputs)
+        live.loss.backward()
+        want = {n: full_tensor(p.grad) for n, p in model.named_parameters()}
+        model.zero_grad()
+        assert torch.equal(routes.ids.flatten(0, 1).long(), torch.stack(chosen, 1)), sizes
+        with replay.replay(routes):
+            again = model(**inputs)
+        again.loss.backward()
+        assert torch.equal(again.loss, live.loss)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(full_tensor(parameter.grad), want[name]), f"{sizes}: {name}"
+        report = replay.last.over_ranks()
+        assert report.agreement == 1.0
+        data = world if "sp_size" not in sizes else 1
+        assert report.replayed == 2 * 7 * sum(2 + other for other in range(data))
+
+
+def packed_rows(rank: int, world: int) -> None:
+    """Documents in one row, split over sp: their tokens' routes are split with them."""
+    model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2, sp_size=2)
+    stock = tiny(seed=0, **SIZES)
+    positions = torch.cat([torch.arange(n) for n in (4, 6, 1)])[None]
+    tokens = torch.arange(11)[None] * 7 % 90
+    inputs = {"input_ids": tokens, "position_ids": positions, "labels": tokens}
+    padded = Routes(random_ids(3, 6, 2, EXPERTS, TOP_K), LAYERS)
+    _same_as_stock("packed", model, stock, [(inputs, padded.pack(positions))])
+
+
+@contextmanager
+def _counting() -> Iterator[Counter[str]]:
+    calls: Counter[str] = Counter()
+    watched = {
+        "all_gather": (collectives, "_all_gather"),
+        "all_to_all": (dist, "all_to_all_single"),
+        "all_reduce": (dist, "all_reduce"),
+        "objects": (dist, "all_gather_object"),
+        "read": (Tensor, "tolist"),
+    }
+    originals = {name: getattr(*place) for name, place in watched.items()}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # The torch path's own offsets live on the host, int32.
+            if name != "read" or args[0].dtype == torch.int64:
+                calls[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name, (owner, attribute) in watched.items():
+        setattr(owner, attribute, counted(name))
+    try:
+        yield calls
+    finally:
+        for name, (owner, attribute) in watched.items():
+            setattr(owner, attribute, originals[name])
+
+
+def no_more_collectives(rank: int, world: int) -> None:
+    """Forward and backward exchange as much with a replay as without; nothing is read."""
+    for use_reentrant in (None, False, True):
+        model = tiny(seed=rank, **SIZES)
+        if use_reentrant is not None:
+            parity.checkpointing(model, use_reentrant)
+        apply_ep_fsdp2(model, ep_size=2)
+        inputs = _inputs(rank)
+        model(**inputs).loss.backward()  # the first forward sets FSDP2 up
+        with _counting() as live:
+            model(**inputs).loss.backward()
+        replay = RoutingReplay(model)
+        with replay.replay(_routes_of(inputs)), _counting() as replayed:
+            model(**inputs).loss.backward()
+        assert live["all_to_all"] >= 6 * len(LAYERS) and live["all_gather"] == len(LAYERS)
+        assert replayed == live, f"reentrant {use_reentrant}: {replayed}, live {live}"
+
+
+def a_rank_of_padding(rank: int, world: int) -> None:
+    """A rank whose tokens all route live, and one rank's experts that get no row."""
+    model, stock = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2), tiny(seed=0, **SIZES)
+    everyone = []
+    for place in range(world):
+        inputs = _inputs(place)
+        ids = random_ids(2 + place, 7, 2, EXPERTS // 2, TOP_K)  # of rank 0's experts
+        if place == 1:
+            inputs["labels"] = torch.full_like(inputs["labels"], -100)
+        everyone.append((inputs, Routes(ids, LAYERS)))
+    _same_as_stock("rank 0's experts", model, stock, everyone)
+    inputs = _inputs(rank)
+    with torch.no_grad():
+        want = model(**inputs).logits
+        ids = random_ids(2 + rank, 7, 2, EXPERTS, TOP_K)
+        ids[:] = -1
+        with RoutingReplay(model).replay(Routes(ids, LAYERS)):
+            assert torch.equal(model(**inputs).logits, want)
+
+
+def _raised(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+def wrong_routes_of_one_rank(rank: int, world: int) -> str:
+    """It raises its own error, the other one that of the exchange; neither waits."""
+    model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
+    inputs = _inputs(rank)
+    routes = _routes_of(inputs)
+    if rank == 1:
+        routes.ids[1, 2, 1] = 7
+
+    def run() -> None:
+        with RoutingReplay(model).replay(routes):
+            model(**inputs)
+
+    return _raised(run)
+
+
+def wrong_routes_of_all_ranks(rank: int, world: int) -> str:
+    model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
+    inputs = _inputs(rank)
+
+    def run() -> None:
+        with RoutingReplay(model).replay(Routes(_routes_of(inputs).ids[:, 1:], LAYERS)):
+            model(**inputs)
+
+    return _raised(run)
+
+
+def one_rank_replays(rank: int, world: int) -> str:
+    model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
+    inputs = _inputs(rank)
+
+    def run() -> None:
+        if rank == 0:
+            with RoutingReplay(model).replay(_routes_of(inputs)):
+                model(**inputs)
+        model(**inputs)
+
+    return _raised(run)
+
+
+def routes_differ_in_an_sp_group(rank: int, world: int) -> str:
+    model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=1, sp_size=2)
+    inputs = _inputs(0)
+
+    def run() -> None:
+        with RoutingReplay(model).replay(_routes_of(inputs, seed=rank)):
+            model(**inputs)
+
+    return _raised(run)
+
+
+def one_rank_of_an_sp_group_records(rank: int, world: int) -> str:
+    model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=1, sp_size=2)
+    inputs = _inputs(0)
+
+    def run() -> None:
+        if rank == 0:
+            with RoutingReplay(model).record():
+                model(**inputs)
+        model(**inputs)
+
+    return _raised(run)
+
+
+def wrong_routes_without_a_forward(rank: int, world: int) -> str:
+    model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
+
+    def run() -> None:
+        with RoutingReplay(model).replay(Routes(torch.zeros(1, 2, 2, 3).int(), LAYERS)):
+            pass
+
+    return _raised(run)
+
+
+RIGHT = on_ranks(
+    2,
+    random_routes,
+    adapters_on_experts,
+    sequences_split,
+    sequences_split_and_experts,
+    records_are_whole,
+    packed_rows,
+    no_more_collectives,
+    a_rank_of_padding,
+)
+# What the ranks say.
+WRONG: dict[Callable[..., str], list[str]] = {
+    wrong_routes_without_a_forward: ["K=3 experts a token", "K=3 experts a token"],
+    wrong_routes_of_one_rank: [
+        "RuntimeError: ranks of one ep group are at different places",
+        "ValueError: row 1, token 2, decoder layer 2 of the routes, [7, 7], has an expert twice",
+    ],
+    wrong_routes_of_all_ranks: [
+        "ValueError: routes of 2 rows of 6 tokens cannot be replayed in a forward of 2 rows of 7",
+        "ValueError: routes of 3 rows of 6 tokens cannot be replayed in a forward of 3 rows of 7",
+    ],
+    one_rank_replays: ["replayed routes; top-2", "replayed routes; top-2"],
+    routes_differ_in_an_sp_group: ["were given different batches", "were given different batches"],
+    one_rank_of_an_sp_group_records: ["were given different batches"] * 2,
+}
+
+
+@pytest.mark.parametrize("claim", RIGHT)
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, *WRONG))
+def test_all_ranks_raise(found: Found, claim: Check) -> None:
+    """Wrong routes, or ranks that differ in them: an error on each rank, and no rank waits."""
+    for said, wanted in zip(found.values(claim), WRONG[claim.run], strict=True):
+        assert wanted in said, f"{said}, want {wanted}"
+
+
+def ep_4(rank: int, world: int) -> None:
+    random_routes(rank, world, ep=4)
+
+
+def ep_2_of_4(rank: int, world: int) -> None:
+    random_routes(rank, world, ep=2)
+
+
+def sp_2_ep_4(rank: int, world: int) -> None:
+    random_routes(rank, world, ep=4, sp=2)
+
+
+def sp_2_ep_2_of_4(rank: int, world: int) -> None:
+    random_routes(rank, world, ep=2, sp=2)
+
+
+@pytest.mark.parametrize(
+    "claim", on_ranks(4, ep_4, ep_2_of_4, sp_2_ep_4, sp_2_ep_2_of_4, slow=True)
+)
+def test_on_four_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
