@@ -16,6 +16,8 @@ from torch import Tensor
 from hf_moe_ep import patch
 from hf_moe_ep.trl import ROUTES, replay_routing
 
+# TRL still says gradient_checkpointing.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 
 
