@@ -1,6 +1,7 @@
 """GRPO of TRL, with the routing of its samples replayed: recorded (R2), or an engine's (R3)."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,11 +65,12 @@ class _Seen:
         self._trainer = trainer
         layers = trainer.accelerator.unwrap_model(trainer.model).get_decoder().layers
         for place, layer in enumerate(layers):
-            layer.mlp.experts.register_forward_pre_hook(
-                lambda module, args, place=place: self._ids.setdefault(place, args[1].detach())
-            )
+            layer.mlp.experts.register_forward_pre_hook(partial(self._see, place))
         loss = trainer._compute_loss
         trainer._compute_loss = lambda model, inputs: self._update(loss, model, inputs)
+
+    def _see(self, place: int, experts: Any, args: tuple[Tensor, ...]) -> None:
+        self._ids.setdefault(place, args[1].detach())
 
     def of(self, run: Any) -> tuple[Any, Tensor]:
         """What `run` returns, and the ids of its forward: a recompute comes later."""

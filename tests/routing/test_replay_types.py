@@ -11,7 +11,8 @@ import pytest
 import torch
 from support.architectures import MODEL_TYPES, batch, loss_of
 from support.architectures.steps import REFUSED as NOT_PATCHED
-from support.architectures.steps import budget_of, build
+from support.architectures.precision import budget
+from support.architectures.steps import build
 from support.close import assert_close
 from support.forced import forced_topk, random_ids
 from torch import Tensor, nn
@@ -48,8 +49,7 @@ def test_random_routes_equal_stock_made_to_choose_them(model_type: str) -> None:
     got.backward()
     assert replay.last.replayed == len(routes.layers) * (2 * SEQUENCE - 2)
     assert replay.last.agreement < 0.9
-    budget = budget_of(model_type)
-    assert_close(f"{model_type}: loss", got, want, budget)
+    assert_close(f"{model_type}: loss", got, want, budget(model_type))
     stocks = dict(stock.named_parameters())
     for name, parameter in model.named_parameters():
         found, wanted = parameter.grad, stocks[name].grad
@@ -57,7 +57,7 @@ def test_random_routes_equal_stock_made_to_choose_them(model_type: str) -> None:
             other = wanted if found is None else found
             assert other is None or not other.any(), name
             continue
-        assert_close(f"{model_type}: grad of {name}", found, wanted, budget)
+        assert_close(f"{model_type}: grad of {name}", found, wanted, budget(model_type, name))
     _rows_are_tokens(model, inputs)
 
 
