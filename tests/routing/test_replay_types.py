@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.architectures import MODEL_TYPES, batch, loss_of
-from support.architectures.steps import REFUSED as NOT_PATCHED
 from support.architectures.precision import budget
+from support.architectures.steps import REFUSED as NOT_PATCHED
 from support.architectures.steps import build
 from support.close import assert_close
 from support.forced import forced_topk, random_ids
