@@ -3,6 +3,7 @@
 Where a tower's blocks are units of their own:
 
 the tower's owner     a pre-forward hook that runs the tower on every rank or on none
+the root              does the same for what `generate` is given
 with sp_size > 1      hooks on the tower and the language model that take and join slices of the
                       patches; attention modules of the tower get a config that selects ours
 
@@ -20,13 +21,17 @@ their block           a hook that runs them on no rows then
 
 Where towers were not found, in a model that takes pictures or sound:
 
-the root              a pre-forward hook that refuses ranks which were given different kinds
+the root              a pre-forward hook that refuses ranks which were given different kinds, as
+                      is done for what `generate` is given
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+from torch import nn
 
 from hf_moe_ep.architectures import Encoders, Parts
 from hf_moe_ep.sequence.attach import select_attention
@@ -86,11 +91,14 @@ def attach(parts: Parts, state: ModelState) -> None:
     if tower is None and parts.encoders is None:
         names = sorted({name for module in parts.root.modules() for name in input_names(module)})
         if names:
-            parts.root.register_forward_pre_hook(RefuseUnlike(state, names), with_kwargs=True)
+            refuse = RefuseUnlike(state, names)
+            parts.root.register_forward_pre_hook(refuse, with_kwargs=True)
+            _encode_ahead_by(partial(refuse.encode_ahead, parts.root), parts.root, state)
     if tower is None:
         return
     run_once = TowerOnce(state, tower.module)
     tower.owner.register_forward_pre_hook(run_once, with_kwargs=True)
+    _encode_ahead_by(partial(run_once.encode_ahead, parts.root, tower.owner), parts.root, state)
     if state.config.sp_size == 1:
         return
     select_attention(tower.attention, state, patch_attention_with, frames=True)
@@ -112,6 +120,10 @@ def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
         encoders.decoder.register_forward_pre_hook(TellKinds(state), with_kwargs=True)
     for block in blocks:
         block.register_forward_hook(RunOnNothing(), with_kwargs=True)
+    _encode_ahead_by(partial(encode_ahead, state, root), root, state)
+
+
+def _encode_ahead_by(ahead: Callable[..., Any], root: nn.Module, state: ModelState) -> None:
+    """Put `ahead(stock, model_kwargs)` in the place of what encodes in front of `generate`."""
     if hasattr(root, ENCODE_AHEAD):
-        ahead = partial(encode_ahead, state, root, getattr(root, ENCODE_AHEAD))
-        state.replace(root, ENCODE_AHEAD, ahead)
+        state.replace(root, ENCODE_AHEAD, partial(ahead, getattr(root, ENCODE_AHEAD)))

@@ -133,10 +133,12 @@ def encode_ahead(
     """Run the encoders in front of `generate`, whose ranks differ in what they have.
 
     It takes the place of the model's own function, `stock`. Outside of a forward the parameters
-    that belong to no encoder, such as a separator of rows, are gathered with the root.
+    that belong to no encoder, such as a separator of rows, are gathered with the root, and nobody
+    but us casts pixels to the dtype that whole parameters have.
     """
     if state.meshes is None or not _any_rank(state, [_sees(model_kwargs)])[0]:
         return stock(model_kwargs)
+    model_kwargs = _cast_inputs(state, model_kwargs)
     gathered = _gather(state)
     if isinstance(root, FSDPModule) and not is_gathered(root):
         root.unshard()
@@ -175,6 +177,19 @@ def _gather(state: ModelState) -> list[FSDPModule]:
     for unit in apart:
         unit.unshard()
     return apart
+
+
+def _cast_inputs(state: ModelState, given: dict[str, Any]) -> dict[str, Any]:
+    """Cast pixels and sound as FSDP2's root does in front of a forward."""
+    dtype = None if state.policy is None else state.policy.param_dtype
+    if dtype is None:
+        return given
+    return {
+        name: value.to(dtype)
+        if is_encoder_input(name) and isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in given.items()
+    }
 
 
 def _sees(given: dict[str, Any]) -> bool:

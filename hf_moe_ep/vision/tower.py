@@ -10,24 +10,28 @@ whether they have pixels:
                       that adds nothing forward and sends exact zeros backward
 
 Which ranks hold which modality, and how many tiles, changes nothing else: in a sharded model the
-inner forward takes the tower's outputs as `mm_encoder_outputs` and places them itself.
+inner forward takes the tower's outputs as `mm_encoder_outputs` and places them itself. In front of
+`generate`, which encodes pictures before its first forward, it is the same, once for images and
+once for videos.
 
 Within an sp group each rank takes a slice of the patches: `patches.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import bind_forward, input_embedding
+from hf_moe_ep.upstream.sharded_models import begin_with_root
 from hf_moe_ep.upstream.towers import (
     TOWER_OUTPUTS,
     run_tower,
@@ -65,7 +69,7 @@ class TowerOnce(Ours):
         if meshes is None or meshes.world_size == 1:
             return None
         given = bind_forward(inner, args, kwargs)
-        if not self._someone_sees(inner, given, meshes.device):
+        if not any(self._who_sees(inner, given, meshes.device)):
             return None
         here = {
             name: (given[pixels], given[grid])
@@ -86,6 +90,28 @@ class TowerOnce(Ours):
             given[_MODALITIES[name][0]] = None  # its tower has run
         return (), given
 
+    def encode_ahead(
+        self,
+        root: nn.Module,
+        inner: nn.Module,
+        stock: Callable[[dict[str, Any]], Any],
+        model_kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the tower in front of `generate`, as often on every rank as on any.
+
+        It takes the place of the model's own function, `stock`.
+        """
+        meshes = self.state.meshes
+        if meshes is None or meshes.world_size == 1:
+            return stock(model_kwargs)
+        if isinstance(root, FSDPModule):
+            begin_with_root(root)
+        anywhere = self._who_sees(inner, model_kwargs, meshes.device)
+        for (pixels, _, _), seen in zip(_MODALITIES.values(), anywhere, strict=True):
+            if seen and model_kwargs.get(pixels) is None:
+                run_tower(inner, *self._nothing_to_see(meshes.device))
+        return stock(model_kwargs)
+
     def _tie_once(self, inner: nn.Module, given: dict[str, Any], unseen: list[Tensor]) -> None:
         """Make the embeddings of this forward depend on `unseen`, by a gradient of exact zeros.
 
@@ -104,35 +130,42 @@ class TowerOnce(Ours):
         assert embedding is not None
         self.tie = handle = embedding.register_forward_hook(torch.compiler.disable(tie))
 
-    def _someone_sees(self, inner: nn.Module, given: dict[str, Any], device: torch.device) -> bool:
-        """Return whether any rank has pixels.
+    def _who_sees(
+        self, inner: nn.Module, given: dict[str, Any], device: torch.device
+    ) -> list[bool]:
+        """Return for each modality whether any rank has pixels of it.
 
         Raises:
             ValueError: a rank has pixels that do not fit their grids or its text; on every rank.
         """
         claims = list(self._claims(inner, given, device))
         wrong = sum((left != right for _, left, right in claims), torch.zeros((), device=device))
-        has = sum(given.get(pixels) is not None for pixels, _, _ in _MODALITIES.values())
+        has = [given.get(pixels) is not None for pixels, _, _ in _MODALITIES.values()]
         # The host waits here, once per forward: no rank knows alone.
-        told = sum_over_ranks(torch.stack([wrong, torch.full_like(wrong, has)])).tolist()
-        if told[0]:
-            mine = [
+        mine = torch.cat([wrong[None], torch.tensor(has, device=device).to(wrong.dtype)])
+        num_wrong, *anywhere = sum_over_ranks(mine).tolist()
+        if num_wrong:
+            wrong_here = [
                 text.format(int(left), int(right))
                 for text, left, right in claims
                 if int(left) != int(right)
             ]
             raise ValueError(
-                "; ".join(mine) or "another rank's images do not fit its text; its error says more"
+                "; ".join(wrong_here)
+                or "another rank's images do not fit its text; its error says more"
             )
-        return bool(told[1])
+        return [count > 0 for count in anywhere]
 
     def _claims(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (text, left, right): two numbers that must be equal, and the error otherwise.
 
-        Both are scalars on `device`; `text` has a `{}` for each.
+        Both are scalars on `device`; `text` has a `{}` for each. A tower that has run, in front of
+        `generate` or by the caller, has left no pixels to compare.
         """
+        if given.get(TOWER_OUTPUTS):
+            return
         merge, _ = tower_sizes(self.tower)
         ids = None if given.get("past_key_values") is not None else given.get("input_ids")
         for pixels, grid, token in _MODALITIES.values():

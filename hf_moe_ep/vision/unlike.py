@@ -1,11 +1,12 @@
 """`RefuseUnlike`: an error on every rank where ranks would wait for each other in vain.
 
 For models whose towers nobody has found a way to run on some ranks alone: what is sharded is
-gathered, and gives its gradients away, on all ranks or on none.
+gathered, and gives its gradients away, on all ranks or on none. They are a part of the root's unit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.models import bind_forward
+from hf_moe_ep.vision.encoders import encode_ahead
 
 
 class RefuseUnlike(Ours):
@@ -29,10 +31,19 @@ class RefuseUnlike(Ours):
 
     @torch.compiler.disable
     def __call__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._compare(bind_forward(root, args, kwargs))
+
+    def encode_ahead(
+        self, root: nn.Module, stock: Callable[[dict[str, Any]], Any], model_kwargs: dict[str, Any]
+    ) -> Any:
+        """Compare what `generate` was given, and run the towers of the gathered root."""
+        self._compare(model_kwargs)
+        return encode_ahead(self.state, root, stock, model_kwargs)
+
+    def _compare(self, given: dict[str, Any]) -> None:
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return
-        given = bind_forward(root, args, kwargs)
         mine = [next(tensors_in(given.get(name)), None) is not None for name in self.names]
         told = sum_over_ranks(torch.tensor(mine, dtype=torch.int64, device=meshes.device))
         pairs = zip(self.names, told.tolist(), strict=True)

@@ -5,175 +5,36 @@ experts split over them. One model goes through all mixes; a gradient that stock
 here, so that weight decay moves no tower that nobody has used.
 """
 
-import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from support.architectures import (
-    MODEL_TYPES,
-    mixed_batch,
-    recording,
-    takes_sound,
-    tiny,
-    tiny_config,
-)
+from support.architectures import MODEL_TYPES, recording
 from support.architectures.inputs import loss_of
+from support.architectures.mixes import (
+    COMPOSITES,
+    TYPES,
+    Make,
+    build,
+    image,
+    images,
+    mixes,
+    parts,
+    text,
+)
 from support.architectures.precision import budget
-from support.architectures.sizes import PLACEHOLDERS
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.parity import full_tensor
-from torch import Tensor, nn
+from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.derive import derive_plan
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.upstream.sharded_models import is_gathered
-
-Batch = dict[str, Tensor]
-Make = Callable[[nn.Module, int], Batch]
-
-
-def text(model: Any, seed: int) -> Batch:
-    return mixed_batch(model, [0, 0], seed=seed)
-
-
-def image(model: Any, seed: int) -> Batch:
-    return mixed_batch(model, [1], seed=seed)
-
-
-def images(model: Any, seed: int) -> Batch:
-    return mixed_batch(model, [2, 0, 1], seed=seed)
-
-
-def sound(model: Any, seed: int) -> Batch:
-    return mixed_batch(model, [0, 0], sounds=[1, 0], seed=seed)
-
-
-def sound_and_image(model: Any, seed: int) -> Batch:
-    return mixed_batch(model, [0, 1], sounds=[1, 0], seed=seed)
-
-
-def video(model: Any, seed: int) -> Batch:
-    """A picture under the names of a video: as many frames as are one step in time."""
-    given = image(model, seed)
-    config = model.config
-    frames = getattr(config.vision_config, "temporal_merge_size", 1)
-    if frames > 1:
-        given["pixel_values"] = given["pixel_values"].repeat(frames, 1)
-        given["image_grid_thw"][:, 0] = frames
-    for name, new in (
-        ("pixel_values", "pixel_values_videos"),
-        ("image_grid_thw", "video_grid_thw"),
-        ("image_position_ids", "video_position_ids"),
-    ):
-        if name in given:
-            given[new] = given.pop(name)
-    if "num_frames_per_video" in _names_of_inputs(model):
-        given["num_frames_per_video"] = torch.tensor([1])
-    kinds = ("mm_token_type_ids", "moe_mm_token_type_ids")
-    given |= {name: given[name].masked_fill(given[name] == 1, 2) for name in kinds if name in given}
-    ids = given["input_ids"]
-    if not config.model_type.startswith("glm"):  # whose frames hold tokens of images
-        given["input_ids"] = ids.masked_fill(ids == config.image_token_id, config.video_token_id)
-    elif config.model_type == "glm5_next":  # between those of a video's begin and end
-        places = (ids[0] == config.image_token_id).nonzero().flatten()
-        ids[0, places[0] - 1] = config.video_start_token_id
-        ids[0, places[-1] + 1] = config.video_end_token_id
-    return given
-
-
-def both(model: Any, seed: int) -> Batch:
-    """An image in the first row, a video in the second."""
-    rows = [image(model, seed), video(model, seed + 1)]
-    texts = [{n: x for n, x in row.items() if n in _TEXT} for row in rows]
-    longest = max(row["input_ids"].shape[1] for row in texts)
-    pad = partial(torch.nn.functional.pad, mode="constant")
-    fill = {"labels": -100}
-    padded = [
-        {n: pad(x, (0, longest - x.shape[1]), value=fill.get(n, 0)) for n, x in row.items()}
-        for row in texts
-    ]
-    joined = {n: torch.cat([row[n] for row in padded]) for n in padded[0]}
-    media = {n: x for row in rows for n, x in row.items() if n not in _TEXT}
-    return joined | media
-
-
-_TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "moe_mm_token_type_ids")
-
-
-def _names_of_inputs(model: nn.Module) -> set[str]:
-    forwards = (inspect.signature(module.forward) for module in model.modules())
-    return {name for forward in forwards for name in forward.parameters}
-
-
-def mixes(model: nn.Module) -> list[tuple[Make, Make]]:
-    """What rank 0 and rank 1 have, step by step."""
-    found: list[tuple[Make, Make]] = [(text, text), (text, images), (image, text), (image, images)]
-    if "pixel_values_videos" in _names_of_inputs(model):
-        found += [(video, image), (both, text)]
-    if takes_sound(model):
-        found += [(sound, image), (text, sound), (sound_and_image, text)]
-    return [*found, (text, text)]
-
-
-def kimi_k25(seed: int) -> nn.Module:
-    """A DeepSeek-V3 behind the tower of Kimi-K2.5."""
-    tower = {"pos_emb_height": 4, "pos_emb_width": 4, "intermediate_size": 20}
-    return _composite("Kimi_K25", "deepseek_v3", seed, tower, projection_hidden_size=16)
-
-
-def internvl(seed: int) -> nn.Module:
-    """A Qwen3-MoE behind the tower of InternVL."""
-    tower = {"image_size": 16, "intermediate_size": 20}
-    return _composite("InternVL", "qwen3_moe", seed, tower, tie_word_embeddings=False)
-
-
-def _composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) -> nn.Module:
-    """A model that is in no table of MoE types, around one that is."""
-    text_config = tiny_config(text_type).to_dict() | {"output_router_logits": False}
-    tower = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, **tower}
-    config_class = getattr(transformers, f"{name}Config")
-    tokens = {n: t for n, t in PLACEHOLDERS.items() if n in config_class.__dataclass_fields__}
-    vision = {**tower, "patch_size": 4, "initializer_range": 0.18}
-    config = config_class(text_config=text_config, vision_config=vision, **tokens, **fields)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForConditionalGeneration")(config).double().train()
-    model.set_experts_implementation("eager")
-    return model
-
-
-COMPOSITES = {"kimi_k25": kimi_k25, "internvl": internvl}
-# Experts that nobody splits (tests/architectures): refused before any tower is looked at.
-REFUSED = {"inkling2"}
-# Two models in one that share their layers; not causal, and no forward of theirs takes labels.
-APART = {"diffusion_gemma"}
-TYPES = [
-    name
-    for name in MODEL_TYPES
-    if getattr(tiny_config(name), "vision_config", None) is not None and name not in REFUSED | APART
-]
-
-
-def build(name: str, seed: int = 0) -> nn.Module:
-    """A tiny model without a load-balancing loss, which is one of the whole batch."""
-    if name in COMPOSITES:
-        return COMPOSITES[name](seed)
-    fields = tiny_config(name).get_text_config().__dataclass_fields__
-    options = {"output_router_logits": False} if "output_router_logits" in fields else {}
-    return tiny(name, seed=seed, **options)
-
-
-def parts(model: nn.Module) -> tuple[str, ...]:
-    """Names of what stands beside the decoder, in a model that is not sharded."""
-    plan = derive_plan(model)
-    names = plan.encoders or (plan.vision.tower,)
-    return tuple(n for n, _ in model.named_modules() if any(n.endswith(name) for name in names))
 
 
 def assert_equals_stock(
@@ -217,10 +78,6 @@ def assert_equals_stock(
         wanted = budget(name, key)
         errors.append(assert_close(f"{name}: {key} after a step", got, parameter, wanted))
     return errors
-
-
-def one_mix(model: nn.Module) -> list[tuple[Make, Make]]:
-    return [(image, text), (text, text)]
 
 
 def checkpointed(use_reentrant: bool, model: Any) -> None:
@@ -302,23 +159,35 @@ def a_tower_called_on_its_own_is_refused(rank: int, world: int) -> None:
         model.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
 
 
-def generate_where_one_rank_has_a_picture(rank: int, world: int) -> None:
-    """Before any forward, and with two samples each: the same tokens as stock."""
+def towers_that_nobody_found_refuse_ranks_that_differ(rank: int, world: int) -> None:
+    """On every rank, in training and in `generate`; ranks that are alike equal stock."""
     model, stock = build("kimi_k25", seed=rank), build("kimi_k25")
-    apply_ep_fsdp2(model, ep_size=2)
-    given = (image if rank == 1 else text)(stock, 5)
-    del given["labels"]
-    options = {"max_new_tokens": 4 + rank, "do_sample": False, "num_beams": 2}
-    options |= {"num_return_sequences": 2}
-    got = model.generate(**given, **options)
-    assert torch.equal(got, stock.generate(**given, **options))
+    patch(model, ep_size=2, plan=replace(derive_plan(model), encoders=()))
+    apply_ep_fsdp2(model)
+    unlike = (image if rank == 1 else text)(stock, 5)
+    says = "some ranks were given .*pixel_values and others were not"
+    with pytest.raises(ValueError, match=says):
+        model(**unlike)
+    del unlike["labels"]
+    with pytest.raises(ValueError, match=says):
+        model.generate(**unlike, max_new_tokens=2)
+    everyone = [images(stock, 1), image(stock, 2)]
+    (loss_of(model, everyone[rank]) * world).backward()
+    for one in everyone:
+        loss_of(stock, one).backward()
+    ours = dict(model.named_parameters())
+    for key, parameter in stock.named_parameters():
+        assert_close(key, full_tensor(ours[key].grad), parameter.grad, budget("deepseek_v3", key))
+    given = {name: x for name, x in everyone[rank].items() if name != "labels"}
+    options = {"max_new_tokens": 3 + rank, "do_sample": False}
+    assert torch.equal(model.generate(**given, **options), stock.generate(**given, **options))
 
 
 ON_TWO_RANKS = [
     two_forwards_before_backward,
     towers_are_whole_only_while_they_are_needed,
     a_tower_called_on_its_own_is_refused,
-    generate_where_one_rank_has_a_picture,
+    towers_that_nobody_found_refuse_ranks_that_differ,
 ]
 WAYS = {
     "checkpoint": partial(checkpointed, False),

@@ -1,0 +1,161 @@
+"""Batches of text, pictures, videos and sound, by rank and step, for every type that takes them.
+
+`mixes(model)` is what ranks 0 and 1 have, step by step; `build` makes a tiny model of a type of
+`TYPES`, or one of `COMPOSITES`: models that are in no table of MoE types, around one that is.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from hf_moe_ep.derive import derive_plan
+from support.architectures.models import tiny
+from support.architectures.pictures import mixed_batch, takes_sound
+from support.architectures.sizes import PLACEHOLDERS, tiny_config
+from support.architectures.types import MODEL_TYPES
+
+Batch = dict[str, Tensor]
+Make = Callable[[nn.Module, int], Batch]
+
+
+def text(model: Any, seed: int) -> Batch:
+    return mixed_batch(model, [0, 0], seed=seed)
+
+
+def image(model: Any, seed: int) -> Batch:
+    return mixed_batch(model, [1], seed=seed)
+
+
+def images(model: Any, seed: int) -> Batch:
+    return mixed_batch(model, [2, 0, 1], seed=seed)
+
+
+def sound(model: Any, seed: int) -> Batch:
+    return mixed_batch(model, [0, 0], sounds=[1, 0], seed=seed)
+
+
+def sound_and_image(model: Any, seed: int) -> Batch:
+    return mixed_batch(model, [0, 1], sounds=[1, 0], seed=seed)
+
+
+def video(model: Any, seed: int) -> Batch:
+    """A picture under the names of a video: as many frames as are one step in time."""
+    given = image(model, seed)
+    config = model.config
+    frames = getattr(config.vision_config, "temporal_merge_size", 1)
+    if frames > 1:
+        given["pixel_values"] = given["pixel_values"].repeat(frames, 1)
+        given["image_grid_thw"][:, 0] = frames
+    for name, new in (
+        ("pixel_values", "pixel_values_videos"),
+        ("image_grid_thw", "video_grid_thw"),
+        ("image_position_ids", "video_position_ids"),
+    ):
+        if name in given:
+            given[new] = given.pop(name)
+    if "num_frames_per_video" in _names_of_inputs(model):
+        given["num_frames_per_video"] = torch.tensor([1])
+    kinds = ("mm_token_type_ids", "moe_mm_token_type_ids")
+    given |= {name: given[name].masked_fill(given[name] == 1, 2) for name in kinds if name in given}
+    ids = given["input_ids"]
+    if not config.model_type.startswith("glm"):  # whose frames hold tokens of images
+        given["input_ids"] = ids.masked_fill(ids == config.image_token_id, config.video_token_id)
+    elif config.model_type == "glm5_next":  # between those of a video's begin and end
+        places = (ids[0] == config.image_token_id).nonzero().flatten()
+        ids[0, places[0] - 1] = config.video_start_token_id
+        ids[0, places[-1] + 1] = config.video_end_token_id
+    return given
+
+
+def both(model: Any, seed: int) -> Batch:
+    """An image in the first row, a video in the second."""
+    rows = [image(model, seed), video(model, seed + 1)]
+    texts = [{n: x for n, x in row.items() if n in _TEXT} for row in rows]
+    longest = max(row["input_ids"].shape[1] for row in texts)
+    pad = partial(torch.nn.functional.pad, mode="constant")
+    fill = {"labels": -100}
+    padded = [
+        {n: pad(x, (0, longest - x.shape[1]), value=fill.get(n, 0)) for n, x in row.items()}
+        for row in texts
+    ]
+    joined = {n: torch.cat([row[n] for row in padded]) for n in padded[0]}
+    media = {n: x for row in rows for n, x in row.items() if n not in _TEXT}
+    return joined | media
+
+
+_TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+def _names_of_inputs(model: nn.Module) -> set[str]:
+    forwards = (inspect.signature(module.forward) for module in model.modules())
+    return {name for forward in forwards for name in forward.parameters}
+
+
+def mixes(model: nn.Module) -> list[tuple[Make, Make]]:
+    """What rank 0 and rank 1 have, step by step."""
+    found: list[tuple[Make, Make]] = [(text, text), (text, images), (image, text), (image, images)]
+    if "pixel_values_videos" in _names_of_inputs(model):
+        found += [(video, image), (both, text)]
+    if takes_sound(model):
+        found += [(sound, image), (text, sound), (sound_and_image, text)]
+    return [*found, (text, text)]
+
+
+def kimi_k25(seed: int) -> nn.Module:
+    """A DeepSeek-V3 behind the tower of Kimi-K2.5."""
+    tower = {"pos_emb_height": 4, "pos_emb_width": 4, "intermediate_size": 20}
+    return _composite("Kimi_K25", "deepseek_v3", seed, tower, projection_hidden_size=16)
+
+
+def internvl(seed: int) -> nn.Module:
+    """A Qwen3-MoE behind the tower of InternVL."""
+    tower = {"image_size": 16, "intermediate_size": 20}
+    return _composite("InternVL", "qwen3_moe", seed, tower, tie_word_embeddings=False)
+
+
+def _composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) -> nn.Module:
+    """A model that is in no table of MoE types, around one that is."""
+    text_config = tiny_config(text_type).to_dict() | {"output_router_logits": False}
+    tower = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, **tower}
+    config_class = getattr(transformers, f"{name}Config")
+    tokens = {n: t for n, t in PLACEHOLDERS.items() if n in config_class.__dataclass_fields__}
+    vision = {**tower, "patch_size": 4, "initializer_range": 0.18}
+    config = config_class(text_config=text_config, vision_config=vision, **tokens, **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(config).double().train()
+    model.set_experts_implementation("eager")
+    return model
+
+
+COMPOSITES = {"kimi_k25": kimi_k25, "internvl": internvl}
+# Experts that nobody splits (tests/architectures): refused before any tower is looked at.
+REFUSED = {"inkling2"}
+# Two models in one that share their layers; not causal, and no forward of theirs takes labels.
+APART = {"diffusion_gemma"}
+TYPES = [
+    name
+    for name in MODEL_TYPES
+    if getattr(tiny_config(name), "vision_config", None) is not None and name not in REFUSED | APART
+]
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """A tiny model without a load-balancing loss, which is one of the whole batch."""
+    if name in COMPOSITES:
+        return COMPOSITES[name](seed)
+    fields = tiny_config(name).get_text_config().__dataclass_fields__
+    options = {"output_router_logits": False} if "output_router_logits" in fields else {}
+    return tiny(name, seed=seed, **options)
+
+
+def parts(model: nn.Module) -> tuple[str, ...]:
+    """Names of what stands beside the decoder, in a model that is not sharded."""
+    plan = derive_plan(model)
+    names = plan.encoders or (plan.vision.tower,)
+    return tuple(n for n, _ in model.named_modules() if any(n.endswith(name) for name in names))
