@@ -134,6 +134,7 @@ def two_forwards_before_backward(rank: int, world: int) -> None:
 
 def towers_are_whole_only_while_they_are_needed(rank: int, world: int) -> None:
     model = build("kimi_k25", seed=rank)
+    given = [make(model, 3) for make in (text, (image, text)[rank])]
     apply_ep_fsdp2(model, ep_size=2)
     units = [model.get_submodule(name) for name in ("model.vision_tower", "model.mm_projector")]
     whole: list[list[bool]] = []
@@ -142,11 +143,10 @@ def towers_are_whole_only_while_they_are_needed(rank: int, world: int) -> None:
         whole.append([is_gathered(unit) for unit in units])
 
     model.model.language_model.layers[0].register_forward_pre_hook(look)
-    everyone = [[text, text], [image, text]]
-    for makes in everyone:
-        loss_of(model, makes[rank](model, 3)).backward()
+    for one in given:
+        loss_of(model, one).backward()
         with torch.no_grad():
-            loss_of(model, makes[rank](model, 3))
+            loss_of(model, one)
         whole.append([is_gathered(unit) for unit in units])
     assert whole == [[False] * 2] * 3 + [[True] * 2] + [[False] * 2] * 2
 
