@@ -32,6 +32,7 @@ from hf_moe_ep.upstream.experts_interface import (
     experts_flags,
     experts_gate,
     experts_gate_constants,
+    post_expert_norm,
 )
 
 # Tensor cores and 16-byte loads want sizes that are multiples of this.
@@ -101,10 +102,11 @@ def run_experts(
             backend=_backend(compute, rows),
         )
 
-    norm = getattr(experts, "post_expert_norm", None)
+    norm = post_expert_norm(experts)
     if norm is None:
         return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
     # Every pair becomes a row of its own with weight 1, so that the norm sees each expert's output.
+    # Its own gradient is not scaled: its parameters are in the layer's unit, which FSDP2 averages.
     num_rows, top_k = expert_ids_RK.shape
     pairs = compute_RH.repeat_interleave(top_k, 0)
     ids = expert_ids_RK.reshape(-1, 1)

@@ -3,7 +3,8 @@
     unit                 mesh                          gradient
     experts of a layer,  ep_fsdp, after Shard(0) / ep  summed; 1/world applied in our backward,
     and their adapters                                 under fp16 partly behind the sum
-    decoder layer        fsdp                          averaged by FSDP2
+    decoder layer, and   fsdp                          averaged by FSDP2
+    what its experts share
     vision block, tower  fsdp
     encoder              fsdp, gathered by `vision/encoders.py`, its gradients given away at the end
     embedding            fsdp
@@ -14,6 +15,12 @@
 With tied weights embedding, norm and head are one unit, because a parameter may live in one only.
 Expert weights stay DTensors of global shape [E, ...] on (ep_fsdp, ep), so a checkpoint of them
 can be loaded at any other layout.
+
+A norm behind each expert has one weight for all experts of its layer. A rank applies it to the
+outputs of its own experts, for tokens of its whole ep group: each pair of a token and an expert
+adds to the gradient on one rank alone. So the average that FSDP2 takes over all ranks is that of
+any other weight of the layer, and there the norm is. FSDP2 gives a unit nothing that is inside
+another one: the layer becomes a unit before its experts do, and is told to ignore what is theirs.
 
 Every parameter and buffer starts with rank 0's value (`values.py`), unit by unit: nothing larger
 than one unit is ever whole on a device. Parameters that are on the meta device on every rank stay
@@ -46,6 +53,7 @@ from hf_moe_ep.sharding.values import (
 )
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.experts_interface import post_expert_norm
 from hf_moe_ep.upstream.module_names import canonical_name
 from hf_moe_ep.upstream.sharded_models import (
     forget_finished_backward,
@@ -81,7 +89,7 @@ def shard_units(
     check_frozen(model, units.all_experts)
     places = find_places(model, units.all_experts, state.plan, options)
     for experts in units.all_experts:
-        _check_shared(experts, places, meshes)
+        _check_shared(experts, places, state)
         _check_expert_shard_dim(experts, places, state, meshes)
     state.dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
     broadcast_unsharded(model, options, meshes.device)
@@ -90,11 +98,14 @@ def shard_units(
     fill = partial(_fill, places=places, meshes=meshes, options=options)
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
     for index, layer in enumerate(units.layers):
-        for experts in units.experts.get(index, ()):
+        of_layer = units.experts.get(index, ())
+        without_experts = _ignoring(options, _owned_by_experts(of_layer, places))
+        fill([layer], options=without_experts)
+        shard(layer, ignored_params=set(without_experts.ignored_params))
+        for experts in of_layer:
+            shared = _sharded(experts)
             factors = fill([experts])
-            _shard_experts(experts, factors, state, meshes, options)
-        fill([layer])
-        shard(layer)
+            _shard_experts(experts, factors, state, meshes, _ignoring(options, shared))
         # A checkpoint around the unit recomputes it, hooks and all: CheckpointWrapper does that,
         # and transformers below 5.23.
         layer.register_forward_pre_hook(forget_finished_backward, prepend=True)
@@ -130,7 +141,8 @@ def _fill(
 
     Returns the adapters' factors among what is there now.
     """
-    parameters = dict.fromkeys(p for module in modules for p in module.parameters())
+    found = (p for module in modules for p in module.parameters())
+    parameters = dict.fromkeys(p for p in found if p not in options.ignored_params)
     check_dtypes(parameters, options)
     factors = set()
     for parameter in parameters:
@@ -188,18 +200,39 @@ def _divide(reduced: torch.Tensor, by: int) -> None:
     reduced.div_(by)
 
 
-def _check_shared(experts: nn.Module, places: Places, meshes: Meshes) -> None:
-    """Raise where what experts share, such as a norm behind each of them, is trained with ep.
+def _is_shared(parameter: nn.Parameter, places: Places) -> bool:
+    """Return whether a parameter in an experts module belongs to all of its experts."""
+    return parameter in places and not places[parameter].over_ep
 
-    It would get the gradient of this rank's experts alone.
-    """
-    for name, weight in experts.named_parameters():
-        shared = weight in places and not places[weight].over_ep
-        if shared and weight.requires_grad and meshes.ep_size > 1:
+
+def _owned_by_experts(experts: Iterable[nn.Module], places: Places) -> set[nn.Parameter]:
+    parameters = {parameter for module in experts for parameter in module.parameters()}
+    return {parameter for parameter in parameters if not _is_shared(parameter, places)}
+
+
+def _sharded(module: nn.Module) -> set[nn.Parameter]:
+    """Collect what units that there are hold of a module that is none yet."""
+    return {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
+
+
+def _ignoring(options: ShardOptions, parameters: set[nn.Parameter]) -> ShardOptions:
+    return replace(options, ignored_params=options.ignored_params | parameters)
+
+
+def _check_shared(experts: nn.Module, places: Places, state: ModelState) -> None:
+    """Raise where experts share a parameter that `run_experts` does not apply."""
+    if state.config.experts_backend == "eager":
+        return
+    norms = filter(None, map(post_expert_norm, experts.modules()))
+    applied = {parameter for norm in norms for parameter in norm.parameters()}
+    for name, parameter in experts.named_parameters():
+        trained = parameter.requires_grad and parameter not in applied
+        if trained and _is_shared(parameter, places):
             raise ValueError(
-                f"{name} of {type(experts).__name__} belongs to all experts of a layer, and with "
-                f"ep_size ({meshes.ep_size}) > 1 each rank would train it on its own ones; freeze "
-                f"it (requires_grad_(False)), as LoRA does, or use ep_size=1"
+                f"{name} of {type(experts).__name__} belongs to all experts of a layer, and of "
+                f"such parameters a norm behind each expert (post_expert_norm) is the only one "
+                f"that is applied and trained here; freeze it (requires_grad_(False)) if it is "
+                f"not used, or run the model's own code: experts_backend='eager', ep_size=1"
             )
 
 
@@ -208,6 +241,8 @@ def _check_expert_shard_dim(
 ) -> None:
     """Raise where weights cannot be split as the config asks; factors lie as they can."""
     for weight in experts.parameters():
+        if _is_shared(weight, places):
+            continue
         if weight in places and places[weight].stack is not None:
             continue
         local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])

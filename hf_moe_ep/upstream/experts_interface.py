@@ -68,6 +68,12 @@ def experts_flags(module: nn.Module) -> ExpertsFlags:
     return ExpertsFlags(**{name: bool(getattr(module, name, False)) for name in names})
 
 
+def post_expert_norm(module: nn.Module) -> nn.Module | None:
+    """Return the norm behind each expert, one for all experts of a module; None without one."""
+    norm: nn.Module | None = getattr(module, "post_expert_norm", None)
+    return norm
+
+
 def experts_gate(module: Any) -> Callable[[Tensor], Tensor]:
     """Return the function from an expert's pre-activations to the input of its down projection.
 

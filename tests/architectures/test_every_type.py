@@ -25,7 +25,7 @@ from support.architectures.steps import (
     count_tokens,
     loss_of_sum,
 )
-from support.checks import Check, Found, on_ranks
+from support.checks import Check, Found
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2, patch, unpatch
@@ -75,19 +75,10 @@ def _on_two_ranks(model_type: str, rank: int, world: int) -> None:
         errors += assert_equals_stock(model_type, partial(apply_ep_fsdp2, ep_size=2), rank)
 
 
-def what_experts_share_is_not_trained_at_ep_2(rank: int, world: int) -> None:
-    """A norm behind each expert has one weight for all experts of a layer."""
-    with pytest.raises(ValueError, match=r"norm.weight .* belongs to all experts") as raised:
-        apply_ep_fsdp2(build("muse_spark"), ep_size=2)
-    record_refusal("muse_spark", "ep", str(raised.value))
-
-
 TWO_RANKS = [
     Check(name, 2, partial(_on_two_ranks, name), slow=name not in FAMILIES).as_parameter()
     for name in TRAINED
-    if name != "muse_spark"
 ]
-TWO_RANKS += on_ranks(2, what_experts_share_is_not_trained_at_ep_2, slow=True)
 
 
 @pytest.mark.parametrize("claim", TWO_RANKS)

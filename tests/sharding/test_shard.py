@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep import patch
 from hf_moe_ep.sharding.options import ShardOptions
-from hf_moe_ep.sharding.shard import _check_expert_shard_dim, _expert_placement
+from hf_moe_ep.sharding.shard import _check_expert_shard_dim, _check_shared, _expert_placement
 from hf_moe_ep.sharding.units import find_units
 from hf_moe_ep.sharding.values import find_places
 from hf_moe_ep.state import find_state
@@ -83,6 +83,22 @@ def test_factors_of_adapters_need_not_divide() -> None:
     _check(patch(model, expert_shard_dim=1), ep_fsdp_size=16)
 
 
+def _with_a_shared_scale(**config: Any) -> nn.Module:
+    model = patch(tiny(), **config)
+    for layer in model.model.layers:
+        layer.mlp.experts.scale = nn.Parameter(torch.ones(5))
+    return model
+
+
+def test_what_experts_share_and_nobody_applies_is_not_trained() -> None:
+    with pytest.raises(ValueError, match=r"scale of \w+Experts belongs to all experts of a layer"):
+        _check(_with_a_shared_scale())
+
+
+def test_what_the_models_own_experts_share_is_trained() -> None:
+    _check(_with_a_shared_scale(experts_backend="eager"))
+
+
 def _check(model: nn.Module, ep_fsdp_size: int = 2) -> None:
     """What `shard_model` does before it shards, at ep 2."""
     state = find_state(model)
@@ -92,4 +108,5 @@ def _check(model: nn.Module, ep_fsdp_size: int = 2) -> None:
     places = find_places(model, units.all_experts, state.plan, options)
     sizes: Any = SimpleNamespace(ep_size=2, ep_fsdp_size=ep_fsdp_size)
     for experts in units.all_experts:
+        _check_shared(experts, places, state)
         _check_expert_shard_dim(experts, places, state, sizes)

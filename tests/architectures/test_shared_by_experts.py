@@ -1,0 +1,131 @@
+"""What all experts of a layer share trains as in stock: Muse-Spark's norm behind each expert.
+
+A rank applies it to outputs of its own experts, for tokens of its whole ep group, so its gradient
+is spread over all ranks another way than that of any other parameter. Stock casts to fp32 in its
+norms, which rounds by as much as small mistakes are: here fp64 takes the place of fp32.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import parity
+from support.architectures import recording
+from support.architectures.steps import (
+    adamw,
+    assert_same_step,
+    batches,
+    build,
+    count_tokens,
+    loss_of_sum,
+)
+from support.checks import Check, Found, on_ranks
+from support.close import FP64_MODEL, assert_close
+from support.fp64 import FP64
+from support.jobs.resume import Run, assert_equal, everything
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.checkpoints.training.load import load_checkpoint
+from hf_moe_ep.checkpoints.training.save import save_checkpoint
+from hf_moe_ep.state import find_state
+
+MUSE_SPARK = "muse_spark"
+NORM = "post_expert_norm"
+Prepare = Callable[[nn.Module], Any]
+
+
+def _step_equals_stock(
+    rank: int, world: int, *, prepare: Prepare | None = None, **config: Any
+) -> list[float]:
+    """Compare loss, gradients, their norm and a step of AdamW with stock's: the errors."""
+    with FP64():
+        model, stock = build(MUSE_SPARK, seed=rank), build(MUSE_SPARK)
+        if prepare is not None:
+            prepare(model)
+        apply_ep_fsdp2(model, **config)
+        _assert_norms_lie_as_all_that_is_dense(model)
+        return assert_same_step(MUSE_SPARK, (model, stock), (adamw(model), adamw(stock)))
+
+
+def _assert_norms_lie_as_all_that_is_dense(model: nn.Module) -> None:
+    state = find_state(model)
+    assert state is not None and state.meshes is not None
+    norms = [parameter for name, parameter in model.named_parameters() if NORM in name]
+    assert any(norm.requires_grad for norm in norms), "no norm behind experts is trained"
+    for norm in norms:
+        assert isinstance(norm, DTensor) and norm.device_mesh == state.meshes.dense
+
+
+CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
+REENTRANT = partial(parity.checkpointing, use_reentrant=True)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep 2": (2, {"ep_size": 2}),
+    "ep 1": (2, {"ep_size": 1}),
+    "stock experts": (2, {"ep_size": 1, "experts_backend": "eager"}),
+    "checkpoint": (2, {"ep_size": 2, "prepare": CHECKPOINT}),
+    "reentrant": (2, {"ep_size": 2, "prepare": REENTRANT}),
+    "2 chunks": (2, {"ep_size": 2, "dispatch_chunks": 2, "prepare": CHECKPOINT}),
+    "no resharding": (2, {"ep_size": 2, "reshard_after_forward": False}),
+    "ep_fsdp 2": (4, {"ep_size": 2}),
+    "HSDP": (4, {"ep_size": 2, "dp_replicate_size": 2, "prepare": CHECKPOINT}),
+    "ep 4, reentrant": (4, {"ep_size": 4, "prepare": REENTRANT}),
+    "shard dim 1": (4, {"ep_size": 2, "expert_shard_dim": 1}),
+}
+STEPS = [
+    Check(
+        name, world, partial(_step_equals_stock, **options), slow=name != "ep 2", timeout=120.0
+    ).as_parameter()
+    for name, (world, options) in LAYOUTS.items()
+]
+
+
+@pytest.mark.parametrize("claim", STEPS)
+def test_a_step_equals_stock(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def resumed_at_another_layout(rank: int, world: int, folder: str) -> None:
+    """Saved with every norm cut in two, resumed with all of it on each rank."""
+    with recording(MUSE_SPARK, "resume") as errors:
+        saved = _run(0, ep_size=2)
+        resumed = _run(1, ep_size=1, dp_replicate_size=2)
+        _train(saved, seed=0)
+        _train(resumed, seed=9)  # a state to be replaced
+        save_checkpoint(f"{folder}/saved", saved.model, saved.optimizer, saved.scheduler)
+        load_checkpoint(f"{folder}/saved", resumed.model, resumed.optimizer, resumed.scheduler)
+        want = everything(saved)
+        assert any(NORM in name for name in want)
+        assert_equal("resumed", everything(resumed), want)
+        _train(saved, seed=1)
+        _train(resumed, seed=1)
+        got = everything(resumed)
+        for name, tensor in everything(saved).items():
+            if isinstance(tensor, Tensor):
+                errors.append(assert_close(f"next step: {name}", got[name], tensor, FP64_MODEL))
+
+
+def _run(seed: int, **config: Any) -> Run:
+    model = build(MUSE_SPARK, seed=seed)
+    apply_ep_fsdp2(model, **config)
+    optimizer = adamw(model)
+    return Run(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+
+
+def _train(run: Run, seed: int) -> None:
+    """One step on batches of all ranks, with fp64 in the place of fp32."""
+    with FP64():
+        everyone = batches(run.model, dist.get_world_size(), seed)
+        loss = loss_of_sum(run.model, everyone[dist.get_rank()], count_tokens(everyone))
+        (loss * dist.get_world_size()).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, resumed_at_another_layout, slow=True))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
