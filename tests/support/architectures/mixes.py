@@ -100,7 +100,10 @@ def mixes(model: nn.Module) -> list[tuple[Make, Make]]:
     """What rank 0 and rank 1 have, step by step."""
     found: list[tuple[Make, Make]] = [(text, text), (text, images), (image, text), (image, images)]
     if "pixel_values_videos" in _names_of_inputs(model):
-        found += [(video, image), (both, text)]
+        found.append((video, image))
+        # Stock takes every token of an image for one of both, where it has two of them.
+        if model.config.model_type != "glm4v_moe":
+            found.append((both, text))
     if takes_sound(model):
         found += [(sound, image), (text, sound), (sound_and_image, text)]
     return [*found, (text, text)]
@@ -145,13 +148,24 @@ TYPES = [
 ]
 
 
+# A norm with one weight for all experts of a layer, which ranks do not train apart.
+SHARED_BY_EXPERTS = "post_expert_norm"
+
+
 def build(name: str, seed: int = 0) -> nn.Module:
-    """A tiny model without a load-balancing loss, which is one of the whole batch."""
+    """A tiny model without a load-balancing loss, which is one of the whole batch.
+
+    What all experts of a layer share is frozen.
+    """
     if name in COMPOSITES:
         return COMPOSITES[name](seed)
     fields = tiny_config(name).get_text_config().__dataclass_fields__
     options = {"output_router_logits": False} if "output_router_logits" in fields else {}
-    return tiny(name, seed=seed, **options)
+    model = tiny(name, seed=seed, **options)
+    for key, parameter in model.named_parameters():
+        if SHARED_BY_EXPERTS in key:
+            parameter.requires_grad_(False)
+    return model
 
 
 def parts(model: nn.Module) -> tuple[str, ...]:
