@@ -3,6 +3,7 @@
     python compile_kernels.py          one JSON line per kernel, variant and table row
     python compile_kernels.py --some   per kernel, with an adapter and without, and generation of
                                        GPU: its first launch in SOME
+    python compile_kernels.py --layouts   what each case has of an experts module's layout
     python compile_kernels.py --candidates   for each candidate of the table what it changes
     python compile_kernels.py --write  all of them, into benchmarks/results/ahead_of_time.json
                                        (what the tests compare with) and the table beside it;
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import triton
 from ahead_of_time import IN_TABLE, record
+from expert_cases import layout_of
 from machine_code import product_loops
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -262,6 +264,7 @@ def _kind(value: Any) -> tuple[str, bool]:
 
 def cases() -> list[Case]:
     gpt_oss = ExpertFormula(interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0)
+    in_halves = ExpertFormula(alpha=1.702, limit=7.0, up_offset=1.0)
     ungated = ExpertFormula(gated=False, activation="relu2")
     return [
         Case("qwen3-30b"),
@@ -281,6 +284,11 @@ def cases() -> list[Case]:
         Case("gpt-oss-20b r=16", gpt_oss, 2880, 2880, 32, 4, bias=True, transposed=True, rank=16),
         Case("ungated r=128", ungated, rank=128),
         Case("odd sizes r=4 few rows", hidden=2064, ffn=784, tokens=512, rank=4),
+        # Behind the others, whose launches these have too: what is new are gates.
+        Case("clamped", ExpertFormula(limit=10.0)),
+        Case("gelu_tanh", ExpertFormula(activation="gelu_tanh")),
+        Case("gpt-oss in halves", in_halves),
+        Case("privacy filter", in_halves, bias=True, transposed=True),
     ]
 
 
@@ -379,6 +387,10 @@ def run_job(job: Job) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if "--layouts" in sys.argv:
+        for case in cases():
+            print(json.dumps(layout_of(case.formula, bias=case.bias, transposed=case.transposed)))
+        sys.exit()
     reports = []
     with multiprocessing.Pool(2) as pool:
         chosen = candidate_jobs() if "--candidates" in sys.argv else jobs("--some" in sys.argv)

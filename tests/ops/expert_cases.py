@@ -23,6 +23,8 @@ NAMES = ("rows", "weights", "up", "up_bias", "down", "down_bias")
 ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
 
 GPT_OSS = ExpertFormula(interleaved=True, alpha=1.702, limit=1.5, up_offset=1.0)
+# The same gate on halves one behind the other: MiniMax-M3.
+IN_HALVES = ExpertFormula(alpha=1.702, limit=1.5, up_offset=1.0)
 
 
 @dataclass
@@ -96,11 +98,30 @@ FORMULAS = {
     "interleaved": Case(_IDS, 3, 40, 24, ExpertFormula(interleaved=True)),
     "clamped": Case(_IDS, 3, 40, 24, ExpertFormula(limit=0.7)),
     "gpt-oss": Case(_IDS, 3, 40, 24, GPT_OSS, bias=True, transposed=True),
+    "gpt-oss in halves": Case(_IDS, 3, 40, 24, IN_HALVES),
+    "privacy filter": Case(_IDS, 3, 40, 24, IN_HALVES, bias=True, transposed=True),
     "gelu": Case(_IDS, 3, 40, 24, ExpertFormula(activation="gelu")),
     "gelu_tanh": Case(_IDS, 3, 40, 24, ExpertFormula(activation="gelu_tanh")),
     "no gate, relu2": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False, activation="relu2")),
     "no gate, bias": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False), bias=True),
 }
+
+
+def layout_of(formula: ExpertFormula, *, bias: bool, transposed: bool) -> list[bool | str]:
+    """What a kernel is compiled for besides sizes: two experts modules that agree in it are alike.
+
+    The numbers of a clamp are constants like any other.
+    """
+    return [
+        formula.gated,
+        formula.interleaved,
+        formula.activation,
+        formula.alpha != 1,
+        formula.clamped,
+        formula.up_offset != 0,
+        bias,
+        transposed,
+    ]
 
 
 def adapted(

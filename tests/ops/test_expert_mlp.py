@@ -124,6 +124,8 @@ def test_gradcheck(name: str) -> None:
 
 
 # The interpreter needs seconds a case: every formula in fp32, a few in fp16 (all of them on a GPU).
+# Each of these differs from others in one thing alone, which yet another has.
+SLOW_INTERPRETED = {"gpt-oss in halves", "privacy filter"}
 LOW_PRECISION = [
     *((name, backend, device, dtype) for name in FORMULAS for backend, device, dtype in [
         ("torch", "cpu", torch.float32),
@@ -141,6 +143,8 @@ LOW_PRECISION = [
 
 def _low_precision(name: str, backend: str, device: str, dtype: torch.dtype):
     marks = [pytest.mark.gpu] if device == "cuda" else []
+    if backend == "triton" and device == "cpu" and name in SLOW_INTERPRETED:
+        marks.append(pytest.mark.slow)
     label = f"{name}-{backend}-{device}-{str(dtype).removeprefix('torch.')}"
     return pytest.param(name, backend, device, dtype, marks=marks, id=label)
 
@@ -159,6 +163,10 @@ def test_low_precision_is_no_worse_than_plain_torch(
     # The largest error of a few draws: that of one is luck.
     errors = [_errors(_run(reference.expert_mlp, case, *draw), truth) for *draw, truth in draws]
     budget = {tensor: 2 * max(error[tensor] for error in errors) for tensor in errors[0]}
+    if name == "gpt-oss in halves":
+        # Ours is a sum over F of gated values, which up_offset makes cancel; the reference's one
+        # over H of outputs, which are small. In 30 draws at most 2.9 times as large.
+        budget["weights"] *= 2
     inputs, grad_RH, truth = draws[0]
     for weights_dtype in {dtype, torch.float32} if backend == "torch" else {torch.float32}:
         inputs[1] = inputs[1].to(weights_dtype)
