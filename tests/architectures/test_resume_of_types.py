@@ -27,9 +27,6 @@ from torch import Tensor
 
 from hf_moe_ep import load_checkpoint, save_checkpoint
 
-# What all experts of a layer share is trained without EP alone: test_every_type.py.
-WITHOUT_EP = {"muse_spark": {"dp_replicate_size": 2}}
-
 
 def _goes_on(model_type: str, rank: int, world: int, folder: str) -> None:
     if model_type in CUT_LOGITS:
@@ -42,7 +39,7 @@ def _goes_on(model_type: str, rank: int, world: int, folder: str) -> None:
         return loss_of_sum(run.model, everyone[rank], num_tokens)
 
     with recording(model_type, "resume") as errors:
-        run = start_run(model_type, rank, **WITHOUT_EP.get(model_type, {"ep_size": 2}))
+        run = start_run(model_type, rank, ep_size=2)
         (loss_of(run) * world).backward()
         run.optimizer.step()
         run.scheduler.step()

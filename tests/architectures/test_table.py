@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from support.architectures import (
-    FAMILIES,
     MODEL_TYPES,
     record,
     record_refusal,
@@ -25,7 +24,6 @@ UNRECORDED = {
     "lora": WITH_TOWER,
     "vision": WITH_TOWER,
     "hub": {"qwen3_vl_moe"},  # as it is published, which stock does not write: test_hub.py
-    "resume": set(MODEL_TYPES) - {*FAMILIES},
 }
 
 
