@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import parity
+from support.adapters import with_lora
 from support.architectures import recording
 from support.architectures.steps import (
     adamw,
@@ -40,16 +41,27 @@ Prepare = Callable[[nn.Module], Any]
 
 
 def _step_equals_stock(
-    rank: int, world: int, *, prepare: Prepare | None = None, **config: Any
+    rank: int, world: int, *, prepare: Prepare | None = None, lora: bool = False, **config: Any
 ) -> list[float]:
     """Compare loss, gradients, their norm and a step of AdamW with stock's: the errors."""
     with FP64():
         model, stock = build(MUSE_SPARK, seed=rank), build(MUSE_SPARK)
         if prepare is not None:
             prepare(model)
+        if lora:
+            model, stock = _with_lora(model, seed=rank), _with_lora(stock, seed=0)
         apply_ep_fsdp2(model, **config)
         _assert_norms_lie_as_all_that_is_dense(model)
         return assert_same_step(MUSE_SPARK, (model, stock), (adamw(model), adamw(stock)))
+
+
+def _with_lora(model: nn.Module, seed: int) -> nn.Module:
+    """LoRA on experts and attention, with the norms behind experts unfrozen again."""
+    adapted = with_lora(model, r=3, seed=seed)
+    for name, parameter in adapted.named_parameters():
+        if name.endswith("post_expert_norm.weight"):
+            parameter.requires_grad_(True)
+    return adapted
 
 
 def _assert_norms_lie_as_all_that_is_dense(model: nn.Module) -> None:
@@ -89,6 +101,12 @@ def test_a_step_equals_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
+def adapters_beside_a_trained_norm(rank: int, world: int) -> None:
+    """LoRA on the experts, and the norms behind them trained as they are."""
+    with recording(MUSE_SPARK, "lora") as errors:
+        errors += _step_equals_stock(rank, world, lora=True, ep_size=2)
+
+
 def resumed_at_another_layout(rank: int, world: int, folder: str) -> None:
     """Saved with every norm cut in two, resumed with all of it on each rank."""
     with recording(MUSE_SPARK, "resume") as errors:
@@ -126,6 +144,8 @@ def _train(run: Run, seed: int) -> None:
         run.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, resumed_at_another_layout, slow=True))
+@pytest.mark.parametrize(
+    "claim", on_ranks(2, adapters_beside_a_trained_norm, resumed_at_another_layout, slow=True)
+)
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
