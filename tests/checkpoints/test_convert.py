@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_checkpoint, save_pretrained
 from hf_moe_ep.checkpoints.convert import convert
+from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.tools import cli
@@ -117,9 +118,9 @@ def _alive() -> int:
 def test_one_tensor_is_in_memory_at_a_time(saved: Path, tmp_path: Path) -> None:
     alive, stock = [], Writer.write
 
-    def watched(file: Writer, tensor: Tensor) -> None:
+    def watched(file: Writer, key: str, view: tuple[int, ...], box: Box, tensor: Tensor) -> None:
         alive.append(_alive() - tensor.untyped_storage().nbytes())
-        stock(file, tensor)
+        stock(file, key, view, box, tensor)
 
     gc.collect()
     before = _alive()
