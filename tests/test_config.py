@@ -58,6 +58,7 @@ def test_defaults_are_the_public_contract() -> None:
         "ep_outside": False,
         "expert_shard_dim": "auto",
         "reshard_after_forward": True,
+        "bias_update_rate": None,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         ParallelConfig().ep_size = 2  # type: ignore[misc]

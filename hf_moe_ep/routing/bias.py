@@ -44,17 +44,17 @@ def check(parts: Parts, state: ModelState) -> None:
     if rate is None:
         return
     check_counts(state, f"bias_update_rate={rate}")
+    if any(map(wraps_for_adapters, parts.root.modules())):
+        raise ValueError(
+            f"bias_update_rate={rate}: this model has adapters, which are saved without the model "
+            f"around them, so what the biases have learned would be lost; leave it out"
+        )
     biases = _find_biases(parts)
     if not biases:
         raise ValueError(
             f"bias_update_rate={rate}: no router of {parts.plan.model_type} has a correction bias, "
             f"a tensor beside its weights that no gradient reaches; leave it out, and balance with "
             f"the model's own load-balancing loss, if it has one (output_router_logits=True)"
-        )
-    if any(map(wraps_for_adapters, parts.root.modules())):
-        raise ValueError(
-            f"bias_update_rate={rate}: this model has adapters, which are saved without the model "
-            f"around them, so what the biases have learned would be lost; leave it out"
         )
     for experts, found in biases.items():
         _check_bias(experts, found, parts.num_experts, rate)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers.distributed.expert_parallel")
 import dispatch as bench
 
 FP32, INT64 = 4, 8
-HEADER = 8  # the fields of hf_moe_ep.dispatcher.Header
+HEADER = 9  # the fields of hf_moe_ep.dispatcher.Header
 HIDDEN, TOP_K = 5, 3
 
 # Two experts per rank on 4 ranks, top-3. Behind each token the ranks of its experts.

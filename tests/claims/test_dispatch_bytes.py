@@ -172,7 +172,7 @@ def _check_bytes(case: Case, group: dist.ProcessGroup) -> None:
             owners = {expert // case.local for expert in experts}
             out += len(owners - {rank}) if other == rank else 0
             into += rank in owners if other != rank else 0
-    fields = 8 + case.chunks * (case.ep + case.experts)
+    fields = 9 + case.chunks * (case.ep + case.experts)
     want = Counter(
         {
             # Rows leave twice (tokens, and the gradient of what came home) and return twice.
