@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch.nn.functional as functional
 from support import parity
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
+from support.counting import EXCHANGES, counting
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -32,41 +32,11 @@ from hf_moe_ep.moe.layer import ForwardGuard
 from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.torch_mlp import _add_expert_grads
-from hf_moe_ep.ranks import collectives as comm
 from hf_moe_ep.ranks.collectives import Transfer
 from hf_moe_ep.state import STATE
 
 LAYERS = 2
-
-
-@contextmanager
-def _counting() -> Iterator[Counter[str]]:
-    """Collectives of the MoE layers, and reads of a tensor's values by the host."""
-    calls: Counter[str] = Counter()
-    watched = {
-        "all_gather": (comm, "_all_gather"),
-        "all_to_all": (dist, "all_to_all_single"),
-        "read": (Tensor, "tolist"),
-        "item": (Tensor, "item"),
-    }
-    originals = {name: getattr(*place) for name, place in watched.items()}
-
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # The torch path's own offsets live on the host, int32; what a GPU would hold is int64.
-            if name != "read" or args[0].dtype == torch.int64:
-                calls[name] += 1
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name, (owner, attribute) in watched.items():
-        setattr(owner, attribute, counted(name))
-    try:
-        yield calls
-    finally:
-        for name, (owner, attribute) in watched.items():
-            setattr(owner, attribute, originals[name])
+WATCHED = {**EXCHANGES, "item": (Tensor, "item")}
 
 
 def _noisy_gate(gate: nn.Module, noise: float) -> None:
@@ -115,9 +85,9 @@ def counts_are_exchanged_once(rank: int, world: int) -> None:
         rows_each_way = 3 * chunks * LAYERS
         model = _model({"dispatch_chunks": chunks}, use_reentrant)
         for _ in range(2):  # the first forward sets FSDP2 up
-            with _counting() as forward:
+            with counting(WATCHED) as forward:
                 loss = model(**_inputs(rank)).loss
-            with _counting() as backward:
+            with counting(WATCHED) as backward:
                 loss.backward()
         assert forward["all_to_all"] == rows_each_way, f"{name}: {forward}"
         assert forward["all_gather"] == forward["read"] == LAYERS, f"{name}: {forward}"
@@ -242,7 +212,7 @@ def a_checkpoint_of_other_making(rank: int, world: int) -> None:
     for layer in model.model.layers:
         inner = layer.mlp.forward
         layer.mlp.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
-    with _counting() as calls:
+    with counting(WATCHED) as calls:
         got = _grads(model, _inputs(rank))
     assert calls["all_gather"] == 2 * LAYERS
     for name, grad in got.items():

@@ -3,9 +3,7 @@
 Stock has the batches of all ranks, one after the other, and is made to choose the same experts.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from support import parity
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
+from support.counting import EXCHANGES, counting
 from support.forced import forced_topk, random_ids
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
@@ -22,11 +21,15 @@ from torch import Tensor, nn
 
 from hf_moe_ep import Routes, RoutingReplay, apply_ep_fsdp2, data_parallel_rank
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.ranks import collectives
 
 EXPERTS, TOP_K = 8, 2
 SIZES = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
 LAYERS = (0, 2)
+WATCHED = {
+    **EXCHANGES,
+    "all_reduce": (dist, "all_reduce"),
+    "objects": (dist, "all_gather_object"),
+}
 
 
 def _inputs(place: int, sequence: int = 7, left: bool = False) -> dict[str, Tensor]:
@@ -141,42 +144,10 @@ def packed_rows(rank: int, world: int) -> None:
     positions = torch.cat([torch.arange(n) for n in (4, 6, 1)])[None]
     tokens = torch.arange(11)[None] * 7 % 90
     packed = {"input_ids": tokens, "position_ids": positions, "labels": tokens}
-    inputs: dict[str, Any] = {
-        **packed,
-        "use_cache": False,
-    }  # with a cache stock takes a packed row for one document
+    # With a cache stock takes a packed row for one document.
+    inputs: dict[str, Any] = {**packed, "use_cache": False}
     padded = Routes(random_ids(3, 6, 2, EXPERTS, TOP_K), LAYERS)
     _same_as_stock("packed", model, stock, [(inputs, padded.pack(positions))])
-
-
-@contextmanager
-def _counting() -> Iterator[Counter[str]]:
-    calls: Counter[str] = Counter()
-    watched = {
-        "all_gather": (collectives, "_all_gather"),
-        "all_to_all": (dist, "all_to_all_single"),
-        "all_reduce": (dist, "all_reduce"),
-        "objects": (dist, "all_gather_object"),
-        "read": (Tensor, "tolist"),
-    }
-    originals = {name: getattr(*place) for name, place in watched.items()}
-
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # The torch path's own offsets live on the host, int32.
-            if name != "read" or args[0].dtype == torch.int64:
-                calls[name] += 1
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name, (owner, attribute) in watched.items():
-        setattr(owner, attribute, counted(name))
-    try:
-        yield calls
-    finally:
-        for name, (owner, attribute) in watched.items():
-            setattr(owner, attribute, originals[name])
 
 
 def no_more_collectives(rank: int, world: int) -> None:
@@ -188,10 +159,10 @@ def no_more_collectives(rank: int, world: int) -> None:
         apply_ep_fsdp2(model, ep_size=2)
         inputs = _inputs(rank)
         model(**inputs).loss.backward()  # the first forward sets FSDP2 up
-        with _counting() as live:
+        with counting(WATCHED) as live:
             model(**inputs).loss.backward()
         replay = RoutingReplay(model)
-        with replay.replay(_routes_of(inputs)), _counting() as replayed:
+        with replay.replay(_routes_of(inputs)), counting(WATCHED) as replayed:
             model(**inputs).loss.backward()
         assert live["all_to_all"] >= 6 * len(LAYERS) and live["all_gather"] == len(LAYERS)
         assert replayed == live, f"reentrant {use_reentrant}: {replayed}, live {live}"
