@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import FAMILIES, record_refusal, recording
+from support.architectures import FAMILIES, few_fast, record_refusal, recording
 from support.architectures.steps import (
     CUT_LOGITS,
     REFUSED,
@@ -41,20 +41,13 @@ def assert_equals_stock(
     return assert_same_step(model_type, (model, stock), optimizers, budget_of(model_type))
 
 
-def _some_slow(model_types: list[str]) -> list[Any]:
-    return [
-        pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow)
-        for name in model_types
-    ]
-
-
-@pytest.mark.parametrize("model_type", _some_slow(TRAINED))
+@pytest.mark.parametrize("model_type", few_fast(TRAINED))
 def test_patched_in_one_process(model_type: str) -> None:
     """A patched model that nobody shards equals stock."""
     assert_equals_stock(model_type, patch)
 
 
-@pytest.mark.parametrize("model_type", _some_slow(TRAINED))
+@pytest.mark.parametrize("model_type", few_fast(TRAINED))
 def test_unpatched_is_stock_again(model_type: str) -> None:
     """Bit for bit, with no attribute or hook of ours left."""
     model, stock = build(model_type), build(model_type)

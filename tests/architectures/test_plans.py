@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import FAMILIES, MODEL_TYPES, model_class, tiny_config
+from support.architectures import MODEL_TYPES, few_fast, model_class, tiny_config
 from transformers import PreTrainedConfig
 
 from hf_moe_ep.architectures import Parts, differences, find_parts
@@ -180,11 +180,7 @@ def test_the_table_has_every_type() -> None:
     assert set(MODEL_TYPES) <= TABLE.keys()
 
 
-DERIVED = [
-    pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow)
-    for name in MODEL_TYPES
-    if not differences(name).refused
-]
+DERIVED = few_fast(name for name in MODEL_TYPES if not differences(name).refused)
 
 
 @pytest.mark.parametrize("model_type", DERIVED)

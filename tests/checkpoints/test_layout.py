@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.architectures import FAMILIES, MODEL_TYPES, tiny
+from support.architectures import MODEL_TYPES, few_fast, tiny
 from support.hub_files import assert_equal, read_all
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -69,10 +69,7 @@ def _of_stock(folder: Path) -> dict[str, Tensor]:
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(t, marks=() if t in FAMILIES else pytest.mark.slow) for t in TYPES],
-)
+@pytest.mark.parametrize("model_type", few_fast(TYPES))
 def test_files_are_those_that_stock_writes_and_reads(model_type: str, tmp_path: Path) -> None:
     """Of every MoE type keys, shapes and bytes, and all values when they are read again."""
     model = tiny(model_type, dtype=torch.float32)

@@ -240,7 +240,7 @@ def test_on_four_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-@pytest.mark.parametrize("claim", on_ranks(2, BY_NAME[2]))
+@pytest.mark.parametrize("claim", on_ranks(2, BY_NAME[2], slow=True))
 def test_the_trainer_on_two_ranks_that_share(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 

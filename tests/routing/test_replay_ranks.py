@@ -271,9 +271,7 @@ def wrong_routes_without_a_forward(rank: int, world: int) -> str:
 
 RIGHT = on_ranks(
     2,
-    random_routes,
     adapters_on_experts,
-    sequences_split,
     sequences_split_and_experts,
     records_are_whole,
     packed_rows,
@@ -326,7 +324,11 @@ def sp_2_ep_2_of_4(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "claim", on_ranks(4, ep_4, ep_2_of_4, sp_2_ep_4, sp_2_ep_2_of_4, slow=True)
+    "claim",
+    [
+        *on_ranks(2, random_routes, sequences_split, slow=True),
+        *on_ranks(4, ep_4, ep_2_of_4, sp_2_ep_4, sp_2_ep_2_of_4, slow=True),
+    ],
 )
-def test_on_four_ranks(found: Found, claim: Check) -> None:
+def test_more_layouts(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -7,7 +7,7 @@ sequence past the attention interface; with text models of their own they are 28
 import re
 
 import pytest
-from support.architectures import FAMILIES, MODEL_TYPES, record_refusal, tiny
+from support.architectures import MODEL_TYPES, few_fast, record_refusal, tiny
 from support.architectures.mixing import mixing
 from torch import nn
 
@@ -86,7 +86,7 @@ def layers_of(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if matches(layers, name)]
 
 
-@pytest.mark.parametrize("model_type", MIXERS)
+@pytest.mark.parametrize("model_type", few_fast(MIXERS))
 def test_what_mixes_is_refused_by_name(model_type: str) -> None:
     """Every module that would see a slice, by place and class, and nothing that is no such one."""
     with pytest.raises(ValueError, match="mixes along the sequence in") as refused:
@@ -98,12 +98,7 @@ def test_what_mixes_is_refused_by_name(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow)
-        for name in MODEL_TYPES
-        if name != "diffusion_gemma"
-    ],
+    "model_type", few_fast(name for name in MODEL_TYPES if name != "diffusion_gemma")
 )
 def test_what_is_named_is_what_mixes(model_type: str) -> None:
     """Of all types, by changing one token: nothing mixes in those that are split."""

@@ -231,6 +231,7 @@ def test_only_rank_0_prints(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_broken_packages_are_findings(tmp_path: Path) -> None:
     """In a process of its own: packages that die at import, and a real file of Accelerate's."""
     for name in ("peft", "flash_attn"):

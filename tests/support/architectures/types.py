@@ -1,7 +1,10 @@
 """Which model types have experts on Transformers' experts interface: read from Transformers."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import transformers
 from transformers.models.auto.configuration_auto import (
     CONFIG_MAPPING_NAMES,
@@ -58,3 +61,11 @@ def _on_the_interface() -> dict[str, str]:
 
 CLASS_NAMES = _on_the_interface()
 MODEL_TYPES = tuple(sorted(CLASS_NAMES))
+
+
+def few_fast(model_types: Iterable[str]) -> list[Any]:
+    """Parameters for `parametrize`: types other than the families are for the full suite alone."""
+    return [
+        pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow)
+        for name in model_types
+    ]
