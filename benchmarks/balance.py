@@ -6,15 +6,17 @@
     python benchmarks/balance.py --overhead                         what counting costs a step
 
 Two models of the demo's size are trained as the demo trains its own, 160 steps of 16 x 128 tokens
-with the stock Trainer in one process, once without any balance and once with the method that the
+with the stock Trainer in one process, without any balance and with the methods that the
 architecture has:
 
-    Qwen3-MoE    the router's loss over all layers together      router_aux_loss_coef
+    Qwen3-MoE    the router's loss, of all layers together       router_aux_loss_coef
+                 the same of each layer, their mean              and aux_loss_per_layer
     GLM-4-MoE    its correction bias, after every step           bias_update_rate
 
     held-out        tokens of the busiest expert over the mean, of the layer where that is greatest,
                     on text that was not trained on, without gradients
-    last 20 steps   the same of the training tokens, as `expert_load` counts them
+    last 20 steps   the same of the tokens of the last 20 steps, as `expert_load` counts them
+    one of them     the same of that step of these 20 where it is greatest
     all layers      the same of the last 20 steps, but of the sum of an expert's tokens over layers:
                     what the loss of stock's formula knows of (`hf_moe_ep/moe/aux_loss.py`)
     loss            nats per token on the held-out text, without the router's loss
@@ -77,31 +79,46 @@ class Method:
 
     model: str
     aux: float = 0.0
+    per_layer: bool = False
     rate: float = 0.0
 
     @property
     def name(self) -> str:
         if self.aux:
-            return f"router_aux_loss_coef {self.aux:g}"
+            how = f"router_aux_loss_coef {self.aux:g}"
+            return f"{how}, aux_loss_per_layer" if self.per_layer else how
         return f"bias_update_rate {self.rate:g}" if self.rate else "none"
 
 
-METHODS = (
-    Method("Qwen3-MoE"),
-    Method("Qwen3-MoE", aux=0.1),
-    Method("GLM-4-MoE"),
-    Method("GLM-4-MoE", rate=0.01),
-)
+def methods_with(aux: float, rate: float) -> tuple[Method, ...]:
+    """Make the rows of the table: each model without balance comes before its methods."""
+    qwen, glm = "Qwen3-MoE", "GLM-4-MoE"
+    stock, per_layer = Method(qwen, aux=aux), Method(qwen, aux=aux, per_layer=True)
+    return Method(qwen), stock, per_layer, Method(glm), Method(glm, rate=rate)
+
+
+METHODS = methods_with(aux=0.1, rate=0.01)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training led to; counts by layer and expert."""
+    """What one training led to; counts by layer and expert, `last_steps` by step before that."""
 
     held_out: list[list[int]]
-    last_steps: list[list[int]]
+    last_steps: list[list[list[int]]]
     loss: float
     seconds: float
+
+    @property
+    def of_last_steps(self) -> list[list[int]]:
+        """Counts of these steps, added up."""
+        summed: list[list[int]] = torch.tensor(self.last_steps).sum(0).tolist()
+        return summed
+
+    @property
+    def worst_step(self) -> float:
+        """The worst layer of the worst one of these steps."""
+        return max(map(worst, self.last_steps))
 
 
 Outcomes = dict[tuple[Method, int], Outcome]
@@ -132,15 +149,19 @@ def build(method: Method, vocab_size: int, seed: int) -> PreTrainedModel:
         experts = {"n_routed_experts": config.num_experts, "first_k_dense_replace": 0}
         model = Glm4MoeForCausalLM(Glm4MoeConfig(**same, **experts, use_qk_norm=True))
     nn.init.normal_(model.get_input_embeddings().weight)
-    return patch(model, bias_update_rate=method.rate or None)
+    balance = {"bias_update_rate": method.rate or None, "aux_loss_per_layer": method.per_layer}
+    return patch(model, **balance)
 
 
 class _LastSteps(TrainerCallback):
-    """Lets `expert_load` begin anew a few steps before the end."""
+    """Keeps the load of each of the last steps."""
+
+    def __init__(self) -> None:
+        self.counts: list[list[list[int]]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == state.max_steps - LAST_STEPS:
-            expert_load(kwargs["model"])
+        if state.global_step >= state.max_steps - LAST_STEPS:
+            self.counts.append(expert_load(kwargs["model"]).counts.tolist())
 
 
 def layer_state(experts: nn.Module) -> MoELayer:
@@ -170,11 +191,12 @@ def train(method: Method, seed: int, steps: int, data: tuple[int, Blocks, Blocks
             report_to="none",
             disable_tqdm=True,
         )
-        Trainer(model=model, args=args, train_dataset=blocks, callbacks=[_LastSteps()]).train()
-    last_steps = expert_load(model).counts
+        kept_steps = _LastSteps()
+        Trainer(model=model, args=args, train_dataset=blocks, callbacks=[kept_steps]).train()
     loss, counts = score(model, held_out)
     seconds = time.perf_counter() - begin
-    return Outcome(counts.tolist(), last_steps.tolist(), loss, seconds)
+    # The first of them are all steps before.
+    return Outcome(counts.tolist(), kept_steps.counts[1:], loss, seconds)
 
 
 @torch.no_grad()
@@ -213,22 +235,24 @@ def summed(counts: list[list[int]]) -> list[int]:
 def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) -> str:
     """Make the table, and a line for each method that says whether it does what it is for."""
     lines = [
-        "| model | method | worst layer, held-out | worst layer, last 20 steps | all layers | loss "
-        "| loss - that without balance, seed by seed |",
-        "|---|---|---|---|---|---|---|",
+        "| model | method | worst layer, held-out | worst layer, last 20 steps | in one of them "
+        "| all layers | loss | loss - that without balance, seed by seed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     verdicts = []
     for method in methods:
         found = [outcomes[method, seed] for seed in seeds]
         plain = [outcomes[Method(method.model), seed].loss for seed in seeds]
-        held_out, last = ([worst(getattr(o, n)) for o in found] for n in ("held_out", "last_steps"))
+        held_out = [worst(outcome.held_out) for outcome in found]
+        last = [worst(outcome.of_last_steps) for outcome in found]
+        one = [outcome.worst_step for outcome in found]
         losses = [outcome.loss for outcome in found]
-        together = [worst([summed(outcome.last_steps)]) for outcome in found]
+        together = [worst([summed(outcome.of_last_steps)]) for outcome in found]
         apart = [loss - other for loss, other in zip(losses, plain, strict=True)]
         beside = ", ".join(f"{value:+.4f}" for value in apart) if method.aux or method.rate else ""
         lines.append(
             f"| {method.model} | {method.name} | {spread(held_out)} | {spread(last)} | "
-            f"{spread(together)} | "
+            f"{spread(one)} | {spread(together)} | "
             f"{statistics.median(losses):.4f} ({min(losses):.4f} .. {max(losses):.4f}) | {beside} |"
         )
         if beside:
@@ -263,8 +287,8 @@ def run_all(
             outcome = outcomes[method, seed] = train(method, seed, steps, data)
             print(
                 f"{method.model}, {method.name}, seed {seed}: worst layer "
-                f"{worst(outcome.held_out):.2f} held-out, {worst(outcome.last_steps):.2f} in the "
-                f"last steps; loss {outcome.loss:.4f}; {outcome.seconds:.0f} s",
+                f"{worst(outcome.held_out):.2f} held-out, {worst(outcome.of_last_steps):.2f} "
+                f"in the last steps; loss {outcome.loss:.4f}; {outcome.seconds:.0f} s",
                 flush=True,
             )
             if path is not None:
@@ -342,7 +366,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--aux", type=float, default=METHODS[1].aux)
-    parser.add_argument("--rate", type=float, default=METHODS[3].rate)
+    parser.add_argument("--rate", type=float, default=METHODS[-1].rate)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--kept", type=Path, help="one line for each training that is done")
     parser.add_argument("--overhead", action="store_true", help="what counting costs, alone")
@@ -356,9 +380,7 @@ def main() -> None:
         text = overhead(args.pairs)
         head, name = "# What counting tokens per expert costs a step", "counting-cpu"
     else:
-        qwen, glm = METHODS[0].model, METHODS[2].model
-        methods = (Method(qwen), Method(qwen, aux=args.aux), Method(glm))
-        methods += (Method(glm, rate=args.rate),)
+        methods = methods_with(args.aux, args.rate)
         seeds = list(range(args.seeds))
         outcomes = run_all(methods, seeds, args.steps, args.kept)
         text = report(outcomes, methods, seeds)

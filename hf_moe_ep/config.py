@@ -57,6 +57,9 @@ class ParallelConfig:
         bias_update_rate: by how much the correction bias of a router moves after each optimizer
             step, towards experts with few tokens (`update_router_bias`); DeepSeek-V3 has 0.001.
             Accelerate and the Trainer do it by themselves. None = not at all, as stock.
+        aux_loss_per_layer: the router's load-balancing loss is the mean of each layer's own
+            (`output_router_logits=True` in the model's config switches it on, as in stock). False =
+            stock's formula over all layers together, which knows no single layer.
         gather_logits: with sp_size > 1, whole logits beside a loss; else they are None there.
 
     Raises:
@@ -74,6 +77,7 @@ class ParallelConfig:
     recompute_activations: bool = False
     gather_logits: bool = False
     bias_update_rate: float | None = None
+    aux_loss_per_layer: bool = False
     ep_outside: bool = False
     expert_shard_dim: str | int = "auto"
     reshard_after_forward: bool = True
@@ -91,6 +95,7 @@ class ParallelConfig:
             raise ValueError("dispatch_chunks must be a whole number >= 1, got None; try 1")
         _check_size("dispatch_chunks", self.dispatch_chunks)
         for name in (
+            "aux_loss_per_layer",
             "ep_outside",
             "gather_logits",
             "recompute_activations",

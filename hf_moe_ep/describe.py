@@ -29,6 +29,7 @@ def describe(model: nn.Module) -> str:
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
     lines = [_header(model, state), _experts(model, state), _layout(state), _memory(model)]
+    lines += _balance(state)
     if state.meshes is not None:
         lines.append(_precision(model, state))
     return "\n".join(lines)
@@ -85,6 +86,18 @@ def _layout(state: ModelState) -> str:
         f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}; this rank: experts {first} .. "
         f"{first + local - 1}, ep group {ep_ranks}, sp group {meshes.sp.mesh.tolist()}"
     )
+
+
+def _balance(state: ModelState) -> list[str]:
+    """Return the line of what keeps experts evenly loaded, where that was asked for."""
+    asked = []
+    if (rate := state.config.bias_update_rate) is not None:
+        layers = sum(layer.correction is not None for layer in state.moe_layers)
+        asked.append(f"biases of {layers} routers move by {rate:g} after each optimizer step")
+    if state.config.aux_loss_per_layer:
+        weight = state.plan.aux_loss_coef
+        asked.append(f"aux loss of each layer alone, their mean, weighed by {weight}")
+    return [f"  balance    {'; '.join(asked)}"] if asked else []
 
 
 def _memory(model: nn.Module) -> str:

@@ -59,6 +59,7 @@ def test_defaults_are_the_public_contract() -> None:
         "expert_shard_dim": "auto",
         "reshard_after_forward": True,
         "bias_update_rate": None,
+        "aux_loss_per_layer": False,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         ParallelConfig().ep_size = 2  # type: ignore[misc]

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support.architectures import tiny as tiny_of_type
 from support.close import assert_close, max_error
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
@@ -186,6 +187,15 @@ def test_describe_says_which_backend_and_why() -> None:
     by_name = patch(tiny(**sizes), experts_backend="triton")
     assert "backend triton (asked for)" in describe(by_name)
     assert "backend eager" in describe(patch(tiny(), experts_backend="eager"))
+
+
+def test_describe_says_what_balances() -> None:
+    assert "balance" not in describe(patch(tiny(**SIZES["aux loss"])))
+    by_loss = describe(patch(tiny(**SIZES["aux loss"]), aux_loss_per_layer=True))
+    want = "balance    aux loss of each layer alone, their mean, weighed by router_aux_loss_coef"
+    assert want in by_loss
+    by_bias = describe(patch(tiny_of_type("deepseek_v3"), bias_update_rate=0.001))
+    assert "balance    biases of 3 routers move by 0.001 after each optimizer step" in by_bias
 
 
 def test_unpatch_leaves_the_model_as_it_was() -> None:

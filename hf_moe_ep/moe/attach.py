@@ -5,7 +5,8 @@ every experts module    its own copy of the config, which selects our forward in
 the root                pre-forward hooks: one refuses to train unsharded, one keeps the forwards
                         that we rely on, whoever replaces them, one says (with a hook behind
                         forward) which forwards count
-the causal LM           two hooks around forward that make the router's aux loss global
+the causal LM           two hooks around forward that make the router's aux loss global, and, where
+                        that is asked for, each layer's own
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from hf_moe_ep.upstream.experts_interface import (
 def check(parts: Parts, state: ModelState) -> None:
     """Settle how every MoE layer is computed; raise where one cannot be."""
     _check_ep_size(parts, state.config)
+    _check_aux_loss(parts, state.config)
     if state.config.dispatcher == "deepep":
         load_deep_ep()
     for index, experts in enumerate(parts.experts.values()):
@@ -69,6 +71,17 @@ def _check_ep_size(parts: Parts, config: ParallelConfig) -> None:
         raise ValueError(
             f"ep_size ({ep_size}) must divide num_experts ({num_experts}) of "
             f"{parts.plan.model_type}; try {', '.join(sizes)}"
+        )
+
+
+def _check_aux_loss(parts: Parts, config: ParallelConfig) -> None:
+    if not config.aux_loss_per_layer:
+        return
+    if parts.plan.aux_loss_coef is None or parts.causal_lm is None:
+        raise ValueError(
+            f"aux_loss_per_layer=True: no forward of {type(parts.root).__name__} "
+            f"({parts.plan.model_type}) computes a load-balancing loss; leave it out, and balance "
+            f"with bias_update_rate where the routers have a correction bias"
         )
 
 

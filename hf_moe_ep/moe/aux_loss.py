@@ -5,6 +5,15 @@ Switch-style (arXiv 2101.03961, eq. 4-6), as in transformers' `load_balancing_lo
     aux = E * sum_e  f_e * P_e        f_e: share of (token, slot) pairs on expert e, no gradient
                                       P_e: mean router probability of e, both over all layers
 
+`aux_loss_per_layer=True` takes it of each layer for itself, and of these the mean: the value and
+the coefficient keep stock's scale (arXiv 2101.03961 adds the layers' losses up: its coefficient,
+times their number, is the one here). Stock's formula is content when the layers make up for each
+other: what it evens out is their sum.
+
+    loads of two experts    stock's f, over both layers    per layer
+    layer 0: 6, 2           8, 8: even, no gradient        6, 2
+    layer 1: 2, 6                                          2, 6
+
 Stock code computes it per rank. A mean of products is not the product of means, so N ranks get
 another loss than one process on the same batch, and the Trainer, which multiplies the loss by
 the number of processes, makes it N times too strong besides.
@@ -20,9 +29,10 @@ belongs to it, and the terms add up to the loss of one process:
                         different batches (the Trainer does, unless it is told
                         average_tokens_across_devices=False)
 
-The model's own forward computes and adds it: for the time of one forward of a sharded model, the
-function of that name in its module is ours, and in the module of a forward that somebody has bound
-to the model, as Liger's fused linear cross-entropy does. Subtracting stock's term afterwards would
+The model's own forward computes and adds it: for the time of one forward of a sharded model, or of
+any that asks for each layer's own, the function of that name in its module is ours, and in the
+module of a forward that somebody has bound to the model, as Liger's fused linear cross-entropy
+does. Subtracting stock's term afterwards would
 keep its 0/0 on a rank whose batch is all padding.
 """
 
@@ -51,6 +61,8 @@ class GlobalAuxLoss(Ours):
         self.state = state
         self._path, _, self.name = coefficient.rpartition(".")
         self.stock: tuple[list[tuple[dict[str, Any], Any]], float] | None = None
+        # Whether the forward that runs has called `compute`.
+        self.computed = False
 
     def holder(self, model: nn.Module) -> Any:
         """Find what has the coefficient: the model itself or a part of its config."""
@@ -58,8 +70,9 @@ class GlobalAuxLoss(Ours):
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        meshes = self.state.meshes
-        if meshes is None or meshes.world_size == 1:
+        meshes, per_layer = self.state.meshes, self.state.config.aux_loss_per_layer
+        alone = meshes is None or meshes.world_size == 1
+        if alone and not per_layer:
             return
         fused = is_fused_head(kwargs)
         files = [fused_head_globals()] if fused else forward_globals(model)
@@ -67,18 +80,33 @@ class GlobalAuxLoss(Ours):
         if not files:
             raise ValueError(
                 f"the forward of {type(model).__name__} was replaced by one that does not call "
-                f"{_FUNCTION}, so the router's aux loss would be that of a rank alone; leave out "
-                f"what replaces it"
+                f"{_FUNCTION}, so the router's aux loss would be that of a rank alone, or of all "
+                f"layers together; leave out what replaces it"
             )
         holder = self.holder(model)
         coefficient = getattr(holder, self.name)
         self.stock = ([(names, names[_FUNCTION]) for names in files], coefficient)
+        self.computed = False
         sequence: Slice | None = kwargs.get(SLICE)
-        world = meshes.world_size
         for names in files:
-            names[_FUNCTION] = partial(global_aux_loss, world_size=world, sequence=sequence)
+            names[_FUNCTION] = partial(self.compute, sequence=sequence)
+        if alone:
+            return
+        assert meshes is not None
         if kwargs.get("num_items_in_batch") is not None and self.state.sums_losses:
             setattr(holder, self.name, coefficient / meshes.data_parallel_size)
+
+    def compute(self, *args: Any, sequence: Slice | None, **kwargs: Any) -> Tensor:
+        """What the model's forward calls for `load_balancing_loss_func`."""
+        self.computed = True
+        meshes = self.state.meshes
+        return global_aux_loss(
+            *args,
+            **kwargs,
+            world_size=1 if meshes is None else meshes.world_size,
+            per_layer=self.state.config.aux_loss_per_layer,
+            sequence=sequence,
+        )
 
 
 class RestoreAuxLoss(Ours):
@@ -95,6 +123,16 @@ class RestoreAuxLoss(Ours):
                 names[_FUNCTION] = function
             setattr(self.swapped.holder(model), self.swapped.name, coefficient)
             self.swapped.stock = None
+            # Where forward has raised, torch lets that error pass before this one.
+            if model.training and torch.is_grad_enabled():
+                self._check_computed()
+
+    def _check_computed(self) -> None:
+        if self.swapped.state.config.aux_loss_per_layer and not self.swapped.computed:
+            raise ValueError(
+                "aux_loss_per_layer=True, but this forward of training computed no aux loss; set "
+                "output_router_logits=True in the model's config, or pass it to the forward"
+            )
 
 
 def global_aux_loss(
@@ -104,6 +142,7 @@ def global_aux_loss(
     attention_mask: Tensor | None = None,
     *,
     world_size: int,
+    per_layer: bool = False,
     sequence: Slice | None = None,
 ) -> Tensor:
     """Compute the loss above from the logits (T, E) of every layer on this rank.
@@ -111,29 +150,34 @@ def global_aux_loss(
     The positional arguments are those of transformers' `load_balancing_loss_func`; with `sequence`
     the logits are those of its slice, the mask is for the whole.
     """
-    wide = torch.promote_types(router_logits[0].dtype, torch.float32)
-    pairs_E = router_logits[0].new_zeros(num_experts, dtype=wide)
-    probability_E = torch.zeros_like(pairs_E)
-    rows = pairs_E.new_zeros(1)
     if sequence is not None:
         if attention_mask is None:
             batch_size = router_logits[0].shape[0] // sequence.local
             attention_mask = router_logits[0].new_ones(batch_size, sequence.length)
         attention_mask = sequence.take(attention_mask, 1)
     keep_T = None if attention_mask is None else attention_mask.reshape(-1).bool()
-    for logits_TE in router_logits:
-        probs_TE = logits_TE.softmax(-1)
-        top_TK = probs_TE.topk(top_k, dim=-1).indices
-        kept_T = keep_T
-        if kept_T is None:
-            kept_T = probs_TE.new_ones(probs_TE.shape[0], dtype=torch.bool)
-        # A masked token counts for the extra expert E, which is cut off again.
-        top_TK = top_TK.masked_fill(~kept_T.unsqueeze(1), num_experts)
-        pairs_E = pairs_E + count_pairs(top_TK, num_experts + 1)[:num_experts]
-        probability_E = probability_E + (probs_TE.to(wide) * kept_T.unsqueeze(1)).sum(0)
-        rows = rows + kept_T.sum()
-    totals = sum_over_ranks(torch.cat([pairs_E, probability_E, rows]))
-    all_pairs_E, all_probability_E, all_rows = totals.split([num_experts, num_experts, 1])
-    factor_E = num_experts * all_pairs_E / all_rows.square()
-    own = world_size * (factor_E * probability_E).sum()
-    return own + ((factor_E * all_probability_E).sum() - own).detach()
+    of_layers = [_sums(logits_TE, num_experts, top_k, keep_T) for logits_TE in router_logits]
+    # A line for each layer, or one for all: pairs of E experts, probabilities of E, rows.
+    own = torch.stack([sums.to(of_layers[0].device) for sums in of_layers])
+    if not per_layer:
+        own = own.sum(0, keepdim=True)
+    totals = own.detach() if world_size == 1 else sum_over_ranks(own)
+    all_pairs_XE, all_probability_XE, all_rows_X1 = totals.split([num_experts, num_experts, 1], 1)
+    factor_XE = num_experts * all_pairs_XE / all_rows_X1.square() / len(totals)
+    own_term = world_size * (factor_XE * own[:, num_experts:-1]).sum()
+    return own_term + ((factor_XE * all_probability_XE).sum() - own_term).detach()
+
+
+def _sums(logits_TE: Tensor, num_experts: int, top_k: int, keep_T: Tensor | None) -> Tensor:
+    """Sum up a layer on this rank: pairs per expert, probability per expert, rows, in one line."""
+    probs_TE = logits_TE.softmax(-1)
+    top_TK = probs_TE.topk(top_k, dim=-1).indices
+    if keep_T is None:
+        keep_T = probs_TE.new_ones(probs_TE.shape[0], dtype=torch.bool)
+    keep_T = keep_T.to(logits_TE.device)
+    # A masked token counts for the extra expert E, which is cut off again.
+    top_TK = top_TK.masked_fill(~keep_T.unsqueeze(1), num_experts)
+    pairs_E = count_pairs(top_TK, num_experts + 1)[:num_experts]
+    wide = torch.promote_types(logits_TE.dtype, torch.float32)
+    probability_E = (probs_TE.to(wide) * keep_T.unsqueeze(1)).sum(0)
+    return torch.cat([pairs_E.to(wide), probability_E, keep_T.sum().to(wide).view(1)])

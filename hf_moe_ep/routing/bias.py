@@ -54,7 +54,8 @@ def check(parts: Parts, state: ModelState) -> None:
         raise ValueError(
             f"bias_update_rate={rate}: no router of {parts.plan.model_type} has a correction bias, "
             f"a tensor beside its weights that no gradient reaches; leave it out, and balance with "
-            f"the model's own load-balancing loss, if it has one (output_router_logits=True)"
+            f"the model's own load-balancing loss, if it has one (output_router_logits=True, and "
+            f"aux_loss_per_layer=True)"
         )
     for experts, found in biases.items():
         _check_bias(experts, found, parts.num_experts, rate)

@@ -7,6 +7,8 @@ numbers of tokens. A mean of the ranks' own losses would be another number.
 import inspect
 import warnings
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +17,12 @@ from support.architectures import batch, model_class, tiny, tiny_config
 from support.architectures.precision import budget
 from support.architectures.steps import CUT_LOGITS, TRAINED, assert_same_grads
 from support.checks import Check, Found
-from support.close import FP32_INSIDE, assert_close
+from support.close import FP32_INSIDE, assert_close, max_error
 
-from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.architectures import find_plan
 
+FUNCTION = "load_balancing_loss_func"
 WITH_AUX_LOSS = (
     "deepseek_v4",
     "ernie4_5_moe",
@@ -89,13 +92,35 @@ def test_aux_loss_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_type", WITH_AUX_LOSS)
+def test_of_each_layer_alone(model_type: str) -> None:
+    """The mean of stock's own function, called once for each layer of a stock model."""
+    stock, model = tiny(model_type), patch(tiny(model_type), aux_loss_per_layer=True)
+    inputs = {**batch(stock, 3, 11, pad=4), "output_router_logits": True}
+    names, calls = inspect.unwrap(type(stock).forward).__globals__, []
+    function = names[FUNCTION]
+
+    def noted(*args: Any) -> Any:
+        calls.append(args)
+        return function(*args)
+
+    with mock.patch.dict(names, {FUNCTION: noted}):
+        want = stock(**inputs)
+    ((of_layers, *rest),) = calls
+    mean = torch.stack([function((rows,), *rest) for rows in of_layers]).mean()
+    got = model(**inputs)
+    assert_close(f"{model_type}: aux loss", got.aux_loss, mean, 10 * FP32_INSIDE)
+    assert max_error(want.aux_loss, mean) > 1e-4, "all layers choose alike"
+
+
+@pytest.mark.slow
 def test_no_other_type_has_one() -> None:
     """Neither stock, whose forward would call the function, nor we in its plan."""
     stocks, ours = [], []
     for name in TRAINED:
         with torch.device("meta"):
             model = model_class(name)(tiny_config(name))
-        if "load_balancing_loss_func" in inspect.unwrap(type(model).forward).__code__.co_names:
+        if FUNCTION in inspect.unwrap(type(model).forward).__code__.co_names:
             stocks.append(name)
         if find_plan(model)[0].aux_loss_coef is not None:
             ours.append(name)

@@ -225,3 +225,22 @@ def test_new_architecture(tmp_path: Path) -> None:
     assert "layers.*.attention_norm (Smoothed)" in refusals["sp_size, a convolution"]
     assert "was not tested on pebble" in refusals["sp_size"]
     assert "plan derived" in values["still_there"]
+
+
+@pytest.mark.slow
+def test_routing(tmp_path: Path) -> None:
+    values = _run("7_routing.ipynb", tmp_path, "found", "agreement", "mismatch", "str(loads[-1])")
+    found = values["found"]  # worst layer, all layers added up, held-out loss
+    for name in ("Qwen3-MoE, none", "GLM-4-MoE, none"):
+        assert found[name][0] > 1.5
+    # Stock's formula evens out the sum of layers; the others every layer.
+    assert found["Qwen3-MoE, aux loss"][1] < 1.2 < found["Qwen3-MoE, aux loss"][0]
+    for name in ("Qwen3-MoE, per layer", "GLM-4-MoE, bias"):
+        worst, _, loss = found[name]
+        assert worst < 1.3
+        assert loss < found[f"{name.split(',')[0]}, none"][2] + 0.05
+    assert "expert load of 3 layers of 8 experts" in values["str(loads[-1])"]
+
+    assert all(0.9 < share < 1 for share in values["agreement"].values())
+    live, replayed = values["mismatch"]["live"], values["mismatch"]["replayed"]
+    assert replayed["mean"] < live["mean"] and replayed["99.9 %"] < live["99.9 %"]

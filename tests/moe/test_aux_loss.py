@@ -3,21 +3,28 @@
 Three references. Stock on the concatenated batch gives the value; it sums in fp32, hence 1e-6
 there. Its formula in fp64 over the router logits of all ranks gives gradients to 1e-10. And the
 coefficient is so large that the aux loss outweighs the cross-entropy in the router's gradient.
+
+`aux_loss_per_layer`: the same three of each layer alone, and of these the mean.
 """
 
+import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from hf_moe_ep import apply_ep_fsdp2, global_token_count
+from hf_moe_ep import apply_ep_fsdp2, global_token_count, patch
 from hf_moe_ep.moe.aux_loss import global_aux_loss
+from hf_moe_ep.state import find_state
 
 COEFFICIENT = 5.0
 FP32 = 1e-6  # stock computes the value, and HF the cross-entropy, in fp32
@@ -25,12 +32,21 @@ MODEL = {"router_aux_loss_coef": COEFFICIENT, "output_router_logits": True}
 Batch = dict[str, Tensor]
 
 
-def _reference_aux(logits: list[Tensor], masks: list[Tensor | None], top_k: int = 2) -> Tensor:
-    """E sum_e f_e P_e over every kept (layer, token) row of all ranks, in fp64, written out."""
-    kept = []
-    for per_layer, mask in zip(logits, masks, strict=True):
+def _reference_aux(
+    logits: list[tuple[Tensor, ...]], masks: list[Tensor | None], *, per_layer: bool
+) -> Tensor:
+    """E sum_e f_e P_e over every kept (layer, token) row of all ranks, in fp64, written out.
+
+    `logits` by rank and layer; with `per_layer` the mean of that of the layers, each alone.
+    """
+    if per_layer:
+        alone = [[(rows,) for rows in of_layer] for of_layer in zip(*logits, strict=True)]
+        each = [_reference_aux(one, masks, per_layer=False) for one in alone]
+        return torch.stack(each).mean()
+    top_k, kept = 2, []
+    for of_rank, mask in zip(logits, masks, strict=True):
         rows_T = slice(None) if mask is None else mask.flatten().bool()
-        kept.append(per_layer.double()[rows_T])
+        kept += [of_layer.double()[rows_T] for of_layer in of_rank]
     probs_RE = torch.cat(kept).softmax(-1)
     chosen_RK = probs_RE.topk(top_k).indices
     share_E = nn.functional.one_hot(chosen_RK, probs_RE.shape[1]).double().sum((0, 1))
@@ -64,7 +80,20 @@ def _concatenated(batches: list[Batch]) -> Batch:
     }
 
 
-def _want(kind: str, world: int, summed: bool) -> tuple[nn.Module, list[Any], Tensor, Tensor]:
+def _stock_aux(stock: nn.Module, inputs: Batch, per_layer: bool) -> Tensor:
+    """Stock's function, of all layers or of each one and then the mean."""
+    with torch.no_grad():
+        out = stock(**inputs)
+    if not per_layer:
+        return out.aux_loss
+    of_layers = [(rows,) for rows in out.router_logits]
+    mask = inputs.get("attention_mask")
+    return torch.stack([load_balancing_loss_func(one, 8, 2, mask) for one in of_layers]).mean()
+
+
+def _want(
+    kind: str, world: int, summed: bool, per_layer: bool
+) -> tuple[nn.Module, list[Any], Tensor, Tensor]:
     """Reference with gradients, its outputs per rank, the aux loss in fp64, the token count."""
     reference = tiny(**MODEL)
     batches = [_batch(reference, rank, kind) for rank in range(world)]
@@ -77,21 +106,21 @@ def _want(kind: str, world: int, summed: bool) -> tuple[nn.Module, list[Any], Te
         loss = reference.loss_function(out.logits, b["labels"], 97, **per_token)
         outputs.append(out)
         losses.append(loss if summed else loss / world)
-    masks = [b.get("attention_mask") for b in batches for _ in range(2)]
-    aux = _reference_aux([row for out in outputs for row in out.router_logits], masks)
+    masks = [b.get("attention_mask") for b in batches]
+    aux = _reference_aux([out.router_logits for out in outputs], masks, per_layer=per_layer)
     (sum(losses) + COEFFICIENT * aux).backward()
     return reference, [loss.detach() for loss in losses], aux.detach(), count
 
 
 def _check_training(name: str, model: nn.Module, kind: str, summed: bool, positional: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    reference, losses, aux, count = _want(kind, world, summed)
+    per_layer = _per_layer(model)
+    reference, losses, aux, count = _want(kind, world, summed, per_layer)
     inputs = _batch(model, rank, kind)
     if kind != "no mask":
-        masks = [_batch(model, other, kind) for other in range(world)]
-        with torch.no_grad():
-            stock = tiny(**MODEL)(**_concatenated(masks))
-        assert_close(f"{name}: stock's value", aux, stock.aux_loss, FP32)
+        batches = [_batch(model, other, kind) for other in range(world)]
+        stocks = _stock_aux(tiny(**MODEL), _concatenated(batches), per_layer)
+        assert_close(f"{name}: stock's value", aux, stocks, FP32)
     extra = {"num_items_in_batch": count} if summed else {}
     assert count == global_token_count(model, inputs["labels"])
     args = ()
@@ -103,17 +132,30 @@ def _check_training(name: str, model: nn.Module, kind: str, summed: bool, positi
     want = losses[rank] * (1 if summed else world) + COEFFICIENT * aux / (world if summed else 1)
     assert_close(f"{name}: loss", out.loss, want, FP32)
     (out.loss * (world if summed else 1)).backward()
+    _assert_same_grads(name, model, reference)
+
+
+def _per_layer(model: nn.Module) -> bool:
+    state = find_state(model)
+    assert state is not None
+    return state.config.aux_loss_per_layer
+
+
+def _assert_same_grads(name: str, model: nn.Module, reference: nn.Module) -> None:
     wanted = dict(reference.named_parameters())
     for key, parameter in model.named_parameters():
         grad = parameter.grad
-        assert isinstance(grad, DTensor), key
-        assert_close(f"{name}: grad of {key}", grad.full_tensor(), wanted[key].grad, 1e-10)
+        assert grad is not None, key
+        if dist.is_initialized():
+            assert isinstance(grad, DTensor), key
+            grad = grad.full_tensor()
+        assert_close(f"{name}: grad of {key}", grad, wanted[key].grad, 1e-10)
 
 
 def _check_outputs(model: nn.Module) -> None:
     """Evaluation, no labels, tuples, and nothing where nothing was asked for."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    _, _, aux, _ = _want("padded", world, True)
+    _, _, aux, _ = _want("padded", world, True, _per_layer(model))
     inputs = _batch(model, rank, "padded")
     labels = inputs.pop("labels")
     model.eval()
@@ -183,6 +225,129 @@ def _padding_job(rank: int, world: int) -> None:
 def test_a_rank_of_padding_alone_adds_nothing() -> None:
     """A mean over its own zero tokens is nan; the global mean is not."""
     run_ranks(_padding_job, 2)
+
+
+def _every_kind(layout: dict[str, Any], rank: int, world: int) -> None:
+    model = _sharded(**layout, aux_loss_per_layer=True)
+    for kind in (*KINDS, "one rank all padding"):
+        for summed in (False, True):
+            name = f"{layout}, {kind}, {'sum' if summed else 'mean'}"
+            _check_training(name, model, kind, summed, positional=False)
+    _check_outputs(model)
+
+
+def checkpointed(rank: int, world: int) -> None:
+    """What is computed twice, reentrant or not, is one loss."""
+    for reentrant in (True, False):
+        model = tiny(**MODEL)
+        options = {"use_reentrant": reentrant}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model = apply_ep_fsdp2(model, ep_size=2, aux_loss_per_layer=True)
+        _check_training(f"reentrant {reentrant}", model, "padded", True, positional=False)
+
+
+def accumulated(rank: int, world: int) -> None:
+    """Three micro-batches of other sizes: each adds its own aux loss, as in stock."""
+    model, reference = _sharded(ep_size=2, aux_loss_per_layer=True), tiny(**MODEL)
+    batches = [[_batch(model, micro + other, "padded") for other in range(2)] for micro in range(3)]
+    count = sum(b["labels"][:, 1:].ne(-100).sum() for micro in batches for b in micro)
+    for micro in batches:
+        (model(**micro[rank], num_items_in_batch=count).loss * world).backward()
+        outputs = [reference(**b) for b in micro]
+        masks: list[Tensor | None] = [b["attention_mask"] for b in micro]
+        aux = _reference_aux([out.router_logits for out in outputs], masks, per_layer=True)
+        losses = [
+            reference.loss_function(out.logits, b["labels"], 97, num_items_in_batch=count)
+            for out, b in zip(outputs, micro, strict=True)
+        ]
+        (sum(losses) + COEFFICIENT * aux).backward()
+    _assert_same_grads("accumulated", model, reference)
+
+
+def sequence_parallel(rank: int, world: int) -> None:
+    """Two ranks have slices of one batch, padding among them: the loss of the whole sequences."""
+    model, reference = _sharded(sp_size=2, aux_loss_per_layer=True), tiny(**MODEL)
+    inputs = _batch(reference, 1, "padded")
+    out = reference(**inputs)
+    mask: list[Tensor | None] = [inputs["attention_mask"]]
+    aux = _reference_aux([out.router_logits], mask, per_layer=True)
+    (reference.loss_function(out.logits, inputs["labels"], 97) + COEFFICIENT * aux).backward()
+    got = model(**inputs)
+    assert_close("aux_loss", got.aux_loss, aux, 1e-10)
+    got.loss.backward()
+    _assert_same_grads("sequence_parallel", model, reference)
+
+
+PER_LAYER_ON_TWO = {
+    "ep 1": partial(_every_kind, {"ep_size": 1}),
+    "ep 2": partial(_every_kind, {"ep_size": 2}),
+}
+PER_LAYER_ON_FOUR = {
+    "ep 4": partial(_every_kind, {"ep_size": 4}),
+    "ep 2, replicas": partial(_every_kind, {"ep_size": 2, "dp_replicate_size": 2}),
+}
+PER_LAYER = [
+    *on_ranks(
+        2, PER_LAYER_ON_TWO, checkpointed, accumulated, sequence_parallel, slow=True, timeout=480
+    ),
+    *on_ranks(4, PER_LAYER_ON_FOUR, slow=True, timeout=480),
+]
+
+
+@pytest.mark.parametrize("claim", PER_LAYER)
+def test_of_each_layer_alone(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def test_of_each_layer_alone_in_one_process() -> None:
+    """Not sharded: stock would take all layers together."""
+    model, reference = patch(tiny(**MODEL), aux_loss_per_layer=True), tiny(**MODEL)
+    inputs = _batch(model, 1, "padded")
+    stock_function = vars(sys.modules[type(model).__module__])["load_balancing_loss_func"]
+    out, want = model(**inputs), reference(**inputs)
+    aux = _reference_aux([want.router_logits], [inputs["attention_mask"]], per_layer=True)
+    assert_close("aux_loss", out.aux_loss, aux, 1e-10)
+    assert_close("stock's value", aux, _stock_aux(reference, inputs, True), FP32)
+    assert abs(aux - want.aux_loss) > 1e-3, "the layers are alike"
+    out.loss.backward()
+    loss = reference.loss_function(want.logits, inputs["labels"], 97)
+    (loss + COEFFICIENT * aux).backward()
+    _assert_same_grads("one process", model, reference)
+    assert load_balancing_loss_func is stock_function, "not put back"
+
+
+def test_layers_that_make_up_for_each_other_by_hand() -> None:
+    """Two experts, top-1: all tokens of a layer on one of them, of the other on the other.
+
+    Together they are even; each alone is as uneven as can be, and the gradient says so.
+    """
+    quarter = torch.log(torch.tensor(3.0, dtype=torch.float64))
+    first = torch.stack([quarter, 0 * quarter]).expand(3, 2)  # probabilities 3/4, 1/4
+    layers = [rows.clone().requires_grad_() for rows in (first, first.flip(1))]
+    together = global_aux_loss(tuple(layers), 2, 1, world_size=1)
+    alone = global_aux_loss(tuple(layers), 2, 1, world_size=1, per_layer=True)
+    assert_close("together", together, torch.tensor(2 * (0.5 * 0.5 + 0.5 * 0.5)), 1e-12)
+    assert_close("each", alone, torch.tensor(2 * 0.75), 1e-12)
+    (grad,) = torch.autograd.grad(together, layers[0], retain_graph=True)
+    assert grad.abs().max() < 1e-16
+    (grad,) = torch.autograd.grad(alone, layers[0])
+    # 2 f P / 2 layers with P the mean of 3 tokens, through a softmax: p (1 - p) / 3.
+    moved = 0.75 * 0.25 / 3
+    assert_close("gradient", grad, torch.tensor([moved, -moved]).expand(3, 2), 1e-12)
+
+
+def test_each_layer_alone_where_there_is_no_such_loss() -> None:
+    with pytest.raises(ValueError, match=r"no forward of Qwen3MoeForSequenceClassification \("):
+        patch(tiny("qwen3_moe, rewards"), aux_loss_per_layer=True)
+    model = patch(tiny(), aux_loss_per_layer=True)
+    inputs = _batch(model, 1, "padded")
+    with pytest.raises(ValueError, match="this forward of training computed no aux loss; set out"):
+        model(**inputs)
+    assert model(**inputs, output_router_logits=True).aux_loss is not None
+    with torch.no_grad():
+        model(**inputs)
+    model.eval()
+    model(**inputs)
 
 
 def test_the_formula_by_hand() -> None:
