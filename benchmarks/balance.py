@@ -260,7 +260,8 @@ def report(outcomes: Outcomes, methods: tuple[Method, ...], seeds: list[int]) ->
             verdicts.append(
                 f"{method.model}, {method.name}: the worst layer is "
                 f"{'below' if below else 'NOT below'} {TARGET} with every seed; the held-out loss "
-                f"is {statistics.mean(apart):+.4f} beside none on the mean of {len(seeds)} seeds."
+                f"is {statistics.mean(apart):+.4f} beside none on the mean of {len(seeds)} seeds, "
+                f"which by themselves make {max(plain) - min(plain):.4f} of difference."
             )
     return "\n".join([*lines, "", *verdicts])
 

@@ -26,6 +26,7 @@ def test_the_table_by_hand() -> None:
     row = f"| 1.30 (1.20 .. 1.40) | {of_steps} | 2.4750 (1.9000 .. 3.0500) | -0.1000, +0.0500 |"
     assert row in text
     assert "is below 1.5 with every seed; the held-out loss is -0.0250 beside none" in text
+    assert "of 2 seeds, which by themselves make 1.0000 of difference." in text
     found[PER_LAYER, 1] = _outcome([8, 4, 4, 4], 3.05)
     assert "is NOT below 1.5" in bench.report(found, (PLAIN, PER_LAYER), [0, 1])
 

@@ -237,7 +237,7 @@ def test_routing(tmp_path: Path) -> None:
     assert found["Qwen3-MoE, aux loss"][1] < 1.2 < found["Qwen3-MoE, aux loss"][0]
     for name in ("Qwen3-MoE, per layer", "GLM-4-MoE, bias"):
         worst, _, loss = found[name]
-        assert worst < 1.3
+        assert worst < 1.5
         assert loss < found[f"{name.split(',')[0]}, none"][2] + 0.05
     assert "expert load of 3 layers of 8 experts" in values["str(loads[-1])"]
 
