@@ -61,8 +61,8 @@ class GlobalAuxLoss(Ours):
         self.state = state
         self._path, _, self.name = coefficient.rpartition(".")
         self.stock: tuple[list[tuple[dict[str, Any], Any]], float] | None = None
-        # Whether the forward that runs has called `compute`.
-        self.computed = False
+        # Whether the loss of the forward that runs has a gradient; None: it has not asked for one.
+        self.learns: bool | None = None
 
     def holder(self, model: nn.Module) -> Any:
         """Find what has the coefficient: the model itself or a part of its config."""
@@ -86,7 +86,7 @@ class GlobalAuxLoss(Ours):
         holder = self.holder(model)
         coefficient = getattr(holder, self.name)
         self.stock = ([(names, names[_FUNCTION]) for names in files], coefficient)
-        self.computed = False
+        self.learns = None
         sequence: Slice | None = kwargs.get(SLICE)
         for names in files:
             names[_FUNCTION] = partial(self.compute, sequence=sequence)
@@ -96,11 +96,14 @@ class GlobalAuxLoss(Ours):
         if kwargs.get("num_items_in_batch") is not None and self.state.sums_losses:
             setattr(holder, self.name, coefficient / meshes.data_parallel_size)
 
-    def compute(self, *args: Any, sequence: Slice | None, **kwargs: Any) -> Tensor:
+    def compute(
+        self, router_logits: tuple[Tensor, ...], *args: Any, sequence: Slice | None, **kwargs: Any
+    ) -> Tensor:
         """What the model's forward calls for `load_balancing_loss_func`."""
-        self.computed = True
+        self.learns = any(logits.requires_grad for logits in router_logits)
         meshes = self.state.meshes
         return global_aux_loss(
+            router_logits,
             *args,
             **kwargs,
             world_size=1 if meshes is None else meshes.world_size,
@@ -124,15 +127,23 @@ class RestoreAuxLoss(Ours):
             setattr(self.swapped.holder(model), self.swapped.name, coefficient)
             self.swapped.stock = None
             # Where forward has raised, torch lets that error pass before this one.
-            if model.training and torch.is_grad_enabled():
-                self._check_computed()
+            per_layer = self.swapped.state.config.aux_loss_per_layer
+            if per_layer and model.training and torch.is_grad_enabled():
+                _check_learns(self.swapped.learns)
 
-    def _check_computed(self) -> None:
-        if self.swapped.state.config.aux_loss_per_layer and not self.swapped.computed:
-            raise ValueError(
-                "aux_loss_per_layer=True, but this forward of training computed no aux loss; set "
-                "output_router_logits=True in the model's config, or pass it to the forward"
-            )
+
+def _check_learns(learns: bool | None) -> None:
+    if learns is None:
+        raise ValueError(
+            "aux_loss_per_layer=True, but this forward of training computed no aux loss; set "
+            "output_router_logits=True in the model's config, or pass it to the forward"
+        )
+    if not learns:
+        raise ValueError(
+            "aux_loss_per_layer=True, but nothing would learn from it: the logits of all routers "
+            "are without gradients. Gradient checkpointing hides them with use_reentrant=True, use "
+            "False; or the model trains nothing that they depend on, leave it out"
+        )
 
 
 def global_aux_loss(

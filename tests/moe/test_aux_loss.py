@@ -229,21 +229,24 @@ def test_a_rank_of_padding_alone_adds_nothing() -> None:
 
 def _every_kind(layout: dict[str, Any], rank: int, world: int) -> None:
     model = _sharded(**layout, aux_loss_per_layer=True)
-    for kind in (*KINDS, "one rank all padding"):
+    for kind in KINDS:
         for summed in (False, True):
             name = f"{layout}, {kind}, {'sum' if summed else 'mean'}"
             _check_training(name, model, kind, summed, positional=False)
+    _check_training(f"{layout}, all padding", model, "one rank all padding", True, positional=False)
     _check_outputs(model)
 
 
+def _checkpointed(reentrant: bool) -> nn.Module:
+    model = tiny(**MODEL)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model
+
+
 def checkpointed(rank: int, world: int) -> None:
-    """What is computed twice, reentrant or not, is one loss."""
-    for reentrant in (True, False):
-        model = tiny(**MODEL)
-        options = {"use_reentrant": reentrant}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        model = apply_ep_fsdp2(model, ep_size=2, aux_loss_per_layer=True)
-        _check_training(f"reentrant {reentrant}", model, "padded", True, positional=False)
+    """What is computed twice is one loss."""
+    model = apply_ep_fsdp2(_checkpointed(False), ep_size=2, aux_loss_per_layer=True)
+    _check_training("checkpointed", model, "padded", True, positional=False)
 
 
 def accumulated(rank: int, world: int) -> None:
@@ -348,6 +351,10 @@ def test_each_layer_alone_where_there_is_no_such_loss() -> None:
         model(**inputs)
     model.eval()
     model(**inputs)
+    # Stock's loss has no gradient there either, and says nothing.
+    with pytest.raises(ValueError, match=r"logits of all routers are without gradients\. Gra"):
+        patch(_checkpointed(True), aux_loss_per_layer=True)(**inputs)
+    patch(_checkpointed(False), aux_loss_per_layer=True)(**inputs)
 
 
 def test_the_formula_by_hand() -> None:
