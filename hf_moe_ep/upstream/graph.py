@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 
-def reached_parameters(tensors: Iterable[Tensor], candidates: Iterable[Tensor]) -> set[int]:
+def reached_parameters(
+    tensors: Iterable[Tensor], candidates: Iterable[Tensor]
+) -> tuple[set[int], set[int]]:
     """Return the ids of those `candidates` that a backward of `tensors` gives a gradient.
 
-    A reentrant checkpoint hides its graph: of such a one the parameters of the module that it runs
-    count, and all candidates where it runs something else.
+    The second set are those that it may give one. A reentrant checkpoint hides its graph: of such
+    a one these are the parameters of the modules that it runs, and all candidates where it runs
+    something else.
     """
     wanted = {id(candidate) for candidate in candidates}
     found: set[int] = set()
+    hidden: set[int] = set()
     seen: set[Any] = set()
     stack: list[Any] = [tensor.grad_fn for tensor in tensors]
     while stack:
@@ -32,18 +37,25 @@ def reached_parameters(tensors: Iterable[Tensor], candidates: Iterable[Tensor]) 
             found.add(id(variable))
         run = getattr(node, "run_function", None)
         if run is not None:
-            found |= _trained_by(run, wanted)
+            modules = list(_modules_in(run))
+            inside = {id(parameter) for module in modules for parameter in module.parameters()}
+            hidden |= inside if modules else wanted
         stack += [ahead for ahead, _ in node.next_functions]
-    return found & wanted
+    return found & wanted, (hidden & wanted) - found
 
 
-def _trained_by(run: Any, wanted: set[int]) -> set[int]:
-    while isinstance(run, partial):
-        run = run.func
-    module = getattr(run, "__self__", run)
-    if not isinstance(module, nn.Module):
-        return wanted
-    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+def _modules_in(run: Any) -> Iterator[nn.Module]:
+    """Yield the modules that a function runs, is a method of, or is given beforehand.
+
+    transformers checkpoints `partial(forward, module, ...)`, before 5.23 a partial of a method.
+    """
+    if isinstance(run, nn.Module):
+        yield run
+    elif isinstance(run, partial):
+        for part in (run.func, *run.args, *run.keywords.values()):
+            yield from _modules_in(part)
+    elif isinstance(run, MethodType):
+        yield from _modules_in(run.__self__)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

@@ -9,9 +9,11 @@ gathers anything. Around the decoder's forward ranks tell each other twice what 
     behind the towers    which parameters get a gradient on any rank. On a rank where one gets
                          none a function that adds nothing forward sends it exact zeros backward
                          (where nobody's does it has none, as in stock: unused layers stay as they
-                         are under weight decay)
+                         are under weight decay). Nobody sees into a reentrant checkpoint before it
+                         is run again: what it may use gets zeros beside what comes out of there
 
-The gradients leave at the end of the backward, on all ranks in the same order. Whole encoders are
+The gradients leave at the end of the backward, on all ranks the same ones, in the order in which
+the model holds its towers: FSDP2 passes over those where a rank has none. Whole encoders are
 held from their forward to there, in the compute dtype, and whole gradients of them; where none of
 them is trained, and under no_grad, until the decoder begins. A step of text alone gathers nothing.
 """
@@ -34,6 +36,9 @@ from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.sharded_models import is_gathered, stock_class
 from hf_moe_ep.upstream.towers import is_encoder_input
 
+# What a rank says of a parameter that is sure to get a gradient; 1: a checkpoint may hide that.
+_SURE = 2
+
 
 class GatherEncoders(Ours):
     """Gathers all encoders where any rank has input for one: a pre-forward hook of their owner."""
@@ -53,7 +58,7 @@ class GatherEncoders(Ours):
         if self.state.meshes is None:
             return None
         given = bind_forward(owner, args, kwargs)
-        if _any_rank(self.state, [_sees(given)])[0]:
+        if _any_rank(self.state, _sees(given)):
             self.gathered = _gather(self.state)
         return None
 
@@ -72,26 +77,29 @@ class TieEncoders(Ours):
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         gathered, self.before.gathered = self.before.gathered, None
-        if gathered is None:
+        meshes = self.state.meshes
+        if gathered is None or meshes is None:
             return None
         given = bind_forward(decoder, args, kwargs)
         with_grad = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
         trained = self._trained()
-        reached = reached_parameters(with_grad, trained)
-        mine = [id(parameter) in reached for parameter in trained]
+        reached, hidden = reached_parameters(with_grad, trained)
+        mine = [_SURE if id(p) in reached else int(id(p) in hidden) for p in trained]
         # A frozen encoder is in the graph where its inputs are asked for a gradient.
         in_graph = self.before.in_graph or any(mine)
-        kept, *anywhere = _any_rank(self.state, [in_graph, *mine])
+        kept, *told = _tell(self.state, [in_graph, *mine])
         if not kept:
             for unit in gathered:
                 unit.reshard()
             return None
-        pairs = zip(trained, mine, anywhere, strict=True)
-        missing = [parameter for parameter, here, there in pairs if there and not here]
+        # All others are sure to get a gradient on every rank, or on none.
+        unlike = [0 < count < _SURE * meshes.world_size for count in told]
+        triples = zip(trained, mine, unlike, strict=True)
+        missing = [parameter for parameter, here, differs in triples if differs and here < _SURE]
         embeds = given.get("inputs_embeds")
         assert isinstance(embeds, Tensor), "the model embeds its text before the decoder"
         passed = [embeds, *(tensor for tensor in with_grad if tensor is not embeds)]
-        tied = _Tie.apply(self.state, len(passed), *passed, *missing)
+        tied = _Tie.apply(self.state, len(passed), any(unlike), *passed, *missing)
         others = {id(tensor): other for tensor, other in zip(passed, tied, strict=True)}
         return (), with_tensors(given, others)
 
@@ -136,7 +144,7 @@ def encode_ahead(
     that belong to no encoder, such as a separator of rows, are gathered with the root, and nobody
     but us casts pixels to the dtype that whole parameters have.
     """
-    if state.meshes is None or not _any_rank(state, [_sees(model_kwargs)])[0]:
+    if state.meshes is None or not _any_rank(state, _sees(model_kwargs)):
         return stock(model_kwargs)
     model_kwargs = _cast_inputs(state, model_kwargs)
     gathered = _gather(state)
@@ -153,13 +161,18 @@ def encode_ahead(
 class _Tie(torch.autograd.Function):
     """Returns the first `count` tensors as they are; backward gives all others zeros.
 
+    With `every` it does so too for what the decoder was given and has not used, such as features
+    for more layers than it has: ranks count on the gradients behind it.
+
     Behind it in backward all encoders are whole: a backward before may have taken them away.
     """
 
     @staticmethod
-    def forward(ctx: Any, state: ModelState, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.state, ctx.count = state, count
-        ctx.like = [(tensor.new_empty(0), tensor.shape) for tensor in tensors[count:]]
+    def forward(
+        ctx: Any, state: ModelState, count: int, every: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.state, ctx.every = state, every
+        ctx.like = [(tensor.new_empty(0), tensor.shape) for tensor in tensors]
         ctx.set_materialize_grads(False)
         # Copies, because FSDP2's hook on a view would be lost to an in-place op.
         return tuple(tensor.clone() for tensor in tensors[:count])
@@ -168,7 +181,12 @@ class _Tie(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _gather(ctx.state)
-        return None, None, *grads, *(nothing(*like) for like in ctx.like)
+        passed, missing = ctx.like[: len(grads)], ctx.like[len(grads) :]
+        through = [
+            nothing(*like) if grad is None and ctx.every else grad
+            for grad, like in zip(grads, passed, strict=True)
+        ]
+        return None, None, None, *through, *(nothing(*like) for like in missing)
 
 
 def _gather(state: ModelState) -> list[FSDPModule]:
@@ -200,7 +218,12 @@ def _sees(given: dict[str, Any]) -> bool:
     )
 
 
-def _any_rank(state: ModelState, here: Sequence[bool]) -> list[bool]:
-    """Return for each element whether it is true on any rank; the host waits for it."""
+def _any_rank(state: ModelState, here: bool) -> bool:
+    """Return whether something is true on any rank."""
+    return _tell(state, [here])[0] > 0
+
+
+def _tell(state: ModelState, here: Sequence[int]) -> list[int]:
+    """Return for each element its sum over all ranks; the host waits for it."""
     told = torch.tensor(here, dtype=torch.int32, device=state.device)
-    return [count > 0 for count in sum_over_ranks(told).tolist()]
+    return sum_over_ranks(told).tolist()

@@ -1,0 +1,181 @@
+"""Ranks give the gradients of their towers away in one order, whatever each of them has to see.
+
+FSDP2 reduces unit by unit and passes over those in which a rank has no gradient. So one rank with
+sound beside one with pictures must both have gradients of both towers, and under reentrant
+checkpointing nobody sees in front of the backward what a tower is about to use.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.architectures.inputs import loss_of
+from support.architectures.mixes import (
+    Make,
+    build,
+    image,
+    images,
+    parts,
+    sound,
+    sound_and_image,
+    text,
+)
+from support.checks import Check, Found
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.upstream.graph import reached_parameters
+
+STEPS: list[tuple[Make, Make]] = [
+    (sound, image),
+    (image, sound),
+    (sound_and_image, text),
+    (text, sound),
+    (images, sound_and_image),
+]
+
+
+class Note:
+    """In the place of one unit's reduce-scatter: notes its name, and waits for nobody."""
+
+    def __init__(self, name: str, noted: list[tuple[str, int]]) -> None:
+        self.name, self.noted = name, noted
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
+        self.noted.append((self.name, input_tensor.numel()))
+
+
+def not_checkpointed(model: nn.Module) -> None:
+    """Every node of a tower is in the graph."""
+
+
+def checkpointed(use_reentrant: bool, model: Any) -> None:
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+    )
+
+
+def checkpointed_behind_a_function(model: Any) -> None:
+    """As a user's own checkpointing may: which module it runs is not to be seen."""
+    checkpointed(True, model)
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = _checkpoint
+
+
+def _checkpoint(run: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(lambda *given: run(*given), *args, use_reentrant=True)
+
+
+WAYS: dict[str, Callable[[Any], None]] = {
+    "no checkpoint": not_checkpointed,
+    "checkpoint": partial(checkpointed, False),
+    "reentrant": partial(checkpointed, True),
+    "reentrant function": checkpointed_behind_a_function,
+}
+
+
+def one_order(name: str, way: str, rank: int, world: int) -> None:
+    model = build(name)
+    WAYS[way](model)
+    _assert_one_order(model, rank, STEPS, unused=way != "reentrant function")
+
+
+def _assert_one_order(
+    model: Any, rank: int, steps: list[tuple[Make, Make]], *, unused: bool
+) -> None:
+    """Compare over ranks which units are reduced, in which order, and how much of each.
+
+    With `unused` a tower that nobody has used must have no gradient: weight decay would move it.
+    """
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # views: nobody writes them
+    towers = parts(model)
+    everyone = [
+        [make(model, 10 * step + i) for i, make in enumerate(makes)]
+        for step, makes in enumerate(steps)
+    ]
+    apply_ep_fsdp2(model, ep_size=2)
+    noted: list[tuple[str, int]] = []
+    for unit, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(Note(unit, noted))
+    for makes, batches in zip(steps, everyone, strict=True):
+        noted.clear()
+        loss_of(model, batches[rank]).backward()
+        orders: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(orders, noted)
+        said = " and ".join(make.__name__ for make in makes)
+        assert orders[0] == orders[1], f"{said}: {orders[0]} and {orders[1]}"
+        reduced = [unit for unit, _ in noted if unit in towers]
+        assert reduced, f"{said}: no tower in {noted}"
+        if unused:
+            assert (len(reduced) < len(towers)) == (makes == (text, sound)), f"{said}: {reduced}"
+        model.zero_grad()
+
+
+WITH_SOUND = ("qwen3_omni_moe_thinker", "muse_spark", "inkling_mm_model", "dots3_note")
+CHECKS = [
+    Check(f"{name}: {way}", 2, partial(one_order, name, way), slow=True)
+    for name in WITH_SOUND
+    for way in WAYS
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", [check.as_parameter() for check in CHECKS])
+def test_ranks_reduce_towers_in_one_order(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+class Tower(nn.Module):
+    """Two layers, and one that nobody runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x_BH: Tensor) -> Tensor:
+        return self.second(self.first(x_BH))
+
+
+def _hide(run: Any, x_BH: Tensor) -> Tensor:
+    return checkpoint(run, x_BH, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("run", "hides"),
+    [
+        (lambda tower: tower, "one tower"),
+        (lambda tower: tower.forward, "one tower"),
+        (lambda tower: partial(tower.forward), "one tower"),
+        (lambda tower: partial(Tower.forward, tower), "one tower"),
+        (lambda tower: lambda x_BH: tower(x_BH), "anything"),
+    ],
+    ids=["module", "method", "partial of a method", "partial of a function", "function"],
+)
+def test_a_reentrant_checkpoint_may_use_what_its_modules_hold(run: Any, hides: str) -> None:
+    """Neither a tower beside it, nor what is in sight of the graph, is hidden in it."""
+    tower, other, before = Tower(), Tower(), nn.Linear(3, 3)
+    out_BH = _hide(run(tower), before(torch.ones(2, 3)))
+    everything = [*before.parameters(), *tower.parameters(), *other.parameters()]
+    reached, hidden = reached_parameters([out_BH], everything)
+    assert reached == {id(parameter) for parameter in before.parameters()}
+    held = [tower] if hides == "one tower" else [tower, other]
+    assert hidden == {id(parameter) for one in held for parameter in one.parameters()}
+
+
+def test_without_reentrant_checkpoints_nothing_is_hidden() -> None:
+    tower = Tower()
+    out_BH = checkpoint(tower, torch.ones(2, 3), use_reentrant=False)
+    reached, hidden = reached_parameters([out_BH], tower.parameters())
+    used = [*tower.first.parameters(), *tower.second.parameters()]
+    assert (reached, hidden) == ({id(parameter) for parameter in used}, set())
