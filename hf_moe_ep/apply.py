@@ -29,8 +29,8 @@ from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
-from hf_moe_ep.upstream.adapters import attach_adapters
-from hf_moe_ep.upstream.hub import empty_model, local_folder
+from hf_moe_ep.upstream.adapters import attach_adapters, without_adapters
+from hf_moe_ep.upstream.hub import empty_model, forget_quantization, local_folder
 from hf_moe_ep.upstream.models import set_source
 
 
@@ -88,6 +88,9 @@ def apply_ep_fsdp2(
             f"weights={os.fspath(weights)!r} is for a model on the meta device, and every "
             f"parameter of this one has values; leave it out to train on with those"
         )
+    # A config that a folder was read into by hand; what is quantized there is read decoded.
+    config_of_model = getattr(without_adapters(model), "config", None)
+    forget_quantization(config_of_model, os.fspath(weights))
     found = find_weights(model, weights, state.plan, empty)
     shard_model(model, state, options, device)
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)

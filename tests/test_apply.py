@@ -41,14 +41,14 @@ def _named(rank: int, world: int, folder: str) -> tuple[str, str]:
     assert model.config.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"dtype 'bf16' is none of torch's; take 'bfloat16'"):
         from_pretrained(folder, dtype="bf16")
-    with pytest.raises(ValueError, match=r"quantized by fp8, which cannot be trained here; take"):
-        from_pretrained(f"{folder}/../fp8")
+    with pytest.raises(ValueError, match=r"quantized by gptq, which cannot be trained here; take"):
+        from_pretrained(f"{folder}/../gptq")
     return model.name_or_path, model.config.name_or_path
 
 
 def test_a_name_of_the_hub_a_dtype_by_name_and_a_quantized_checkpoint(tmp_path: Path) -> None:
     """PEFT writes the name into the config of an adapter: a path in one's cache helps nobody."""
-    for folder, more in ((tmp_path / "hub", {}), (tmp_path / "fp8", {"quant_method": "fp8"})):
+    for folder, more in ((tmp_path / "hub", {}), (tmp_path / "gptq", {"quant_method": "gptq"})):
         write_hub(folder, tiny(dtype=torch.float32), files=1)
         config = json.loads((folder / "config.json").read_text())
         config |= {"quantization_config": more} if more else {}

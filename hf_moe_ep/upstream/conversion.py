@@ -32,20 +32,16 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     """Turn a model's tensors into those that its `save_pretrained` writes, by transformers' code.
 
     Args:
-        model: says which conversions are its own; those that it was loaded with, if any were. One
-            that is none of transformers' has none.
+        model: says which conversions are its own; those that it was loaded with, if any were and
+            none decodes. One that is none of transformers' has none.
         tensors: by the names that they have in a stock model. Anything that transformers'
             operations can work on.
     """
     stock = without_adapters(unwrap(model))
     if not isinstance(stock, PreTrainedModel):
         return dict(tensors)
-    conversions = [
-        conversion
-        for conversion in getattr(stock, "_weight_conversions", None) or ()
-        if not _is_of_quantizer(conversion)
-    ]
-    if not conversions:
+    conversions = list(getattr(stock, "_weight_conversions", None) or ())
+    if not conversions or any(map(_is_of_quantizer, conversions)):
         conversions = [
             conversion
             for conversion in _conversions(stock, add_legacy=False)
@@ -87,10 +83,10 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
 
 
 def _is_of_quantizer(conversion: Any) -> bool:
-    """Tell whether a conversion decodes what is quantized, as of gpt-oss's MXFP4.
+    """Tell whether a conversion decodes what is quantized, beside all else that it does.
 
     Its reverse would write decoded weights by the names of the encoded ones, which no loading
-    takes (5.23, transformers/integrations/mxfp4.py).
+    takes (MXFP4), or encode them again (FP8, 5.23, transformers/integrations/).
     """
     operations = getattr(conversion, "operations", ())
     return any(type(one).__module__.startswith(_QUANTIZERS) for one in operations)

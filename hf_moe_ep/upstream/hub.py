@@ -34,6 +34,8 @@ _DOWNLOAD = (
     "revision",
     "token",
 )
+# Quantization methods whose checkpoints are decoded while they are read.
+_DECODED = ("mxfp4", "fp8")
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
 
 
@@ -96,7 +98,7 @@ def empty_model(
                 f"{folder} names the class {names[0]}, which transformers "
                 f"{transformers.__version__} has not; pass model_class="
             )
-    _check_not_quantized(config, folder)
+    forget_quantization(config, os.fspath(folder))
     if wanted in ("auto", None):
         wanted = getattr(config, "dtype", None) or find_dtype()
     elif isinstance(wanted, str):
@@ -134,20 +136,29 @@ def is_base_model(model: Any) -> bool:
     return bool(model.base_model is model)
 
 
-def _check_not_quantized(config: Any, folder: Path) -> None:
-    """Refuse a checkpoint of quantized weights, but for MXFP4, which is read as what trains.
+def forget_quantization(config: Any, source: str) -> None:
+    """Let a config not say that weights are quantized, of kinds that are read as what trains.
 
-    Then the config forgets it, as with Mxfp4Config(dequantize=True) (transformers/quantizers/).
+    As with Mxfp4Config(dequantize=True) and FineGrainedFP8Config(dequantize=True)
+    (transformers/quantizers/, transformers/utils/quantization_config.py).
+
+    Raises:
+        ValueError: they are of another kind, in the words of `source`.
     """
     quantized = getattr(config, "quantization_config", None)
-    if quantized is not None and dict(quantized).get("quant_method") == "mxfp4":
-        del config.quantization_config
-    elif quantized is not None:
-        method = dict(quantized).get("quant_method", "an unknown method")
+    if quantized is None:
+        return
+    fields = quantized if isinstance(quantized, dict) else quantized.to_dict()
+    method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
+    packed = method == "fp8" and fields.get("expert_dtype") == "fp4"
+    if method not in _DECODED or packed:
+        kind = f"{method} with experts of fp4" if packed else method or "an unknown method"
         raise ValueError(
-            f"{folder} holds weights quantized by {method}, which cannot be trained here; take the "
-            f"bf16 checkpoint of this model"
+            f"{source} holds weights quantized by {kind}, which cannot be trained here; take the "
+            f"bf16 checkpoint of this model, or one quantized by {' or '.join(_DECODED)}, whose "
+            f"weights are read as bf16"
         )
+    del config.quantization_config
 
 
 def _dtype_named(name: str) -> torch.dtype:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.architectures import find_plan
+from hf_moe_ep.checkpoints.hub.fp8 import Scaled, with_scales, with_stacked_scales
 from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
 from hf_moe_ep.checkpoints.hub.mxfp4 import Packed, find_packed, packed_keys
 from hf_moe_ep.checkpoints.hub.pieces import Piece, overlaps
-from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
+from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     Entry,
     Reader,
@@ -42,8 +45,19 @@ from hf_moe_ep.upstream.hub import (
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.modules import allocate_meta
 
-# Of one tensor of a model: what of the files makes it up.
-InFiles = list[tuple[Piece, Entry]] | Packed
+
+@dataclass(frozen=True)
+class InFiles:
+    """What of the files makes up one tensor of a model.
+
+    Attributes:
+        parts: pieces and what holds them, or blocks with scales.
+        dtype: that the model was built in; to it is rounded what is decoded.
+    """
+
+    parts: list[tuple[Piece, Entry]] | Packed
+    dtype: torch.dtype
+
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -60,7 +74,7 @@ def find_weights(
     """Find where the parameters `empty` and all persistent buffers lie in a checkpoint.
 
     Args:
-        model: not sharded yet; shapes are all that is asked of it.
+        model: not sharded yet; shapes and dtypes are all that is asked of it.
         empty: names of `named_parameters`; of tied ones the first, any of whose names will do.
 
     Raises:
@@ -80,8 +94,10 @@ def find_weights(
     def find() -> tuple[dict[str, InFiles], str]:
         in_files = read_index(directory)
         layout = hub_layout(model, plan, shapes)
-        entries = _names_of(model, in_files, layout)
+        entries: Mapping[str, Entry] = in_files
         try:
+            entries = _names_of(model, with_scales(in_files, Path(directory)), layout)
+            entries = with_stacked_scales(entries, layout, Path(directory))
             found = _match(model, entries, layout, plan, set(empty))
         except ValueError as error:
             kind = type(without_adapters(model)).__name__
@@ -148,6 +164,7 @@ def _match(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     wanted: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     owners: dict[str, list[str]] = {}
     tied: set[str] = set()
     tensors = [(n, p) for n, p in model.named_parameters() if n in empty]
@@ -158,7 +175,7 @@ def _match(
         _check_tied({key: entries[key] for key in filter(None, in_file)})
         tied |= set(filter(None, in_file[1:]))
         key = (present or keys)[0]
-        wanted[key] = tuple(tensor.shape)
+        wanted[key], dtypes[key] = tuple(tensor.shape), tensor.dtype
         owners.setdefault(key, []).append(name)
     packed = {
         key: weight
@@ -185,11 +202,14 @@ def _match(
     used |= {piece.key for names in others for name in names for piece in layout[file_name(name)]}
     if unexpected := sorted(unexpected_keys(model, entries.keys() - used)):
         raise ValueError(list_names("unexpected", unexpected))
-    stored: dict[str, InFiles] = {
+    stored: dict[str, list[tuple[Piece, Entry]] | Packed] = {
         key: [(piece, entries[piece.key]) for piece in pieces] for key, pieces in found.items()
     }
-    stored |= packed
-    return {name: weight for key, weight in stored.items() for name in owners[key]}
+    return {
+        name: InFiles(parts, dtypes[key])
+        for key, parts in (stored | packed).items()
+        for name in owners[key]
+    }
 
 
 def _stored_as(name: str, layout: Layout, entries: Mapping[str, Entry]) -> str | None:
@@ -234,24 +254,36 @@ def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch
     together("reading weights", read)
 
 
-@torch.no_grad()
 def _fill(tensor: Tensor, stored: InFiles, reader: Reader) -> None:
-    mine = local_box(tensor)
-    local = local_tensor(tensor)
-    if isinstance(stored, Packed):
-        stored.read_into(local, mine, reader)
+    _read_into(local_tensor(tensor), local_box(tensor), stored, reader)
+
+
+@torch.no_grad()
+def _read_into(target: Tensor, box: Box, stored: InFiles, reader: Reader) -> None:
+    """Read the part `box` of a parameter into `target`, which is of its shape."""
+    if isinstance(stored.parts, Packed):
+        stored.parts.read_into(target, box, reader)
         return
-    entries = {piece.key: entry for piece, entry in stored}
-    for parts in overlaps((piece for piece, _ in stored), mine):
-        entry = entries[parts.key]
+    entries = {piece.key: entry for piece, entry in stored.parts}
+    for parts in overlaps((piece for piece, _ in stored.parts), box):
+        read = partial(_read, entries[parts.key], stored.dtype, reader)
         # Rows that alternate are read in one go.
-        block = reader.read(entry, parts.hull, parts.view) if parts.is_filled else None
+        block = read(parts.hull, parts.view) if parts.is_filled else None
         for piece, part in parts.parts:
             if block is None:
-                values = reader.read(entry, part.in_file, piece.view)
+                values = read(part.in_file, piece.view)
             else:
                 values = block[parts.inside(part)]
-            local[part.slices].copy_(piece.in_parameter(values))
+            target[part.slices].copy_(piece.in_parameter(values))
+
+
+def _read(
+    entry: Entry, dtype: torch.dtype, reader: Reader, box: Box, view: tuple[int, ...]
+) -> Tensor:
+    """Read a part of a tensor as it is, or decoded to `dtype`."""
+    if isinstance(entry, Scaled):
+        return entry.decode(box, view, dtype, reader)
+    return reader.read(entry, box, view)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,0 +1,356 @@
+"""FP8 as it is published, values and scales of blocks, read as bf16: equal to stock to the bit."""
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from support.checks import Check, Found, on_ranks
+from support.fp8_files import published_config, quantised, write_fp8
+from support.hub_files import assert_equal, read_all
+from support.parity import full_tensor
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+from torch import Tensor
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
+from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
+from hf_moe_ep.checkpoints.hub.fp8 import Scaled, with_scales
+from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
+from hf_moe_ep.checkpoints.storage.boxes import Box
+from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
+from hf_moe_ep.checkpoints.verify import verify
+from hf_moe_ep.upstream.hub import empty_model
+
+# Blocks of 16 x 32: small models have several, and none that a shard's edge does not cut.
+BLOCK = (16, 32)
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 48}
+DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+def _entry(folder: Path, tensor: Tensor, block: tuple[int, int]) -> tuple[Scaled, Tensor]:
+    """A weight in a file, and what stock makes of it, in fp32."""
+    state = quantised("w", tensor, block)
+    save_file(state, folder / "model.safetensors")
+    config = {"quantization_config": published_config(block)}
+    (folder / "config.json").write_text(json.dumps(config))
+    entry = with_scales(read_index(folder), folder)["w"]
+    values, scales = state.values()
+    want = _dequantize_fp8_weight(values, scales, list(block), torch.float32)
+    assert isinstance(entry, Scaled)
+    return entry, want
+
+
+def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
+    """The example of the module: [192, 300] has 2 x 3 scales, and row 130 is in the second row."""
+    values, scales = torch.zeros(192, 300, dtype=torch.uint8), torch.ones(2, 3)
+    values[130, 5], values[127, 256], scales[1, 0], scales[0, 2] = 0x38, 0xC0, 0.25, 8.0
+    state = {"w": values.view(torch.float8_e4m3fn), "w_scale_inv": scales}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": published_config()}))
+    entry = with_scales(read_index(tmp_path), tmp_path)["w"]
+    assert isinstance(entry, Scaled)
+    with Reader() as reader:
+        whole = entry.decode(((0, 192), (0, 300)), (192, 300), torch.bfloat16, reader)
+        part = entry.decode(((125, 131), (5, 257)), (192, 300), torch.bfloat16, reader)
+    want = torch.zeros(192, 300, dtype=torch.bfloat16)
+    want[130, 5], want[127, 256] = 0.25, -16.0
+    assert torch.equal(whole, want) and torch.equal(part, want[125:131, 5:257])
+
+
+def test_every_part_of_a_stack_in_every_view_is_a_part_of_the_whole(tmp_path: Path) -> None:
+    """Blocks of 4 x 3 in [3, 10, 7]; rows seen as pairs, experts as one, and some at a time."""
+    torch.manual_seed(0)
+    entry, want = _entry(tmp_path, torch.randn(3, 10, 7), (4, 3))
+    boxes = [[(0, size), (1, size), (size // 2, size // 2 + 1)] for size in (3, 10, 7)]
+    with Reader() as reader:
+
+        def decode(box: Box, view: tuple[int, ...]) -> Tensor:
+            return entry.decode(box, view, torch.float32, reader)
+
+        for values in (1 << 22, 1):
+            with mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", values):
+                for box in product(*boxes):
+                    part = want[tuple(slice(*dim) for dim in box)]
+                    assert torch.equal(decode(box, (3, 10, 7)), part)
+                pairs = decode(((1, 3), (1, 4), (1, 2), (2, 6)), (3, 5, 2, 7))
+                assert torch.equal(pairs, want.view(3, 5, 2, 7)[1:, 1:4, 1:2, 2:6])
+                rows = decode(((8, 23), (0, 7)), (30, 7))
+                assert torch.equal(rows, want.view(30, 7)[8:23])
+        with pytest.raises(ValueError, match=r"rows of \(3, 10, 7\) do not begin where dims of"):
+            decode(((0, 3), (0, 70)), (3, 70))
+
+
+@pytest.mark.parametrize("kind", ["E8M0", "bytes", "bf16"])
+def test_scales_of_another_dtype(tmp_path: Path, kind: str) -> None:
+    """Powers of two, which DeepSeek-V3.1 and MXFP8 have, as float8_e8m0fnu or its bytes."""
+    entry, _ = _entry(tmp_path, torch.randn(8, 8), (4, 4))
+    state = load_file(tmp_path / "model.safetensors")
+    scales = torch.tensor([[0.5, 1.0], [8.0, 2.0**-20]])
+    kept = {
+        "E8M0": scales.to(torch.float8_e8m0fnu),
+        "bytes": scales.to(torch.float8_e8m0fnu).view(torch.uint8),
+        "bf16": scales.to(torch.bfloat16),
+    }
+    save_file(state | {"w_scale_inv": kept[kind]}, tmp_path / "model.safetensors")
+    entry = with_scales(read_index(tmp_path), tmp_path)["w"]
+    assert isinstance(entry, Scaled)
+    with Reader() as reader:
+        got = entry.decode(((0, 8), (0, 8)), (8, 8), torch.float32, reader)
+    want = state["w"].float() * scales.repeat_interleave(4, 0).repeat_interleave(4, 1)
+    assert torch.equal(got, want)
+
+
+def test_no_more_than_some_values_are_decoded_at_once(tmp_path: Path) -> None:
+    entry, want = _entry(tmp_path, torch.randn(64, 8, 8), (4, 4))
+    box = ((0, 64), (0, 8), (0, 8))
+    with (
+        Reader() as reader,
+        mock.patch.object(reader, "read", wraps=reader.read) as read,
+        mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", 256),
+    ):
+        got = entry.decode(box, (64, 8, 8), torch.float32, reader)
+    assert torch.equal(got, want)
+    (scales, _), *values = [call.args[:2] for call in read.call_args_list]
+    assert scales == entry.scales
+    assert [part[0] for _, part in values] == [(i, i + 4) for i in range(0, 64, 4)]
+
+
+def _stock(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    config = FineGrainedFP8Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
+
+
+def _decoded(state: dict[str, Tensor], key: str) -> Tensor:
+    """What stock's FP8Linear would multiply by, rounded to bf16; of uneven blocks too."""
+    scales = state[f"{key}_scale_inv"]
+    product = _dequantize_fp8_weight(state[key], scales, list(BLOCK), torch.float32)
+    return product.bfloat16().float()
+
+
+def _values(model: Any) -> dict[str, Tensor]:
+    """Everything whole, in fp32: masters are that, of values that are bf16."""
+    return {name: full_tensor(tensor).float() for name, tensor in model.state_dict().items()}
+
+
+def _published(folder: str, name: str, **sizes: Any) -> None:
+    if dist.get_rank() == 0:
+        write_fp8(Path(folder), tiny(name, dtype=torch.bfloat16, **(SIZES | sizes)), BLOCK)
+    dist.barrier()
+
+
+def _equal_to_stock(folder: str, **sizes: int) -> Any:
+    model = from_pretrained(folder, **sizes)  # type: ignore[arg-type]
+    assert getattr(model.config, "quantization_config", None) is None
+    assert_equal(_values(model), _values(_stock(folder)))
+    return model
+
+
+def _experts_split_or_their_rows(rank: int, world: int, folder: str) -> None:
+    """Rows of 96 and 64 over two ranks: 48 and 32, three blocks of 16 and two, whole ones."""
+    _published(folder, "qwen3_moe")
+    for dim in (0, 1):
+        _equal_to_stock(folder, ep_size=2 - dim, expert_shard_dim=dim)
+
+
+def _four_ranks_cut_blocks(rank: int, world: int, folder: str) -> None:
+    """Rows of 96 over four ranks: 24, one and a half blocks; both axes; each expert of its own."""
+    _published(folder, "qwen3_moe")
+    for sizes in ({"ep_size": 2, "expert_shard_dim": 1}, {"expert_shard_dim": 1}, {"ep_size": 4}):
+        _equal_to_stock(folder, **sizes)
+
+
+def _saved_in_bf16(rank: int, world: int, folder: str) -> None:
+    _published(folder, "qwen3_moe")
+    save_pretrained(_equal_to_stock(folder, ep_size=2), f"{folder}/saved")
+    dist.barrier()
+    config = json.loads(Path(folder, "saved", "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    state = read_all(Path(folder, "saved"))
+    assert not [key for key in state if "scale" in key] and state[DOWN].dtype == torch.bfloat16
+    again = AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
+    assert_equal(_values(again), _values(_stock(folder)))
+
+
+def _trained_on_like_stocks(rank: int, world: int, folder: str) -> None:
+    """The same loss and gradients as a model that stock has decoded and we have sharded."""
+    _published(folder, "qwen3_moe")
+    lean = from_pretrained(folder, ep_size=2).train()
+    config = type(_stock(folder).config).from_pretrained(folder)
+    with torch.device("meta"):
+        by_hand = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    by_hand = apply_ep_fsdp2(by_hand, weights=folder, ep_size=2).train()
+    want = apply_ep_fsdp2(_stock(folder), ep_size=2).train()
+    inputs, found = batch(want, 2, 9, seed=rank), []
+    for model in (want, lean, by_hand):
+        assert getattr(model.config, "quantization_config", None) is None
+        loss = model(**inputs).loss
+        loss.backward()
+        grads = {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.detach()} | grads)
+    for other in found[1:]:
+        assert_equal(other, found[0])
+    assert len(found[0]) > 20
+
+
+def _sizes_that_blocks_do_not_divide(rank: int, world: int, folder: str) -> None:
+    """DeepSeek-V3 has such (576 rows). Stock's loading refuses them or takes them for others."""
+    _published(folder, "qwen3_moe", hidden_size=72, moe_intermediate_size=40)
+    state, experts = load_file(f"{folder}/model.safetensors"), "model.layers.1.mlp.experts"
+    for dim in (0, 1):
+        held = _values(from_pretrained(folder, ep_size=2 - dim, expert_shard_dim=dim))
+        for expert in range(8):
+            gate, up, down = (
+                _decoded(state, f"{experts}.{expert}.{part}_proj.weight")
+                for part in ("gate", "up", "down")
+            )
+            assert torch.equal(held[f"{experts}.gate_up_proj"][expert], torch.cat((gate, up)))
+            assert torch.equal(held[f"{experts}.down_proj"][expert], down)
+        query = "model.layers.0.self_attn.q_proj.weight"
+        assert torch.equal(held[query], _decoded(state, query))
+
+
+def _stacked_and_turned(rank: int, world: int, folder: str) -> None:
+    """Qwen3-VL-MoE has one tensor [E, in, out] with scales [E, in / 16, out / 32] of a layer."""
+    _published(folder, "qwen3_vl_moe")
+    state = load_file(f"{folder}/model.safetensors")
+    for dim in (0, 1):
+        held = _values(from_pretrained(folder, ep_size=2 - dim, expert_shard_dim=dim))
+        stacked = [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]
+        assert len(stacked) == 4
+        for name in stacked:
+            assert torch.equal(held[name], _decoded(state, name).transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        *on_ranks(2, _experts_split_or_their_rows),
+        *on_ranks(1, _saved_in_bf16, slow=True),
+        *on_ranks(
+            2,
+            _saved_in_bf16,
+            _trained_on_like_stocks,
+            _sizes_that_blocks_do_not_divide,
+            _stacked_and_turned,
+            slow=True,
+        ),
+        *on_ranks(4, _four_ranks_cut_blocks, slow=True),
+    ],
+)
+def test_ranks_read_what_stock_decodes(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def _without_scales(state: dict[str, Tensor], folder: Path) -> None:
+    del state[f"{DOWN}_scale_inv"]
+
+
+def _torn_scales(state: dict[str, Tensor], folder: Path) -> None:
+    state[f"{DOWN}_scale_inv"] = state[f"{DOWN}_scale_inv"][:3].contiguous()
+
+
+def _scales_alone(state: dict[str, Tensor], folder: Path) -> None:
+    state[DOWN] = state[DOWN].bfloat16()
+
+
+def _without_blocks(state: dict[str, Tensor], folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_without_scales, rf"missing 1 tensors: {DOWN}_scale_inv, and {DOWN} is there in torch.fl"),
+        (
+            _torn_scales,
+            rf"{DOWN}_scale_inv \(3, 2\) does not go with {DOWN} \(64, 48\), whose blocks of 16 x "
+            r"32 would have scales \(4, 2\)",
+        ),
+        (_scales_alone, rf"unexpected 1 tensors: {DOWN}_scale_inv"),
+        (
+            _without_blocks,
+            r"weight_block_size None\); published ones say \[128, 128\], and without",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole(
+    tmp_path: Path, damage: Callable[[dict[str, Tensor], Path], None], words: str
+) -> None:
+    write_fp8(tmp_path, tiny(dtype=torch.bfloat16, **SIZES), BLOCK)
+    assert verify(tmp_path).facts["shapes"] == "those of Qwen3MoeForCausalLM"
+    state = load_file(tmp_path / "model.safetensors")
+    damage(state, tmp_path)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    model, plan = described_model(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        find_weights(model, tmp_path, plan, [name for name, _ in model.named_parameters()])
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        (published_config() | {"expert_dtype": "fp4"}, "fp8 with experts of fp4"),
+        ({"bits": 4}, "an unknown method"),
+    ],
+)
+def test_other_quantisations_are_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], kind: str
+) -> None:
+    held = tiny().config.to_dict() | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(held))
+    words = f"quantized by {kind}, which cannot be trained here; take the bf16 checkpoint of this "
+    with pytest.raises(ValueError, match=words + "model, or one quantized by mxfp4 or fp8, whose"):
+        empty_model(tmp_path, None, torch.get_default_dtype, {})
+
+
+def test_what_stock_has_decoded_is_saved_as_stock_saves_bf16(tmp_path: Path) -> None:
+    """Its own conversions would write them in FP8 again, and the experts stacked."""
+    write_fp8(tmp_path, tiny(dtype=torch.bfloat16, **SIZES), BLOCK)
+    stock = _stock(tmp_path)
+    want = dict(stock.state_dict())
+    save_pretrained(patch(stock), tmp_path / "saved")
+    assert DOWN in read_all(tmp_path / "saved")
+    assert_equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("original_format", [True, False])
+def test_what_transformers_quantises_itself(tmp_path: Path, original_format: bool) -> None:
+    """Its quantiser asks for a GPU, and needs none. It writes experts apart and scales stacked."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+    tiny(dtype=torch.bfloat16, **sizes).save_pretrained(tmp_path / "bf16")
+    config = FineGrainedFP8Config(modules_to_not_convert=["lm_head", "mlp.gate"])
+    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
+        stock = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "bf16", quantization_config=config, dtype=torch.bfloat16
+        )
+    stock.save_pretrained(tmp_path / "fp8", save_original_format=original_format)
+    held = dict(stock.state_dict())
+    scales = [name for name in held if name.endswith("_scale_inv")]
+    assert f"{DOWN}_scale_inv" not in load_file(tmp_path / "fp8" / "model.safetensors")
+    assert len(scales) == 2 * (4 + 2)
+    for name in scales:
+        values, block = held[name.removesuffix("_scale_inv")], [128, 128]
+        product = _dequantize_fp8_weight(values, held.pop(name), block, torch.float32)
+        held[name.removesuffix("_scale_inv")] = product.bfloat16()
+    (got,) = run_ranks(_held, 1, str(tmp_path / "fp8"))
+    assert_equal(got, {name: tensor.float() for name, tensor in held.items()})
+
+
+def _held(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    return _values(from_pretrained(folder))

@@ -1,0 +1,53 @@
+"""Checkpoints in FP8 as they are published, quantised by transformers' own operation."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import FineGrainedFP8Config, PreTrainedModel
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+# What published ones leave as it is.
+LEFT = ("embed_tokens", "lm_head", "mlp.gate.", "norm")
+
+
+def write_fp8(folder: Path, model: PreTrainedModel, block: tuple[int, int] = (128, 128)) -> None:
+    """Save `model` with every matrix but those of LEFT in FP8; several with uneven blocks too."""
+    model.save_pretrained(folder)
+    (path,) = folder.glob("*.safetensors")
+    state: dict[str, Tensor] = {}
+    for key, tensor in load_file(path).items():
+        matrix = tensor.dim() > 1 and not any(word in key for word in LEFT)
+        state |= quantised(key, tensor, block) if matrix else {key: tensor}
+    save_file(state, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = published_config(block)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def published_config(block: tuple[int, int] = (128, 128)) -> dict[str, Any]:
+    """The quantization_config of Qwen3-30B-A3B-FP8, with less to leave out."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+    }
+
+
+def quantised(key: str, tensor: Tensor, block: tuple[int, int]) -> dict[str, Tensor]:
+    """A weight and its scales, as the hub has them; padded with zeros where blocks are cut."""
+    config = FineGrainedFP8Config(weight_block_size=block)
+    operation = Fp8Quantize(SimpleNamespace(quantization_config=config))  # type: ignore[arg-type]
+    rows, columns = tensor.shape[-2:]
+    padding = (0, -columns % block[1], 0, -rows % block[0])
+    whole = torch.nn.functional.pad(tensor, padding)
+    values, scales = operation.convert({key: whole}).values()
+    assert scales.numel() == math.prod(whole.shape) // math.prod(block)
+    return {key: values[..., :rows, :columns].contiguous(), f"{key}_scale_inv": scales}
