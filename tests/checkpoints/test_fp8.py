@@ -59,8 +59,8 @@ def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
     entry = with_scales(read_index(tmp_path), tmp_path)["w"]
     assert isinstance(entry, Scaled)
     with Reader() as reader:
-        whole = entry.decode(((0, 192), (0, 300)), (192, 300), torch.bfloat16, reader)
-        part = entry.decode(((125, 131), (5, 257)), (192, 300), torch.bfloat16, reader)
+        whole = entry.decode(((0, 192), (0, 300)), (192, 300), dtype=torch.bfloat16, reader=reader)
+        part = entry.decode(((125, 131), (5, 257)), (192, 300), dtype=torch.bfloat16, reader=reader)
     want = torch.zeros(192, 300, dtype=torch.bfloat16)
     want[130, 5], want[127, 256] = 0.25, -16.0
     assert torch.equal(whole, want) and torch.equal(part, want[125:131, 5:257])
@@ -74,7 +74,7 @@ def test_every_part_of_a_stack_in_every_view_is_a_part_of_the_whole(tmp_path: Pa
     with Reader() as reader:
 
         def decode(box: Box, view: tuple[int, ...]) -> Tensor:
-            return entry.decode(box, view, torch.float32, reader)
+            return entry.decode(box, view, dtype=torch.float32, reader=reader)
 
         for values in (1 << 22, 1):
             with mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", values):
@@ -104,7 +104,7 @@ def test_scales_of_another_dtype(tmp_path: Path, kind: str) -> None:
     entry = with_scales(read_index(tmp_path), tmp_path)["w"]
     assert isinstance(entry, Scaled)
     with Reader() as reader:
-        got = entry.decode(((0, 8), (0, 8)), (8, 8), torch.float32, reader)
+        got = entry.decode(((0, 8), (0, 8)), (8, 8), dtype=torch.float32, reader=reader)
     want = state["w"].float() * scales.repeat_interleave(4, 0).repeat_interleave(4, 1)
     assert torch.equal(got, want)
 
@@ -117,7 +117,7 @@ def test_no_more_than_some_values_are_decoded_at_once(tmp_path: Path) -> None:
         mock.patch.object(reader, "read", wraps=reader.read) as read,
         mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", 256),
     ):
-        got = entry.decode(box, (64, 8, 8), torch.float32, reader)
+        got = entry.decode(box, (64, 8, 8), dtype=torch.float32, reader=reader)
     assert torch.equal(got, want)
     (scales, _), *values = [call.args[:2] for call in read.call_args_list]
     assert scales == entry.scales

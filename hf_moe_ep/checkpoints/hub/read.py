@@ -10,19 +10,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.architectures import find_plan
-from hf_moe_ep.checkpoints.hub.fp8 import Scaled, with_scales, with_stacked_scales
+from hf_moe_ep.checkpoints.hub.fp8 import with_scales, with_stacked_scales
+from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
 from hf_moe_ep.checkpoints.hub.mxfp4 import Packed, find_packed, packed_keys
-from hf_moe_ep.checkpoints.hub.pieces import Piece, overlaps
-from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
+from hf_moe_ep.checkpoints.hub.pieces import Piece
+from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     Entry,
     Reader,
@@ -44,20 +43,6 @@ from hf_moe_ep.upstream.hub import (
 )
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.modules import allocate_meta
-
-
-@dataclass(frozen=True)
-class InFiles:
-    """What of the files makes up one tensor of a model.
-
-    Attributes:
-        parts: pieces and what holds them, or blocks with scales.
-        dtype: that the model was built in; to it is rounded what is decoded.
-    """
-
-    parts: list[tuple[Piece, Entry]] | Packed
-    dtype: torch.dtype
-
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -248,42 +233,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch
             progress_bar(total, "loading weights", is_first()) as progress,
         ):
             for name, stored in weights.items():
-                _fill(held[name], stored, reader)
-                progress.update(_bytes(held[name]))
+                tensor = held[name]
+                stored.read_into(local_tensor(tensor), local_box(tensor), reader)
+                progress.update(_bytes(tensor))
 
     together("reading weights", read)
-
-
-def _fill(tensor: Tensor, stored: InFiles, reader: Reader) -> None:
-    _read_into(local_tensor(tensor), local_box(tensor), stored, reader)
-
-
-@torch.no_grad()
-def _read_into(target: Tensor, box: Box, stored: InFiles, reader: Reader) -> None:
-    """Read the part `box` of a parameter into `target`, which is of its shape."""
-    if isinstance(stored.parts, Packed):
-        stored.parts.read_into(target, box, reader)
-        return
-    entries = {piece.key: entry for piece, entry in stored.parts}
-    for parts in overlaps((piece for piece, _ in stored.parts), box):
-        read = partial(_read, entries[parts.key], stored.dtype, reader)
-        # Rows that alternate are read in one go.
-        block = read(parts.hull, parts.view) if parts.is_filled else None
-        for piece, part in parts.parts:
-            if block is None:
-                values = read(part.in_file, piece.view)
-            else:
-                values = block[parts.inside(part)]
-            target[part.slices].copy_(piece.in_parameter(values))
-
-
-def _read(
-    entry: Entry, dtype: torch.dtype, reader: Reader, box: Box, view: tuple[int, ...]
-) -> Tensor:
-    """Read a part of a tensor as it is, or decoded to `dtype`."""
-    if isinstance(entry, Scaled):
-        return entry.decode(box, view, dtype, reader)
-    return reader.read(entry, box, view)
 
 
 def _bytes(tensor: Tensor) -> int:
