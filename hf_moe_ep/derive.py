@@ -118,7 +118,8 @@ class _Derivation:
             raise ValueError(
                 f"this {self.kind} was loaded with quantized experts ({', '.join(alike)}), which "
                 f"cannot be trained here; load it in bf16: hf_moe_ep.from_pretrained(...) reads "
-                f"MXFP4 as that, and stock's with quantization_config=Mxfp4Config(dequantize=True)"
+                f"MXFP4 and FP8 as that, and stock's with quantization_config="
+                f"Mxfp4Config(dequantize=True) or FineGrainedFP8Config(dequantize=True)"
             )
         raise ValueError(
             f"unknown architecture {getattr(self.config, 'model_type', None)!r} ({self.kind}): "
