@@ -168,9 +168,7 @@ def _scaled(key: str, weight: Entry, name: str, scales: Entry, block: tuple[int,
             f"misshapen: {name} {scales.shape} does not go with {key} {weight.shape}, whose blocks "
             f"of {block[0]} x {block[1]} would have scales {wanted}"
         )
-    return Scaled(
-        weight.file, weight.dtype, weight.shape, weight.start, scales, block, weight.dtype
-    )
+    return Scaled(weight.file, weight.dtype, weight.shape, weight.start, scales, block)
 
 
 def _of_piece(piece: Piece, name: str, stack: Entry, block: tuple[int, int]) -> Entry:
