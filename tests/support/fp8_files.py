@@ -13,7 +13,7 @@ from transformers import FineGrainedFP8Config, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 # What published ones leave as it is.
-LEFT = ("embed_tokens", "lm_head", "mlp.gate.", "norm")
+LEFT = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "visual")
 
 
 def write_fp8(folder: Path, model: PreTrainedModel, block: tuple[int, int] = (128, 128)) -> None:
