@@ -92,7 +92,7 @@ def test_every_part_of_a_stack_in_every_view_is_a_part_of_the_whole(tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["E8M0", "bytes", "bf16"])
 def test_scales_of_another_dtype(tmp_path: Path, kind: str) -> None:
-    """Powers of two, which DeepSeek-V3.1 and MXFP8 have, as float8_e8m0fnu or its bytes."""
+    """Powers of two as in MXFP8, float8_e8m0fnu or its bytes; and rounded ones."""
     entry, _ = _entry(tmp_path, torch.randn(8, 8), (4, 4))
     state = load_file(tmp_path / "model.safetensors")
     scales = torch.tensor([[0.5, 1.0], [8.0, 2.0**-20]])
