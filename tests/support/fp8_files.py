@@ -7,26 +7,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import FineGrainedFP8Config, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from support.hub_files import hub_state
 
 # What published ones leave as it is.
 LEFT = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "visual")
 
 
 def write_fp8(folder: Path, model: PreTrainedModel, block: tuple[int, int] = (128, 128)) -> None:
-    """Save `model` with every matrix but those of LEFT in FP8; several with uneven blocks too."""
-    model.save_pretrained(folder)
-    (path,) = folder.glob("*.safetensors")
+    """Write `model` as the hub has it, every matrix but those of LEFT in FP8."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
     state: dict[str, Tensor] = {}
-    for key, tensor in load_file(path).items():
+    for key, tensor in hub_state(model).items():
         matrix = tensor.dim() > 1 and not any(word in key for word in LEFT)
         state |= quantised(key, tensor, block) if matrix else {key: tensor}
-    save_file(state, path, {"format": "pt"})
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = published_config(block)
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config))
 
 
