@@ -220,18 +220,6 @@ def _sizes_that_blocks_do_not_divide(rank: int, world: int, folder: str) -> None
         assert torch.equal(held[query], _decoded(state, query))
 
 
-def _stacked_and_turned(rank: int, world: int, folder: str) -> None:
-    """Qwen3-VL-MoE has one tensor [E, in, out] with scales [E, in / 32, out / 32]."""
-    _published(folder, "qwen3_vl_moe")
-    state = load_file(f"{folder}/model.safetensors")
-    for dim in (0, 1):
-        held = _values(from_pretrained(folder, ep_size=2 - dim, expert_shard_dim=dim))
-        stacked = [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]
-        assert len(stacked) == 4
-        for name in stacked:
-            assert torch.equal(held[name], _decoded(state, name).transpose(1, 2))
-
-
 @pytest.mark.parametrize(
     "claim",
     [
@@ -242,7 +230,6 @@ def _stacked_and_turned(rank: int, world: int, folder: str) -> None:
             _saved_in_bf16,
             _trained_on_like_stocks,
             _sizes_that_blocks_do_not_divide,
-            _stacked_and_turned,
             slow=True,
         ),
         *on_ranks(4, _four_ranks_cut_blocks, slow=True),
