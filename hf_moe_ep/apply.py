@@ -91,6 +91,11 @@ def apply_ep_fsdp2(
     # A config that a folder was read into by hand; what is quantized there is read decoded.
     config_of_model = getattr(without_adapters(model), "config", None)
     forget_quantization(config_of_model, os.fspath(weights))
+    if state.config.experts_dtype is not None:
+        raise ValueError(
+            f"experts_dtype={state.config.experts_dtype!r} quantises experts that have values; load "
+            f"the model with transformers' from_pretrained, and leave weights= out"
+        )
     found = find_weights(model, weights, state.plan, empty)
     shard_model(model, state, options, device)
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+_EXPERTS_DTYPES = (None, "nf4", "fp8")
 _EXPERTS_BACKENDS = ("auto", "eager", "torch", "triton")
 _DISPATCHERS = ("all_to_all", "deepep")
 _SHARD_DIMS = ("auto", 0, 1)
@@ -37,6 +38,11 @@ class ParallelConfig:
         experts_backend: "auto" takes the Triton kernels where they can run and the plugin's torch
             path elsewhere, as `describe(model)` says; "triton" and "torch" insist; "eager" is the
             model's own loop (`ep_size` 1 only).
+        experts_dtype: how frozen experts (under LoRA) are held, and gathered, from sharding on:
+            "nf4", bitsandbytes' 4-bit codes (0.57 bytes per parameter with their scales), or "fp8",
+            e4m3 with scales of 128 x 128 blocks (1.01). One expert at a time is dequantised, where
+            it is computed. None = as loaded.
+        experts_double_quant: with "nf4", quantise the scales too (0.52 bytes per parameter).
         recompute_activations: experts keep their input for backward and nothing of size F: at
             Qwen3-30B's shape 4.2 kB per token and layer instead of 28.8, for one matrix product
             more in backward.
@@ -70,6 +76,8 @@ class ParallelConfig:
     sp_size: int | None = None
     dp_replicate_size: int | None = None
     experts_backend: str = "auto"
+    experts_dtype: str | None = None
+    experts_double_quant: bool = False
     dispatcher: str = "all_to_all"
     dispatch_chunks: int = 1
     deepep_num_sms: int | None = None
@@ -97,6 +105,7 @@ class ParallelConfig:
         for name in (
             "aux_loss_per_layer",
             "ep_outside",
+            "experts_double_quant",
             "gather_logits",
             "recompute_activations",
             "reshard_after_forward",
@@ -104,6 +113,7 @@ class ParallelConfig:
             check_choice(name, getattr(self, name), (False, True))
         _check_rate("bias_update_rate", self.bias_update_rate)
         check_choice("experts_backend", self.experts_backend, _EXPERTS_BACKENDS)
+        check_choice("experts_dtype", self.experts_dtype, _EXPERTS_DTYPES)
         check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
         check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
         if (self.deepep_num_sms or 0) % 2:
@@ -116,11 +126,26 @@ class ParallelConfig:
                 f"experts_backend='eager' indexes all experts on every rank and cannot run with "
                 f"ep_size={self.ep_size}; use experts_backend='auto', or ep_size=1"
             )
+        self._check_experts_dtype()
+
+    def _check_experts_dtype(self) -> None:
+        if self.experts_double_quant and self.experts_dtype != "nf4":
+            raise ValueError(
+                f"experts_double_quant=True quantises the scales of experts_dtype='nf4', and "
+                f"experts_dtype is {self.experts_dtype!r}; write experts_dtype='nf4' beside it"
+            )
+        if self.experts_dtype is not None and self.experts_backend in ("eager", "triton"):
+            raise ValueError(
+                f"experts_backend={self.experts_backend!r} does not compute experts that are held "
+                f"in {self.experts_dtype}; use experts_backend='auto', which takes the torch path "
+                f"for them, or experts_dtype=None"
+            )
 
     @property
     def needs_sharding(self) -> bool:
-        """True where training without `apply_ep_fsdp2` would silently ignore a size."""
-        return max(self.ep_size or 1, self.sp_size or 1, self.dp_replicate_size or 1) > 1
+        """True where training without `apply_ep_fsdp2` would silently ignore what is asked for."""
+        sizes = (self.ep_size or 1, self.sp_size or 1, self.dp_replicate_size or 1)
+        return max(sizes) > 1 or self.experts_dtype is not None
 
 
 def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> ParallelConfig:

@@ -6,7 +6,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer, find_state
+from hf_moe_ep.state import (
+    STATE,
+    Compute,
+    ModelState,
+    MoELayer,
+    find_state,
+    quantised_matrices,
+)
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 
@@ -52,8 +59,24 @@ def _experts(model: nn.Module, state: ModelState) -> str:
     names = list(layers)
     return (
         f"  experts    {len(names)} layers of {state.num_experts} ({names[0]} .. {names[-1]}), "
-        f"backend {_backend(layers[names[0]].compute)}"
+        f"backend {_backend(layers[names[0]].compute)}{_held(model, state)}"
     )
+
+
+def _held(model: nn.Module, state: ModelState) -> str:
+    """Return in what the experts' matrices are held, and the bytes per parameter; "" as loaded."""
+    config = state.config
+    if config.experts_dtype is None:
+        return ""
+    nested = ", double quantisation" if config.experts_double_quant else ""
+    num_bytes = num_values = 0
+    for name, held, quantisation in quantised_matrices(model):
+        num_bytes += sum(tensor.nbytes for tensor in held.by_name(name).values())
+        num_values += quantisation.num_values(held.values)
+    if not num_values:
+        return f"; to be held in {config.experts_dtype}{nested} when it is sharded"
+    per_value = num_bytes / num_values
+    return f"; held in {config.experts_dtype}{nested}, {per_value:.4f} bytes per parameter"
 
 
 def _backend(compute: Compute | None) -> str:
@@ -102,11 +125,17 @@ def _balance(state: ModelState) -> list[str]:
 
 def _memory(model: nn.Module) -> str:
     """Return the line of how many numbers all parameters have, and those on this rank."""
+    # Bytes count as the numbers that they stand for, their scales as none.
+    values_each: dict[int, int] = {}
+    for name, stored, quantisation in quantised_matrices(model):
+        values_each |= {id(tensor): 0 for tensor in stored.by_name(name).values()}
+        values_each[id(stored.values)] = quantisation.values_per_byte
     whole = local = 0
     for parameter in model.parameters():
         held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        whole += parameter.numel()
-        local += held.numel()
+        each = values_each.get(id(parameter), 1)
+        whole += parameter.numel() * each
+        local += held.numel() * each
     return f"  parameters {whole:,} in the model, {local:,} on this rank"
 
 

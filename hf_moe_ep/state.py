@@ -51,6 +51,7 @@ keyword) to search for in FILE.
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ranks/places.py | _UNDER_WAY | exchanges that have not ended
     ops/self_check.py | check_once warn_once | whether compiled kernels run and are right here
+    ops/quantised.py | _nested_codes | what bytes of nested scales stand for, by device
     ops/sum_check.py | check_sums_once | whether compiled sums are right here
     ops/spec.py | from_text | parsed formulas of the operator
     plan.py | _compiled | patterns of module names
@@ -81,7 +82,7 @@ keyword) to search for in FILE.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -92,6 +93,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.dispatcher import CheckpointFrame, Dispatcher, RoutesTold
 from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, Quantised
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.background import Saver
 from hf_moe_ep.ranks.mesh import Meshes
@@ -165,13 +167,17 @@ class ModelState:
     def check_ready(self) -> None:
         """Raise where training would silently ignore what the config asks for."""
         if self.meshes is None and self.config.needs_sharding:
+            held = self.config.experts_dtype
+            asked, so = "", ""
+            if held is not None:
+                asked, so = f", experts_dtype={held!r}", ", and experts stay as they were loaded"
             raise ValueError(
                 f"this model was patched with ep_size={self.config.ep_size}, "
                 f"sp_size={self.config.sp_size}, "
-                f"dp_replicate_size={self.config.dp_replicate_size} but never sharded: every "
-                f"process would train alone. Launch with `accelerate launch --config_file` and "
-                f"`distributed_type: FSDP`, `fsdp_version: 2` (examples/accelerate/), or call "
-                f"apply_ep_fsdp2(model) in your own loop"
+                f"dp_replicate_size={self.config.dp_replicate_size}{asked} but never sharded: "
+                f"every process would train alone{so}. Launch with `accelerate launch "
+                f"--config_file` and `distributed_type: FSDP`, `fsdp_version: 2` "
+                f"(examples/accelerate/), or call apply_ep_fsdp2(model) in your own loop"
             )
         if inside_ddp_forward():
             raise ValueError(
@@ -192,6 +198,7 @@ class Compute:
         reason: why not triton; empty where it is.
         required: asked for by name, so tensors that Triton cannot take are an error.
         recompute: pre-activations are computed again in backward.
+        quantisation: how the matrices are held from sharding on; None as they were loaded.
     """
 
     formula: ExpertFormula
@@ -200,6 +207,7 @@ class Compute:
     reason: str
     required: bool
     recompute: bool
+    quantisation: Quantisation | None = None
 
     @property
     def parameters(self) -> tuple[str, str]:
@@ -290,6 +298,22 @@ def find_state(model: nn.Module) -> ModelState | None:
         if isinstance(state, ModelState):
             return state
     return None
+
+
+def quantised_matrices(model: nn.Module) -> Iterator[tuple[str, Quantised, Quantisation]]:
+    """Yield the stacked matrices that a sharded model holds as bytes, each with its name."""
+    for path, module in model.named_modules():
+        layer = vars(module).get(STATE)
+        compute = layer.compute if isinstance(layer, MoELayer) else None
+        if compute is None or compute.quantisation is None:
+            continue
+        for name in compute.parameters:
+            scale = getattr(module, name + BLOCK_SCALE, None)
+            # Without one it is not sharded yet.
+            if scale is not None:
+                nested = getattr(module, name + NESTED_SCALE, None)
+                held = Quantised(getattr(module, name), scale, nested)
+                yield f"{path}.{name}", held, compute.quantisation
 
 
 def patched_state(model: nn.Module) -> ModelState:

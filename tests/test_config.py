@@ -17,6 +17,20 @@ BAD_VALUES = [
     ),
     ({"experts_backend": "cuda"}, "experts_backend='cuda'.*'auto', 'eager', 'torch', 'triton'"),
     ({"experts_backend": None}, "experts_backend=None"),
+    ({"experts_dtype": "int4"}, "experts_dtype='int4'.*use None, 'nf4', 'fp8'"),
+    ({"experts_double_quant": 1}, "experts_double_quant=1.*use False, True"),
+    (
+        {"experts_dtype": "fp8", "experts_double_quant": True},
+        "experts_double_quant=True.*experts_dtype is 'fp8'",
+    ),
+    (
+        {"experts_dtype": "nf4", "experts_backend": "triton"},
+        "experts_backend='triton'.*nf4.*experts_backend='auto'",
+    ),
+    (
+        {"experts_dtype": "fp8", "experts_backend": "eager"},
+        "experts_backend='eager'.*fp8.*experts_backend='auto'",
+    ),
     ({"dispatcher": "nccl"}, "dispatcher='nccl'.*use 'all_to_all', 'deepep'"),
     ({"deepep_num_sms": 7}, "deepep_num_sms must be even.*got 7, try 8"),
     ({"deepep_num_sms": 0}, "deepep_num_sms must be None or a whole number >= 1, got 0"),
@@ -60,6 +74,8 @@ def test_defaults_are_the_public_contract() -> None:
         "reshard_after_forward": True,
         "bias_update_rate": None,
         "aux_loss_per_layer": False,
+        "experts_dtype": None,
+        "experts_double_quant": False,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         ParallelConfig().ep_size = 2  # type: ignore[misc]

@@ -37,6 +37,7 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.boxes import Box, whole
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
+from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS
 
 _OF_ACCELERATE = "pytorch_model_fsdp_0"
@@ -132,6 +133,11 @@ def _check_fits(folder: Path, model: nn.Module, metadata: Metadata) -> None:
         raise ValueError(
             f"{folder} holds adapters; load it into the model and call save_pretrained, which "
             f"writes an adapter, or merge that in one process"
+        )
+    if (folder / BASE).exists():
+        raise ValueError(
+            f"{folder} is of a run whose experts were held quantised, and holds none of them; load "
+            f"it into that model, or take them from the checkpoint that the run began with"
         )
     problems = [list_names("missing", missing), list_names("misshapen", misshapen)]
     if any(problems):

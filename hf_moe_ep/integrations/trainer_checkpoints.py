@@ -33,8 +33,10 @@ from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
-from hf_moe_ep.checkpoints.training.folder import layout_of
+from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
+from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
 from hf_moe_ep.ranks.together import is_first, on_first, together
+from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import unwrap
@@ -65,6 +67,10 @@ def save_checkpoint(
     on_first(f"saving {folder}", begin)
     with _held_back(self) as held:
         together(f"saving {folder}", lambda: original(self, model, trial))
+    if state.config.experts_dtype is not None:
+        reshard(self.model)
+        base = describe_base(self.model)
+        on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
     manifest.write(folder, layout_of(state))
     together(f"pushing {folder}, deleting older ones", lambda: [call() for call in held])
 
@@ -117,11 +123,14 @@ def load_model(
 ) -> Any:
     """Load every parameter from a checkpoint's hub layout into a model that one process holds."""
     state, model = None if self.model is None else find_state(self.model), unwrap(self.model)
+    named = [*args, *kwargs.values()]  # none for the best
+    folder = named[0] if named else self.state.best_model_checkpoint
+    if state is not None and state.meshes is not None:
+        reshard(model)
+        check_base(Path(folder), model)
     sharded = self.is_fsdp_enabled or (state is not None and state.meshes is not None)
     if state is None or sharded or has_adapters(model):
         return load_safely(original, self, *args, **kwargs)
-    named = [*args, *kwargs.values()]  # none for the best
-    folder = named[0] if named else self.state.best_model_checkpoint
     names = [name for name, _ in model.named_parameters()]
     load_weights(model, find_weights(model, folder, state.plan, names), self.args.device)
     return None

@@ -21,6 +21,7 @@ from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, rely_on_forwards
 from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
+from hf_moe_ep.ops.quantised import Quantisation, check_available
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
     EXPERTS_IMPLEMENTATION,
@@ -35,6 +36,8 @@ def check(parts: Parts, state: ModelState) -> None:
     _check_aux_loss(parts, state.config)
     if state.config.dispatcher == "deepep":
         load_deep_ep()
+    if (quantisation := _quantisation_of(state.config)) is not None:
+        check_available(quantisation)
     for index, experts in enumerate(parts.experts.values()):
         state.moe_layers.append(MoELayer(index, state, _compute_of(experts, parts, state)))
     check_forwards(parts, state)
@@ -94,4 +97,11 @@ def _compute_of(experts: nn.Module, parts: Parts, state: ModelState) -> Compute 
         config.experts_backend,
         recompute=config.recompute_activations,
         model_type=parts.plan.model_type,
+        quantisation=_quantisation_of(config),
     )
+
+
+def _quantisation_of(config: ParallelConfig) -> Quantisation | None:
+    if config.experts_dtype is None:
+        return None
+    return Quantisation(config.experts_dtype, nested=config.experts_double_quant)

@@ -1,10 +1,10 @@
 """The experts of one rank on the rows it holds: weights in, weighted rows out.
 
 The weights are the stacked parameters of the stock module, under FSDP2 already gathered to this
-rank's experts, `[L, 2F, H]` and `[L, H, F]` or their transposes. `grad_scale` is 1 / world: an
-expert receives the gradients of its whole ep group through the dispatch, so its FSDP2 unit only
-sums, and the division that FSDP2 does elsewhere happens here (under fp16 only in part, see
-`sharding/options.py`).
+rank's experts, `[L, 2F, H]` and `[L, H, F]` or their transposes; quantised ones are bytes, with
+scales beside them (`ops/quantised.py`). `grad_scale` is 1 / world: an expert receives the gradients
+of its whole ep group through the dispatch, so its FSDP2 unit only sums, and the division that FSDP2
+does elsewhere happens here (under fp16 only in part, see `sharding/options.py`).
 
 How a module is computed is settled once, when the model is patched: its formula is found by
 running the module's own gate on numbers and comparing, so an architecture whose gate merely looks
@@ -26,6 +26,7 @@ from hf_moe_ep.lora.factors import join
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ACTIVATIONS, ExpertFormula, activate
 from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, check_sizes
 from hf_moe_ep.state import STATE, Compute, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
     ExpertsFlags,
@@ -40,21 +41,37 @@ ALIGNMENT = 16
 
 
 def choose_compute(
-    module: nn.Module, requested: str, *, recompute: bool, model_type: str = ""
+    module: nn.Module,
+    requested: str,
+    *,
+    recompute: bool,
+    model_type: str = "",
+    quantisation: Quantisation | None = None,
 ) -> Compute:
     """Settle how `module` is computed; `requested` is "auto", "torch" or "triton".
 
-    `model_type` is for the words of an error.
+    `model_type` is for the words of an error; `quantisation` how the weights will be held.
 
     Raises:
-        ValueError: a gate that no known formula reproduces, packed weights, or Triton where it
-            cannot run.
+        ValueError: a gate that no known formula reproduces, packed weights, weights that are to be
+            quantised and do not divide into blocks, or Triton where it cannot run.
     """
     _check_weights(module)
     flags = experts_flags(module)
     _check_layout(module, flags)
     formula = _find_formula(module, flags, model_type)
     required = requested == "triton"
+    if quantisation is not None:
+        _check_blocks(module, flags, quantisation)
+        return Compute(
+            formula,
+            transposed=flags.is_transposed,
+            backend="torch",
+            reason=f"experts are held in {quantisation.kind}",
+            required=False,
+            recompute=recompute,
+            quantisation=quantisation,
+        )
     reason = "asked for" if requested == "torch" else _why_not_triton(module, flags, required)
     if required and reason:
         raise ValueError(
@@ -124,32 +141,44 @@ def local_weights(
     `first_expert` is the first of them among all, of which a model that is not sharded has the
     adapters.
     """
-    autocast = torch.is_autocast_enabled(like.device.type)
     dtype = _compute_dtype(like)
+    quantised = compute.quantisation is not None
+    # What lies beside bytes was gathered as it lies, and not cast.
+    casts = quantised or torch.is_autocast_enabled(like.device.type)
 
     def local(name: str) -> Tensor | None:
         parameter = getattr(experts, name, None)
-        if parameter is None:
-            return None
-        tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return tensor.to(dtype) if autocast else tensor
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        return tensor.to(dtype) if casts and tensor is not None else tensor
 
     up_name, down_name = compute.parameters
     up, down = local(up_name), local(down_name)
+    scales: dict[str, Any] = {}
+    if compute.quantisation is not None:
+        scales["quantised"] = compute.quantisation.kind
+        for name, parameter in (("up", up_name), ("down", down_name)):
+            scales[f"{name}_block_scale"] = local(parameter + BLOCK_SCALE)
+            scales[f"{name}_nested_scale"] = local(parameter + NESTED_SCALE)
+    else:
+        up, down = cast(up), cast(down)
     assert up is not None and down is not None
-    if compute.transposed:
+    if compute.transposed and not quantised:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     layer: MoELayer | None = getattr(experts, STATE, None)
     active = {} if layer is None else layer.adapters
     factors: dict[str, Any] = {}
+    of_factors = dtype if quantised else up.dtype
     mine = slice(first_expert, first_expert + len(up))
     for name, parameter in (("up", up_name), ("down", down_name)):
         adapters = active.get(parameter)
         if adapters:
             a, b, scale = join(adapters, mine)
-            factors |= {f"{name}_a": a.to(up.dtype), f"{name}_b": b.to(up.dtype)}
+            factors |= {f"{name}_a": a.to(of_factors), f"{name}_b": b.to(of_factors)}
             factors[f"{name}_scale"] = scale
-    return ExpertWeights(up, local(f"{up_name}_bias"), down, local("down_proj_bias"), **factors)
+    up_bias, down_bias = cast(local(f"{up_name}_bias")), cast(local("down_proj_bias"))
+    return ExpertWeights(up, up_bias, down, down_bias, **factors, **scales)
 
 
 def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
@@ -227,6 +256,13 @@ def _check_layout(module: nn.Module, flags: ExpertsFlags) -> None:
             f"[experts, {order}]; if they lie the other way, say so to transformers: "
             f"use_experts_implementation(is_transposed={not flags.is_transposed})"
         )
+
+
+def _check_blocks(module: nn.Module, flags: ExpertsFlags, quantisation: Quantisation) -> None:
+    for name in ("gate_up_proj" if flags.has_gate else "up_proj", "down_proj"):
+        rows, columns = getattr(module, name).shape[1:]
+        shape_OI = (columns, rows) if flags.is_transposed else (rows, columns)
+        check_sizes(f"{name} of {type(module).__name__}", shape_OI, quantisation)
 
 
 def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> str:

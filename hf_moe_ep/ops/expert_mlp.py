@@ -44,7 +44,7 @@ def expert_mlp(
     """out_RH: the weighted sum of the experts of each row; zero for a row without experts.
 
     Args:
-        rows_RH: in the dtype of the experts' weights.
+        rows_RH: in the dtype of the experts' weights; one to dequantise to where those are bytes.
         expert_ids_RK: int64, 0..L-1, or L for "no expert here"; a row names an expert at most
             once.
         weights_RK: fp32 or the dtype of the rows.
@@ -53,7 +53,8 @@ def expert_mlp(
         grad_scale: multiplies the gradients of the experts' own tensors, and nothing else.
         recompute: compute the pre-activations again in backward instead of keeping them.
         backend: "torch", or for tensors that `triton_mlp.covers` "triton" or "auto": the latter
-            takes torch, with a warning, where the kernels cannot be built or do not fit.
+            takes torch, with a warning, where the kernels cannot be built or do not fit. Quantised
+            experts: "torch" alone.
     """
     named = experts.named_tensors()
     tensors = list(named.values())
@@ -69,6 +70,7 @@ def expert_mlp(
         keep_pre=wanted and not recompute,
         trained=tuple(trained) if wanted else (),
         backend=backend,
+        quantised=experts.quantised,
     ).to_text()
     if experts.late is None:
         out_RH, *_ = torch.ops.hf_moe_ep.expert_mlp(

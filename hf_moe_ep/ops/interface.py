@@ -1,6 +1,7 @@
 """Dataclasses that the implementations of the expert MLP hand each other.
 
     ExpertWeights   the stacked matrices, biases and adapters of the experts on this rank
+    ExpertMatrices  their matrices one at a time, as they lie or dequantised
     LowRows         what an adapter adds to a product, as the Triton kernels take it
     Routing         which pair sits where once pairs are sorted by expert
     WeightGrads     the gradients a backward was asked for
@@ -18,12 +19,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hf_moe_ep.ops.quantised import Quantised, dequantise, dequantised_shape
+
 # The tensors of ExpertWeights, in the order in which they are handed on.
-WEIGHT_NAMES = ("up", "up_bias", "down", "down_bias", "up_a", "up_b", "down_a", "down_b")
+WEIGHT_NAMES = (
+    "up",
+    "up_bias",
+    "down",
+    "down_bias",
+    "up_a",
+    "up_b",
+    "down_a",
+    "down_b",
+    "up_block_scale",
+    "up_nested_scale",
+    "down_block_scale",
+    "down_nested_scale",
+)
 
 
 @dataclass(frozen=True)
@@ -62,12 +79,56 @@ class LowRows:
 NO_ADAPTER = LowRows()
 
 
+class ExpertMatrices(Protocol):
+    """The matrices of experts, one at a time."""
+
+    @property
+    def shape_OI(self) -> tuple[int, int]:
+        """Rows and columns of each."""
+
+    def of(self, expert: int) -> Tensor:
+        """The matrix of one expert; whoever asks lets go of it before the next one."""
+
+
+@dataclass(frozen=True)
+class WholeMatrices:
+    """Matrices that are there as they are."""
+
+    weight_LOI: Tensor
+
+    @property
+    def shape_OI(self) -> tuple[int, int]:
+        return self.weight_LOI.shape[1], self.weight_LOI.shape[2]
+
+    def of(self, expert: int) -> Tensor:
+        return self.weight_LOI[expert]
+
+
+@dataclass(frozen=True)
+class DequantisedMatrices:
+    """Matrices that are made of their bytes when they are asked for, and not kept."""
+
+    stack: Quantised
+    kind: str
+    dtype: torch.dtype
+
+    @property
+    def shape_OI(self) -> tuple[int, int]:
+        return dequantised_shape(self.stack.values, self.kind)
+
+    def of(self, expert: int) -> Tensor:
+        return dequantise(self.stack.of(expert), self.kind, self.dtype)
+
+
 @dataclass(frozen=True)
 class ExpertWeights:
     """up_LGH, down_LHF and biases up_LG, down_LH; any strides.
 
     Adapters, where there are any: up_a_LPH, up_b_LGP and down_a_LPF, down_b_LHP, in the dtype of
     the matrices. `late`: see `postpone_grads`.
+
+    Where `quantised` names a format of `quantised.py`, up and down are its bytes with their scales
+    beside them, which want no gradient; adapters and biases are in the dtype of the rows.
     """
 
     up: Tensor
@@ -80,6 +141,11 @@ class ExpertWeights:
     down_b: Tensor | None = None
     up_scale: float = 1.0
     down_scale: float = 1.0
+    up_block_scale: Tensor | None = None
+    up_nested_scale: Tensor | None = None
+    down_block_scale: Tensor | None = None
+    down_nested_scale: Tensor | None = None
+    quantised: str = ""
     late: LateGrads | None = None
 
     @property
@@ -93,6 +159,22 @@ class ExpertWeights:
         if self.down_a is None or self.down_b is None:
             return None
         return LowRank(self.down_a, self.down_b, self.down_scale)
+
+    def up_matrices(self, dtype: torch.dtype) -> ExpertMatrices:
+        """The matrices [G, H] of the experts, in `dtype` where they are quantised."""
+        return self._matrices(self.up, self.up_block_scale, self.up_nested_scale, dtype)
+
+    def down_matrices(self, dtype: torch.dtype) -> ExpertMatrices:
+        """The matrices [H, F] of the experts, in `dtype` where they are quantised."""
+        return self._matrices(self.down, self.down_block_scale, self.down_nested_scale, dtype)
+
+    def _matrices(
+        self, values: Tensor, scale: Tensor | None, nested: Tensor | None, dtype: torch.dtype
+    ) -> ExpertMatrices:
+        if not self.quantised:
+            return WholeMatrices(values)
+        assert scale is not None
+        return DequantisedMatrices(Quantised(values, scale, nested), self.quantised, dtype)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Those that there are, by name, in the order of WEIGHT_NAMES."""

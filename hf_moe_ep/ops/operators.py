@@ -141,7 +141,8 @@ def _backward_op(
     """Gradients of rows, weights and each of the experts' tensors; empty where not in `needs`."""
     names = ExpertSpec.from_text(spec).names
     grads, _ = run_backward(grad, saved, spec, needs)
-    found = (getattr(grads, name) for name in names)
+    # Scales have no place there: what is quantised is frozen.
+    found = (getattr(grads, name, None) for name in names)
     return [grad.new_empty(0) if g is None else g for g in found]
 
 

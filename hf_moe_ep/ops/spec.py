@@ -5,7 +5,8 @@ travels through it as a string, so a new one is a field here and no operator cha
 
     ExpertSpec(ExpertFormula(), ("up", "down"), grad_scale=0.5)   <->
     "gated=True interleaved=False activation=swish alpha=0x1.0000000000000p+0 limit=inf
-     up_offset=0x0.0p+0 tensors=up,down up_scale=0x1.0000000000000p+0 ... backend=torch"
+     up_offset=0x0.0p+0 tensors=up,down up_scale=0x1.0000000000000p+0 ... backend=torch
+     quantised="
 
 Numbers are written in hexadecimal, which reads back to the same bits; and it is the one way to
 write a number that torch.compile follows when it has made the number an input of its graph.
@@ -36,6 +37,7 @@ class ExpertSpec:
         keep_pre: whether the pre-activations are kept for backward.
         trained: names (of `names`) of what will want a gradient, as far as forward can tell.
         backend: "torch", "triton", or "auto": triton, or torch where the kernels cannot be built.
+        quantised: format of the matrices (`quantised.py`), empty where they are as they are.
     """
 
     formula: ExpertFormula
@@ -46,6 +48,7 @@ class ExpertSpec:
     keep_pre: bool = True
     trained: tuple[str, ...] = ()
     backend: str = "torch"
+    quantised: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,7 +59,12 @@ class ExpertSpec:
         """The experts' tensors under their names, with the scales."""
         named: dict[str, Any] = dict.fromkeys(WEIGHT_NAMES)
         named.update(zip(self.tensors, tensors, strict=True))
-        return ExpertWeights(**named, up_scale=self.up_scale, down_scale=self.down_scale)
+        return ExpertWeights(
+            **named,
+            up_scale=self.up_scale,
+            down_scale=self.down_scale,
+            quantised=self.quantised,
+        )
 
     def to_text(self) -> str:
         """The line of the module's docstring."""

@@ -7,6 +7,7 @@ reading it is this path's one host sync.
 
 On a CPU the experts are taken in blocks of about `_BLOCK` pairs, so that what lies between the
 matrix products stays in the cache and its memory is used again instead of being asked for anew.
+Of quantised experts one matrix at a time is dequantised, for its product, in forward and backward.
 Dimension names: M pairs of a block, A all pairs.
 """
 
@@ -21,7 +22,14 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.ops.formula import ExpertFormula, activate, activate_backward
-from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, LowRank, Routing, WeightGrads
+from hf_moe_ep.ops.interface import (
+    ExpertGrads,
+    ExpertMatrices,
+    ExpertWeights,
+    LowRank,
+    Routing,
+    WeightGrads,
+)
 from hf_moe_ep.ops.permute import count_pairs, invert
 
 _BLOCK = 2048
@@ -56,12 +64,13 @@ def forward(
     """out_RH, and the pre-activations pre_AG if they are to be kept (no rows otherwise)."""
     pre_AG = rows_RH.new_empty(len(routing.pair_A) if keep_pre else 0, experts.up.shape[1])
     out_RH = _wide_zeros(rows_RH)
+    down = _Forth(experts.down_matrices(rows_RH.dtype))
     for block in _blocks(routing, weights_RK):
         pre_MG = _pre_activations(
             rows_RH, experts, block, pre_AG[block.pairs] if keep_pre else None
         )
         act_MF = _scale(activate(pre_MG, formula), block.weight_M)
-        y_MH = _adapted(act_MF, experts.down.transpose(1, 2), experts.down_adapter, block)
+        y_MH = _adapted(act_MF, down, experts.down_adapter, block)
         if experts.down_bias is not None:
             for expert, (y, weight) in block.split(y_MH, block.weight_M.to(y_MH)):
                 y.addcmul_(weight.unsqueeze(1), experts.down_bias[expert])
@@ -97,12 +106,14 @@ def backward(
     add = partial(_add_expert_grads, rows_RH=rows_RH, experts=experts, scale=grad_scale)
     up_back = experts.up_adapter and experts.up_adapter.transposed()
     down_back = experts.down_adapter and experts.down_adapter.transposed()
+    up_matrices = _Back(experts.up_matrices(rows_RH.dtype))
+    down_matrices = _Back(experts.down_matrices(rows_RH.dtype))
     kept: list[_Step] = []
     for block in _blocks(routing, weights_RK):
         kept_pre = None if pre_AG is None else pre_AG[block.pairs]
         pre_MG = _pre_activations(rows_RH, experts, block) if kept_pre is None else kept_pre
         grad_MH = grad_RH.index_select(0, block.row_M)
-        grad_act_MF = _adapted(grad_MH, experts.down, down_back, block)
+        grad_act_MF = _adapted(grad_MH, down_matrices, down_back, block)
         scaled_MF = _scale(grad_act_MF, block.weight_M)
         act_MF, grad_pre_MG = activate_backward(pre_MG, scaled_MF, formula)
         if grad_weights is not None:
@@ -113,7 +124,8 @@ def backward(
                     grad += upstream.to(wide) @ experts.down_bias[expert].to(wide)
             grad_weights.index_copy_(0, block.pair_M, grad_M.to(grad_weights.dtype))
         if grad_rows_RH is not None:
-            _add_to_rows(_adapted(grad_pre_MG, experts.up, up_back, block), grad_rows_RH, block)
+            grad_x_MH = _adapted(grad_pre_MG, up_matrices, up_back, block)
+            _add_to_rows(grad_x_MH, grad_rows_RH, block)
         step = _Step(block, grad_MH, act_MF, grad_pre_MG)
         if later:
             kept.append(step)
@@ -231,15 +243,34 @@ def _pre_activations(
     rows_RH: Tensor, experts: ExpertWeights, block: _Block, out_MG: Tensor | None = None
 ) -> Tensor:
     x_MH = rows_RH.index_select(0, block.row_M)
-    matrix_LHG = experts.up.transpose(1, 2)
-    pre_MG = _per_expert(x_MH, matrix_LHG, block, bias_LO=experts.up_bias, out_MO=out_MG)
+    up = _Forth(experts.up_matrices(rows_RH.dtype))
+    pre_MG = _per_expert(x_MH, up, block, bias_LO=experts.up_bias, out_MO=out_MG)
     _add_low_rank(x_MH, experts.up_adapter, pre_MG, block)
     return pre_MG
 
 
+class _Forth:
+    """Matrices from what comes in to what goes out."""
+
+    def __init__(self, matrices: ExpertMatrices) -> None:
+        self._matrices = matrices
+        self.num_out, _ = matrices.shape_OI
+
+    def of(self, expert: int) -> Tensor:
+        return self._matrices.of(expert).t()
+
+
+class _Back:
+    """The same, from gradients of what went out to those of what came in."""
+
+    def __init__(self, matrices: ExpertMatrices) -> None:
+        self.of = matrices.of
+        _, self.num_out = matrices.shape_OI
+
+
 def _per_expert(
     rows_MI: Tensor,
-    matrix_LIO: Tensor,
+    matrices: _Forth | _Back,
     block: _Block,
     *,
     bias_LO: Tensor | None = None,
@@ -247,18 +278,20 @@ def _per_expert(
 ) -> Tensor:
     """The product of each pair's row and the matrix of its expert."""
     if out_MO is None:
-        out_MO = rows_MI.new_empty(len(rows_MI), matrix_LIO.shape[2])
+        out_MO = rows_MI.new_empty(len(rows_MI), matrices.num_out)
     for expert, (rows, out) in block.split(rows_MI, out_MO):
         if bias_LO is None:
-            torch.mm(rows, matrix_LIO[expert], out=out)
+            torch.mm(rows, matrices.of(expert), out=out)
         else:
-            torch.addmm(bias_LO[expert], rows, matrix_LIO[expert], out=out)
+            torch.addmm(bias_LO[expert], rows, matrices.of(expert), out=out)
     return out_MO
 
 
-def _adapted(rows_MI: Tensor, matrix_LIO: Tensor, adapter: LowRank | None, block: _Block) -> Tensor:
+def _adapted(
+    rows_MI: Tensor, matrices: _Forth | _Back, adapter: LowRank | None, block: _Block
+) -> Tensor:
     """The product of each pair's row and the matrix of its expert, adapter included."""
-    out_MO = _per_expert(rows_MI, matrix_LIO, block)
+    out_MO = _per_expert(rows_MI, matrices, block)
     _add_low_rank(rows_MI, adapter, out_MO, block)
     return out_MO
 

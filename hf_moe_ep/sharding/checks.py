@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.values import Places
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.models import is_quantized, model_config_fields
 from hf_moe_ep.upstream.module_names import canonical_name
@@ -80,6 +81,19 @@ def check_frozen(model: nn.Module, experts: Iterable[nn.Module]) -> None:
             f"of its experts as they were ({name}, {dtype}) and trainable; freeze them by "
             f"get_peft_model(model, lora_config), or load without the quantization_config"
         )
+
+
+def check_quantised_frozen(model: nn.Module, places: Places) -> None:
+    """Raise where experts that are to be held quantised would be trained."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, place in places.items():
+        if place.quantisation is not None and parameter.requires_grad:
+            kind = place.quantisation.kind
+            raise ValueError(
+                f"experts_dtype={kind!r} holds frozen experts, and {names[parameter]} is to be "
+                f"trained; attach adapters by get_peft_model(model, lora_config), which freezes "
+                f"it, or call requires_grad_(False) on it, or leave experts_dtype out"
+            )
 
 
 def check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> None:

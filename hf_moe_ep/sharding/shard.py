@@ -22,6 +22,9 @@ adds to the gradient on one rank alone. So the average that FSDP2 takes over all
 any other weight of the layer, and there the norm is. FSDP2 gives a unit nothing that is inside
 another one: the layer becomes a unit before its experts do, and is told to ignore what is theirs.
 
+Frozen experts that are to be held quantised (`ParallelConfig.experts_dtype`) become bytes and
+scales where they get their values; their unit is gathered as it lies, in no dtype of a policy.
+
 Every parameter and buffer starts with rank 0's value (`values.py`), unit by unit: nothing larger
 than one unit is ever whole on a device. Parameters that are on the meta device on every rank stay
 there, to be read from a checkpoint (`checkpoints/hub/read.py`).
@@ -35,16 +38,23 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.moe.forwards import keep_forwards
+from hf_moe_ep.ops.quantised import rows_may_be_cut
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
-from hf_moe_ep.sharding.checks import check_dtypes, check_frozen, check_ranks_agree
+from hf_moe_ep.sharding.checks import (
+    check_dtypes,
+    check_frozen,
+    check_quantised_frozen,
+    check_ranks_agree,
+)
 from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
 from hf_moe_ep.sharding.units import find_units, keep_last_layer, set_prefetch
 from hf_moe_ep.sharding.values import (
+    Place,
     Places,
     broadcast_unsharded,
     find_places,
@@ -88,6 +98,7 @@ def shard_units(
     units = find_units(model, state.plan)
     check_frozen(model, units.all_experts)
     places = find_places(model, units.all_experts, state.plan, options)
+    check_quantised_frozen(model, places)
     for experts in units.all_experts:
         _check_shared(experts, places, state)
         _check_expert_shard_dim(experts, places, state, meshes)
@@ -104,8 +115,8 @@ def shard_units(
         shard(layer, ignored_params=set(without_experts.ignored_params))
         for experts in of_layer:
             shared = _sharded(experts)
-            factors = fill([experts])
-            _shard_experts(experts, factors, state, meshes, _ignoring(options, shared))
+            filled = fill([experts])
+            _shard_experts(experts, filled, state, meshes, _ignoring(options, shared))
         # A checkpoint around the unit recomputes it, hooks and all: CheckpointWrapper does that,
         # and transformers below 5.23.
         layer.register_forward_pre_hook(forget_finished_backward, prepend=True)
@@ -136,29 +147,27 @@ def shard_units(
 
 def _fill(
     modules: Iterable[nn.Module], places: Places, meshes: Meshes, options: ShardOptions
-) -> set[nn.Parameter]:
+) -> Places:
     """Give one unit's parameters their values, and take their places out of `places`.
 
-    Returns the adapters' factors among what is there now.
+    Returns the places of what is there now.
     """
     found = (p for module in modules for p in module.parameters())
     parameters = dict.fromkeys(p for p in found if p not in options.ignored_params)
     check_dtypes(parameters, options)
-    factors = set()
+    filled: Places = {}
     for parameter in parameters:
         # What another unit holds too, through a tie, has its value and its place no more.
         place = places.pop(parameter, None)
         if place is None:
             continue
-        filled = materialize(place, meshes, options)
-        if place.stack is not None:
-            factors.add(filled)
-    return factors
+        filled |= dict.fromkeys(materialize(place, meshes, options), place)
+    return filled
 
 
 def _shard_experts(
     experts: nn.Module,
-    factors: set[nn.Parameter],
+    filled: Places,
     state: ModelState,
     meshes: Meshes,
     options: ShardOptions,
@@ -167,12 +176,18 @@ def _shard_experts(
 
     def placement(parameter: nn.Parameter) -> Shard:
         shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
-        wanted = "auto" if parameter in factors else shard_dim
-        return _expert_placement(shape, wanted, meshes.ep_fsdp_size)
+        place = filled.get(parameter)
+        if place is not None and place.quantisation is not None:
+            return _quantised_placement(place, shard_dim, meshes)
+        is_factor = place is not None and place.stack is not None
+        return _expert_placement(shape, "auto" if is_factor else shard_dim, meshes.ep_fsdp_size)
 
+    quantised = [place for place in filled.values() if place.quantisation is not None]
     kwargs = options.fully_shard_kwargs()
     # Routing weights arrive in fp32 and stay so.
     kwargs["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=False)
+    if quantised:
+        kwargs["mp_policy"] = _gathered_as_it_lies(kwargs["mp_policy"])
     fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
     experts.register_forward_pre_hook(forget_finished_backward, prepend=True)
     if state.config.experts_backend == "eager":
@@ -182,7 +197,8 @@ def _shard_experts(
     # gloo rejects and NCCL zeroes in bf16 (https://github.com/pytorch/pytorch/issues/190747).
     experts.set_gradient_divide_factor(1.0)
     experts.set_force_sum_reduction_for_comms(True)
-    dtype = options.mp_policy.param_dtype or next(experts.parameters()).dtype
+    loaded = quantised[0].parameter if quantised else next(experts.parameters())
+    dtype = options.mp_policy.param_dtype or loaded.dtype
     # Adapters are wrapped around the module that is ours.
     layer: MoELayer = next(vars(m)[STATE] for m in experts.modules() if STATE in vars(m))
     layer.grad_divisor, after = grad_divisors(
@@ -194,6 +210,15 @@ def _shard_experts(
     if after > 1:
         # FSDP2's factor would divide twice where ep_fsdp is one rank (torch 2.13).
         experts.set_all_reduce_hook(partial(_divide, by=after))
+
+
+def _gathered_as_it_lies(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Return the policy of a unit with bytes: FSDP2 would round their scales, torch 2.11 the bytes.
+
+    What lies beside them is cast behind the gather, in `moe/experts.py`.
+    """
+    reduce_dtype = policy.reduce_dtype or policy.param_dtype
+    return replace(policy, param_dtype=None, reduce_dtype=reduce_dtype)
 
 
 def _divide(reduced: torch.Tensor, by: int) -> None:
@@ -245,6 +270,9 @@ def _check_expert_shard_dim(
             continue
         if weight in places and places[weight].stack is not None:
             continue
+        if weight in places and places[weight].quantisation is not None:
+            _quantised_placement(places[weight], state.config.expert_shard_dim, meshes)
+            continue
         local = torch.Size([weight.shape[0] // meshes.ep_size, *weight.shape[1:]])
         _expert_placement(local, state.config.expert_shard_dim, meshes.ep_fsdp_size)
 
@@ -263,6 +291,28 @@ def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int
         )
     wants_dim_1 = shard_dim == 1 or (shard_dim == "auto" and shape[0] % ep_fsdp_size != 0)
     return Shard(1) if even and wants_dim_1 else Shard(0)
+
+
+def _quantised_placement(place: Place, shard_dim: str | int, meshes: Meshes) -> Shard:
+    """Choose where FSDP2 splits the bytes of a stacked matrix and their scales: all alike.
+
+    As `_expert_placement`, and along dim 1 only where that cuts no block.
+    """
+    quantisation, parts = place.quantisation, meshes.ep_fsdp_size
+    assert quantisation is not None
+    experts, *shape_OI = place.local_LOI(meshes.ep_size)
+    rows, columns = shape_OI
+    may_cut = rows_may_be_cut((rows, columns), quantisation, parts)
+    if shard_dim == 1 and not may_cut:
+        _, name = place.owners[0]
+        nested = ", whose scales share others by 256" if quantisation.nested else ""
+        raise ValueError(
+            f"expert_shard_dim=1 splits the {rows} rows of {name} [out {rows}, in {columns}] over "
+            f"ep_fsdp ({parts}) and would cut a block of {quantisation.kind}{nested}; try "
+            f"expert_shard_dim='auto' or 0"
+        )
+    wants_dim_1 = shard_dim == 1 or (shard_dim == "auto" and experts % parts != 0)
+    return Shard(1) if may_cut and wants_dim_1 else Shard(0)
 
 
 def _shard_root(root: nn.Module, meshes: Meshes, options: ShardOptions) -> None:

@@ -149,6 +149,11 @@ def is_correction_bias(name: str) -> bool:
     return _CORRECTION_BIAS.search(name) is not None
 
 
+def source_of(model: Any) -> str:
+    """Return the name or folder that a model was loaded from, "" for one that was built."""
+    return str(getattr(model.config, "_name_or_path", "") or "")
+
+
 def set_source(model: Any, name: str) -> None:
     """Set the name or path that `model` reports as its origin (configuration_utils.py)."""
     model.name_or_path = model.config._name_or_path = name

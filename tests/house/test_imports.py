@@ -55,6 +55,7 @@ THIRD_PARTY = {
     "model_patches": "accelerate peft transformers",
     "moe.dispatch.deepep": "deep_ep",
     "ops": "triton",
+    "ops.quantised": "bitsandbytes",
     "routing.heat_map": "matplotlib",
     "tools.published_models": "peft transformers",
     "tools.requirements": "packaging",

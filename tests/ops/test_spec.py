@@ -20,6 +20,7 @@ OTHER = ExpertSpec(
     keep_pre=False,
     trained=("rows", "down"),
     backend="triton",
+    quantised="nf4",
 )
 
 
@@ -29,7 +30,7 @@ def test_the_text_by_hand() -> None:
         "limit=0x1.c000000000000p+2 up_offset=0x1.0000000000000p+0 tensors=up,down,down_bias "
         "up_scale=0x1.0000000000000p-1 down_scale=0x1.0000000000000p+1 "
         "grad_scale=0x1.5555555555555p-2 keep_pre=False "
-        "trained=rows,down backend=triton"
+        "trained=rows,down backend=triton quantised=nf4"
     )
 
 

@@ -88,7 +88,7 @@ def a_factor_as_in_the_docstring(rank: int, world: int) -> None:
         stack=lambda factor: stack_b(factor, 4),
         over_ep=True,
     )
-    new = materialize(place, _meshes(), AS_THEY_ARE)
+    (new,) = materialize(place, _meshes(), AS_THEY_ARE)
     assert holder.weight is new and other.tied is new
     assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
     assert new.placements == (Shard(0),)
@@ -103,11 +103,12 @@ def a_plain_weight_with_a_master(rank: int, world: int) -> None:
     values = torch.tensor([[1.0, 2.0, 3.0]])
     holder = _Holder(rank, values, torch.bfloat16)
     place = Place(holder.weight, [(holder, "weight")], None, over_ep=False)
-    new = materialize(place, _meshes(), MASTERS)
+    (new,) = materialize(place, _meshes(), MASTERS)
     assert not isinstance(new, DTensor) and torch.equal(new, values)
     frozen = _Holder(rank, values, torch.bfloat16).requires_grad_(False)
     place = Place(frozen.weight, [(frozen, "weight")], None, over_ep=False)
-    assert materialize(place, _meshes(), MASTERS).dtype == torch.bfloat16
+    (new,) = materialize(place, _meshes(), MASTERS)
+    assert new.dtype == torch.bfloat16
     assert not frozen.weight.requires_grad
 
 
@@ -115,7 +116,8 @@ def experts_without_the_memory_of_the_rest(rank: int, world: int) -> None:
     values = torch.arange(24.0).view(4, 3, 2)
     holder = _Holder(rank, values, torch.float32)
     place = Place(holder.weight, [(holder, "weight")], None, over_ep=True)
-    local = materialize(place, _meshes(), MASTERS).to_local()
+    (new,) = materialize(place, _meshes(), MASTERS)
+    local = new.to_local()
     assert torch.equal(local, values[:2] if rank == 0 else values[2:])
     assert local.untyped_storage().nbytes() == local.nbytes
 
@@ -130,7 +132,7 @@ def experts_on_meta_stay_there(rank: int, world: int) -> None:
         True,
         empty_params=frozenset([holder.weight]),
     )
-    new = materialize(place, _meshes(), options)
+    (new,) = materialize(place, _meshes(), options)
     assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
     assert new.to_local().is_meta and new.to_local().shape == (2, 5, 3)
 

@@ -30,6 +30,7 @@ from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
 from support.checks import Check
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
+from support.quantised import in_place_of_bytes
 from support.tiny_models import batch, tiny
 
 STEPS = 3
@@ -42,7 +43,7 @@ class Case:
 
     `micro_batches(model, rank, world, step)` are the batches of one optimizer step on one rank (of
     those with different data: with `sp` there are fewer); `freeze` names modules without gradients;
-    `wrap` is done to the reference too, each under its own seed.
+    `wrap` is done to the reference too, each under its own seed; `change_reference` to it alone.
     `budget` is that of fp64, or FP32_INSIDE where the number of ranks is no power of two, for the
     loss factor then rounds in fp32; `needs` is what the versions at hand lack for it, if they do.
     `device` names where everything lies; none leaves it to `apply_ep_fsdp2`.
@@ -58,6 +59,7 @@ class Case:
     micro_batches: Callable[[nn.Module, int, int, int], list[Batch]] | None = None
     prepare: Callable[[nn.Module], None] | None = None
     wrap: Callable[[nn.Module], nn.Module] | None = None
+    change_reference: Callable[[nn.Module], None] | None = None
     freeze: tuple[str, ...] = ()
     backward: Callable[[nn.Module, list[Batch], Tensor, int], None] | None = None
     budget: float = FP64_MODEL
@@ -90,6 +92,8 @@ def run_case(case: Case, rank: int, world: int) -> None:
         model = case.wrap(model)
         torch.manual_seed(0)
         reference = case.wrap(reference)
+    if case.change_reference:
+        case.change_reference(reference)
     if case.prepare:
         case.prepare(model)
     for part in case.freeze:
@@ -232,6 +236,7 @@ def _pairs(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     wanted = dict(reference.named_parameters())
     found = {name: full_tensor(pick(p)) for name, p in model.named_parameters()}
+    found = in_place_of_bytes(model, found)
     assert found.keys() == wanted.keys()
     found |= pack_factors(model, {name: x for name, x in found.items() if x is not None})
     return {name: (tensor, pick(wanted[name])) for name, tensor in found.items()}

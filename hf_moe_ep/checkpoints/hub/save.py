@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.configs import stage_configs
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
+from hf_moe_ep.checkpoints.hub.quantised import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import (
     first_dtype,
     parse_size,
@@ -64,7 +65,8 @@ def save_pretrained(
         kwargs: of a model with adapters alone: passed to PEFT's `save_pretrained`.
 
     Raises:
-        ValueError: a size that is none; on every rank, where ranks disagree about the arguments.
+        ValueError: a size that is none; experts that are held quantised, without adapters; on every
+            rank, where ranks disagree about the arguments.
         RuntimeError: some rank has not called this within five minutes; on every rank, where rank
             0 cannot write: what was there stays.
     """
@@ -81,6 +83,7 @@ def save_pretrained(
     state = find_state(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call its save_pretrained")
+    check_whole_weights(model, "save_pretrained")
     tensors = distinct_tensors(model)
     sources = sources_of(
         model,
@@ -112,6 +115,7 @@ def save_state_dict(
     """
     state = find_state(model)
     assert state is not None
+    check_whole_weights(model, "save_pretrained")
     folder, names = Path(directory), distinct_tensors(model).keys()
     given = {canonical_name(name): tensor for name, tensor in state_dict.items()}
     tied = {canonical_name(name) for name in model.state_dict()}

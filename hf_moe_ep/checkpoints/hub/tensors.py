@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.gather import gather_changed, slabs_for_all
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import overlaps
+from hf_moe_ep.checkpoints.hub.quantised import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import Source, saved_dtype, sources_of
 from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
@@ -82,8 +83,8 @@ def hub_tensors(
 
     Raises:
         ValueError: the model is not patched, has no values, has adapters that are not merged, or
-            some that cannot be, or are switched off; on every rank, where ranks disagree about the
-            arguments.
+            some that cannot be, or are switched off, or experts that are held quantised; on every
+            rank, where ranks disagree about the arguments.
         RuntimeError: some rank has not begun to iterate within five minutes, or has stopped early.
     """
     model = unwrap(model)
@@ -94,6 +95,7 @@ def hub_tensors(
         raise ValueError(f"dtype {dtype!r} is no floating point dtype; try torch.bfloat16")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("this model is on the meta device, without values to send; load it first")
+    check_whole_weights(model, "hub_tensors")
     if merge_adapters:
         check_mergeable(model)
     elif any(True for _ in adapter_layers(model)):

@@ -5,6 +5,7 @@
     tensors/shard-*          parameters, buffers, moments (`tensors.py`): safetensors, written and
                              read by torch.distributed.checkpoint, each rank its own part
     state.json               everything else (`state_file.py`)
+    quantised_base.json      hashes of experts that are held quantised (`base.py`)
     random-00003.json        the random generators of rank 3
     config.json, ..          of the model, for `hf-moe-ep convert`
 
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from hf_moe_ep.checkpoints.hub.configs import BESIDE, CONFIGS, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.training import state_file
+from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.ranks.background import is_written
 from hf_moe_ep.ranks.together import world_size
@@ -80,7 +82,7 @@ def check_free(path: Path) -> None:
 
 
 def _is_known(name: str) -> bool:
-    known = (TENSORS, STATE, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
+    known = (TENSORS, STATE, BASE, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
     return name in known or name.startswith(BESIDE) or Path(name).match("random-*.json")
 
 

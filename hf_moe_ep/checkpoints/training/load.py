@@ -21,6 +21,7 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.json_values import decode
 from hf_moe_ep.checkpoints.training import folder
 from hf_moe_ep.checkpoints.training import rng as random_state
+from hf_moe_ep.checkpoints.training.base import check_base
 from hf_moe_ep.checkpoints.training.same_run import check_model, check_optimizer
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.checkpoints.training.tensors import (
@@ -67,7 +68,7 @@ def load_checkpoint(
 
     Raises:
         ValueError: on every rank, before anything was changed: no complete checkpoint, a damaged
-            file, another model or optimizer; it names the file or the tensors.
+            file, another model, quantised base or optimizer; it names the file or the tensors.
         RuntimeError: on every rank: a rank could not read.
     """
     check_everyone_calls("load_checkpoint")
@@ -81,6 +82,7 @@ def load_checkpoint(
     )
     if verify:
         manifest.check(path)
+    check_base(path, model)
 
     def compare() -> tuple[StateFile, dict[str, Tensor]]:
         saved = folder.read_state(path)

@@ -26,6 +26,7 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.json_values import encode
 from hf_moe_ep.checkpoints.training import folder
 from hf_moe_ep.checkpoints.training import rng as random_state
+from hf_moe_ep.checkpoints.training.base import BASE, describe_base
 from hf_moe_ep.checkpoints.training.state_file import StateFile, digest
 from hf_moe_ep.checkpoints.training.tensors import collect, host_copy
 from hf_moe_ep.ranks.background import SaveHandle, Saver
@@ -55,6 +56,7 @@ class _Snapshot:
     state: dict[str, Any]
     random: dict[str, Any]
     layout: dict[str, Any]
+    base: dict[str, Any] | None = None
 
 
 def save_checkpoint(
@@ -69,7 +71,8 @@ def save_checkpoint(
     """Write a checkpoint that `load_checkpoint` reads at any layout; every rank calls this.
 
     Of a model with PEFT's adapters those, active or not, what else trains, and all persistent
-    buffers are saved: its frozen base is where it was loaded from.
+    buffers are saved: its frozen base is where it was loaded from. Of experts that are held
+    quantised hashes are saved, by which `load_checkpoint` knows their base.
 
     Args:
         directory: of this checkpoint alone (`out/step-100`), shared by all ranks. What an
@@ -109,6 +112,7 @@ def save_checkpoint(
         return snapshot
 
     snapshot = together("save_checkpoint", prepare)
+    snapshot.base = describe_base(model)
     _check_same_everywhere(gather(digest(snapshot.state)))
     on_first(f"clearing {path}", lambda: folder.clear(path, model))
     if asynchronous:
@@ -162,6 +166,8 @@ def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> 
         folder.write_json(path / folder.random_file(this_rank()), snapshot.random)
         if is_first():
             folder.write_json(path / folder.STATE, snapshot.state)
+            if snapshot.base is not None:
+                folder.write_json(path / BASE, snapshot.base)
 
     together(f"saving {path}", tensors, group)
     together(f"saving {path}", others, group)

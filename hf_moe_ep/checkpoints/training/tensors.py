@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.checkpoints.training.state_file import Group, Kept, OptimizerState, TensorForm
 from hf_moe_ep.lora.computed import stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
+from hf_moe_ep.state import quantised_matrices
 from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
@@ -82,15 +83,23 @@ class NamedState:
 
 
 def model_slots(model: nn.Module) -> dict[str, Slot]:
-    """Name what is saved of a model: all of it, or all but the base that PEFT froze."""
+    """Name what is saved of a model: all of it, or all but the base that PEFT froze.
+
+    Without experts that are held quantised: `base.py` knows them by hashes.
+    """
     inner = unwrap(model)
     adapted = any(wraps_for_adapters(module) for module in inner.modules())
     of_adapters = adapter_parameters(inner)
     convert = _converters(inner)
+    left_out = {
+        id(tensor)
+        for name, held, _ in quantised_matrices(inner)
+        for tensor in held.by_name(name).values()
+    }
     found = {
         canonical_name(name): Slot(p.detach(), *convert.get(p, ()))
         for name, p in inner.named_parameters()
-        if p.requires_grad or id(p) in of_adapters or not adapted
+        if id(p) not in left_out and (p.requires_grad or id(p) in of_adapters or not adapted)
     }
     return found | {canonical_name(name): Slot(b.detach()) for name, b in persistent_buffers(inner)}
 

@@ -21,6 +21,7 @@ from support.architectures.types import FAMILIES, MODEL_TYPES
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.jobs.resume import Run
 from support.parity import full_tensor
+from support.quantised import in_place_of_bytes
 
 # Their gate, or the norm behind their experts, computes in fp32, whatever it is given.
 FP32_GATE = {"beam", "muse_spark"}
@@ -155,6 +156,7 @@ def assert_same_grads(where: str, model: nn.Module, stock: nn.Module, budget: fl
 def whole(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors named as the parameters of `model`, not sharded, adapters packed as PEFT does."""
     gathered = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+    gathered = in_place_of_bytes(model, gathered)
     return pack_factors(model, {n: t for n, t in gathered.items() if t is not None})
 
 

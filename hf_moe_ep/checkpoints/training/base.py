@@ -1,0 +1,163 @@
+"""The base of a run whose experts are held quantised: not saved again, known by its hashes.
+
+    quantised_base.json    {"format": 1, "model": "Qwen/Qwen3-30B-A3B", "experts_dtype": "nf4",
+                            "experts_double_quant": false,
+                            "hashes": {"model.layers.0.mlp.experts.gate_up_proj": "03f2...", ..}}
+
+A hash is the sum, in 64 bits and twice, of a number made of each word of a stacked matrix, of its
+scales, and of the word's place in the whole tensor. Sums of ranks add up to that of the whole, so
+no tensor is gathered, and any layout gives the same. It finds another base; it is no protection
+against someone who means harm.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
+from hf_moe_ep.ranks.collectives import sum_over_ranks
+from hf_moe_ep.ranks.together import on_first
+from hf_moe_ep.state import patched_state, quantised_matrices
+from hf_moe_ep.upstream.models import source_of
+from hf_moe_ep.upstream.module_names import stock_name, unwrap
+
+BASE = "quantised_base.json"
+_FORMAT = 1
+# What can be read of a row of bytes at once.
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+# Two sums that do not know of each other.
+_SEEDS = (1, 0x5851F42D4C957F2D)
+
+
+def describe_base(model: nn.Module) -> dict[str, Any] | None:
+    """Describe the quantised experts of a resharded model; None without any. Every rank calls it.
+
+    Returns:
+        The content of the module's file, the same on every rank.
+    """
+    model = unwrap(model)
+    tensors = {
+        f"{stock_name(name)}{suffix}": tensor
+        for name, held, _ in quantised_matrices(model)
+        for suffix, tensor in held.by_name("").items()
+    }
+    if not tensors:
+        return None
+    config = patched_state(model).config
+    sums = torch.stack([_local_sums(tensor) for tensor in tensors.values()])
+    totals = _over_ranks(sums, next(iter(tensors.values()))).tolist()
+    return {
+        "format": _FORMAT,
+        "model": source_of(model),
+        "experts_dtype": config.experts_dtype,
+        "experts_double_quant": config.experts_double_quant,
+        "hashes": {
+            name: "".join(f"{total % 2**64:016x}" for total in both)
+            for name, both in zip(tensors, totals, strict=True)
+        },
+    }
+
+
+def check_base(folder: Path, model: nn.Module) -> None:
+    """Raise ValueError, on every rank, where a checkpoint is of a run on another base."""
+    saved = on_first(f"reading {folder}", lambda: _read(folder / BASE))
+    here = describe_base(model)
+    if saved == here:
+        return
+    there, mine = _form(saved), _form(here)
+    if there != mine:
+        raise ValueError(
+            f"{folder} was saved by a run on experts {there}, this model has them {mine}; adapters "
+            f"are of one base: patch the model as it was patched then"
+        )
+    assert saved is not None and here is not None
+    names = [name for name, value in here["hashes"].items() if saved["hashes"].get(name) != value]
+    if names:
+        first = names[0]
+        raise ValueError(
+            f"{folder} was saved by a run on {saved['model'] or 'a model'} with {first} "
+            f"{saved['hashes'].get(first)}, and this is {here['model'] or 'a model'} with "
+            f"{here['hashes'][first]} ({len(names)} of {len(here['hashes'])} tensors of experts "
+            f"differ): another base; load the one that those adapters were trained on"
+        )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        number = content["format"]
+        known = {"model", "experts_dtype", "experts_double_quant", "hashes"} <= content.keys()
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); take an older checkpoint") from error
+    if number != _FORMAT or not known:
+        raise ValueError(f"{path} has format {number}, this version reads {_FORMAT}")
+    return content
+
+
+def _form(base: dict[str, Any] | None) -> str:
+    if base is None:
+        return "as they were loaded (experts_dtype=None)"
+    nested = ", experts_double_quant=True" if base["experts_double_quant"] else ""
+    return f"held by experts_dtype={base['experts_dtype']!r}{nested}"
+
+
+def _over_ranks(sums: Tensor, like: Tensor) -> Tensor:
+    """Add up the sums of ranks that hold different parts of tensors that lie as `like` does."""
+    if not isinstance(like, DTensor):
+        return sums
+    mesh = like.device_mesh
+    # Parameters that FSDP2 offloads are on the host, their groups are not.
+    total = sums.to(mesh.device_type)
+    for axis, placement in enumerate(like.placements):
+        if not isinstance(placement, Replicate):
+            total = sum_over_ranks(total, mesh.get_group(axis))
+    return total
+
+
+@torch.no_grad()
+def _local_sums(tensor: Tensor) -> Tensor:
+    """Return the two sums of this rank's part of a tensor, whose last dim is never cut."""
+    local, box = local_tensor(tensor).detach(), local_box(tensor)
+    num_bytes = local.shape[-1] * local.element_size()
+    word = next(word for word in _WORDS if num_bytes % word.itemsize == 0)
+    total = local.new_zeros(2, dtype=torch.int64)
+    for expert, rows in enumerate(local):
+        # One expert at a time: a word becomes several of 8 bytes.
+        words = rows.contiguous().view(torch.uint8).view(word).to(torch.int64)
+        places = _places(words, box, expert, tensor.shape[1])
+        for index, seed in enumerate(_SEEDS):
+            total[index] += _mixed(words + _mixed(places + seed)).sum()
+    return total
+
+
+def _places(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
+    """Number the words of an expert's rows as in the whole tensor."""
+    (first_expert, _), (first_row, _), *_ = box
+    per_row = words.shape[-1]
+    start = ((first_expert + expert) * num_rows + first_row) * per_row
+    return torch.arange(start, start + words.numel(), device=words.device).view(words.shape)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Spread every bit over all (splitmix64; Steele, Lea, Flood, OOPSLA 2014)."""
+    x = x * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shift right as if without a sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64)

@@ -1,0 +1,377 @@
+"""Quantised experts: values are bitsandbytes' own, products those of the dequantised matrices."""
+
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from expert_cases import ADAPTERS, GPT_OSS, Case, adapted, random_ids
+from support.close import assert_close
+from support.largest_tensor import LargestTensor
+from torch import Tensor
+
+from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.quantised import (
+    Quantisation,
+    Quantised,
+    check_available,
+    check_sizes,
+    dequantise,
+    empty_stack,
+    quantise,
+    quantise_stack,
+    rows_may_be_cut,
+)
+
+NF4, NESTED, FP8 = Quantisation("nf4"), Quantisation("nf4", nested=True), Quantisation("fp8")
+FORMATS = {"nf4": NF4, "nf4 nested": NESTED, "fp8": FP8}
+HALF = (torch.float32, torch.bfloat16, torch.float16)
+Named = dict[str, Tensor | None]
+
+
+def matrices(dtype: torch.dtype, shape: tuple[int, int, int] = (3, 128, 256)) -> Tensor:
+    """Experts of different sizes, one with a block of zeros."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * torch.tensor([1.0, 1e-3, 50.0])[: shape[0], None, None]
+    weight[0, :, :128] = 0
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("nested", [False, True])
+def test_nf4_is_bitsandbytes_own(nested: bool, dtype: torch.dtype) -> None:
+    """Bytes, scales and values of every expert equal its functional calls, nested ones too."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    # 1044 scales of an expert are four blocks of 256, and one of 20.
+    weight_LOI = matrices(dtype, (3, 348, 192))
+    stack = quantise_stack(weight_LOI, Quantisation("nf4", nested=nested))
+    for expert, weight_OI in enumerate(weight_LOI):
+        packed, state = functional.quantize_4bit(
+            weight_OI, blocksize=64, quant_type="nf4", compress_statistics=nested
+        )
+        one = stack.of(expert)
+        assert torch.equal(one.values.flatten(), packed.flatten())
+        assert torch.equal(one.block_scale.flatten(), state.absmax.flatten())
+        if nested:
+            assert one.nested_scale is not None and len(one.nested_scale) == 5
+            assert torch.equal(one.nested_scale[:, 0], state.state2.absmax)
+            assert (one.nested_scale[:, 1] == state.offset).all()
+        want = functional.dequantize_4bit(packed, state)
+        assert want.dtype == dtype and want.shape == weight_OI.shape
+        assert torch.equal(dequantise(one, "nf4", dtype), want)
+
+
+def test_nf4_by_hand() -> None:
+    """Two rows of 64; the code book is that of the paper (arXiv 2305.14314, appendix E)."""
+    codes = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0]
+    codes += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
+    places = torch.arange(64) % 16
+    weight_OI = torch.stack([2.0 * torch.tensor(codes)[places], 0.5 * torch.tensor(codes)[places]])
+    one = quantise(weight_OI, NF4)
+    assert one.block_scale.tolist() == [[2.0], [0.5]]
+    # The first of two is in the upper half of a byte.
+    by_hand = [16 * code + code + 1 for code in range(0, 16, 2)] * 4
+    assert one.values.tolist() == [by_hand, by_hand]
+    assert_close("values", dequantise(one, "nf4", torch.float32), weight_OI, 1e-7)  # 8 digits
+
+
+def test_fp8_by_hand() -> None:
+    """One scale for each 128 x 128, values the nearest that e4m3 has below 448 of them."""
+    weight_OI = torch.zeros(256, 384)
+    weight_OI[0, 0], weight_OI[127, 127] = 896.0, -3.0
+    weight_OI[128, 256] = 0.875
+    weight_OI[255, 383] = 0.875 / 448 * 17
+    one = quantise(weight_OI, FP8)
+    scale = 0.875 / 448
+    assert_close("scales", one.block_scale, torch.tensor([[2.0, 1, 1], [1, 1, scale]]), 1e-7)
+    got = dequantise(one, "fp8", torch.float32)
+    # e4m3 has three bits behind the first: 17 becomes 16, -1.5 is itself.
+    want = weight_OI.clone()
+    want[255, 383] = scale * 16
+    assert_close("values", got, want, 1e-7)
+    assert one.values.dtype == torch.uint8 and got[127, 127] == -3
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_fp8_is_the_formula(dtype: torch.dtype) -> None:
+    weight_LOI = matrices(dtype)
+    stack = quantise_stack(weight_LOI, FP8)
+    for expert, row, column in itertools.product(range(3), range(1), range(2)):
+        block = weight_LOI[expert, :, 128 * column : 128 * (column + 1)].float()
+        largest = block.abs().max()
+        factor = 448 / largest if largest > 0 else torch.tensor(1.0)
+        scale = 1 / factor
+        bytes_ = (block * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
+        one = stack.of(expert)
+        assert one.block_scale[row, column] == scale
+        got = dequantise(one, "fp8", dtype)[:, 128 * column : 128 * (column + 1)]
+        assert torch.equal(got, (bytes_.float() * scale).to(dtype))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [*HALF, torch.float64])
+def test_a_product_is_formed_in_fp32_and_rounded_once(name: str, dtype: torch.dtype) -> None:
+    quantisation = FORMATS[name]
+    one = quantise(matrices(torch.float64)[2], quantisation)
+    wide = dequantise(one, quantisation.kind, torch.float32)
+    assert torch.equal(dequantise(one, quantisation.kind, dtype), wide.to(dtype))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_stored(name: str) -> None:
+    """Shapes alike on meta, bytes per value as in the module's table, transposes quantised."""
+    quantisation = FORMATS[name]
+    weight_LOI = matrices(torch.bfloat16, (2, 512, 768))
+    stack = quantise_stack(weight_LOI, quantisation)
+    on_meta = quantise_stack(weight_LOI.to("meta"), quantisation)
+    shapes = {n: (x.shape, x.dtype) for n, x in stack.by_name("up").items()}
+    assert shapes == {n: (x.shape, x.dtype) for n, x in on_meta.by_name("up").items()}
+    assert all(x.is_meta for x in on_meta.by_name("up").values())
+    empty = empty_stack((2, 512, 768), quantisation, "cpu")
+    assert shapes == {n: (x.shape, x.dtype) for n, x in empty.by_name("up").items()}
+    num_bytes = sum(x.nbytes for x in stack.by_name("up").values())
+    wanted = {"nf4": 0.5625, "nf4 nested": 0.5 + 1 / 64 + 8 / 16384, "fp8": 1 + 4 / 16384}
+    assert num_bytes / weight_LOI.numel() == wanted[name]
+    assert quantisation.num_values(stack.values) == weight_LOI.numel()
+    turned = quantise_stack(weight_LOI.mT.contiguous().mT, quantisation)
+    for (_, one), (_, other) in zip(stack.by_name("").items(), turned.by_name("").items()):
+        assert torch.equal(one, other)
+
+
+def test_rows_are_cut_where_blocks_end() -> None:
+    assert rows_may_be_cut((6, 64), NF4, 3) and not rows_may_be_cut((6, 64), NF4, 4)
+    assert rows_may_be_cut((512, 128), FP8, 4) and not rows_may_be_cut((512, 128), FP8, 8)
+    # 512 rows with 2 scales each: 4 blocks of 256 scales.
+    assert rows_may_be_cut((512, 128), NESTED, 4) and not rows_may_be_cut((512, 128), NESTED, 8)
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8"])
+def test_a_share_of_the_rows_has_the_scales_of_its_own(name: str) -> None:
+    quantisation = FORMATS[name]
+    weight_OI = matrices(torch.float32, (1, 384, 256))[0]
+    assert rows_may_be_cut((384, 256), quantisation, 3)
+    whole = quantise(weight_OI, quantisation)
+    parts = [quantise(part, quantisation) for part in weight_OI.chunk(3)]
+    assert torch.equal(torch.cat([part.values for part in parts]), whole.values)
+    assert torch.equal(torch.cat([part.block_scale for part in parts]), whole.block_scale)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "shape", "words"),
+    [
+        (NF4, (96, 100), "nf4 has blocks of 64 along the in.*up .*in 100.*has 100"),
+        (FP8, (96, 256), 'fp8 has blocks of 128 along the out.*has 96.*experts_dtype="nf4"'),
+        (FP8, (128, 100), "fp8 has blocks of 128 along the in.*has 100.*in bf16"),
+    ],
+)
+def test_sizes_that_do_not_divide(quantisation: Any, shape: tuple[int, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_sizes("up", shape, quantisation)
+    check_sizes("up", (256, 384), quantisation)
+
+
+def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name)
+    )
+    check_available(FP8)
+    with pytest.raises(ImportError, match=r"pip install .bitsandbytes>=0"):
+        check_available(NF4)
+
+
+IDS = random_ids(21, 2, 3, seed=4)
+CALLS = {
+    "silu": Case(IDS, 3, 128, 256),
+    "gpt-oss": Case(IDS, 3, 128, 256, GPT_OSS, bias=True),
+    "no gate": Case(IDS, 3, 128, 256, ExpertFormula(gated=False, activation="relu2")),
+    "empty experts": Case([[3, 1], [1, 3], [3, 5]], 5, 128, 128),
+    "no rows": Case([], 3, 128, 128),
+}
+
+
+def weights_of(named: Named, quantisation: Quantisation | None, dtype: torch.dtype) -> Named:
+    """Inputs with matrices as bytes, or with the values that those stand for."""
+    made = dict(named)
+    for name in ("up", "down"):
+        weight_LOI = named[name]
+        assert weight_LOI is not None
+        stack = quantise_stack(weight_LOI, quantisation or NF4)
+        if quantisation is not None:
+            made |= stack.by_name(name)
+    return made
+
+
+def dequantised(named: Named, quantisation: Quantisation, dtype: torch.dtype) -> Named:
+    made = dict(named)
+    for name in ("up", "down"):
+        weight_LOI = named[name]
+        assert weight_LOI is not None
+        stack = quantise_stack(weight_LOI, quantisation)
+        one_by_one = [
+            dequantise(stack.of(expert), quantisation.kind, dtype)
+            for expert in range(len(weight_LOI))
+        ]
+        made[name] = torch.stack(one_by_one)
+    return made
+
+
+def run(
+    case: Case, named: Named, kind: str, *, chunks: int = 1, late: bool = False, **kw: Any
+) -> dict[str, Tensor]:
+    """Output, and every gradient that a frozen base leaves to be wanted."""
+    wanted = ("rows", "weights", "up_bias", "down_bias", *ADAPTERS)
+    leaves = {
+        name: None if x is None else x.detach().requires_grad_(name in wanted)
+        for name, x in named.items()
+    }
+    rows, weights = leaves.pop("rows"), leaves.pop("weights")
+    assert rows is not None and weights is not None
+    experts = ExpertWeights(**leaves, up_scale=0.5, down_scale=2.0, quantised=kind)
+    ids = case.ids_RK()
+    torch.manual_seed(7)
+    grad_RH = torch.randn(rows.shape, dtype=rows.dtype)
+    outs = []
+    for part in range(chunks):
+        if late:
+            experts = postpone_grads(experts)
+        mine = slice(part, None, chunks)
+        out = expert_mlp(rows[mine], ids[mine], weights[mine], experts, case.formula, **kw)
+        outs.append((out, grad_RH[mine]))
+    torch.autograd.backward([out for out, _ in outs], [grad for _, grad in outs])
+    found = {f"out {part}": out.detach() for part, (out, _) in enumerate(outs)}
+    for name, x in {"rows": rows, "weights": weights, **leaves}.items():
+        if x is not None and name in wanted:
+            assert x.grad is not None, name
+            found[name] = x.grad
+    return found
+
+
+def ways() -> Iterator[Any]:
+    for name, call, dtype in itertools.product(
+        FORMATS, CALLS, (torch.float32, torch.bfloat16, torch.float64)
+    ):
+        usual = (name, call) in (("nf4", "silu"), ("fp8", "gpt-oss")) or call == "empty experts"
+        marks = [] if usual and dtype != torch.float64 else [pytest.mark.slow]
+        label = f"{name}-{call}-{dtype}".replace("torch.", "")
+        yield pytest.param(name, call, dtype, id=label, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "call", "dtype"), list(ways()))
+def test_the_same_bits_as_dequantised_matrices(name: str, call: str, dtype: torch.dtype) -> None:
+    """Output and gradients of rows, routing weights, adapters, biases; chunks, recompute, later."""
+    quantisation, case = FORMATS[name], CALLS[call]
+    named = adapted(case, 5, dtype)
+    as_bytes = weights_of(named, quantisation, dtype)
+    as_values = dequantised(named, quantisation, dtype)
+    for kw in ({}, {"recompute": True}, {"late": True}, {"late": True, "chunks": 2}):
+        want = run(case, as_values, "", **kw)
+        got = run(case, as_bytes, quantisation.kind, **kw)
+        assert got.keys() == want.keys()
+        for tensor, value in want.items():
+            assert torch.equal(got[tensor], value), (kw, tensor)
+
+
+@pytest.mark.parametrize("name", ["nf4", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_compiled(name: str) -> None:
+    """torch.compile of a function around the operator: one graph, equal numbers."""
+    quantisation, case = FORMATS[name], CALLS["silu"]
+    named = weights_of(adapted(case, 5, torch.float32), quantisation, torch.float32)
+    ids = case.ids_RK()
+
+    def layer(rows: Tensor, weights: Tensor, experts: dict[str, Tensor]) -> Tensor:
+        held = ExpertWeights(**experts, up_bias=None, down_bias=None, quantised=quantisation.kind)
+        return expert_mlp(rows * 1.0, ids, weights, held, case.formula).sin()
+
+    found = []
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        leaves = {
+            key: x.detach().requires_grad_(key in ("rows", *ADAPTERS))
+            for key, x in named.items()
+            if x is not None
+        }
+        rows, weights = leaves.pop("rows"), leaves.pop("weights")
+        out = function(rows, weights, leaves)
+        out.sum().backward()
+        found.append([out, rows.grad, *(leaves[key].grad for key in ADAPTERS)])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+class Hoarder:
+    """Matrices that are all dequantised at once: what must not be."""
+
+    def __init__(self, stack: Quantised, kind: str, dtype: torch.dtype) -> None:
+        ones = [dequantise(stack.of(e), kind, dtype) for e in range(len(stack.values))]
+        self._all = torch.stack(ones)
+        self.shape_OI = (self._all.shape[1], self._all.shape[2])
+
+    def of(self, expert: int) -> Tensor:
+        return self._all[expert]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_tensor_of_the_size_of_the_dequantised_experts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward: bytes are as large as ever; what is seen to fail makes them all."""
+    quantisation = FORMATS[name]
+    case = Case(random_ids(40, 2, 6, seed=3), 6, hidden=128, ffn=128)
+    named = weights_of(adapted(case, 2, torch.float32), quantisation, torch.float32)
+    of_one, of_all = 2 * 128 * 128, 6 * 128 * 128
+
+    def largest() -> int:
+        watch = LargestTensor(x for x in named.values() if x is not None)
+        inputs = dict(named)
+        rows, weights = inputs.pop("rows"), inputs.pop("weights")
+        assert rows is not None and weights is not None
+        experts = ExpertWeights(**inputs, quantised=quantisation.kind)
+        need = {"rows", "weights", *ADAPTERS}
+        # Below the operator, which hides from the watch what it does.
+        with watch:
+            routing = torch_mlp.route(case.ids_RK(), case.counts_L(), experts)
+            _, pre = torch_mlp.forward(rows, weights, experts, routing, case.formula, True)
+            torch_mlp.backward(
+                rows,
+                rows,
+                weights,
+                experts,
+                routing,
+                pre,
+                case.formula,
+                grad_scale=1.0,
+                need=need,
+            )
+        return watch.elements
+
+    assert of_one <= largest() < of_all
+    monkeypatch.setattr("hf_moe_ep.ops.interface.DequantisedMatrices", Hoarder)
+    assert largest() >= of_all
+
+
+def test_nothing_of_the_matrices_is_kept_for_backward() -> None:
+    """Saved tensors of an nf4 call are its inputs and what the routing needs, no larger ones."""
+    case = CALLS["silu"]
+    named = weights_of(adapted(case, 5, torch.float32), NF4, torch.float32)
+    leaves = {n: None if x is None else x.requires_grad_(n in ADAPTERS) for n, x in named.items()}
+    rows, weights = leaves.pop("rows"), leaves.pop("weights")
+    assert rows is not None and weights is not None
+    known = {x.untyped_storage().data_ptr() for x in named.values() if x is not None}
+    kept: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept.append(tensor.numel())
+        return tensor
+
+    experts = replace(ExpertWeights(**leaves), quantised="nf4")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = expert_mlp(rows, case.ids_RK(), weights, experts, case.formula, recompute=True)
+    out.sum().backward()
+    assert kept and max(kept) <= 2 * len(IDS)

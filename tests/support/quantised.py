@@ -1,0 +1,79 @@
+"""The values that quantised experts stand for: by bitsandbytes' own calls, or a formula by hand."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_moe_ep.ops.quantised import Quantised, dequantise
+from hf_moe_ep.state import STATE, quantised_matrices
+
+# Sizes of a tiny model whose experts divide into the blocks of a format, with its layers' scale.
+SIZES: dict[str, dict[str, Any]] = {
+    "nf4": {"hidden_size": 64, "moe_intermediate_size": 128, "initializer_range": 0.12},
+    "fp8": {"hidden_size": 128, "moe_intermediate_size": 256, "initializer_range": 0.09},
+}
+
+
+def nf4_values(weight_OI: Tensor, nested: bool = False) -> Tensor:
+    """What bitsandbytes makes of a matrix and back, in fp32."""
+    import bitsandbytes.functional as functional
+
+    wide = weight_OI.float().contiguous()
+    packed, state = functional.quantize_4bit(
+        wide, blocksize=64, quant_type="nf4", compress_statistics=nested
+    )
+    return functional.dequantize_4bit(packed, state)
+
+
+def fp8_values(weight_OI: Tensor) -> Tensor:
+    """What e4m3 with a scale for each 128 x 128 makes of a matrix, in fp32."""
+    values = torch.empty(weight_OI.shape)
+    for row in range(0, len(weight_OI), 128):
+        for column in range(0, weight_OI.shape[1], 128):
+            here = slice(row, row + 128), slice(column, column + 128)
+            block = weight_OI[here].float()
+            factor = 448 / block.abs().max()
+            values[here] = (block * factor).to(torch.float8_e4m3fn).float() * (1 / factor)
+    return values
+
+
+VALUES = {"nf4": nf4_values, "nested": partial(nf4_values, nested=True), "fp8": fp8_values}
+
+
+@torch.no_grad()
+def dequantise_experts(model: nn.Module, kind: str) -> None:
+    """Give a stock model's experts the values that they would have when held in `kind`."""
+    found = 0
+    for module in model.modules():
+        for name in ("gate_up_proj", "up_proj", "down_proj"):
+            weight = vars(module).get("_parameters", {}).get(name)
+            if weight is None or weight.ndim != 3:
+                continue
+            for matrix in (
+                weight.data.mT if getattr(module, "is_transposed", False) else weight.data
+            ):
+                matrix.copy_(VALUES[kind](matrix).to(matrix.dtype))
+            found += 1
+    assert found, f"{type(model).__name__} has no stacked experts"
+
+
+def in_place_of_bytes(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Whole tensors by name, in place of bytes and scales what they stand for; None stays None."""
+    found = dict(tensors)
+    for name, held, quantisation in quantised_matrices(model):
+        stored = {key: found.pop(key, None) for key in held.by_name(name)}
+        values, scale, *nested = stored.values()
+        kind = quantisation.kind
+        if values is None:
+            found[name] = None
+            continue
+        one_by_one = [
+            dequantise(Quantised(values, scale, *nested).of(expert), kind, torch.float32)
+            for expert in range(len(values))
+        ]
+        module = model.get_submodule(name.rpartition(".")[0])
+        whole = torch.stack(one_by_one)
+        found[name] = whole.mT if getattr(module, STATE).compute.transposed else whole
+    return found
