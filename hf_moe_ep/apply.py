@@ -93,8 +93,8 @@ def apply_ep_fsdp2(
     forget_quantization(config_of_model, os.fspath(weights))
     if state.config.experts_dtype is not None:
         raise ValueError(
-            f"experts_dtype={state.config.experts_dtype!r} quantises experts that have values; load "
-            f"the model with transformers' from_pretrained, and leave weights= out"
+            f"experts_dtype={state.config.experts_dtype!r} quantises experts that have values; "
+            f"load the model with transformers' from_pretrained, and leave weights= out"
         )
     found = find_weights(model, weights, state.plan, empty)
     shard_model(model, state, options, device)

@@ -30,6 +30,24 @@ def gathered_units() -> Iterator[list[str]]:
 
 
 @contextmanager
+def gathered_bytes() -> Iterator[dict[str, int]]:
+    """What each unit, named as in `gathered_units`, brings together while something runs."""
+    found: dict[str, int] = {}
+    original = FSDPParamGroup.unshard
+
+    def unshard(self: FSDPParamGroup, *args: object, **kwargs: object) -> None:
+        before = self._all_gather_result
+        original(self, *args, **kwargs)
+        result = self._all_gather_result
+        if before is None and result is not None:
+            name = stock_name(self._module_fqn or "root")
+            found[name] = found.get(name, 0) + result.all_gather_output.nbytes
+
+    with mock.patch.object(FSDPParamGroup, "unshard", unshard):
+        yield found
+
+
+@contextmanager
 def stages_gathered(model: nn.Module) -> Iterator[dict[int, set[str | int]]]:
     """By decoder layer that runs: every stage of `model` that is gathered, or on its way, then.
 

@@ -67,7 +67,7 @@ def in_place_of_bytes(model: nn.Module, tensors: dict[str, Any]) -> dict[str, An
         values, scale, *nested = stored.values()
         kind = quantisation.kind
         if values is None:
-            found[name] = None
+            found |= {name: None} if name in tensors else {}
             continue
         one_by_one = [
             dequantise(Quantised(values, scale, *nested).of(expert), kind, torch.float32)

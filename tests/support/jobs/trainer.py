@@ -34,6 +34,7 @@ from hf_moe_ep.lora.factors import pack_factors
 from support.adapters import TARGETS, with_lora
 from support.generation import continuations
 from support.poison import poison_empty
+from support.quantised import dequantise_experts, in_place_of_bytes
 from support.scripts import run_script
 from support.tiny_models import Row as VisionRow
 from support.tiny_models import batch, tiny, vision_batch
@@ -57,6 +58,7 @@ class Case:
         lora: rank of adapters, random; 0 for none.
         lora_on: "both", "experts" or "attention".
         lora_after: attach them behind `patch`.
+        held: format of experts that are held quantised; stock has the values that those stand for.
         split: the global batch is split over as many micro-batches more (one process).
         load: directory for `from_pretrained`; otherwise the tiny model of `seed` and `model`.
             Only on rank 0: other ranks get other weights.
@@ -75,6 +77,7 @@ class Case:
     lora: int = 0
     lora_on: str = "both"
     lora_after: bool = False
+    held: str = ""
     split: int = 1
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -279,7 +282,7 @@ def whole(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
             continue
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         tensors[name] = tensor.cpu().clone()
-    packed = pack_factors(model, tensors)
+    packed = pack_factors(model, in_place_of_bytes(model, tensors))
     return {_WRAPPERS.sub("", name): tensor for name, tensor in packed.items()}
 
 
@@ -325,7 +328,10 @@ def _run(case: Case, folder: Path) -> Result:
         seed = case.seed + 100 * arguments.process_index
         model = with_lora(model, case.lora, seed=seed, **TARGETS[case.lora_on])
     if case.ep and not case.lora_after:
-        patch(model, ep_size=case.ep, sp_size=case.sp)
+        held = {"experts_dtype": case.held} if case.held else {}
+        patch(model, ep_size=case.ep, sp_size=case.sp, **held)
+    elif case.held:
+        dequantise_experts(model, case.held)
     vision = case.rows == "vision"
     trainer = Trainer(
         model=model,

@@ -1,0 +1,293 @@
+"""Quantised experts of a sharded model: bytes held and gathered, files, resuming, refusals."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from support.adapters import with_lora
+from support.checks import Check, Found, on_ranks
+from support.close import FP64_MODEL, assert_close
+from support.gathers import gathered_bytes
+from support.parity import full_tensor
+from support.quantised import SIZES, dequantise_experts
+from support.tiny_models import batch, tiny
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep import (
+    apply_ep_fsdp2,
+    describe,
+    hub_tensors,
+    load_checkpoint,
+    patch,
+    save_checkpoint,
+    save_pretrained,
+    unpatch,
+)
+from hf_moe_ep.checkpoints.convert import convert
+from hf_moe_ep.checkpoints.training.base import BASE, describe_base
+from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.state import quantised_matrices
+
+NF4: dict[str, Any] = {"experts_dtype": "nf4"}
+HELD: dict[str, dict[str, Any]] = {
+    "nf4": NF4,
+    "nested": NF4 | {"experts_double_quant": True},
+    "fp8": {"experts_dtype": "fp8"},
+}
+MOST = {"nf4": 0.57, "nested": 0.52, "fp8": 1.01}
+# Blocks of 256 scales fill a matrix of an expert.
+LARGE = {"hidden_size": 128, "moe_intermediate_size": 256, "initializer_range": 0.09}
+
+
+def sharded(kind: str, seed: int = 0, model: Any = None, **config: Any) -> nn.Module:
+    model = model or with_lora(tiny(seed=seed, **LARGE), r=3, seed=5)
+    return apply_ep_fsdp2(model, **(HELD[kind] | config))
+
+
+def bytes_held(rank: int, world: int) -> None:
+    """Of a rank's share; and what `describe` says of it."""
+    counted = describe(sharded_plain := apply_ep_fsdp2(with_lora(tiny(**LARGE)), ep_size=2))
+    want = counted[counted.index("parameters") : counted.index("\n  precision")]
+    del sharded_plain
+    for kind, most in MOST.items():
+        model = sharded(kind, model=with_lora(tiny(**LARGE)), ep_size=2)
+        num_bytes = num_values = 0
+        for name, held, quantisation in quantised_matrices(model):
+            local = {n: _local(tensor) for n, tensor in held.by_name(name).items()}
+            num_bytes += sum(tensor.untyped_storage().nbytes() for tensor in local.values())
+            num_values += quantisation.num_values(local[name])
+        assert num_values == 2 * 8 // 2 * 3 * 128 * 256
+        assert 0 < num_bytes / num_values <= most, kind
+        text = describe(model)
+        nested = ", double quantisation" if kind == "nested" else ""
+        format_ = HELD[kind]["experts_dtype"]
+        said = f"held in {format_}{nested}, {num_bytes / num_values:.4f} bytes per parameter"
+        assert said in text and f"no triton: experts are held in {format_}" in text, text
+        assert want in text, (want, text)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_gathered_fall_alike(rank: int, world: int) -> None:
+    """A step's gathers of experts, bf16 against formats of it; adapters on attention alone."""
+    found = {}
+    for kind in ("", *HELD):
+        model = with_lora(tiny(dtype=torch.bfloat16, **LARGE), parameters=())
+        apply_ep_fsdp2(model, ep_size=1, **HELD.get(kind, {}))
+        with gathered_bytes() as gathered:
+            model(**batch(model, 2, 9)).loss.backward()
+        found[kind] = sum(count for name, count in gathered.items() if name.endswith("experts"))
+    assert found[""] > 0
+    for kind, most in MOST.items():
+        assert 0 < found[kind] / found[""] <= most / 2, (kind, found)
+
+
+def hashes_do_not_know_a_layout(rank: int, world: int) -> None:
+    layouts = [
+        {"ep_size": 2},
+        {"ep_size": 1},
+        {"ep_size": 1, "expert_shard_dim": 1},
+        {"ep_size": 1, "dp_replicate_size": 2},
+    ]
+    for kind in HELD:
+        if kind == "fp8":  # rows of down_proj are one block
+            layouts = [layout for layout in layouts if "expert_shard_dim" not in layout]
+        bases = [describe_base(sharded(kind, **layout)) for layout in layouts]
+        assert all(base == bases[0] for base in bases), kind
+        other = describe_base(sharded(kind, seed=1, ep_size=2))
+        assert bases[0] is not None and other is not None
+        assert bases[0]["hashes"].keys() == other["hashes"].keys()
+        tensors = 3 if kind == "nested" else 2
+        assert len(bases[0]["hashes"]) == 2 * 2 * tensors, bases[0]
+        assert not set(bases[0]["hashes"].values()) & set(other["hashes"].values())
+    assert describe_base(apply_ep_fsdp2(with_lora(tiny()), ep_size=2)) is None
+
+
+def one_byte_or_two_experts_exchanged_are_another_base(rank: int, world: int) -> None:
+    model = sharded("nf4", ep_size=2)
+    before = describe_base(model)
+    assert before is not None
+    _, held, _ = next(quantised_matrices(model))
+    local = _local(held.values)
+    if rank == 1:
+        local[0, 3, 5] ^= 1
+    flipped = describe_base(model)
+    if rank == 1:
+        local[0, 3, 5] ^= 1
+    assert describe_base(model) == before
+    first, second = local[0].clone(), local[1].clone()
+    local[0], local[1] = second, first
+    exchanged = describe_base(model)
+    for after in (flipped, exchanged):
+        assert after is not None
+        differ = [n for n, h in before["hashes"].items() if after["hashes"][n] != h]
+        assert len(differ) == 1 and differ[0].endswith("layers.0.mlp.experts.gate_up_proj")
+
+
+def _step(model: nn.Module, optimizer: Any, number: int) -> None:
+    model(**batch(model, 2, 9, seed=number)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _adamw(model: nn.Module) -> Any:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    found = {n: full_tensor(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
+    return pack_factors(model, found)
+
+
+def resumed_at_another_layout_on_the_same_base_alone(rank: int, world: int, folder: str) -> None:
+    """Bytes are not saved, the run goes on as it would have; another base changes nothing."""
+    for kind in ("nf4", "fp8"):
+        where = Path(folder, kind)
+        model = sharded(kind, ep_size=2)
+        optimizer = _adamw(model)
+        for number in range(2):
+            _step(model, optimizer, number)
+        save_checkpoint(where, model, optimizer)
+        _step(model, optimizer, 2)
+        assert sum(path.stat().st_size for path in where.rglob("*.safetensors")) < 1_000_000
+        again = sharded(kind, ep_size=1)
+        resumed = _adamw(again)
+        load_checkpoint(where, again, resumed)
+        _step(again, resumed, 2)
+        want = _trained(model)
+        for name, tensor in _trained(again).items():
+            assert_close(name, tensor, want[name], FP64_MODEL)
+    base = json.loads(Path(folder, "nf4", BASE).read_text())
+    assert base["experts_dtype"] == "nf4" and len(base["hashes"]) == 8
+    others: list[tuple[nn.Module, str]] = [
+        (
+            sharded("nf4", seed=1, ep_size=2),
+            r"and this is a model with [0-9a-f]{32} .*: another base",
+        ),
+        (sharded("nested", ep_size=2), "held by experts_dtype='nf4', this model .*double_quant"),
+        (
+            apply_ep_fsdp2(with_lora(tiny(**LARGE), r=3, seed=5), ep_size=2),
+            "experts_dtype='nf4', this model has them as they were loaded",
+        ),
+    ]
+    for other, words in others:
+        before = _trained(other)
+        with pytest.raises(ValueError, match=words):
+            load_checkpoint(Path(folder, "nf4"), other, _adamw(other))
+        for name, tensor in _trained(other).items():
+            assert torch.equal(tensor, before[name])
+    dist.barrier()
+    if rank == 0:
+        Path(folder, "nf4", BASE).write_text("{")
+    dist.barrier()
+    with pytest.raises(ValueError, match=BASE):
+        load_checkpoint(Path(folder, "nf4"), sharded("nf4", ep_size=2), None)
+
+
+def frozen_without_peft(rank: int, world: int, folder: str) -> None:
+    """Attention is trained and saved, experts are not; the rest of a model cannot be converted."""
+
+    def frozen(seed: int) -> nn.Module:
+        model = tiny(seed=seed, **LARGE)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("self_attn" in name)
+        return sharded("nf4", model=model, ep_size=2)
+
+    model = frozen(0)
+    optimizer = _adamw(model)
+    _step(model, optimizer, 0)
+    save_checkpoint(Path(folder, "one"), model, optimizer)
+    again = frozen(0)
+    load_checkpoint(Path(folder, "one"), again, _adamw(again))
+    for name, tensor in _trained(model).items():
+        assert torch.equal(_trained(again)[name], tensor)
+    if rank == 0:
+        with pytest.raises(ValueError, match="experts were held quantised, and holds none of them"):
+            convert(Path(folder, "one"), Path(folder, "hub"))
+    for call in (lambda: save_pretrained(model, folder), lambda: list(hub_tensors(model))):
+        with pytest.raises(ValueError, match="hf-moe-ep merge-adapter BASE ADAPTER OUT"):
+            call()
+
+
+def the_adapter_opens_in_stock_peft(rank: int, world: int, folder: str) -> None:
+    model = sharded("nf4", ep_size=2)
+    _step(model, _adamw(model), 0)
+    for way in (save_pretrained, lambda model, to: model.save_pretrained(to)):
+        if rank == 0:
+            shutil.rmtree(folder)
+        dist.barrier()
+        way(model, folder)
+        stock = tiny(**LARGE)
+        dequantise_experts(stock, "nf4")
+        opened = peft.PeftModel.from_pretrained(stock, folder)
+        with torch.no_grad():
+            inputs = batch(stock, 2, 9)
+            got, want = model(**inputs).logits, opened(**inputs).logits
+        # A file of PEFT keeps the factors in the dtype of the model.
+        assert_close("logits", got, want, FP64_MODEL)
+
+
+def what_cannot_be_is_refused(rank: int, world: int) -> None:
+    trained = with_lora(tiny(**LARGE))
+    for name, parameter in trained.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or name.endswith("down_proj"))
+    refused: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (trained, NF4, r"down_proj is to be trained; .*get_peft_model"),
+        (tiny(**LARGE), NF4, r"gate_up_proj is to be trained"),
+        (with_lora(tiny()), NF4, r"blocks of 64 .*gate_up_proj of .*in 32\] has 32"),
+        (with_lora(tiny(**SIZES["nf4"])), HELD["fp8"], r'blocks of 128 .*use experts_dtype="nf4"'),
+        (
+            with_lora(tiny(**SIZES["fp8"])),
+            HELD["fp8"] | {"expert_shard_dim": 1},
+            r"expert_shard_dim=1 splits the 128 rows of down_proj .*over ep_fsdp \(2\)",
+        ),
+        (
+            with_lora(tiny(**SIZES["nf4"])),
+            HELD["nested"] | {"expert_shard_dim": 1},
+            r"splits the 256 rows of gate_up_proj .*a block of nf4, whose scales share others",
+        ),
+    ]
+    for model, config, words in refused:
+        with pytest.raises(ValueError, match=words):
+            apply_ep_fsdp2(model, ep_size=1, **config)
+    model = sharded("nf4", ep_size=2)
+    with pytest.raises(ValueError, match="sharded over 2 ranks"):
+        model.merge_and_unload()
+    with pytest.raises(ValueError, match=r"hub_tensors of a model.*hf-moe-ep merge-adapter"):
+        hub_tensors(model, merge_adapters=True)
+    with pytest.raises(ValueError, match="sharded over 2 ranks; unpatch it before"):
+        unpatch(model)
+
+
+CHECKS = [
+    bytes_held,
+    bytes_gathered_fall_alike,
+    hashes_do_not_know_a_layout,
+    one_byte_or_two_experts_exchanged_are_another_base,
+    resumed_at_another_layout_on_the_same_base_alone,
+    frozen_without_peft,
+    the_adapter_opens_in_stock_peft,
+    what_cannot_be_is_refused,
+]
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, *CHECKS, slow=True))
+def test_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+def test_a_model_that_is_never_sharded_says_so() -> None:
+    """Nothing is quantised by `patch`: a stock forward would be in another precision."""
+    model = patch(with_lora(tiny(**SIZES["nf4"])), **NF4)
+    assert "to be held in nf4 when it is sharded" in describe(model)
+    with pytest.raises(ValueError, match=r"experts_dtype='nf4' but never sharded.*as they were"):
+        model(**batch(model, 1, 5))
+    assert unpatch(model) is model
