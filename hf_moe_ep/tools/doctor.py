@@ -38,6 +38,7 @@ OK, NOTE, FAIL = "ok", "--", "FAIL"
 # none where transformers or torch import it by themselves; else it is idle until it is asked for.
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
+    "bitsandbytes": "experts_dtype='nf4': not available, pip install 'hf_moe_ep[quant]'",
     "trl": "SFTTrainer: not available, pip install trl",
     "triton": "experts run on the torch path, pip install triton",
 }

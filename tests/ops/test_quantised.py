@@ -242,7 +242,9 @@ def run(
         if late:
             experts = postpone_grads(experts)
         mine = slice(part, None, chunks)
-        out = expert_mlp(rows[mine], ids[mine], weights[mine], experts, case.formula, **kw)
+        counts_L = [int((ids[mine] == expert).sum()) for expert in range(case.num_experts)]
+        inputs = (rows[mine], ids[mine], weights[mine])
+        out = expert_mlp(*inputs, experts, case.formula, counts_L=counts_L, **kw)
         outs.append((out, grad_RH[mine]))
     torch.autograd.backward([out for out, _ in outs], [grad for _, grad in outs])
     found = {f"out {part}": out.detach() for part, (out, _) in enumerate(outs)}
@@ -278,16 +280,17 @@ def test_the_same_bits_as_dequantised_matrices(name: str, call: str, dtype: torc
             assert torch.equal(got[tensor], value), (kw, tensor)
 
 
-@pytest.mark.parametrize("name", ["nf4", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_compiled(name: str) -> None:
     """torch.compile of a function around the operator: one graph, equal numbers."""
     quantisation, case = FORMATS[name], CALLS["silu"]
     named = weights_of(adapted(case, 5, torch.float32), quantisation, torch.float32)
-    ids = case.ids_RK()
+    ids, counts_L = case.ids_RK(), case.counts_L()
 
     def layer(rows: Tensor, weights: Tensor, experts: dict[str, Tensor]) -> Tensor:
         held = ExpertWeights(**experts, up_bias=None, down_bias=None, quantised=quantisation.kind)
-        return expert_mlp(rows * 1.0, ids, weights, held, case.formula).sin()
+        return expert_mlp(rows * 1.0, ids, weights, held, case.formula, counts_L=counts_L).sin()
 
     found = []
     for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
@@ -372,6 +375,7 @@ def test_nothing_of_the_matrices_is_kept_for_backward() -> None:
 
     experts = replace(ExpertWeights(**leaves), quantised="nf4")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = expert_mlp(rows, case.ids_RK(), weights, experts, case.formula, recompute=True)
+        kw = {"counts_L": case.counts_L(), "recompute": True}
+        out = expert_mlp(rows, case.ids_RK(), weights, experts, case.formula, **kw)
     out.sum().backward()
     assert kept and max(kept) <= 2 * len(IDS)
