@@ -15,6 +15,7 @@ from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.modalities import modality_by_step
 from support.needs import VISION_MODEL
 from support.parity import Case, on_ranks
+from support.quantised import SIZES, dequantise_experts
 from support.tiny_models import batch, tiny
 from torch import nn
 
@@ -58,6 +59,12 @@ TWO_RANKS = [
         prepare=CHECKPOINT, micro_batches=parity.three_micro_batches
     ),
 ]
+QUANTISED = [
+    Case(f"ep 2, experts in {kind}", 2, 2, wrap=BOTH, model=SIZES[kind]).with_(
+        config={"experts_dtype": kind}, change_reference=partial(dequantise_experts, kind=kind)
+    )
+    for kind in SIZES
+]
 FOUR_RANKS = [
     Case("ep 2, HSDP", 4, 2, 2, wrap=BOTH),
     Case("ep 2, sp 2", 4, 2, sp=2, wrap=BOTH),
@@ -90,7 +97,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS + FOUR_RANKS))
+@pytest.mark.parametrize("claim", on_ranks(TWO_RANKS + QUANTISED + FOUR_RANKS))
 def test_adapters_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 

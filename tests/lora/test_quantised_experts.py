@@ -100,7 +100,7 @@ def test_quantised_experts_equal_one_process(found: Found, claim: Check) -> None
 OF_TYPES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 128},
     "nemotron_h": {"hidden_size": 64, "moe_intermediate_size": 128},
-    "ernie4_5_vl_moe_text": {"hidden_size": 64, "moe_intermediate_size": [128, 64]},
+    "ernie4_5_vl_moe": {"hidden_size": 64, "moe_intermediate_size": [128, 64]},
     "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 128},
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.configs import stage_configs
 from hf_moe_ep.checkpoints.hub.gather import gather_state_dict, slabs_of
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
-from hf_moe_ep.checkpoints.hub.quantised import check_whole_weights
+from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import (
     first_dtype,
     parse_size,

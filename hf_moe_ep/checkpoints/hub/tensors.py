@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hf_moe_ep.checkpoints.hub.gather import gather_changed, slabs_for_all
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
 from hf_moe_ep.checkpoints.hub.pieces import overlaps
-from hf_moe_ep.checkpoints.hub.quantised import check_whole_weights
+from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import Source, saved_dtype, sources_of
 from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
