@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
-from hf_moe_ep.checkpoints.storage.safetensors_file import read_index
+from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_weights
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.patch import check_unsharded, patch
 from hf_moe_ep.ranks.together import together
@@ -136,7 +135,7 @@ def from_pretrained(
 
     def build() -> tuple[Path, nn.Module]:
         folder = local_folder(name_or_dir, options)
-        model = empty_model(folder, model_class, partial(_first_dtype, folder), options)
+        model = empty_model(folder, model_class, partial(dtype_of_weights, folder), options)
         # The name, not the folder in the cache: PEFT writes it into the config of an adapter.
         set_source(model, os.fspath(name_or_dir))
         if peft_config is not None:
@@ -152,14 +151,6 @@ def from_pretrained(
         offload_policy=offload_policy,
         **overrides,
     )
-
-
-def _first_dtype(folder: os.PathLike[str]) -> torch.dtype:
-    """Take the first by file and key, as transformers; a header begins with the widest dtype."""
-    entries = sorted(read_index(folder).items(), key=lambda item: (item[1].file, item[0]))
-    dtypes = (entry.dtype for _, entry in entries)
-    found = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
-    return next(found, torch.get_default_dtype())
 
 
 def _check_group(caller: str) -> None:

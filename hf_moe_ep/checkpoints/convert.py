@@ -34,6 +34,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     write_checkpoint,
 )
 from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.storage.atomic import check_is_free
 from hf_moe_ep.checkpoints.storage.boxes import Box, whole
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
@@ -42,7 +43,7 @@ from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS
 
 _OF_ACCELERATE = "pytorch_model_fsdp_0"
 _PREFIX = "model."
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".h5", ".onnx")
 
 
 def convert(
@@ -66,8 +67,7 @@ def convert(
         ValueError: no such checkpoint; one of adapters alone; damaged; it does not fit the config.
     """
     folder, out = Path(source), Path(target)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"target {out} exists and is not empty; name another folder")
+    check_is_free(out)
     if manifest.is_ours(folder):
         manifest.check_sizes(folder)
     described = Path(config) if config is not None else folder
@@ -87,7 +87,7 @@ def convert(
     _check_fits(folder, model, metadata)
     out.mkdir(parents=True, exist_ok=True)
     for file in described.iterdir():
-        if file.is_file() and file.suffix not in _NOT_COPIED and _is_of_model(file.name):
+        if file.is_file() and is_of_model(file):
             shutil.copy2(file, out)
     save_configs(model, out, first_dtype(sources), ())
     write_checkpoint(out, split_files(sources, parse_size(max_shard_size)))
@@ -156,7 +156,8 @@ def _slabs(reader: Any, metadata: Metadata, name: str) -> Iterator[tuple[Box, Te
     yield from whole(tensor)
 
 
-def _is_of_model(name: str) -> bool:
-    """Tell a file of the model from what a training run leaves beside it."""
+def is_of_model(file: Path) -> bool:
+    """Tell a file that describes a model from weights, and what a training run leaves there."""
     ours = (manifest.MANIFEST, manifest.STARTED, STATE, "trainer_state.json", INDEX)
-    return name not in ours and not name.startswith(("random-", "rng_state", "adapter_"))
+    of_run = file.name in ours or file.name.startswith(("random-", "rng_state", "adapter_"))
+    return file.suffix not in _WEIGHTS and not of_run

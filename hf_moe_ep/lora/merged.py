@@ -7,7 +7,10 @@ The part of experts 2 and 3, rows 0 to 2, of gate_up_proj [8, 48, 32] wants of t
 and one product. Rounding is PEFT's (`merge`): each adapter in turn is added to the weight, in the
 dtype of both, and the sum is cast to the weight's.
 
-Here: parts that are sent away. Never: the weights themselves, which stay as they are.
+On a CPU a part of whole experts has the very bits that PEFT computes: the same product of each
+expert's factors. So has a parameter that is no stack, whole.
+
+Here: parts that are sent away or written. Never: a model's own weights, which stay as they are.
 """
 
 from __future__ import annotations
@@ -64,9 +67,8 @@ def with_experts_in_front(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tenso
 
 
 def add_updates(values: Tensor, part: tuple[slice, ...], updates: Iterable[Update]) -> Tensor:
-    """Add `updates` to the values of a part of a parameter; a new tensor."""
-    merged = values.clone()
+    """Add `updates` to the values of a part of a parameter, in place; returns them."""
     for update in updates:
         delta = update.of(part)
-        merged += delta.to(merged.dtype) if update.casts else delta
-    return merged
+        values += delta.to(values.dtype) if update.casts else delta
+    return values

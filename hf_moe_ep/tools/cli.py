@@ -2,6 +2,7 @@
 
     hf-moe-ep doctor
     hf-moe-ep export-adapter out/adapter out/adapter-for-vllm
+    hf-moe-ep merge-adapter Qwen/Qwen3-30B-A3B out/adapter out/model
     hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
     hf-moe-ep verify out/model
     hf-moe-ep inspect --plan out/config.json --world 64 --ep 8
@@ -44,10 +45,17 @@ def _other_commands() -> tuple[ModuleType, ...]:
         convert_command,
         export_adapter_command,
         inspect_command,
+        merge_adapter_command,
         verify_command,
     )
 
-    return inspect_command, verify_command, convert_command, export_adapter_command
+    return (
+        inspect_command,
+        verify_command,
+        convert_command,
+        export_adapter_command,
+        merge_adapter_command,
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ peft/utils/save_and_load.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -271,6 +271,16 @@ def active_updates(model: nn.Module) -> Iterator[LowRank]:
             elif adapter in layer.lora_embedding_A:
                 a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
                 yield _update(layer, a, b, layer.scaling[adapter], turned=True)
+
+
+def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[LowRank]]:
+    """Sort `active_updates` by the `id` of their parameters, all of which are in `tensors`."""
+    updates: dict[int, list[LowRank]] = {}
+    for update in active_updates(model):
+        updates.setdefault(id(update.parameter), []).append(update)
+    lost = updates.keys() - {id(tensor) for tensor in tensors}
+    assert not lost, f"{len(lost)} adapted parameters are in no checkpoint"
+    return updates
 
 
 def _update(layer: Any, a: Tensor, b: Tensor, scale: float, turned: bool = False) -> LowRank:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -47,10 +47,23 @@ from hf_moe_ep.upstream.modules import allocate_meta
 _logger = logging.getLogger("hf_moe_ep")
 
 
-def described_model(folder: Path) -> tuple[nn.Module, ModelPlan]:
-    """Build the model that a folder's config describes, on meta, and find its plan."""
-    model = empty_model(folder, None, torch.get_default_dtype, {})
+def described_model(
+    folder: Path, find_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
+) -> tuple[nn.Module, ModelPlan]:
+    """Build the model that a folder's config describes, on meta, and find its plan.
+
+    `find_dtype` is called where the config names no dtype.
+    """
+    model = empty_model(folder, None, find_dtype, {})
     return model, find_plan(model)[0]
+
+
+def dtype_of_weights(folder: str | os.PathLike[str]) -> torch.dtype:
+    """Take the first by file and key, as transformers; a header begins with the widest dtype."""
+    entries = sorted(read_index(folder).items(), key=lambda item: (item[1].file, item[0]))
+    dtypes = (entry.dtype for _, entry in entries)
+    found = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
+    return next(found, torch.get_default_dtype())
 
 
 def find_weights(

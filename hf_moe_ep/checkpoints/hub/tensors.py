@@ -33,10 +33,10 @@ from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.adapters import (
     LowRank,
     active_adapters,
-    active_updates,
     adapter_layers,
     check_mergeable,
     left_out_by_merging,
+    updates_of,
 )
 from hf_moe_ep.upstream.hub import file_name
 from hf_moe_ep.upstream.module_names import unwrap
@@ -144,11 +144,7 @@ def _sources(
     """Describe every tensor of a checkpoint, with slabs that go to all ranks."""
     # First: while units are gathered, modules hold other tensors than a state dict.
     tensors = distinct_tensors(model, left_out_by_merging(model))
-    updates: dict[int, list[LowRank]] = {}
-    for update in active_updates(model):
-        updates.setdefault(id(update.parameter), []).append(update)
-    lost = updates.keys() - {id(tensor) for tensor in tensors.values()}
-    assert not lost, f"{len(lost)} adapted parameters are in no checkpoint"
+    updates = updates_of(model, tensors.values())
     dtypes = {file_name(name): kept for name, kept in state.dtypes.items()}
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
@@ -183,7 +179,8 @@ def _as_it_is(part: Box, values: Tensor) -> Tensor:
 def _to_be_sent(dtype: torch.dtype, updates: list[Update], part: Box, values: Tensor) -> Tensor:
     """Make of a part of a parameter what a checkpoint has of it; a copy."""
     if updates:
-        values = add_updates(values, tuple(slice(start, stop) for start, stop in part), updates)
+        rows = tuple(slice(start, stop) for start, stop in part)
+        values = add_updates(values.clone(), rows, updates)
     return values.to(dtype, copy=not updates)
 
 

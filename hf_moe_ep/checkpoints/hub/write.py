@@ -18,7 +18,7 @@ import math
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,6 +157,8 @@ def write_checkpoint(
     writes: bool = True,
     together: Callable[[str, Callable[[], None]], Any] = _alone,
     configs: Path | None = None,
+    names: Sequence[str] | None = None,
+    what: str | None = None,
 ) -> None:
     """Write all files, then the index; what fails on the way leaves the previous checkpoint.
 
@@ -165,10 +167,12 @@ def write_checkpoint(
         together: runs what is to be done for a file, and the commit; where an error of the writing
             process becomes one of the others.
         configs: of `stage_configs`, published with the checkpoint or removed.
+        names: of the files, in a folder that has none; None are those of no earlier checkpoint.
+        what: is done, for the progress bar and errors.
     """
-    writer = _HubWriter(folder, files, configs) if writes else None
+    writer = _HubWriter(folder, files, configs, names) if writes else None
     total = sum(source.bytes for sources in files for source in sources)
-    what = f"saving to {folder}"
+    what = what or f"saving to {folder}"
     try:
         with progress_bar(total, what, writes) as progress:
             for number, sources in enumerate(files):
@@ -226,10 +230,16 @@ def _write_slab(file: Writer, source: Source, member: Member, box: Box, slab: Te
 class _HubWriter:
     """Rank 0's part of a save: `write` every file in order, then `commit`."""
 
-    def __init__(self, folder: Path, files: list[list[Source]], configs: Path | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: list[list[Source]],
+        configs: Path | None,
+        names: Sequence[str] | None,
+    ) -> None:
         self._folder, self._configs = folder, configs
         tag = uuid.uuid4().hex[:8]
-        self._names = [
+        self._names = names or [
             f"model-{tag}-{number:05d}-of-{len(files):05d}.safetensors"
             for number in range(1, len(files) + 1)
         ]

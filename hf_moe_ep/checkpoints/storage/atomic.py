@@ -1,10 +1,12 @@
-"""Files that survive a kill and a power cut: all of the new one, or the old one."""
+"""Files and folders that survive a kill and a power cut: all of the new one, or the old one."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PIECE = 4 << 20  # bytes
@@ -24,6 +26,37 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     beside.replace(path)
     sync_folder(path.parent)
+
+
+def check_is_free(target: Path) -> None:
+    """Raise ValueError where a folder to be written is there and not empty."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"target {target} exists and is not empty; name another folder")
+
+
+def partial_folder(target: Path) -> str:
+    """Return how the name begins of what `whole_folder` writes to."""
+    return f".{target.name}.partial-"
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Give a folder beside `target`, which is renamed to it where the block ends.
+
+    An error in the block removes it; what a kill leaves is called `.NAME.partial-PID`.
+    """
+    check_is_free(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f"{partial_folder(target)}{os.getpid()}")
+    shutil.rmtree(beside, ignore_errors=True)  # of a killed process with the same number
+    beside.mkdir()
+    try:
+        yield beside
+        sync_folder(beside)
+        beside.rename(target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

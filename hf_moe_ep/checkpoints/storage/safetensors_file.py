@@ -64,34 +64,37 @@ class Entry:
     start: int
 
 
-def read_index(directory: str | os.PathLike[str]) -> dict[str, Entry]:
+def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[str, Entry]:
     """Find every tensor of a checkpoint folder, by key.
+
+    Args:
+        single: the name of the file where there is one; an index adds ".index.json" to it.
 
     Raises:
         ValueError: no safetensors checkpoint; a file that is missing, truncated or no safetensors
             file; a tensor that the index promises and its file has not. The file is named.
     """
-    directory = Path(directory)
-    if (directory / SINGLE).is_file():  # stock looks for it first, too
-        return read_header(directory / SINGLE)
-    if not (directory / INDEX).is_file():
+    directory, index = Path(directory), f"{single}.index.json"
+    if (directory / single).is_file():  # stock looks for it first, too
+        return read_header(directory / single)
+    if not (directory / index).is_file():
         raise ValueError(
-            f"{directory} holds no safetensors checkpoint: neither {SINGLE} nor {INDEX} is there"
+            f"{directory} holds no safetensors checkpoint: neither {single} nor {index} is there"
         )
     try:
-        places: dict[str, str] = json.loads((directory / INDEX).read_text("utf-8"))["weight_map"]
+        places: dict[str, str] = json.loads((directory / index).read_text("utf-8"))["weight_map"]
         names = sorted(set(places.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{directory / INDEX} is no index or damaged: {reason}") from error
+        raise ValueError(f"{directory / index} is no index or damaged: {reason}") from error
     entries: dict[str, Entry] = {}
     for name in names:
         if not (directory / name).is_file():
-            raise ValueError(f"{directory / name} is missing, and {INDEX} names it")
+            raise ValueError(f"{directory / name} is missing, and {index} names it")
         held = read_header(directory / name)
         wanted = {key for key, file in places.items() if file == name}
         if absent := sorted(wanted - held.keys()):
-            raise ValueError(f"{directory / name} has no tensor {absent[0]}, and {INDEX} says so")
+            raise ValueError(f"{directory / name} has no tensor {absent[0]}, and {index} says so")
         entries.update((key, entry) for key, entry in held.items() if key in wanted)
     return entries
 

@@ -1,0 +1,120 @@
+"""PEFT: a LoRA adapter's folder, laid over a model without values.
+
+peft/config.py, peft/mapping_func.py, peft/tuners/lora/config.py and layer.py (the first values of
+factors), peft/utils/save_and_load.py; transformers saves adapters with the same keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS
+
+_PREFIX = "base_model.model."
+# Fields of a LoraConfig that make something else of it than W + scale * B A of the base's W.
+_NO_PRODUCT = {
+    "use_dora": "DoRA (use_dora)",
+    "use_qalora": "QALoRA (use_qalora)",
+    "use_bdlora": "BD-LoRA (use_bdlora)",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
+    "arrow_config": "Arrow (arrow_config)",
+    "monteclora_config": "MonteCLoRA (monteclora_config)",
+    "lora_bias": "a bias of its own (lora_bias)",
+    "layer_replication": "replicated layers (layer_replication)",
+    "trainable_token_indices": "single rows of embeddings (trainable_token_indices)",
+}
+# First values that leave the base as it is; all others take something out of it.
+_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
+_ELSEWHERE = "merge it in one process, with PEFT's merge_and_unload"
+
+
+def read_lora_config(folder: Path) -> Any:
+    """Read the config of an adapter that is a product of two factors, and of nothing more.
+
+    Raises:
+        ValueError: it is of another kind; it says which.
+    """
+    from peft import PeftConfig
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    try:
+        config: Any = PeftConfig.from_pretrained(os.fspath(folder))
+    except (KeyError, TypeError, ValueError) as error:
+        known = ", ".join(sorted(PEFT_TYPE_TO_CONFIG_MAPPING))
+        raise ValueError(
+            f"{folder} has no config that PEFT reads ({type(error).__name__}: {error}); it knows "
+            f"{known}"
+        ) from error
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"{folder} learns a prompt ({kind}: {PROMPT_ENCODERS}), which no weight can hold; "
+            f"serve the base together with it"
+        )
+    if kind != "LORA":
+        raise ValueError(
+            f"{folder} is of peft_type {kind}, and only LORA is a product of two factors; "
+            f"{_ELSEWHERE}"
+        )
+    if found := [name for field, name in _NO_PRODUCT.items() if getattr(config, field, None)]:
+        raise ValueError(
+            f"{folder} is LoRA with {', '.join(found)}, which is no product of two factors; "
+            f"{_ELSEWHERE}"
+        )
+    first = config.init_lora_weights
+    if isinstance(first, str) and first.lower() not in _KEEP_THE_BASE:
+        raise ValueError(
+            f"{folder} began with init_lora_weights={first!r}, which changed the base too; save it "
+            f"with path_initial_model_for_weight_conversion= as plain LoRA, or {_ELSEWHERE}"
+        )
+    return config
+
+
+def attach_without_values(model: nn.Module, config: Any) -> nn.Module:
+    """Put PEFT's layers around a model on meta; what they add is on meta, too.
+
+    Raises:
+        ValueError: PEFT finds nothing to adapt, or cannot adapt what it finds.
+    """
+    from peft import get_peft_model
+
+    config = copy.deepcopy(config)  # PEFT writes into it what it makes of older configs
+    config.init_lora_weights, config.inference_mode = False, True
+    config.base_model_name_or_path = model.__dict__.get("name_or_path") or None
+    adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
+    return adapted
+
+
+def factor_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a factor is loaded in, beside a weight of `dtype`.
+
+    `autocast_adapter_dtype`, which is PEFT's default (peft/tuners/tuners_utils.py).
+    """
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return by the keys that PEFT saves them with: those of the adapter, and those of the base.
+
+    The latter are saved where the vocabulary was resized, and by save_embedding_layers=True.
+    """
+    from peft import get_peft_model_state_dict
+
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    own = get_peft_model_state_dict(model, state, save_embedding_layers=False)
+    known = {id(tensor) for tensor in own.values()}
+    return own, {key: tensor for key, tensor in state.items() if id(tensor) not in known}
+
+
+def with_prefix(keys: Iterable[str]) -> Mapping[str, str]:
+    """Map the keys of a file to those of PEFT: transformers may save them without its prefix."""
+    names = list(keys)
+    add = "" if any(name.startswith(_PREFIX) for name in names) else _PREFIX
+    return {f"{add}{name}": name for name in names}

@@ -1,0 +1,429 @@
+"""`hf-moe-ep merge-adapter` writes, piece by piece, what PEFT merges and saves in one process."""
+
+import gc
+import json
+import os
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import huggingface_hub.constants
+import pytest
+import torch
+from peft import LoKrConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from support.adapters import EXPERTS, with_lora
+from support.architectures.models import tiny
+from support.hub_files import assert_equal, hub_state, read_all, write_hub
+from support.largest_tensor import LargestTensor
+from support.needs import needs_vision
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_moe_ep.checkpoints import merge
+from hf_moe_ep.checkpoints.merge import merge_adapter
+from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
+from hf_moe_ep.tools import cli
+
+BASE, ADAPTER = "base", "adapter"
+DENSE = ("q_proj", "v_proj", "embed_tokens")
+SLAB = 5_000  # bytes: of these stacks two experts or three
+
+
+def write_base(folder: Path, name: str, dtype: torch.dtype, **config: Any) -> type[PreTrainedModel]:
+    """Several files, as stock saves it, and files that describe it."""
+    model = tiny(name, dtype=dtype, **config)
+    model.save_pretrained(folder / BASE, max_shard_size="60KB")
+    (folder / BASE / "tokenizer.json").write_text('{"of": "base"}')
+    (folder / BASE / "additional_chat_templates").mkdir()
+    (folder / BASE / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    return type(model)
+
+
+def write_adapter(folder: Path, model: PreTrainedModel, **options: Any) -> None:
+    """Of random factors; modules_to_save and biases are trained, too."""
+    adapted = with_lora(model, **{"r": 3, "seed": 1, **options})
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "modules_to_save" in name or (options.get("bias") and name.endswith("bias")):
+                parameter.add_(torch.randn_like(parameter))
+    adapted.save_pretrained(folder / ADAPTER)
+
+
+def merged_by_peft(folder: Path, model_class: type[PreTrainedModel]) -> dict[str, Tensor]:
+    """What stock PEFT merges and saves in one process."""
+    base = model_class.from_pretrained(folder / BASE)
+    merged = PeftModel.from_pretrained(base, folder / ADAPTER).merge_and_unload()
+    merged.save_pretrained(folder / "of peft", max_shard_size="60KB")
+    return read_all(folder / "of peft")
+
+
+def index_of(folder: Path) -> dict[str, str]:
+    places: dict[str, str] = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+    return places
+
+
+def written(folder: Path, **options: Any) -> dict[str, Tensor]:
+    merge_adapter(folder / BASE, folder / ADAPTER, folder / "out", **{"max_bytes": SLAB, **options})
+    return read_all(folder / "out")
+
+
+def assert_as_peft(folder: Path, model_class: type[PreTrainedModel]) -> dict[str, Tensor]:
+    """The same keys, dtypes and bits; returns them."""
+    want, base = merged_by_peft(folder, model_class), read_all(folder / BASE)
+    assert any(not torch.equal(want[key], base[key]) for key in want if key in base)
+    assert_equal(written(folder), want)
+    return want
+
+
+# By type, which dense modules are adapted beside the experts.
+TYPES: dict[str, tuple[str, ...]] = {
+    "qwen3_moe": DENSE,  # one key per expert
+    "gpt_oss": DENSE,  # stacks [E, in, out], biases
+    "mixtral": ("q_proj", "lm_head"),
+    "deepseek_v3": ("q_b_proj", "kv_b_proj", "o_proj"),
+}
+FAST = ("qwen3_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TYPES]
+)
+def test_every_bit_is_that_of_peft(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model_class = write_base(tmp_path, name, dtype)
+    write_adapter(tmp_path, model_class.from_pretrained(tmp_path / BASE), modules=TYPES[name])
+    want = assert_as_peft(tmp_path, model_class)
+    base, places = index_of(tmp_path / BASE), index_of(tmp_path / "out")
+    assert set(places.values()) == set(base.values()) and len(set(base.values())) > 2
+    # A stack of which two files have a part is in one of them.
+    assert all(places[key] == base[key] for key in want if ".experts." not in key)
+    for kept in ("config.json", "tokenizer.json", "additional_chat_templates/tools.jinja"):
+        assert (tmp_path / "out" / kept).read_bytes() == (tmp_path / BASE / kept).read_bytes()
+    assert not list(tmp_path.glob(".out.partial-*"))
+
+
+@needs_vision
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_model_of_pictures_is_as_on_the_hub(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Where stock saves a Qwen3-VL-MoE as it is in memory, which the hub has the other way."""
+    model = tiny("qwen3_vl_moe", dtype=dtype)
+    base = write_hub(tmp_path / BASE, model)
+    model_class = type(model)
+    modules = ("q_proj", "qkv", "linear_fc1")
+    write_adapter(tmp_path, model_class.from_pretrained(tmp_path / BASE), modules=modules)
+    opened = PeftModel.from_pretrained(
+        model_class.from_pretrained(tmp_path / BASE), tmp_path / ADAPTER
+    )
+    merged = opened.merge_and_unload()
+    want, got = hub_state(merged), written(tmp_path)
+    assert sum(not torch.equal(want[key], base[key]) for key in want) > 8
+    assert_equal(got, want)
+    again = model_class.from_pretrained(tmp_path / "out")
+    assert_equal(again.state_dict(), merged.state_dict())
+
+
+BIASED: dict[str, Any] = {"attention_bias": True}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rslora, patterns, the router": (
+        {},
+        {
+            "use_rslora": True,
+            "rank_pattern": {"experts.gate_up_proj": 5, r"1\..*q_proj": 7},
+            "alpha_pattern": {"down_proj": 11},
+            "parameters": (*EXPERTS, "mlp.gate.weight"),
+        },
+    ),
+    "the embedding, tied": (TIED, {"modules": DENSE}),
+    "a trained embedding, once tied": (TIED, {"modules_to_save": ["embed_tokens"]}),
+    "a trained head, once tied": (TIED, {"modules_to_save": ["lm_head"]}),
+    "norms and a head": ({}, {"modules_to_save": ["lm_head", "norm", "q_norm"], "modules": ()}),
+    "biases": (BIASED, {"bias": "all"}),
+    "dense layers alone": ({}, {"parameters": ()}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_every_kind(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    config, options = KINDS[kind]
+    model_class = write_base(tmp_path, "qwen3_moe", dtype, **config)
+    write_adapter(tmp_path, model_class.from_pretrained(tmp_path / BASE), **options)
+    want = assert_as_peft(tmp_path, model_class)
+    assert ("lm_head.weight" in want) == ("once tied" in kind or not config.get(*TIED))
+    done = merge_adapter(tmp_path / BASE, tmp_path / ADAPTER, tmp_path / "again")
+    assert any("tie_word_embeddings to false" in note for note in done.notes) == ("once" in kind)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and an adapter that no test changes, and what PEFT makes of them."""
+    folder = tmp_path_factory.mktemp("small")
+    model_class = write_base(folder, "qwen3_moe", torch.float32)
+    write_adapter(folder, model_class.from_pretrained(folder / BASE), modules=DENSE)
+    merged_by_peft(folder, model_class)
+    return folder
+
+
+def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -> None:
+    """With an index, and without PEFT's prefix; the base by the name that a cache has it by."""
+    whole = load_file(small / ADAPTER / "adapter_model.safetensors")
+    shutil.copytree(small / ADAPTER, tmp_path / ADAPTER)
+    (tmp_path / ADAPTER / "adapter_model.safetensors").unlink()
+    places = {
+        key.removeprefix("base_model.model."): f"adapter_model-0000{1 + i % 2}-of-00002.safetensors"
+        for i, key in enumerate(whole)
+    }
+    for name in set(places.values()):
+        held = {k: whole[f"base_model.model.{k}"] for k, place in places.items() if place == name}
+        save_file(held, tmp_path / ADAPTER / name)
+    index = tmp_path / ADAPTER / "adapter_model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    cached = tmp_path / "cache" / "models--somebody--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("f00d")
+    shutil.copytree(small / BASE, cached / "snapshots" / "f00d")
+    (tmp_path / ADAPTER / "tokenizer.json").write_text('{"of": "adapter"}')
+    with (
+        mock.patch.object(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache")),
+        mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
+    ):
+        done = merge_adapter("somebody/tiny", tmp_path / ADAPTER, tmp_path / "out")
+    assert_equal(read_all(tmp_path / "out"), read_all(small / "of peft"))
+    assert done.notes == [
+        "tokenizer.json is that of the base; the adapter's folder has another one"
+    ]
+
+
+def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["merge-adapter", *map(str, (small / BASE, small / ADAPTER, tmp_path / "out"))]
+    assert cli.main(arguments) == 0
+    shown = capsys.readouterr()
+    want = read_all(small / "of peft")
+    assert f"{sum(tensor.nbytes for tensor in want.values()):,} bytes" in shown.out
+    assert f"merging into {tmp_path / 'out'}: 100%" in shown.err
+    assert cli.main(["verify", str(tmp_path / "out")]) == 0
+    assert "all right" in capsys.readouterr().out
+    assert_equal(read_all(tmp_path / "out"), want)
+    assert cli.main(arguments) == 2
+    assert f"target {tmp_path / 'out'} exists and is not empty" in capsys.readouterr().err
+
+
+def _alive() -> int:
+    """Bytes of all tensors of this process that are not on meta."""
+    tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and not x.is_meta]
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
+    )
+
+
+def test_no_more_than_a_few_experts_or_one_matrix_are_in_memory(
+    small: Path, tmp_path: Path
+) -> None:
+    """Nor all of an adapter: of the largest tensor there are two, and what is read of a file."""
+    with LargestTensor(()) as watch:
+        merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out", max_bytes=SLAB)
+    want = read_all(small / "of peft")
+    largest = max(tensor.numel() for tensor in want.values())  # the embedding
+    model = tiny("qwen3_moe", dtype=torch.float32)
+    stack = max(p.numel() for p in model.parameters() if p.ndim == 3)
+    factors = load_file(small / ADAPTER / "adapter_model.safetensors")
+    largest = max(largest, SLAB // 4, *(tensor.numel() for tensor in factors.values()))
+    assert stack > 2 * largest, "a whole stack would be seen"
+    assert watch.elements // 4 <= largest  # bytes that are read of a file are elements of one byte
+
+
+def test_what_is_alive_while_a_tensor_is_written(small: Path, tmp_path: Path) -> None:
+    alive, stock = [], Writer.write
+
+    def watched(file: Writer, *arguments: Any) -> None:
+        alive.append(_alive())
+        stock(file, *arguments)
+
+    gc.collect()
+    before = _alive()
+    with mock.patch.object(Writer, "write", watched):
+        merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out", max_bytes=SLAB)
+    want = read_all(small / "of peft")
+    largest = max(tensor.nbytes for tensor in want.values())
+    total = sum(tensor.nbytes for tensor in want.values())
+    assert total > 10 * largest
+    assert max(alive) - before <= 2 * largest
+
+
+@contextmanager
+def dying(at: int, how: Callable[[], object]) -> Iterator[None]:
+    """Call `how` in front of the `at`-th write of a tensor, or of a file's copy after all those."""
+    left, stock, copy = [at], Writer.write, merge._copy
+
+    def counted(function: Any, *arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            how()
+        function(*arguments)
+
+    def write(file: Writer, *arguments: Any) -> None:
+        counted(stock, file, *arguments)
+
+    with (
+        mock.patch.object(Writer, "write", write),
+        mock.patch.object(merge, "_copy", partial(counted, copy)),
+    ):
+        yield
+
+
+def _no_space() -> None:
+    raise OSError("No space left on device")
+
+
+def num_writes(small: Path, folder: Path) -> int:
+    """Count the writes of a merge, and the files that are copied behind them."""
+    calls = [0]
+    with dying(0, lambda: calls.append(1)):
+        merge_adapter(small / BASE, small / ADAPTER, folder / "counted")
+    return len(calls) - 1
+
+
+def test_an_error_leaves_nothing_and_a_kill_nothing_that_loads(small: Path, tmp_path: Path) -> None:
+    total = num_writes(small, tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for at in (0, total // 2, total - 1):
+        with dying(at, _no_space), pytest.raises(OSError, match="No space left"):
+            merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+    for at in (0, total // 2, total - 1):
+        pid = os.fork()
+        if pid == 0:
+            with dying(at, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out")
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+        assert not (tmp_path / "out").exists()
+        left = tmp_path / f".out.partial-{pid}"
+        with pytest.raises((OSError, ValueError)):
+            AutoModelForCausalLM.from_pretrained(left)
+    done = merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out")
+    assert_equal(read_all(tmp_path / "out"), read_all(small / "of peft"))
+    assert any(f".out.partial-{pid} is of a run that was killed" in note for note in done.notes)
+
+
+def _edit(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def _quantized(method: str, base: Path, adapter: Path) -> None:
+    _edit(base / "config.json", quantization_config={"quant_method": method})
+
+
+def _adapter_config(base: Path, adapter: Path, **values: Any) -> None:
+    _edit(adapter / "adapter_config.json", **values)
+
+
+def _another_kind(config: Any, base: Path, adapter: Path) -> None:
+    shutil.rmtree(adapter)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
+
+
+def _of_another_base(base: Path, adapter: Path, **config: Any) -> None:
+    shutil.rmtree(adapter)
+    with_lora(tiny("qwen3_moe", dtype=torch.float32, **config), r=3).save_pretrained(adapter)
+
+
+def _single_experts(base: Path, adapter: Path) -> None:
+    key = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight"
+    save_file({key: torch.zeros(3, 3)}, adapter / "adapter_model.safetensors")
+
+
+def _without_a_tensor(base: Path, adapter: Path) -> None:
+    held = load_file(adapter / "adapter_model.safetensors")
+    held.pop(sorted(held)[0])
+    save_file(held | {"surplus": torch.zeros(2)}, adapter / "adapter_model.safetensors")
+
+
+def _pickled(base: Path, adapter: Path) -> None:
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+
+
+def _another_layout(base: Path, adapter: Path) -> None:
+    for path in base.glob("*.safetensors"):
+        held = {key.replace("self_attn", "attention"): t for key, t in load_file(path).items()}
+        save_file(held, path)
+    places = index_of(base)
+    renamed = {key.replace("self_attn", "attention"): place for key, place in places.items()}
+    (base / INDEX).write_text(json.dumps({"weight_map": renamed}))
+
+
+# What is done to the two folders, and the words of the error.
+BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "fp8": (partial(_quantized, "fp8"), r"quantized by fp8, to which .* dequantize=True"),
+    "mxfp4": (partial(_quantized, "mxfp4"), r"quantized by mxfp4, .*name the bf16 checkpoint"),
+    "dora": (partial(_adapter_config, use_dora=True), r"DoRA \(use_dora\), .*merge_and_unload"),
+    "pissa": (
+        partial(_adapter_config, init_lora_weights="pissa"),
+        r"init_lora_weights='pissa', which changed the base too; .*path_initial_model",
+    ),
+    "lokr": (
+        partial(_another_kind, LoKrConfig(r=2, target_modules=["q_proj"])),
+        r"peft_type LOKR, and only LORA is a product of two factors; merge it in one process",
+    ),
+    "prompt": (
+        partial(_another_kind, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+        r"learns a prompt \(PROMPT_TUNING: .*no weight can hold",
+    ),
+    "shapes": (
+        partial(_of_another_base, hidden_size=48),
+        r"adapter does not fit .*base: misshapen \d+ tensors: .* \(3, 48\) instead of \(3, \d+\)",
+    ),
+    "layers": (
+        partial(_of_another_base, num_hidden_layers=5),
+        r"does not fit .*unexpected \d+ tensors: .*layers\.4\..*it was trained on .*: merge",
+    ),
+    "modules": (
+        partial(_adapter_config, target_modules=["c_attn"], target_parameters=None),
+        r"adapter does not fit .*base: .*c_attn.* not found in the base model",
+    ),
+    "tensors": (_without_a_tensor, r"missing 1 tensors: .*lora.*; unexpected 1 tensors: .*surplus"),
+    "single experts": (_single_experts, r"single experts, .*export-adapter .* --to fused"),
+    "pickle": (_pickled, r"holds a pickle, adapter_model.bin; open it in PEFT and save it"),
+    "layout": (_another_layout, r"missing \d+ .*self_attn.*holds instead .*Keys of another layout"),
+    "no adapter": (lambda _, adapter: shutil.rmtree(adapter), "is no adapter folder: it has no"),
+    "no model": (lambda base, _: (base / "config.json").unlink(), "is no model: it has no config"),
+}
+FAST_BAD = ("fp8", "dora", "single experts", "pickle", "no adapter", "no model")
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in FAST_BAD else pytest.param(c, marks=pytest.mark.slow) for c in BAD]
+)
+def test_what_cannot_be_merged(case: str, small: Path, tmp_path: Path) -> None:
+    for name in (BASE, ADAPTER):
+        shutil.copytree(small / name, tmp_path / name)
+    spoil, words = BAD[case]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        spoil(tmp_path / BASE, tmp_path / ADAPTER)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match=words):
+        merge_adapter(tmp_path / BASE, tmp_path / ADAPTER, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_room_is_looked_for_first(small: Path, tmp_path: Path) -> None:
+    (tmp_path / ".out.partial-1").mkdir()
+    usage = shutil.disk_usage(tmp_path)._replace(free=400_000)
+    with (
+        mock.patch.object(shutil, "disk_usage", return_value=usage),
+        pytest.raises(ValueError, match=r"needs \d+,\d+ bytes, .*room for 400,000; .*partial-1 is"),
+    ):
+        merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"target .*base/out lies in .*; name another folder"):
+        merge_adapter(small / BASE, small / ADAPTER, small / BASE / "out")
