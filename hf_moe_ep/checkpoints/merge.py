@@ -75,6 +75,7 @@ from hf_moe_ep.upstream.hub import local_folder
 from hf_moe_ep.upstream.models import persistent_buffers
 
 _SLAB = 2**28  # bytes of a stack of experts
+_SMALLEST_SIDE = 16  # of an expert's matrix, for a stack to be taken apart
 _PICKLED = "adapter_model.bin"
 
 
@@ -246,9 +247,10 @@ class _Merging:
     def slabs(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """Yield the merged values of a parameter that is on meta, cut along dim 0."""
         updates = [self._read_factors(update) for update in self.updates.get(id(tensor), ())]
-        # PEFT multiplies the factors of a stack expert by expert, all others in one go: rows of
-        # such a product may differ from the product of rows.
-        is_whole = bool(updates) and tensor.ndim < 3
+        # PEFT multiplies the factors of a stack as a batch of experts, all others in one go, and
+        # rows of such a product may differ from the product of rows. So may experts from those of
+        # a smaller batch, where a side is 8 or less (torch 2.13 with MKL).
+        is_whole = bool(updates) and (tensor.ndim < 3 or min(tensor.shape[1:]) < _SMALLEST_SIDE)
         max_bytes = tensor.nbytes if is_whole else self.max_bytes
         change = partial(self._merged, tensor, updates)
         return slabs_for_all(tensor, tensor.dtype, change, max_bytes)

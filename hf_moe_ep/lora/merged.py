@@ -7,8 +7,8 @@ The part of experts 2 and 3, rows 0 to 2, of gate_up_proj [8, 48, 32] wants of t
 and one product. Rounding is PEFT's (`merge`): each adapter in turn is added to the weight, in the
 dtype of both, and the sum is cast to the weight's.
 
-On a CPU a part of whole experts has the very bits that PEFT computes: the same product of each
-expert's factors. So has a parameter that is no stack, whole.
+On a CPU a whole parameter has the very bits that PEFT computes, and so have single experts whose
+matrices are not tiny.
 
 Here: parts that are sent away or written. Never: a model's own weights, which stay as they are.
 """
@@ -55,8 +55,12 @@ class Update:
         dtype = b.dtype
         if b.device.type == "cpu" and dtype in _HALF:
             a, b = a.float(), b.float()
+        # As PEFT's own calls multiply: einsum exchanges the operands for a turned stack, which
+        # rounds otherwise where a side is small.
+        if experts and self.turned:
+            return (a.mT @ b.mT).mul_(self.scale).to(dtype)
         product = (b @ a).mul_(self.scale).to(dtype)
-        return product.transpose(-1, -2) if self.turned else product
+        return product.mT if self.turned else product
 
 
 def with_experts_in_front(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
