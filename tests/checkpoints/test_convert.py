@@ -1,28 +1,26 @@
 """`hf-moe-ep convert`, `verify` and `inspect FOLDER`, on what real ranks wrote."""
 
-import gc
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.adapters import with_lora
+from support.alive import alive_at_writes
 from support.hub_files import assert_equal, hub_state, read_all, write_hub
 from support.launched import launched, prepared
 from support.needs import ARCHITECTURES, VISION
 from support.ranks import run_ranks
 from support.tiny_models import tiny
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_checkpoint, save_pretrained
 from hf_moe_ep.checkpoints.convert import convert
-from hf_moe_ep.checkpoints.storage.boxes import Box
-from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
+from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.tools import cli
 
@@ -101,33 +99,12 @@ def test_masters_become_the_dtype_of_the_model_or_the_one_asked_for(
     assert loaded.dtype == torch.float32
 
 
-def _alive() -> int:
-    """Bytes of all tensors of this process."""
-    # By their very type: fake tensors of torch.compile have no memory, lazy modules no attributes.
-    tensors = [
-        x
-        for x in gc.get_objects()
-        if type(x) in (Tensor, nn.Parameter) and not x.is_meta and x.layout == torch.strided
-    ]
-    return sum(
-        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
-    )
-
-
 @pytest.mark.slow
 def test_one_tensor_is_in_memory_at_a_time(saved: Path, tmp_path: Path) -> None:
-    alive, stock = [], Writer.write
-
-    def watched(file: Writer, key: str, view: tuple[int, ...], box: Box, tensor: Tensor) -> None:
-        alive.append(_alive() - tensor.untyped_storage().nbytes())
-        stock(file, key, view, box, tensor)
-
-    gc.collect()
-    before = _alive()
-    with mock.patch.object(Writer, "write", watched):
+    with alive_at_writes() as alive:
         convert(saved / "ours qwen3_moe", tmp_path / "model")
     largest = max(p.nbytes for p in tiny(dtype=torch.float32).parameters())
-    assert max(alive) - before < 0.25 * largest, "beside the tensor that is written"
+    assert max(alive) < 0.25 * largest, "beside the tensor that is written"
 
 
 def test_what_cannot_be_converted(

@@ -1,6 +1,5 @@
 """`hf-moe-ep merge-adapter` writes, piece by piece, what PEFT merges and saves in one process."""
 
-import gc
 import json
 import os
 import shutil
@@ -19,10 +18,12 @@ import torch
 from peft import LoKrConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.adapters import EXPERTS, with_lora
+from support.alive import alive_at_writes
 from support.architectures.models import tiny
 from support.hub_files import assert_equal, hub_state, read_all, write_hub
 from support.largest_tensor import LargestTensor
 from support.needs import needs_vision
+from support.ranks import run_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -218,14 +219,6 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"target {tmp_path / 'out'} exists and is not empty" in capsys.readouterr().err
 
 
-def _alive() -> int:
-    """Bytes of all tensors of this process that are not on meta."""
-    tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and not x.is_meta]
-    return sum(
-        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
-    )
-
-
 def test_no_more_than_a_few_experts_or_one_matrix_are_in_memory(
     small: Path, tmp_path: Path
 ) -> None:
@@ -242,22 +235,13 @@ def test_no_more_than_a_few_experts_or_one_matrix_are_in_memory(
     assert watch.elements // 4 <= largest  # bytes that are read of a file are elements of one byte
 
 
+@pytest.mark.slow
 def test_what_is_alive_while_a_tensor_is_written(small: Path, tmp_path: Path) -> None:
-    alive, stock = [], Writer.write
-
-    def watched(file: Writer, *arguments: Any) -> None:
-        alive.append(_alive())
-        stock(file, *arguments)
-
-    gc.collect()
-    before = _alive()
-    with mock.patch.object(Writer, "write", watched):
+    with alive_at_writes() as alive:
         merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out", max_bytes=SLAB)
     want = read_all(small / "of peft")
     largest = max(tensor.nbytes for tensor in want.values())
-    total = sum(tensor.nbytes for tensor in want.values())
-    assert total > 10 * largest
-    assert max(alive) - before <= 2 * largest
+    assert max(alive) <= largest < sum(tensor.nbytes for tensor in want.values()) / 10
 
 
 @contextmanager
@@ -293,27 +277,34 @@ def num_writes(small: Path, folder: Path) -> int:
     return len(calls) - 1
 
 
-def test_an_error_leaves_nothing_and_a_kill_nothing_that_loads(small: Path, tmp_path: Path) -> None:
+def test_an_error_leaves_nothing(small: Path, tmp_path: Path) -> None:
     total = num_writes(small, tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
     for at in (0, total // 2, total - 1):
         with dying(at, _no_space), pytest.raises(OSError, match="No space left"):
             merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def _killed(rank: int, world: int, small: Path, out: Path, at: int) -> None:
+    with dying(at, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        merge_adapter(small / BASE, small / ADAPTER, out)
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_folder_that_loads(small: Path, tmp_path: Path) -> None:
+    total = num_writes(small, tmp_path)
     for at in (0, total // 2, total - 1):
-        pid = os.fork()
-        if pid == 0:
-            with dying(at, lambda: os.kill(os.getpid(), signal.SIGKILL)):
-                merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out")
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-        assert not (tmp_path / "out").exists()
-        left = tmp_path / f".out.partial-{pid}"
+        died = run_ranks(_killed, 1, small, tmp_path / "out", at, expect_errors=True)
+        assert died[0][1] == "ProcessDied" and not (tmp_path / "out").exists()
+    left = sorted(tmp_path.glob(".out.partial-*"))
+    assert len(left) == 3
+    for folder in left:
         with pytest.raises((OSError, ValueError)):
-            AutoModelForCausalLM.from_pretrained(left)
+            AutoModelForCausalLM.from_pretrained(folder)
     done = merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out")
     assert_equal(read_all(tmp_path / "out"), read_all(small / "of peft"))
-    assert any(f".out.partial-{pid} is of a run that was killed" in note for note in done.notes)
+    assert any(f"{left[-1]} is of a run that was killed" in note for note in done.notes)
 
 
 def _edit(file: Path, **values: Any) -> None:

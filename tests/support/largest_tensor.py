@@ -23,7 +23,9 @@ class LargestTensor(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for made in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in self._known:
+            if not isinstance(made, Tensor) or made.is_meta:
+                continue
+            if made.untyped_storage().data_ptr() not in self._known:
                 elements = made.untyped_storage().nbytes() // made.itemsize
                 self.elements = max(self.elements, elements)
         return out
