@@ -336,7 +336,7 @@ def _single_experts(base: Path, adapter: Path) -> None:
 
 def _without_a_tensor(base: Path, adapter: Path) -> None:
     held = load_file(adapter / "adapter_model.safetensors")
-    held.pop(sorted(held)[0])
+    held.pop(next(key for key in held if "lora_A" in key))
     save_file(held | {"surplus": torch.zeros(2)}, adapter / "adapter_model.safetensors")
 
 
