@@ -10,9 +10,9 @@ a time, what the adapter adds is computed of the factors that lie in its file, a
 The results are those of `merge_and_unload()` and `save_pretrained()` to the bit, on a CPU:
 
     base fp32    W + scale * B A, all in fp32
-    base bf16    B A in fp32, from factors in fp32 (PEFT's autocast_adapter_dtype); a Linear or an
-                 embedding is added in fp32 and rounded once; of a stack of experts, and any other
-                 of target_parameters, the product is rounded to bf16 and added in bf16
+    base bf16    B A in fp32, from factors in fp32 (PEFT's autocast_adapter_dtype); to a Linear it
+                 is added in fp32, and the sum is rounded; for an embedding, a stack of experts and
+                 any other of target_parameters it is rounded to bf16 and added in bf16
 
 Beside the factors of one parameter there is in memory either a slab of a few experts, or one
 parameter that is no stack, with what is added to it. Not here: adapters that are no product of two

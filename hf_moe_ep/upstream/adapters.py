@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -270,7 +270,7 @@ def active_updates(model: nn.Module) -> Iterator[LowRank]:
                 yield _update(layer, a, b, layer.scaling[adapter])
             elif adapter in layer.lora_embedding_A:
                 a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-                yield _update(layer, a, b, layer.scaling[adapter], turned=True)
+                yield replace(_update(layer, a, b, layer.scaling[adapter]), turned=True, casts=True)
 
 
 def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[LowRank]]:
@@ -283,8 +283,8 @@ def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Lo
     return updates
 
 
-def _update(layer: Any, a: Tensor, b: Tensor, scale: float, turned: bool = False) -> LowRank:
-    parameter, num_experts = _adapted_parameter(layer), 0
+def _update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
+    parameter, num_experts, turned = _adapted_parameter(layer), 0, False
     if parameter.ndim == 3:
         num_experts, turned = layer.num_experts, not layer._did_swap_in_out_features
     elif getattr(layer, "fan_in_fan_out", False):

@@ -102,8 +102,8 @@ def test_every_bit_is_that_of_peft(name: str, dtype: torch.dtype, tmp_path: Path
     write_adapter(tmp_path, model_class.from_pretrained(tmp_path / BASE), modules=TYPES[name])
     want = assert_as_peft(tmp_path, model_class)
     base, places = index_of(tmp_path / BASE), index_of(tmp_path / "out")
-    assert set(places.values()) == set(base.values()) and len(set(base.values())) > 2
-    # A stack of which two files have a part is in one of them.
+    assert set(places.values()) <= set(base.values()) and len(set(places.values())) > 2
+    # A stack of which several files have a part is in one of them.
     assert all(places[key] == base[key] for key in want if ".experts." not in key)
     for kept in ("config.json", "tokenizer.json", "additional_chat_templates/tools.jinja"):
         assert (tmp_path / "out" / kept).read_bytes() == (tmp_path / BASE / kept).read_bytes()
