@@ -90,13 +90,21 @@ TYPES: dict[str, tuple[str, ...]] = {
     "mixtral": ("q_proj", "lm_head"),
     "deepseek_v3": ("q_b_proj", "kv_b_proj", "o_proj"),
 }
-FAST = ("qwen3_moe", "gpt_oss")
+FAST = (("qwen3_moe", "fp32"), ("gpt_oss", "bf16"))
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CASES = [
+    pytest.param(
+        name,
+        dtype,
+        id=f"{name}, {kind}",
+        marks=() if (name, kind) in FAST else pytest.mark.slow,
+    )
+    for name in TYPES
+    for kind, dtype in DTYPES.items()
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TYPES]
-)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_every_bit_is_that_of_peft(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model_class = write_base(tmp_path, name, dtype)
     write_adapter(tmp_path, model_class.from_pretrained(tmp_path / BASE), modules=TYPES[name])
@@ -205,6 +213,7 @@ def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -
     ]
 
 
+@pytest.mark.slow
 def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["merge-adapter", *map(str, (small / BASE, small / ADAPTER, tmp_path / "out"))]
     assert cli.main(arguments) == 0
@@ -277,6 +286,7 @@ def num_writes(small: Path, folder: Path) -> int:
     return len(calls) - 1
 
 
+@pytest.mark.slow
 def test_an_error_leaves_nothing(small: Path, tmp_path: Path) -> None:
     total = num_writes(small, tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
