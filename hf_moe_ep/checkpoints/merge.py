@@ -2,7 +2,10 @@
 
     Qwen3-30B-A3B                  16 files, model-00001-of-00016.safetensors, ..
     out/adapter                    as this package, PEFT or transformers save it
-    -> out/model                   16 files of the same names, config and tokenizer of the base
+    -> out/model                   files of the same names, config and tokenizer of the base
+
+A stack of experts of which several files have a part goes to the first of them, whole; a file that
+is left empty by that is not written.
 
 The model is built on the meta device and PEFT puts its own layers around it there: which module has
 an adapter, of which rank and scale, is PEFT's to say. Then each parameter is read, a few experts at
@@ -21,7 +24,6 @@ factors, quantized weights.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +31,7 @@ from dataclasses import dataclass
 from filecmp import cmp
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +74,7 @@ from hf_moe_ep.upstream.adapters import (
     left_out_by_merging,
     updates_of,
 )
-from hf_moe_ep.upstream.hub import local_folder
+from hf_moe_ep.upstream.hub import local_folder, read_object
 from hf_moe_ep.upstream.models import persistent_buffers
 
 _SLAB = 2**28  # bytes of a stack of experts
@@ -138,7 +141,7 @@ def merge_adapter(
         trained_on = config.base_model_name_or_path or "a model that its config does not name"
         raise ValueError(
             f"{adapter} does not fit {base}: {error}; it was trained on {trained_on}: merge it "
-            f"into that one"
+            f"into that one, with the {ADAPTER_CONFIG} that was saved with it"
         ) from error
     check_mergeable(model)
     tensors = distinct_tensors(model, left_out_by_merging(model))
@@ -158,7 +161,7 @@ def merge_adapter(
             for path in small:
                 _copy(path, beside / path.relative_to(folder))
     changed = sum(id(tensor) in updates.keys() | learnt.keys() for tensor in tensors.values())
-    notes = _notes(folder, learnt_in, small, out)
+    notes = _of_another_base(config, base, folder) + _notes(folder, learnt_in, small, out)
     if len(tensors) > num_apart:
         notes.append(
             f"tied weights of the base are apart now, one is trained; set tie_word_embeddings to "
@@ -170,14 +173,16 @@ def merge_adapter(
 def _check_not_quantized(folder: Path) -> None:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is no model: it has no {CONFIG}")
-    config = json.loads((folder / CONFIG).read_text("utf-8"))
-    if found := config.get("quantization_config"):
-        raise ValueError(
-            f"{folder} holds weights quantized by {found.get('quant_method', 'an unknown method')}"
-            f", to which nothing can be added; name the bf16 checkpoint of this model, or make it: "
-            f"load it in transformers with a quantization_config that has dequantize=True (fp8, "
-            f"mxfp4), and save_pretrained"
-        )
+    config = read_object(folder / CONFIG)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # text_config
+    for part in parts:
+        if found := part.get("quantization_config"):
+            method = dict(found).get("quant_method", "an unknown method")
+            raise ValueError(
+                f"{folder} holds weights quantized by {method}, to which nothing can be added; "
+                f"name the bf16 checkpoint of this model, or make it: load it in transformers with "
+                f"a quantization_config that has dequantize=True (fp8, mxfp4), and save_pretrained"
+            )
 
 
 def _read_adapter(folder: Path) -> dict[str, Entry]:
@@ -327,6 +332,19 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
     with target.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _of_another_base(config: Any, base: str | os.PathLike[str], folder: Path) -> list[str]:
+    """Say where an adapter names another base: its copy elsewhere, in bf16, or one it was not for.
+
+    A folder is that of a name of the hub if it is called like it, or lies in the hub's cache.
+    """
+    named = (config.base_model_name_or_path or "").rstrip("/")
+    cached = f"models--{named.replace('/', '--')}"
+    own = {Path(base).name, folder.name, folder.resolve().name}
+    if not named or Path(named).name in own or cached in folder.parts:
+        return []
+    return [f"the adapter was trained on {named}; what is merged is right if {base} has its values"]
 
 
 def _notes(folder: Path, learnt_in: Path, small: list[Path], out: Path) -> list[str]:

@@ -18,9 +18,10 @@ def add_parser(subparsers: Any) -> None:
         help="merge a LoRA adapter into its base model, a few experts in memory at a time",
         description="Write the base model with a LoRA adapter (of ours, PEFT, transformers) "
         "merged into it: what PEFT's merge_and_unload and save_pretrained would write, "
-        "without the model in memory.",
+        "without the model in memory; rsLoRA, modules_to_save and biases too. DoRA and its like "
+        "and quantized bases are refused. The target appears whole or not at all.",
     )
-    parser.add_argument("base", help="folder of the base model, or its name on the hub")
+    parser.add_argument("base", help="folder of the base model in bf16, or its name on the hub")
     parser.add_argument(
         "adapter", help="folder with adapter_config.json, adapter_model.safetensors"
     )

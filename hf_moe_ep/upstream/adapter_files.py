@@ -7,6 +7,7 @@ factors), peft/utils/save_and_load.py; transformers saves adapters with the same
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,13 +20,15 @@ from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS
 
 _PREFIX = "base_model.model."
 # Fields of a LoraConfig that make something else of it than W + scale * B A of the base's W.
-_NO_PRODUCT = {
+_MORE_THAN_A_PRODUCT = {
     "use_dora": "DoRA (use_dora)",
     "use_qalora": "QALoRA (use_qalora)",
     "use_bdlora": "BD-LoRA (use_bdlora)",
     "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
     "arrow_config": "Arrow (arrow_config)",
     "monteclora_config": "MonteCLoRA (monteclora_config)",
+    "kasa_config": "KaSA (kasa_config)",
+    "velora_config": "VeLoRA (velora_config)",
     "lora_bias": "a bias of its own (lora_bias)",
     "layer_replication": "replicated layers (layer_replication)",
     "trainable_token_indices": "single rows of embeddings (trainable_token_indices)",
@@ -41,16 +44,14 @@ def read_lora_config(folder: Path) -> Any:
     Raises:
         ValueError: it is of another kind; it says which.
     """
-    from peft import PeftConfig
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    import peft
 
     try:
-        config: Any = PeftConfig.from_pretrained(os.fspath(folder))
+        config: Any = peft.PeftConfig.from_pretrained(os.fspath(folder))
     except (KeyError, TypeError, ValueError) as error:
-        known = ", ".join(sorted(PEFT_TYPE_TO_CONFIG_MAPPING))
         raise ValueError(
-            f"{folder} has no config that PEFT reads ({type(error).__name__}: {error}); it knows "
-            f"{known}"
+            f"{folder} has no config that PEFT {peft.__version__} reads: {type(error).__name__}: "
+            f"{error}; a newer PEFT may, if a newer one wrote it"
         ) from error
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning:
@@ -63,18 +64,27 @@ def read_lora_config(folder: Path) -> Any:
             f"{folder} is of peft_type {kind}, and only LORA is a product of two factors; "
             f"{_ELSEWHERE}"
         )
-    if found := [name for field, name in _NO_PRODUCT.items() if getattr(config, field, None)]:
+    if found := _beyond_a_product(config):
         raise ValueError(
-            f"{folder} is LoRA with {', '.join(found)}, which is no product of two factors; "
-            f"{_ELSEWHERE}"
+            f"{folder} is LoRA with {', '.join(found)}, and only a product of two factors is "
+            f"merged here; {_ELSEWHERE}"
         )
     first = config.init_lora_weights
     if isinstance(first, str) and first.lower() not in _KEEP_THE_BASE:
         raise ValueError(
-            f"{folder} began with init_lora_weights={first!r}, which changed the base too; save it "
-            f"with path_initial_model_for_weight_conversion= as plain LoRA, or {_ELSEWHERE}"
+            f"{folder} began with init_lora_weights={first!r}, which may change the base too; save "
+            f"it with path_initial_model_for_weight_conversion= as plain LoRA, or {_ELSEWHERE}"
         )
     return config
+
+
+def _beyond_a_product(config: Any) -> list[str]:
+    """Name what an adapter has beside two factors, also what only a newer PEFT knows as such."""
+    variants = (
+        field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")
+    )
+    names = {name: name for name in variants} | _MORE_THAN_A_PRODUCT
+    return [name for field, name in names.items() if getattr(config, field, None)]
 
 
 def attach_without_values(model: nn.Module, config: Any) -> nn.Module:

@@ -6,6 +6,7 @@ used by their public names.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -18,6 +19,11 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from transformers.utils import logging
 
 from hf_moe_ep.upstream.adapters import without_adapters
@@ -47,7 +53,8 @@ def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -
     removed from `options`.
 
     Raises:
-        ValueError: `name_or_dir` is a path, and no folder is there.
+        ValueError: `name_or_dir` is a path, and no folder is there; a name that the hub does not
+            know, or that is not in the cache where the hub is out of reach.
     """
     name = os.fspath(name_or_dir)
     if not os.path.isdir(name) and (os.path.exists(name) or _PATH.match(name)):
@@ -57,8 +64,29 @@ def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -
     subfolder = options.pop("subfolder", None) or ""
     if os.path.isdir(name_or_dir):
         return Path(name_or_dir, subfolder)
-    found = snapshot_download(os.fspath(name_or_dir), allow_patterns=list(_PATTERNS), **own)
+    try:
+        found = snapshot_download(name, allow_patterns=list(_PATTERNS), **own)
+    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        raise ValueError(
+            f"{name!r} is no folder on this machine and no model in the cache of the hub, and it "
+            f"cannot be fetched: {error}"
+        ) from error
     return Path(found, subfolder)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds one object, like config.json.
+
+    Raises:
+        ValueError: it is damaged, or holds something else; the file is named.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON or damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, and an object is expected")
+    return found
 
 
 def empty_model(

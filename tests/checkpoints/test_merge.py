@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -15,7 +16,7 @@ from unittest import mock
 import huggingface_hub.constants
 import pytest
 import torch
-from peft import LoKrConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoKrConfig, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.adapters import EXPERTS, with_lora
 from support.alive import alive_at_writes
@@ -24,6 +25,9 @@ from support.hub_files import assert_equal, hub_state, read_all, write_hub
 from support.largest_tensor import LargestTensor
 from support.needs import needs_vision
 from support.ranks import run_ranks
+from support.resident import Resident, return_what_is_freed
+from support.small_disk import small_disk
+from support.tiny_models import tiny as tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -202,6 +206,7 @@ def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -
     (cached / "refs" / "main").write_text("f00d")
     shutil.copytree(small / BASE, cached / "snapshots" / "f00d")
     (tmp_path / ADAPTER / "tokenizer.json").write_text('{"of": "adapter"}')
+    _edit(tmp_path / ADAPTER / "adapter_config.json", base_model_name_or_path="somebody/tiny")
     with (
         mock.patch.object(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache")),
         mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
@@ -210,6 +215,24 @@ def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -
     assert_equal(read_all(tmp_path / "out"), read_all(small / "of peft"))
     assert done.notes == [
         "tokenizer.json is that of the base; the adapter's folder has another one"
+    ]
+
+
+@pytest.mark.slow
+def test_a_base_of_one_file_by_other_names(small: Path, tmp_path: Path) -> None:
+    """Stays one; that the adapter names another base is noted, unless it is so called."""
+    for name in ("base", "Tiny", "models--somebody--Tiny/snapshots/f00d"):
+        AutoModelForCausalLM.from_pretrained(small / BASE).save_pretrained(tmp_path / name)
+    shutil.copytree(small / ADAPTER, tmp_path / ADAPTER)
+    _edit(tmp_path / ADAPTER / "adapter_config.json", base_model_name_or_path="somebody/Tiny")
+    for number, name in enumerate(("models--somebody--Tiny/snapshots/f00d", "Tiny", "base")):
+        out = tmp_path / f"out{number}"
+        done = merge_adapter(tmp_path / name, tmp_path / ADAPTER, out)
+        assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
+        assert_equal(read_all(out), read_all(small / "of peft"))
+    assert done.notes == [
+        f"the adapter was trained on somebody/Tiny; what is merged is right if {tmp_path / BASE} "
+        f"has its values"
     ]
 
 
@@ -251,6 +274,42 @@ def test_what_is_alive_while_a_tensor_is_written(small: Path, tmp_path: Path) ->
     want = read_all(small / "of peft")
     largest = max(tensor.nbytes for tensor in want.values())
     assert max(alive) <= largest < sum(tensor.nbytes for tensor in want.values()) / 10
+
+
+WIDE = {
+    "num_experts": 32,
+    "hidden_size": 512,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+}
+MIB = 2**20
+
+
+def _peaks(rank: int, world: int, folder: Path) -> list[int]:
+    return_what_is_freed()
+    peaks = []
+    for number, max_bytes in enumerate((MIB, MIB, 2**30)):  # the first pays for imports
+        with Resident() as resident:
+            merge_adapter(
+                folder / BASE, folder / ADAPTER, folder / f"out{number}", max_bytes=max_bytes
+            )
+        peaks.append(resident.grown)
+    return peaks[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_peak_is_that_of_a_few_experts(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of resident memory, where a stack lies in many files; a whole stack would take more."""
+    model = tiny_model(dtype=dtype, **WIDE)
+    stack = max(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(tmp_path / BASE, max_shard_size="2MB")
+    assert len(list((tmp_path / BASE).glob("*.safetensors"))) > stack // (2 * MIB)
+    with_lora(model, r=2, seed=1).save_pretrained(tmp_path / ADAPTER)
+    sliced, in_one = run_ranks(_peaks, 1, tmp_path)[0]
+    # A slab, in bf16 its product in fp32, what is read of a file, and little things.
+    assert sliced < 6 * MIB < stack < in_one, (sliced / MIB, in_one / MIB)
 
 
 @contextmanager
@@ -363,6 +422,18 @@ def _another_layout(base: Path, adapter: Path) -> None:
     (base / INDEX).write_text(json.dumps({"weight_map": renamed}))
 
 
+FP8 = {"quant_method": "fp8"}
+BEYOND_A_PRODUCT: dict[str, Any] = {
+    "trainable_token_indices": [1, 2],
+    "alora_invocation_tokens": [3],
+    "layer_replication": [[0, 1], [0, 1]],
+    "lora_bias": True,
+    "use_qalora": True,
+    "kasa_config": {},
+    "velora_config": {},
+    "monteclora_config": {},
+}
+
 # What is done to the two folders, and the words of the error.
 BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "fp8": (partial(_quantized, "fp8"), r"quantized by fp8, to which .* dequantize=True"),
@@ -370,7 +441,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "dora": (partial(_adapter_config, use_dora=True), r"DoRA \(use_dora\), .*merge_and_unload"),
     "pissa": (
         partial(_adapter_config, init_lora_weights="pissa"),
-        r"init_lora_weights='pissa', which changed the base too; .*path_initial_model",
+        r"init_lora_weights='pissa', which may change the base too; .*path_initial_model",
     ),
     "lokr": (
         partial(_another_kind, LoKrConfig(r=2, target_modules=["q_proj"])),
@@ -392,14 +463,48 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         partial(_adapter_config, target_modules=["c_attn"], target_parameters=None),
         r"adapter does not fit .*base: .*c_attn.* not found in the base model",
     ),
+    "rank": (
+        partial(_adapter_config, r=8),
+        r"misshapen .*\(3, \d+\) instead of \(8, .*, with the adapter_config.json that was saved",
+    ),
     "tensors": (_without_a_tensor, r"missing 1 tensors: .*lora.*; unexpected 1 tensors: .*surplus"),
     "single experts": (_single_experts, r"single experts, .*export-adapter .* --to fused"),
     "pickle": (_pickled, r"holds a pickle, adapter_model.bin; open it in PEFT and save it"),
     "layout": (_another_layout, r"missing \d+ .*self_attn.*holds instead .*Keys of another layout"),
     "no adapter": (lambda _, adapter: shutil.rmtree(adapter), "is no adapter folder: it has no"),
     "no model": (lambda base, _: (base / "config.json").unlink(), "is no model: it has no config"),
+    "damaged config": (
+        lambda base, _: (base / "config.json").write_text('{"model_type": '),
+        r"base/config.json is no JSON or damaged: Expecting value",
+    ),
+    "a list": (
+        lambda base, _: (base / "config.json").write_text("[]"),
+        r"base/config.json holds a list, and an object is expected",
+    ),
+    "damaged adapter": (
+        lambda _, adapter: (adapter / "adapter_config.json").write_text("{"),
+        r"adapter has no config that PEFT [\d.]+ reads: JSONDecodeError",
+    ),
+    "a part quantized": (
+        lambda base, _: _edit(base / "config.json", text_config={"quantization_config": FP8}),
+        r"quantized by fp8, to which nothing can be added",
+    ),
 }
-FAST_BAD = ("fp8", "dora", "single experts", "pickle", "no adapter", "no model")
+BAD |= {
+    field: (partial(_adapter_config, **{field: value}), rf"LoRA with .*\({field}\), and only a pro")
+    for field, value in BEYOND_A_PRODUCT.items()
+    if hasattr(LoraConfig(), field)  # of the oldest PEFT, too
+}
+FAST_BAD = (
+    "fp8",
+    "dora",
+    "single experts",
+    "pickle",
+    "no adapter",
+    "no model",
+    "damaged config",
+    "trainable_token_indices",
+)
 
 
 @pytest.mark.parametrize(
@@ -426,5 +531,40 @@ def test_room_is_looked_for_first(small: Path, tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"needs \d+,\d+ bytes, .*room for 400,000; .*partial-1 is"),
     ):
         merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"target .*base/out lies in .*; name another folder"):
-        merge_adapter(small / BASE, small / ADAPTER, small / BASE / "out")
+
+
+@pytest.mark.parametrize(
+    ("base", "target", "words"),
+    [
+        (BASE, BASE, r"target .*base exists and is not empty; name another folder"),
+        (BASE, f"{BASE}/out", r"target .*base/out lies in .*; name another folder"),
+        (BASE, f"{BASE}/config.json/out", r"lies in .*config.json, which is a file; name another"),
+        ("somebody/else", "out", r"'somebody/else' is no folder .* cannot be fetched: .*cached"),
+        ("no model at all", "out", r"'no model at all' is no folder .*Repo id must use"),
+    ],
+)
+def test_places_that_cannot_be(base: str, target: str, words: str, small: Path) -> None:
+    base = os.fspath(small / base) if base == BASE else base
+    before = sorted(small.rglob("*"))
+    with (
+        mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
+        pytest.raises(ValueError, match=words),
+    ):
+        merge_adapter(base, small / ADAPTER, small / target)
+    assert sorted(small.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_a_disk(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Too small, seen at first; full by others while it is written; where a folder is mounted."""
+    arguments = ["merge-adapter", *map(str, (small / BASE, small / ADAPTER))]
+    with small_disk(tmp_path, 300_000):
+        assert cli.main([*arguments, str(tmp_path / "out")]) == 2
+        assert re.search(r"needs \d+,\d+ bytes, .* has room for \d+,\d+", capsys.readouterr().err)
+        plenty = shutil.disk_usage(tmp_path)._replace(free=2**30)
+        with mock.patch.object(shutil, "disk_usage", return_value=plenty):
+            assert cli.main([*arguments, str(tmp_path / "out")]) == 2
+        assert re.search(r"No space left on device: '.*\.safetensors'", capsys.readouterr().err)
+        assert not list(tmp_path.iterdir())
+        assert cli.main([*arguments, str(tmp_path)]) == 2
+        assert f"a folder on it, {tmp_path / 'model'}" in capsys.readouterr().err

@@ -2,10 +2,8 @@
 
 import errno
 import json
-import os
 import re
 import shutil
-import subprocess
 import threading
 import warnings
 from datetime import timedelta
@@ -21,6 +19,7 @@ from support.close import assert_close
 from support.jobs.resume import ORIGIN, Layout, Run, assert_equal, draws, everything, start, step
 from support.needs import needs_vision
 from support.ranks import run_ranks
+from support.small_disk import small_disk
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage import manifest
@@ -30,7 +29,7 @@ from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.ranks import together as meet
 
 BUDGET = 1e-10  # fp64, other orders of summation
-SMALL_DISK = "2m"  # room for one checkpoint, of 1.36 MB, and no second
+SMALL_DISK = 2 * 2**20  # room for one checkpoint, of 1.36 MB, and no second
 PROGRESS = {"step": 2, "position": (3, 4), "seen": {5: [0.1, None, "x"]}}
 # Each way in which a layout can differ from ORIGIN, once.
 LAYOUTS = {
@@ -253,13 +252,8 @@ def test_an_error_while_writing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    small = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs", str(tmp_path)]
-    if os.geteuid() or subprocess.run(small, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
+    with small_disk(tmp_path, SMALL_DISK):
         ranks = run_ranks(_full_disk, 2, str(tmp_path), True)
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
     for said in (text for texts in ranks for text in texts):
         assert re.search(r"/two failed on rank [01]: .*No space left on device", said), said
 

@@ -4,9 +4,6 @@ Of a model of 960 MiB at most 1.2 times max_bytes are resident beyond the shards
 own buffers included.
 """
 
-import ctypes
-import gc
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +13,7 @@ import torch.distributed as dist
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.received import Received, not_here
+from support.resident import Resident, return_what_is_freed
 from support.tiny_models import tiny
 from torch import Tensor, nn
 
@@ -40,33 +38,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 DIVISIBLE = {"vocab_size": 96, "moe_intermediate_size": 32}  # no shard is padded
 SMALL = 40_000
-_M_MMAP_THRESHOLD = -3  # malloc.h
-
-
-def _resident(field: str) -> int:
-    """Bytes: VmRSS now, VmHWM the most since `clear_refs` was written."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def memory(rank: int, world: int) -> None:
     """Resident memory of each rank grows by at most 1.2 times max_bytes."""
-    # What is freed is to leave this process at once: else the allocator's own store is measured.
-    libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(_M_MMAP_THRESHOLD, MIB)
+    return_what_is_freed()
     with mock.patch.object(nn.init, "normal_"):  # values do not matter here
         stock = tiny(dtype=torch.bfloat16, **LARGE)
     size = sum(parameter.nbytes for parameter in stock.parameters())
     assert abs(size / MIB - 960) < 2, size / MIB
     model = apply_ep_fsdp2(stock, ep_size=2)
     for max_bytes in (64 * MIB, 128 * MIB):
-        gc.collect()
-        libc.malloc_trim(0)
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _resident("VmRSS")
-        sent = sum(tensor.nbytes for _, tensor in hub_tensors(model, max_bytes=max_bytes))
-        grown = _resident("VmHWM") - before
+        with Resident() as memory_taken:
+            sent = sum(tensor.nbytes for _, tensor in hub_tensors(model, max_bytes=max_bytes))
+        grown = memory_taken.grown
         assert sent == size
         assert max_bytes / 8 < grown <= 1.2 * max_bytes, (max_bytes, grown / max_bytes)
 

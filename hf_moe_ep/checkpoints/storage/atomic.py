@@ -29,9 +29,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_is_free(target: Path) -> None:
-    """Raise ValueError where a folder to be written is there and not empty."""
+    """Raise ValueError where a folder to be written is there and not empty, or cannot be made."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"target {target} exists and is not empty; name another folder")
+    above = next(path for path in target.absolute().parents if path.exists())
+    if not above.is_dir():
+        raise ValueError(f"target {target} lies in {above}, which is a file; name another folder")
 
 
 def partial_folder(target: Path) -> str:
@@ -46,6 +49,11 @@ def whole_folder(target: Path) -> Iterator[Path]:
     An error in the block removes it; what a kill leaves is called `.NAME.partial-PID`.
     """
     check_is_free(target)
+    if target.is_mount():
+        raise ValueError(
+            f"target {target} is where a disk is mounted, which no folder can be renamed to; name "
+            f"a folder on it, {target / 'model'}"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f"{partial_folder(target)}{os.getpid()}")
     shutil.rmtree(beside, ignore_errors=True)  # of a killed process with the same number

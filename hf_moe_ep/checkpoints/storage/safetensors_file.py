@@ -279,8 +279,12 @@ class Writer:
         if start != self._end:
             self._file.seek(start)
         left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:  # a full disk: which one?
+            error.filename = os.fspath(self._path)
+            raise
         self._end = start + len(data)
         self._left -= len(data)
 
