@@ -68,6 +68,9 @@ def convert(
     """
     folder, out = Path(source), Path(target)
     check_is_free(out)
+    max_bytes = parse_size(max_shard_size)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; name that of a training checkpoint")
     if manifest.is_ours(folder):
         manifest.check_sizes(folder)
     described = Path(config) if config is not None else folder
@@ -90,7 +93,7 @@ def convert(
         if file.is_file() and is_of_model(file):
             shutil.copy2(file, out)
     save_configs(model, out, first_dtype(sources), ())
-    write_checkpoint(out, split_files(sources, parse_size(max_shard_size)))
+    write_checkpoint(out, split_files(sources, max_bytes))
     return sum(source.bytes for source in sources)
 
 

@@ -19,6 +19,7 @@ from hf_moe_ep.checkpoints.hub.write import HASHES
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.atomic import sha256_of
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, read_index
+from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
 from hf_moe_ep.upstream.hub import progress_bar
 
 
@@ -36,7 +37,7 @@ def verify(folder: str | os.PathLike[str]) -> Found:
     Raises:
         ValueError: it names the file or the tensors: missing, truncated, changed, misshapen.
     """
-    path = Path(folder)
+    path = _existing(folder)
     if manifest.is_ours(path):
         files = manifest.read(path)["files"]
         size = sum(entry["size"] for entry in files.values())
@@ -69,9 +70,23 @@ def verify(folder: str | os.PathLike[str]) -> Found:
     return Found("whole", facts)
 
 
+def _existing(folder: str | os.PathLike[str]) -> Path:
+    path = Path(folder)
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise ValueError(f"{path} {what}; name the folder of a checkpoint")
+    is_adapter = (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file()
+    if is_adapter and not manifest.is_ours(path):
+        raise ValueError(
+            f"{path} holds an adapter alone; name the folder of a model, hf-moe-ep merge-adapter "
+            f"makes one of both"
+        )
+    return path
+
+
 def look(folder: str | os.PathLike[str]) -> Found:
     """Tell what wrote a checkpoint, and at which layout; nothing but headers is read."""
-    path = Path(folder)
+    path = _existing(folder)
     if manifest.is_ours(path):
         found = manifest.read(path)
         facts = {name: str(value) for name, value in found["layout"].items()}

@@ -25,7 +25,6 @@ Not here: the tensors (per_expert.py).
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_moe_ep.lora.names import PARTS, Stack, targets_that_hit
+from hf_moe_ep.upstream.hub import read_object
 from model_patches.standard import SINGLE_EXPERTS
 
 CONFIG = "adapter_config.json"
@@ -81,7 +81,7 @@ def possible_places(config: Mapping[str, Any]) -> list[str]:
     base = Path(config.get("base_model_name_or_path") or "") / "config.json"
     library = ((config.get("auto_mapping") or {}).get("parent_library") or "").split(".")
     if base.is_file():
-        model_type = json.loads(base.read_text(encoding="utf-8")).get("model_type")
+        model_type = read_object(base).get("model_type")
     elif library[:2] == ["transformers", "models"]:
         model_type = library[2]
     if model_type not in (None, *SINGLE_EXPERTS):

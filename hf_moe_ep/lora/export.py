@@ -24,6 +24,7 @@ from torch import Tensor
 from hf_moe_ep.lora.adapter_config import CONFIG, rank_and_alpha, scale
 from hf_moe_ep.lora.names import Stack, is_of_experts, other_modules
 from hf_moe_ep.lora.per_expert import AdapterFile, Tensors, to_single, to_stacked
+from hf_moe_ep.upstream.hub import read_object
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -131,7 +132,7 @@ def _convert(
 
 
 def _open(source: Path, file: Any) -> AdapterFile:
-    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    config = read_object(source / CONFIG)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{CONFIG} is of peft_type {config.get('peft_type')!r}, not 'LORA'")
     names = list(file.keys())

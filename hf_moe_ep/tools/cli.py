@@ -8,7 +8,7 @@
     hf-moe-ep inspect --plan out/config.json --world 64 --ep 8
 
 One file per command: each module has `add_parser(subparsers)` and `run(options) -> int`, the exit
-code. A wrong argument or folder ends with exit code 2 and one line on stderr.
+code. A wrong argument or folder ends with exit code 2 and one line on stderr, Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ from types import ModuleType
 
 from hf_moe_ep.tools import doctor_command
 
+_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default that of `sys.argv`; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="hf-moe-ep", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="hf-moe-ep",
+        description="Look at, check and rewrite models, checkpoints and adapters, without a "
+        "training job. Of a command: hf-moe-ep COMMAND --help.",
+    )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor_command.add_parser(subparsers)
     if arguments[:1] != ["doctor"]:
@@ -36,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"hf-moe-ep: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("hf-moe-ep: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     return code
 
 

@@ -28,7 +28,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("target", help="folder to write; must be missing or empty")
     parser.add_argument("--config", metavar="FOLDER", help="the model's config and tokenizer")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: what the config says")
-    parser.add_argument("--max-shard-size", default="5GB", help="default: %(default)s")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file; default: %(default)s"
+    )
     parser.set_defaults(run=run)
 
 

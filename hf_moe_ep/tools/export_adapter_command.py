@@ -24,7 +24,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("source", help="folder with adapter_config.json, adapter_model.safetensors")
     parser.add_argument("target", help="folder to write; must be missing or empty")
-    parser.add_argument("--to", choices=_FORMS, default="per-expert", help="default: %(default)s")
+    parser.add_argument(
+        "--to",
+        choices=_FORMS,
+        default="per-expert",
+        help="per-expert as servers read it, fused as it is trained; default: %(default)s",
+    )
     parser.set_defaults(run=run)
 
 

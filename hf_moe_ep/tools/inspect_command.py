@@ -26,6 +26,7 @@ from hf_moe_ep.tools.printing import print_found
 from hf_moe_ep.tools.published_models import LORA_TARGETS, known_shapes
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_DEFAULT = "default: %(default)s"
 _GIB = 2**30
 
 
@@ -43,18 +44,21 @@ def add_parser(subparsers: Any) -> None:
     shapes = ", ".join(known_shapes())
     add("--plan", metavar="SHAPE", help=f"a folder, a config.json, or one of {shapes}")
     add("--architecture", metavar="SHAPE", help="the same, or a model type of transformers")
-    add("--world", type=int, metavar="N", help="number of processes, one per GPU")
-    add("--ep", type=int, default=1, metavar="N", help="ep_size; default: %(default)s")
-    add("--sp", type=int, default=1, metavar="N", help="sp_size; default: %(default)s")
-    add("--dp-replicate", type=int, default=1, metavar="N", help="default: %(default)s")
-    add("--dtype", choices=_DTYPES, default="bfloat16", help="default: %(default)s")
-    add("--masters", choices=MASTERS, default="fp32", help="what is trained; default: %(default)s")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: %(default)s")
-    add("--lora-rank", type=int, metavar="R", help="train adapters alone")
-    add("--lora-targets", choices=LORA_TARGETS, default="both", help="default: %(default)s")
-    add("--memory", type=float, metavar="GIB", help="of one GPU: say whether it fits")
     add("--json", action="store_true", help="for programs; sizes in bytes")
-    parser.set_defaults(run=run)
+    add = parser.add_argument_group("with --plan").add_argument
+    of_plan = [
+        add("--world", type=int, metavar="N", help="number of processes, one per GPU"),
+        add("--ep", type=int, default=1, metavar="N", help=f"ep_size; {_DEFAULT}"),
+        add("--sp", type=int, default=1, metavar="N", help=f"sp_size; {_DEFAULT}"),
+        add("--dp-replicate", type=int, default=1, metavar="N", help=_DEFAULT),
+        add("--dtype", choices=_DTYPES, default="bfloat16", help=_DEFAULT),
+        add("--masters", choices=MASTERS, default="fp32", help=f"what is trained; {_DEFAULT}"),
+        add("--optimizer", choices=OPTIMIZERS, default="adamw", help=_DEFAULT),
+        add("--lora-rank", type=int, metavar="R", help="train adapters alone"),
+        add("--lora-targets", choices=LORA_TARGETS, default="both", help=_DEFAULT),
+        add("--memory", type=float, metavar="GIB", help="of one GPU: say whether it fits"),
+    ]
+    parser.set_defaults(run=run, of_plan=of_plan)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,18 +71,29 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             "inspect wants one of a folder, --plan SHAPE and --architecture SHAPE; see --help"
         )
+    if options.plan is None:
+        _check_no_plan(options)
     if options.architecture is not None:
         found = look_at(options.architecture)
         text = json.dumps(found.as_json(), indent=2) if options.json else None
         print(text or "\n".join(lines(found, options.architecture)))
         return 0
     if options.folder is not None:
-        print_found(options.folder, look(options.folder))
+        checkpoint = look(options.folder)
+        if options.json:
+            print(json.dumps({"what": checkpoint.what} | checkpoint.facts, indent=2))
+        else:
+            print_found(options.folder, checkpoint)
         return 0
     if options.world is None:
         raise ValueError("inspect --plan wants --world, the number of processes; try --world 8")
     if options.memory is not None and not options.memory > 0:
         raise ValueError(f"--memory ({options.memory:g}) is GiB per GPU; try --memory 80")
+    if options.lora_rank is None and options.lora_targets != "both":
+        raise ValueError(
+            f"--lora-targets {options.lora_targets} is of adapters, and full weights are planned; "
+            f"add --lora-rank 16"
+        )
     parallel = ParallelConfig(
         ep_size=options.ep, sp_size=options.sp, dp_replicate_size=options.dp_replicate
     )
@@ -97,6 +112,15 @@ def run(options: argparse.Namespace) -> int:
     else:
         print("\n".join(_header(plan, options) + _table(plan) + _footer(plan, options.memory)))
     return 0
+
+
+def _check_no_plan(options: argparse.Namespace) -> None:
+    given = [x.option_strings[0] for x in options.of_plan if getattr(options, x.dest) != x.default]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} would be ignored: only --plan SHAPE plans memory for a layout; "
+            f"name the model's folder or its config.json there"
+        )
 
 
 def as_json(plan: MemoryPlan, memory: float | None = None) -> dict[str, Any]:

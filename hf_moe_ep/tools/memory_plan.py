@@ -147,7 +147,7 @@ def plan_memory(
     check_choice("masters", masters, MASTERS)
     check_choice("optimizer", optimizer, OPTIMIZERS)
     if world_size < 1:
-        raise ValueError(f"world_size ({world_size}) must be 1 or more")
+        raise ValueError(f"world_size ({world_size}) must be 1 or more; try 8")
     if dist.is_initialized():
         raise ValueError(
             f"plan_memory makes a fake process group and there is a real one of "

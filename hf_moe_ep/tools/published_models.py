@@ -31,7 +31,7 @@ from transformers import (
 
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.upstream.hub import on_meta
+from hf_moe_ep.upstream.hub import on_meta, read_object
 from hf_moe_ep.upstream.models import is_causal_lm, takes_images
 
 LORA_TARGETS = ("experts", "attention", "both")
@@ -88,9 +88,9 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
     if not file.is_file():
         raise ValueError(
             f"{os.fspath(path)!r} is no shape that is known ({', '.join(known)}) and no folder "
-            f"with a config.json"
+            f"with a config.json; of a model of the hub name the config.json that you downloaded"
         )
-    model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    model_type = read_object(file).get("model_type")
     if model_type is not None and model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"{os.fspath(file)!r} is of model_type {model_type!r}, which transformers "

@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
         description="Read every file of a checkpoint, of a model or of training, against its "
         "hashes, its headers and its config.",
     )
-    parser.add_argument("folder")
+    parser.add_argument("folder", help="a checkpoint, of a model or of training")
     parser.set_defaults(run=run)
 
 
