@@ -37,6 +37,16 @@ def check_is_free(target: Path) -> None:
         raise ValueError(f"target {target} lies in {above}, which is a file; name another folder")
 
 
+def check_can_appear(target: Path) -> None:
+    """Raise ValueError where `whole_folder` cannot make a folder."""
+    check_is_free(target)
+    if target.is_mount():
+        raise ValueError(
+            f"target {target} is where a disk is mounted, which no folder can be renamed to; name "
+            f"a folder on it, {target / 'model'}"
+        )
+
+
 def partial_folder(target: Path) -> str:
     """Return how the name begins of what `whole_folder` writes to."""
     return f".{target.name}.partial-"
@@ -48,12 +58,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
     An error in the block removes it; what a kill leaves is called `.NAME.partial-PID`.
     """
-    check_is_free(target)
-    if target.is_mount():
-        raise ValueError(
-            f"target {target} is where a disk is mounted, which no folder can be renamed to; name "
-            f"a folder on it, {target / 'model'}"
-        )
+    check_can_appear(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f"{partial_folder(target)}{os.getpid()}")
     shutil.rmtree(beside, ignore_errors=True)  # of a killed process with the same number
