@@ -95,9 +95,12 @@ def attach_without_values(model: nn.Module, config: Any) -> nn.Module:
     """
     from peft import get_peft_model
 
-    config = copy.deepcopy(config)  # PEFT writes into it what it makes of older configs
-    config.init_lora_weights, config.inference_mode = False, True
-    config.base_model_name_or_path = model.__dict__.get("name_or_path") or None
+    config = dataclasses.replace(
+        copy.deepcopy(config),  # PEFT writes into it what it makes of older configs
+        init_lora_weights=False,
+        inference_mode=True,
+        base_model_name_or_path=model.__dict__.get("name_or_path") or None,
+    )
     adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
     return adapted
 

@@ -283,8 +283,7 @@ class Writer:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:  # a full disk: which one?
-            error.filename = os.fspath(self._path)
-            raise
+            raise OSError(error.errno, error.strerror, os.fspath(self._path)) from error
         self._end = start + len(data)
         self._left -= len(data)
 
