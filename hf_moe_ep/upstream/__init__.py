@@ -20,6 +20,7 @@ names what is wrapped, as strings. Never: a decision of ours.
     hub                   folders of the hub, and the model that a config describes
     conversion            a model's tensors into those of the hub, and their names
     adapters              PEFT: adapters, their factors, what it would save
+    adapter_files         PEFT: an adapter's folder over a model without values
     training_frameworks   what Accelerate and the Trainer keep to themselves
     grpo                  functions of a GRPO trainer, and its engine
     launch_config         the config file that `accelerate launch` takes by itself
