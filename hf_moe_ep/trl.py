@@ -24,7 +24,7 @@ from hf_moe_ep.routing.replay import RoutingReplay
 from hf_moe_ep.routing.routes import Routes
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import adapter_layers
-from hf_moe_ep.upstream.grpo import GRPO, engine_of, replaced
+from hf_moe_ep.upstream.grpo import GRPO, engine_of, replaced, routes_of_engine
 
 # One more entry of a generation batch: [B, S, L, K].
 ROUTES = "hf_moe_ep_routes"
@@ -55,7 +55,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
             f"{type(trainer).__name__} is no GRPOTrainer of TRL 1.15 or newer: it has no "
             f"{', '.join(missing)}; use RoutingReplay in a loop of your own"
         )
-    seam = _Seam(trainer, RoutingReplay(trainer.model))
+    seam = _Seam(trainer, RoutingReplay(trainer.model), strict=mode == "R3")
     if mode == "R3":
         engine = engine_of(trainer)
         if engine is None:
@@ -72,9 +72,10 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
 
 
 class _Seam:
-    """One trainer's functions, with routes."""
+    """One trainer's functions, with routes; `strict` looks at every id, which others chose."""
 
-    def __init__(self, trainer: Any, replay: RoutingReplay) -> None:
+    def __init__(self, trainer: Any, replay: RoutingReplay, *, strict: bool) -> None:
+        self._trainer, self._strict = trainer, strict
         self.replay, self._state = replay, patched_state(trainer.model)
         self._first_adapter = next((x for _, x in adapter_layers(trainer.model)), None)
         # Of the generation batch that is scored.
@@ -88,8 +89,8 @@ class _Seam:
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take the routes from what the engine returns (vllm.LLM.generate)."""
         outputs = original(*args, **kwargs)
-        arrays = [getattr(one, "routed_experts", None) for out in outputs for one in out.outputs]
-        if any(array is None for array in arrays):
+        arrays = routes_of_engine(self._trainer, outputs)
+        if arrays is None:
             raise ValueError(
                 "vLLM returned samples without routed_experts; R3 wants its engine with "
                 "enable_return_routed_experts=True, or use mode='R2'"
@@ -134,11 +135,11 @@ class _Seam:
         routed = model
         if find_state(model) is self._state and not self._adapters_are_off():
             if self._current is not None:
-                routed = _Replayed(model, self.replay, self._current)
+                routed = _Replayed(model, self.replay, self._current, self._strict)
             elif self._scores and self._engines is not None:
                 prompts = attention_mask.shape[1] - logits_to_keep
                 masks = attention_mask[:, :prompts], attention_mask[:, prompts:]
-                routed = _Replayed(model, self.replay, self._of_engine(*masks))
+                routed = _Replayed(model, self.replay, self._of_engine(*masks), self._strict)
             elif self._scores:
                 routed = _Recorded(model, self.replay, self._kept)
         return original(routed, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
@@ -171,12 +172,13 @@ class _Seam:
 class _Replayed:
     """Stands for the model where TRL calls it with parts of a batch, one after the other."""
 
-    def __init__(self, model: Any, replay: RoutingReplay, routes: Routes) -> None:
-        self._model, self._replay, self._routes, self._done = model, replay, routes, 0
+    def __init__(self, model: Any, replay: RoutingReplay, routes: Routes, strict: bool) -> None:
+        self._model, self._replay, self._routes = model, replay, routes
+        self._strict, self._done = strict, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         start, self._done = self._done, self._done + len(kwargs["input_ids"])
-        with self._replay.replay(self._routes.rows(start, self._done), strict=start == 0):
+        with self._replay.replay(self._routes.rows(start, self._done), strict=self._strict):
             return self._model(*args, **kwargs)
 
 

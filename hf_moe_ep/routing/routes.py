@@ -53,9 +53,15 @@ class Routes:
     ) -> Routes:
         """Put what an engine returned in the places of a padded batch.
 
-        vLLM (`enable_return_routed_experts`, `CompletionOutput.routed_experts`) and SGLang
-        (`return_routed_experts`, decoded from base64) return [tokens - 1, layers, K] of logical
-        expert ids: the token that was sampled last was never forwarded, and routes live.
+        vLLM (`enable_return_routed_experts`) and SGLang (`return_routed_experts`) return [tokens -
+        1, layers, K] of logical expert ids: the token that was sampled last was never forwarded,
+        and routes live. `CompletionOutput.routed_experts` of vLLM is such an array; from servers:
+
+            vLLM    np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+            SGLang  np.frombuffer(base64.b64decode(meta_info["routed_experts"]), np.int32)
+                      .reshape(-1, layers, K)
+
+        vLLM 0.21 has the prompt's rows in an array of their own: concatenate both.
 
         Args:
             arrays: of each row of the batch, numpy or torch; with n - 1 or n rows for n tokens.

@@ -60,6 +60,7 @@ THIRD_PARTY = {
     "tools.published_models": "peft transformers",
     "tools.requirements": "packaging",
     "upstream": "accelerate huggingface_hub peft transformers trl",
+    "upstream.grpo": "numpy",
 }
 WITHOUT_TORCH = {"config", "plan"}
 READS_ENVIRONMENT = {"config"}

@@ -97,10 +97,12 @@ def test_the_update_chooses_what_the_pass_for_old_log_probabilities_chose(tmp_pa
     assert not torch.equal(seen.updates[0][0], seen.updates[1][0])
 
 
-def test_the_policy_without_adapters_is_no_policy(tmp_path: Any) -> None:
-    """R2 with LoRA: log-probabilities of the reference are those of a trainer without replay."""
+@pytest.mark.parametrize("mode", ["R2", pytest.param("R3", marks=pytest.mark.slow)])
+def test_the_policy_without_adapters_is_no_policy(tmp_path: Any, mode: str) -> None:
+    """With LoRA, log-probabilities of the reference are those of a trainer without replay."""
     trainer = _trainer(tmp_path, lora=True)
-    replay_routing(trainer, "R2")
+    _with_engine(trainer, _Engine())
+    replay_routing(trainer, mode)
     seen = _Seen(trainer)
     logps: list[tuple[bool, Tensor, Tensor]] = []
     original = trainer._get_per_token_logps_and_entropies
@@ -116,20 +118,26 @@ def test_the_policy_without_adapters_is_no_policy(tmp_path: Any) -> None:
     trainer._get_per_token_logps_and_entropies = compared
     trainer.train()
     assert len(logps) == 1 and torch.equal(logps[0][1], logps[0][2])
-    assert all(torch.equal(recorded, ran) for recorded, ran in seen.updates)
+    rows = sum(len(batch[ROUTES]) for batch in trainer._buffered_inputs)
+    assert rows == sum(len(batch["completion_ids"]) for batch in trainer._buffered_inputs)
+    for routes, ran in seen.updates:
+        given = routes[:, 0, 0] >= 0
+        assert torch.equal(routes[given], ran[given]) and given.any()
 
 
 class _Engine:
     """As vllm.LLM: a sample has the experts of all tokens but the last, [tokens - 1, layers, K]."""
 
-    def __init__(self, arrays: bool = True) -> None:
-        self.arrays = arrays
+    def __init__(self, arrays: bool = True, wrong: int | None = None) -> None:
+        self.arrays, self.wrong = arrays, wrong
         self.returned: list[Any] = []
 
     def generate(self, samples: list[list[int]]) -> list[Any]:
         outputs = []
         for number, tokens in enumerate(samples):
             ids = random_ids(1, len(tokens) - 1, LAYERS, EXPERTS, TOP_K, seed=number)[0].numpy()
+            if number == self.wrong:
+                ids[0, 1] = 3
             one = SimpleNamespace(routed_experts=ids if self.arrays else None)
             outputs.append(SimpleNamespace(outputs=[one]))
             self.returned.append(ids)
@@ -167,6 +175,16 @@ def test_both_passes_choose_what_the_engine_chose(tmp_path: Any, truncated: bool
         given = row[row[:, 0, 0] >= 0]
         assert given.numpy().tobytes() in arrays
     assert replay.last.replayed > 0 and replay.last.live > 0
+
+
+@pytest.mark.slow
+def test_each_sample_of_an_engine_is_looked_at(tmp_path: Any) -> None:
+    """A wrong row in a later part of the generation batch than the first one TRL computes."""
+    trainer = _trainer(tmp_path)
+    _with_engine(trainer, _Engine(wrong=6))
+    replay_routing(trainer, "R3")
+    with pytest.raises(ValueError, match=r"layer 1 of the routes, \[3, 3\], has an expert twice"):
+        trainer.train()
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Any) -> None:

@@ -84,3 +84,17 @@ def test_rows_are_packed_without_their_padding() -> None:
         right.pack([4, 6])
     with pytest.raises(ValueError, match=r"position_ids .* not \(2, 2\)"):
         right.pack(torch.zeros(2, 2))
+
+
+def test_weights_go_where_ids_go() -> None:
+    """Packed, cut into rows, sent to another device: with the ids that they belong to."""
+    ids = torch.arange(2 * 3 * 2).view(2, 3, 1, 2)
+    routes = Routes(ids, (4,), weights=ids.float() / 16, num_experts=12)
+    for same in (routes.pack([3, 1]), routes.pack([2, 3], pad_side="left"), routes.rows(1, 2)):
+        assert same.weights is not None
+        assert torch.equal(same.weights, same.ids.float() / 16) and same.ids.numel()
+        assert (same.layers, same.num_experts) == ((4,), 12)
+    there = routes.to("meta")
+    assert there.weights is not None
+    assert there.ids.device.type == there.weights.device.type == "meta"
+    assert (there.layers, there.num_experts) == ((4,), 12)
