@@ -1,0 +1,268 @@
+"""Routing replay between two precisions of one model: how much of their difference is routing.
+
+    python benchmarks/replay.py                                the tables, to the terminal
+    python benchmarks/replay.py --write benchmarks/results     and as replay-cpu.md with a plot
+
+A Qwen3-MoE of the demo's sizes with more layers is trained for a while on the demo's data, and its
+weights are rounded to bf16. With these weights, over text that it was not trained on:
+
+    engine      computes in bf16, as engines do that generate samples; its routers are recorded
+    live        computes in fp32, and its routers choose for themselves
+    replayed    computes in fp32, and its routers choose what the engine's chose
+
+Both of the latter are compared with the engine:
+
+    same expert     of the engine's (token, expert) pairs of a layer, the share that fp32 chose too
+    same set        of the tokens of a layer, the share of which all experts are the same
+    asked           "same expert" of what live routers would choose while they replay: without the
+                    differences that came with other choices in the layers before
+    log p           distance of a token's log-probability from the engine's, mean over tokens
+    loss            distance of the mean loss
+    gradient        norm of the difference of all gradients over the norm of the engine's
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from balance import Blocks, load_data
+from figures import setting, spread
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3MoeForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from make_small_model import small_config
+
+from hf_moe_ep import Routes, RoutingReplay, patch
+
+BATCH = 8
+GROUPS = ("experts", "routers", "all others", "all")
+WAYS = ("live", "replayed")
+
+
+@dataclass(frozen=True)
+class Computed:
+    """One forward and backward: log-probability of each next token, loss, gradients by name."""
+
+    logps: Tensor
+    loss: float
+    grads: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How far a computation is from the engine's; gradients by `GROUPS`."""
+
+    logp: float
+    loss: float
+    gradient: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One batch: what fp32 chose of the engine's experts, by layer, and both ways beside it."""
+
+    same_expert: tuple[float, ...]
+    same_set: tuple[float, ...]
+    asked: tuple[float, ...]
+    ways: Mapping[str, Compared]
+
+
+def compute(model: nn.Module, input_ids: Tensor) -> Computed:
+    """Run a batch forward and backward; the gradients leave the model."""
+    output = model(input_ids=input_ids, use_cache=False)
+    logps = output.logits[:, :-1].float().log_softmax(-1)
+    logps = logps.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+    loss = -logps.mean()
+    loss.backward()
+    grads = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return Computed(logps.detach(), loss.item(), grads)
+
+
+def group_of(name: str) -> str:
+    if ".experts." in name:
+        return "experts"
+    return "routers" if ".gate." in name else "all others"
+
+
+def compare(one: Computed, engine: Computed) -> Compared:
+    """Measure what is between two computations of one batch."""
+    apart = dict.fromkeys(GROUPS, 0.0)
+    size = dict.fromkeys(GROUPS, 0.0)
+    for name, wanted in engine.grads.items():
+        for group in (group_of(name), "all"):
+            apart[group] += (one.grads[name] - wanted).square().sum().item()
+            size[group] += wanted.square().sum().item()
+    gradient = {group: (apart[group] / size[group]) ** 0.5 for group in GROUPS}
+    logp = (one.logps - engine.logps).abs().mean().item()
+    return Compared(logp, abs(one.loss - engine.loss), gradient)
+
+
+def shares(ids: Tensor, others: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """By layer: pairs of `ids` [B, S, L, K] that are among the others, and tokens with all same."""
+    found = (ids.unsqueeze(-1) == others.unsqueeze(-2)).any(-1)
+    pairs = found.double().mean((0, 1, 3))
+    tokens = found.all(-1).double().mean((0, 1))
+    return tuple(pairs.tolist()), tuple(tokens.tolist())
+
+
+def two_precisions(engine: nn.Module, model: nn.Module, input_ids: Tensor) -> Outcome:
+    """Compute a batch in the engine, and twice in the model: live, and with the engine's routes."""
+    recorder, replay = RoutingReplay(engine), RoutingReplay(model)
+    with recorder.record() as routes:
+        wanted = compute(engine, input_ids)
+    with replay.record() as own:
+        live = compute(model, input_ids)
+    with replay.replay(Routes(routes.ids, routes.layers)):
+        replayed = compute(model, input_ids)
+    same_expert, same_set = shares(routes.ids, own.ids)
+    asked = tuple(replay.last.by_layer.values())
+    ways = {"live": compare(live, wanted), "replayed": compare(replayed, wanted)}
+    return Outcome(same_expert, same_set, asked, ways)
+
+
+def train(blocks: Blocks, vocab_size: int, layers: int, steps: int, seed: int) -> PreTrainedModel:
+    """Make a model of the demo's sizes, and train it for a while."""
+    torch.manual_seed(seed)
+    config: Any = small_config(vocab_size)
+    config.num_hidden_layers = layers
+    model = patch(Qwen3MoeForCausalLM(config))
+    nn.init.normal_(model.get_input_embeddings().weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    drawn = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 10)
+        picked = torch.randint(len(blocks), (BATCH,), generator=drawn).tolist()
+        input_ids = torch.stack([blocks[index]["input_ids"] for index in picked])
+        model(input_ids=input_ids, labels=input_ids).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def in_two_precisions(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The engine in bf16, and a model in fp32 with the same weights to the last bit."""
+    engine = copy.deepcopy(model).to(torch.bfloat16)
+    return engine, copy.deepcopy(engine).float()
+
+
+def run(layers: int, steps: int, seeds: int, batches: int) -> Iterator[Outcome]:
+    """Yield what each batch of each seed shows."""
+    vocab_size, blocks, held_out = load_data()
+    for seed in range(seeds):
+        engine, model = in_two_precisions(train(blocks, vocab_size, layers, steps, seed))
+        for start in range(0, batches * BATCH, BATCH):
+            rows = held_out[start : start + BATCH]
+            yield two_precisions(engine, model, torch.stack([row["input_ids"] for row in rows]))
+
+
+def report(outcomes: list[Outcome]) -> str:
+    """Make both tables."""
+    lines = [
+        "| layer | same expert | same set | asked |",
+        "|---|---|---|---|",
+    ]
+    for layer in range(len(outcomes[0].same_expert)):
+        columns = (
+            [100 * getattr(one, name)[layer] for one in outcomes]
+            for name in ("same_expert", "same_set", "asked")
+        )
+        lines.append(f"| {layer} | {' | '.join(f'{spread(column)} %' for column in columns)} |")
+    lines += [
+        "",
+        "| distance from the engine | live | replayed | replayed / live |",
+        "|---|---|---|---|",
+    ]
+    for name, scale in (("log p", 1e3), ("loss", 1e3), *((group, 1e2) for group in GROUPS)):
+        live, replayed = ([scale * value_of(one.ways[w], name) for one in outcomes] for w in WAYS)
+        apart = statistics.median(live)
+        ratio = f"{statistics.median(replayed) / apart:.2f}" if apart else "-"
+        what = f"gradient of {name}, %" if name in GROUPS else f"{name}, thousandths"
+        lines.append(f"| {what} | {spread(live)} | {spread(replayed)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def value_of(compared: Compared, name: str) -> float:
+    if name in GROUPS:
+        return compared.gradient[name]
+    return compared.loss if name == "loss" else compared.logp
+
+
+def plot(outcomes: list[Outcome], path: Path) -> None:
+    """Draw agreement by layer, and both distances for live and replayed routing."""
+    import matplotlib.pyplot as plt
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    labels = {
+        "same_set": "all experts of a token",
+        "same_expert": "experts",
+        "asked": "experts, behind replayed layers",
+    }
+    for name, label in labels.items():
+        columns = zip(*(getattr(one, name) for one in outcomes), strict=True)
+        middles = [100 * statistics.median(column) for column in columns]
+        left.plot(range(len(middles)), middles, marker="o", label=label)
+    left.set(title="fp32 routers choose as bf16 did", xlabel="layer", ylabel="%")
+    left.legend()
+    for axes, shown, title in (
+        (middle, ("log p",), "distance of log p, mean over tokens"),
+        (right, GROUPS, "distance of gradients, relative"),
+    ):
+        for place, way in enumerate(WAYS):
+            heights = [statistics.median(value_of(o.ways[way], n) for o in outcomes) for n in shown]
+            at = [index + 0.4 * place for index in range(len(shown))]
+            axes.bar(at, heights, width=0.36, label=way)
+        axes.set_xticks([index + 0.2 for index in range(len(shown))], shown)
+        axes.set(title=title)
+        axes.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=40, help="of training")
+    parser.add_argument("--seeds", type=int, default=2, help="models")
+    parser.add_argument("--batches", type=int, default=3, help="of held-out text, for each model")
+    parser.add_argument("--write", type=Path, help="folder for the tables and the plot")
+    args = parser.parse_args()
+    before = os.getloadavg()[0]
+    outcomes: list[Outcome] = []
+    for outcome in run(args.layers, args.steps, args.seeds, args.batches):
+        outcomes.append(outcome)
+        live, replayed = (outcome.ways[way] for way in WAYS)
+        print(
+            f"batch {len(outcomes)}: log p {live.logp:.5f} live, {replayed.logp:.5f} replayed; "
+            f"gradient {live.gradient['all']:.4f}, {replayed.gradient['all']:.4f}",
+            flush=True,
+        )
+    text = report(outcomes)
+    print(text)
+    if args.write:
+        head = "# Routing replay between bf16 and fp32 of one model"
+        notes = (
+            f"{args.seeds} models of {args.layers} layers, top-4 of 16 experts, trained for "
+            f"{args.steps} steps; {args.batches} batches of {BATCH} x 128 held-out tokens for each."
+            f" Medians (smallest .. largest) over batches; what the rows say is at the top of the "
+            f"script."
+        )
+        lines = [head, "", *setting("benchmarks/replay.py", before, 1), "", notes, "", text, ""]
+        (args.write / "replay-cpu.md").write_text("\n".join(lines))
+        plot(outcomes, args.write / "replay-cpu.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""benchmarks/replay.py: what its tables say, and that replay takes most of a difference away."""
+
+import copy
+
+import pytest
+import replay as bench
+import torch
+
+
+def test_shares_by_hand() -> None:
+    """One row of two tokens, two layers, top-2; the order of experts does not count."""
+    ids = torch.tensor([[[[0, 1], [2, 3]], [[4, 5], [6, 7]]]])
+    others = torch.tensor([[[[1, 0], [2, 4]], [[4, 6], [1, 0]]]])
+    pairs, tokens = bench.shares(ids, others)
+    assert pairs == (0.75, 0.25)
+    assert tokens == (0.5, 0.0)
+
+
+def test_distances_by_hand() -> None:
+    names = ("layers.0.mlp.experts.down_proj", "layers.0.mlp.gate.weight", "lm_head.weight")
+    engine = bench.Computed(
+        torch.tensor([[-1.0, -2.0]]), 1.5, {n: torch.tensor([3.0, 4.0]) for n in names}
+    )
+    moved = dict(zip(names, (torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])), strict=False))
+    other = bench.Computed(
+        torch.tensor([[-1.25, -1.0]]), 1.25, {**moved, names[2]: torch.tensor([4.0, 4.0])}
+    )
+    found = bench.compare(other, engine)
+    assert (found.logp, found.loss) == (0.625, 0.25)
+    assert found.gradient == {
+        "experts": 0.1,
+        "routers": 0.0,
+        "all others": 0.2,
+        "all": pytest.approx((1.25 / 75) ** 0.5),
+    }
+    outcome = bench.Outcome((1.0,), (0.5,), (1.0,), {"live": found, "replayed": found})
+    text = bench.report([outcome])
+    assert "| 0 | 100 % | 50.0 % | 100 % |" in text
+    assert "| gradient of experts, % | 10.0 | 10.0 | 1.00 |" in text
+    assert "| gradient of routers, % | 0.00 | 0.00 | - |" in text
+
+
+@pytest.mark.slow
+def test_replayed_routes_bring_both_precisions_together() -> None:
+    """One small run: replay is nearer to the engine; in one precision everything is equal."""
+    (outcome,) = bench.run(layers=4, steps=12, seeds=1, batches=1)
+    live, replayed = (outcome.ways[way] for way in bench.WAYS)
+    assert min(outcome.same_set) < 1.0
+    assert replayed.logp < live.logp
+    assert replayed.gradient["experts"] < 0.7 * live.gradient["experts"]
+    vocab_size, blocks, held_out = bench.load_data()
+    _, model = bench.in_two_precisions(bench.train(blocks, vocab_size, 2, 1, 0))
+    input_ids = torch.stack([row["input_ids"] for row in held_out[:2]])
+    same = bench.two_precisions(copy.deepcopy(model), model, input_ids)
+    assert same.same_set == same.same_expert == same.asked == (1.0, 1.0)
+    assert all(w.logp == w.loss == w.gradient["all"] == 0.0 for w in same.ways.values())
