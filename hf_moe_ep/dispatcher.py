@@ -141,7 +141,13 @@ class CheckpointFrame(Protocol):
     def replaying(self) -> bool:
         """Whether this is a later run."""
 
-    def keep(self, layer: int, expert_ids_TK: Tensor, exchanges: Sequence[Exchange] | None) -> None:
+    def keep(
+        self,
+        layer: int,
+        expert_ids_TK: Tensor,
+        exchanges: Sequence[Exchange] | None,
+        topks: int = 1,
+    ) -> None:
         """Remember a MoE layer of the first run: the router's choice, and what it led to."""
 
     def keep_weights(self, layer: int, weights_TK: Tensor, given_T1: Tensor) -> None:

@@ -43,12 +43,13 @@ _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 class Routed:
     """One MoE layer's first run: the router's choice, and the exchanges planned from it.
 
-    None where nothing is exchanged.
+    None where nothing is exchanged; `topks` are then the calls that the choice answers.
     """
 
     layer: int
     expert_ids_TK: Tensor
     exchanges: Sequence[Exchange] | None
+    topks: int
 
 
 class Frame(CheckpointFrame):
@@ -60,13 +61,14 @@ class Frame(CheckpointFrame):
         # By MoE layer: weights from elsewhere, and the tokens that have them.
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
         self._next: int | None = None
+        self._answered = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer, self._state.frame = self._state.frame, self
         try:
             if not self._routed:
                 return self._function(*args, **kwargs)
-            self._next = 0
+            self._next, self._answered = 0, 0
             if torch.compiler.is_compiling():
                 return self._function(*args, **kwargs)
             with ChosenTopK(self._state.num_experts, self._upcoming_ids, self._decided):
@@ -79,9 +81,15 @@ class Frame(CheckpointFrame):
         """Whether this is a later run."""
         return self._next is not None
 
-    def keep(self, layer: int, expert_ids_TK: Tensor, exchanges: Sequence[Exchange] | None) -> None:
+    def keep(
+        self,
+        layer: int,
+        expert_ids_TK: Tensor,
+        exchanges: Sequence[Exchange] | None,
+        topks: int = 1,
+    ) -> None:
         """Remember a layer of the first run; without exchanges its router alone comes back."""
-        self._routed.append(Routed(layer, expert_ids_TK, exchanges))
+        self._routed.append(Routed(layer, expert_ids_TK, exchanges, topks))
 
     def keep_weights(self, layer: int, weights_TK: Tensor, given_T1: Tensor) -> None:
         """Remember weights that were put in place of the router's, and for which tokens."""
@@ -139,8 +147,9 @@ class Frame(CheckpointFrame):
         """Go on to the next layer, where nobody is going to `take` this one."""
         routed = self._upcoming()
         assert self._next is not None and routed is not None
-        if routed.exchanges is None:
-            self._next += 1
+        self._answered += 1
+        if routed.exchanges is None and self._answered >= routed.topks:
+            self._next, self._answered = self._next + 1, 0
         return expert_ids_TK
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from hf_moe_ep.dispatcher import RoutesTold
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.routing.routes import Routes
-from hf_moe_ep.routing.sessions import Forward, exchanges_rows
+from hf_moe_ep.routing.sessions import Forward, OpenBlock, exchanges_rows
 from hf_moe_ep.sequence.slices import gather_slices
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 
 
-class Recording:
+class Recording(OpenBlock):
     """An open `record`: fills `routes` anew at the end of each forward."""
 
     told = RoutesTold.LIVE
@@ -33,6 +33,7 @@ class Recording:
         self._forward: Forward | None = None
         self._chosen: dict[int, Tensor] = {}
         self._copied: Any = None
+        self._forwards = 0
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         """See `RoutingSession`: whether all ranks record."""
@@ -78,7 +79,7 @@ class Recording:
         if missing:
             raise ValueError(f"decoder layers {missing} did not run in the forward to record")
         ids_TLK = torch.stack([self._chosen.pop(key) for key in self._layers.keys], dim=1)
-        ids = ids_TLK.unflatten(0, (forward.batch, -1))
+        ids = ids_TLK.unflatten(0, (forward.batch, forward.tokens))
         if forward.part is not None:
             with torch.no_grad():
                 # As bytes: NCCL has no int16.
@@ -86,6 +87,7 @@ class Recording:
                 whole = gather_slices(as_bytes.flatten(2), forward.part)
                 ids = whole.unflatten(2, as_bytes.shape[2:]).contiguous().view(self._dtype)
         self.routes.ids = self._to_host(ids)
+        self._forwards += 1
 
     def _to_host(self, ids: Tensor) -> Tensor:
         if not ids.is_cuda:
@@ -102,7 +104,7 @@ class Recording:
         Raises:
             ValueError: nothing was forwarded.
         """
-        if self.routes.ids.shape[0] == 0:
+        if not self._forwards:
             raise ValueError(
                 "nothing was recorded: no forward of the model ended inside of record()"
             )

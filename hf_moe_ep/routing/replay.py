@@ -64,15 +64,10 @@ class RoutingReplay:
             raise ValueError(f"on_missing={on_missing!r} is neither 'live' nor 'error'")
         self._on_missing = on_missing
         self._state = patched_state(model)
-        if any(is_compiled(module) for module in model.modules()):
-            raise ValueError(
-                "routing of a compiled model cannot be recorded or replayed: torch.compile has its "
-                "topk already; leave torch.compile out"
-            )
+        _check_not_compiled(model)
         self._root = next(m for m in model.modules() if isinstance(vars(m).get(STATE), ModelState))
         self._layers = find_routed_layers(self._root, self._state)
         self._watch = CheckpointWatch(self._state)
-        self._adapters_off = _switch_of_adapters(model)
         self._last: Replaying | None = None
 
     @contextmanager
@@ -93,26 +88,29 @@ class RoutingReplay:
         session.close()
 
     @contextmanager
-    def replay(self, routes: Routes, *, strict: bool = True) -> Iterator[None]:
+    def replay(self, routes: Routes | None, *, strict: bool = True) -> Iterator[None]:
         """Let forwards in the block choose `routes`; they have the batch that routes are of.
 
         Args:
             routes: of the batch, as the model is called with it: whole sequences, padded alike.
-                Under sp every rank of the group has the same.
+                Under sp every rank of the group has the same. None of a rank that has none, as one
+                that got no sample and runs some other batch, while others replay theirs.
             strict: look at every id on entry; without, only at shapes.
 
+        Alone, a rank raises on entry. Where ranks exchange tokens it goes on to the next exchange,
+        and all of its group raise there, as they do where some of them replay and others do not
+        (DeepEP does not carry such words: there the others raise at its time-out).
+
         Raises:
-            ValueError: routes that are not of this model or batch; another K or L; with `strict`
-                an id out of range, a row of which some ids are -1 and not all, an expert twice in a
-                row. Alone, a rank raises on entry. Where ranks exchange tokens it goes on to the
-                next exchange, and all of its group raise there, as they do where some of them
-                replay and others do not.
+            ValueError: the model was unpatched or compiled since; routes that are not of this model
+                or batch; another K or L; with `strict` an id out of range, a row of which some ids
+                are -1 and not all, an expert twice in a row. Weights of routes where layers are
+                checkpointed and `experts_backend="eager"` computes experts: what runs again would
+                not know of them.
         """
-        session = Replaying(self._state, self._layers, self._adapters_off)
+        session = Replaying(self._state, self._layers, _switch_of_adapters(self._root))
         try:
-            ids, weights = select_layers(routes, self._layers)
-            check_ids(ids, self._layers, allow_live=self._on_missing == "live", strict=strict)
-            session.give(ids, weights)
+            self._give(session, routes, strict)
         except ValueError as error:
             session.refuse(error)
         with self._open(session):
@@ -132,12 +130,36 @@ class RoutingReplay:
             raise ValueError("no replay() block has ended yet")
         return self._last.counts.report()
 
+    def _give(self, session: Replaying, routes: Routes | None, strict: bool) -> None:
+        may_be_live = self._on_missing == "live"
+        if routes is None:
+            if not may_be_live:
+                raise ValueError("no routes to replay, and on_missing='error'")
+            return
+        ids, weights = select_layers(routes, self._layers)
+        check_ids(ids, self._layers, allow_live=may_be_live, strict=strict)
+        session.give(ids, weights)
+
     @contextmanager
     def _open(self, session: Recording | Replaying) -> Iterator[None]:
+        if vars(self._root).get(STATE) is not self._state:
+            raise ValueError(
+                "this RoutingReplay was made before the model was unpatched; patch the model, and "
+                "make a new one"
+            )
+        _check_not_compiled(self._root)
         # What checkpoints is wrapped only where tokens travel; here it has to be anywhere.
         self._watch.look(self._root)
         with hooked(self._root, self._state, self._layers, session):
             yield
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    if any(is_compiled(module) for module in model.modules()):
+        raise ValueError(
+            "routing of a compiled model cannot be recorded or replayed: torch.compile has its "
+            "topk already; leave torch.compile out"
+        )
 
 
 def _switch_of_adapters(model: nn.Module) -> Callable[[], bool]:

@@ -13,12 +13,12 @@ from hf_moe_ep.moe.chosen_topk import ChosenTopK
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.routing.report import Counts
 from hf_moe_ep.routing.routes import LIVE
-from hf_moe_ep.routing.sessions import Forward, exchanges_rows
+from hf_moe_ep.routing.sessions import Forward, OpenBlock, exchanges_rows
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.autograd_modes import assert_later, backward_is_running, hidden_from_modes
 
 
-class Replaying:
+class Replaying(OpenBlock):
     """An open `replay`: the batch of one forward, repeated as often as it is called."""
 
     def __init__(
@@ -34,9 +34,11 @@ class Replaying:
         self._live = False
         self._ids_LTK: Tensor | None = None
         self._weights_LTK: Tensor | None = None
-        # Of the layer that runs.
+        # Of the layer that runs; `answers` counts its topks, of which the last one is the choice.
         self._mode: ChosenTopK | None = None
+        self._answers = 0
         self._answer_TK: Tensor | None = None
+        self._live_TK: Tensor | None = None
         self._given_T1: Tensor | None = None
 
     def give(self, ids_BSLK: Tensor, weights_BSLK: Tensor | None) -> None:
@@ -61,7 +63,8 @@ class Replaying:
         if self._adapters_off() != self._were_off:
             return {}
         if self.refusal is not None or self._ids_BSLK is None:
-            return {"refused routes": torch.ones(1, dtype=torch.int64, device=device)}
+            name = "no routes" if self.refusal is None else "refused routes"
+            return {name: torch.ones(1, dtype=torch.int64, device=device)}
         found = {"routes": self._ids_BSLK.to(device)}
         if self._weights_BSLK is not None:
             found["weights of routes"] = self._weights_BSLK.to(device)
@@ -84,7 +87,8 @@ class Replaying:
                     )
                 )
         if self.refusal is None:
-            self._cut(forward)
+            if self._ids_BSLK is not None:
+                self._cut(forward)
         elif self._state.meshes is None or self._state.meshes.ep_size == 1:
             raise self.refusal
 
@@ -101,23 +105,17 @@ class Replaying:
             batch, sequence = self._ids_BSLK.shape[:2]
             self._cut(Forward(batch, sequence, None, args[0].device))
         assert self._ids_LTK is not None
-        place = self._layers.keys.index(layer.decoder_layer)
-        ids_TK = self._ids_LTK[place].long()
-        self._answer_TK = None
-
-        def upcoming() -> Tensor | None:
-            return ids_TK if self._answer_TK is None else None
+        ids_TK = self._ids_LTK[self._place(layer)].long()
+        given_T1 = ids_TK[:, :1] != LIVE
+        self._given_T1, self._answer_TK, self._answers = given_T1, None, 0
 
         def decide(ids_TK: Tensor, live: Callable[[], Tensor]) -> Tensor:
-            live_TK = live()
-            given_T1 = ids_TK[:, :1] != LIVE
-            if not backward_is_running():
-                self.counts.add(layer.decoder_layer, ids_TK, live_TK, given_T1)
-            self._given_T1 = given_T1
-            self._answer_TK = torch.where(given_T1, ids_TK, live_TK)
+            self._answers += 1
+            self._live_TK = live()
+            self._answer_TK = torch.where(given_T1, ids_TK, self._live_TK)
             return self._answer_TK
 
-        self._mode = ChosenTopK(self._layers.num_experts, upcoming, decide)
+        self._mode = ChosenTopK(self._layers.num_experts, lambda: ids_TK, decide)
         self._mode.__enter__()
 
     def leave(self) -> None:
@@ -131,35 +129,64 @@ class Replaying:
         self.leave()
         if not self._replays():
             return weights_TK
-        answer_TK, self._answer_TK = self._answer_TK, None
-        if answer_TK is None or answer_TK.shape != ids_TK.shape:
-            assert self._ids_LTK is not None
-            raise ValueError(
-                f"{layer.name} did not choose by one torch.topk for the {self._ids_LTK.shape[1]} "
-                f"tokens of the routes (its experts got {list(ids_TK.shape)}): its routes cannot "
-                f"be replayed"
-            )
+        wrong = self._what_is_wrong(layer, ids_TK)
+        if wrong is not None:
+            if not exchanges_rows(self._state):
+                raise wrong
+            self.refusal = wrong  # the others are told in this layer's exchange
+            return weights_TK
+        assert self._answer_TK is not None and self._given_T1 is not None
         with hidden_from_modes():
-            if ids_TK is not answer_TK:
+            if ids_TK is not self._answer_TK:
                 assert_later(
-                    (ids_TK == answer_TK).all(),
+                    (ids_TK == self._answer_TK).all(),
                     f"{layer.name} was given routes and handed other experts to its layer",
                 )
-            frame, place = self._state.frame, self._layers.keys.index(layer.decoder_layer)
+            self._count(layer)
+            frame = self._state.frame
             if frame is not None and not exchanges_rows(self._state):
-                frame.keep(layer.index, answer_TK, None)
+                frame.keep(layer.index, self._answer_TK, None, self._answers)
             if self._weights_LTK is None:
                 return weights_TK
-            assert self._given_T1 is not None
-            kept_TK = self._weights_LTK[place].to(weights_TK.dtype)
+            kept_TK = self._weights_LTK[self._place(layer)].to(weights_TK.dtype)
             if frame is not None:
                 frame.keep_weights(layer.index, kept_TK, self._given_T1)
         return torch.where(self._given_T1, kept_TK, weights_TK)
 
+    def _what_is_wrong(self, layer: RoutedLayer, ids_TK: Tensor) -> ValueError | None:
+        """Say why a layer that has chosen cannot go on."""
+        if self._answer_TK is None or self._answer_TK.shape != ids_TK.shape:
+            assert self._ids_LTK is not None
+            return ValueError(
+                f"{layer.name} did not choose by one torch.topk for the {self._ids_LTK.shape[1]} "
+                f"tokens of the routes (its experts got {list(ids_TK.shape)}): its routes cannot "
+                f"be replayed"
+            )
+        computes = self._state.config.experts_backend != "eager"
+        if self._weights_LTK is None or self._state.frame is None or computes:
+            return None
+        return ValueError(
+            f"weights of routes cannot be replayed where layers are checkpointed and "
+            f"experts_backend='eager': computed again in backward, the experts of {layer.name} "
+            f"would have the router's; use experts_backend='torch', or leave one of them out"
+        )
+
+    def _count(self, layer: RoutedLayer) -> None:
+        if backward_is_running():
+            return
+        assert self._ids_LTK is not None and self._live_TK is not None
+        assert self._given_T1 is not None
+        ids_TK = self._ids_LTK[self._place(layer)]
+        self.counts.add(layer.decoder_layer, ids_TK, self._live_TK, self._given_T1)
+
+    def _place(self, layer: RoutedLayer) -> int:
+        return self._layers.keys.index(layer.decoder_layer)
+
     def _replays(self) -> bool:
         """Whether the layer that runs is to be told what to choose."""
-        frame = self._state.frame
-        return not self._live and self.refusal is None and not (frame and frame.replaying)
+        if self._ids_BSLK is None or self._live or self.refusal is not None:
+            return False
+        return self._state.frame is None or not self._state.frame.replaying
 
     def _cut(self, forward: Forward) -> None:
         assert self._ids_BSLK is not None

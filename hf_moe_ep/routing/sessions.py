@@ -35,9 +35,14 @@ class Forward(NamedTuple):
     device: torch.device
 
     @property
+    def tokens(self) -> int:
+        """Tokens of a row that this rank's layers see, padding of its slice included."""
+        return self.sequence if self.part is None else self.part.local
+
+    @property
     def rows(self) -> int:
-        """Tokens that a layer of this rank sees, padding of its slice included."""
-        return self.batch * (self.sequence if self.part is None else self.part.local)
+        """Tokens that a layer of this rank sees."""
+        return self.batch * self.tokens
 
 
 class Session(Protocol):
@@ -70,6 +75,13 @@ class Session(Protocol):
         """Look at what experts are handed, and return the weights that they compute with."""
 
 
+class OpenBlock:
+    """What `record` and `replay` open: a copy of the model that is made inside has none open."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
 @contextmanager
 def hooked(
     root: nn.Module, state: ModelState, layers: RoutedLayers, session: Session
@@ -100,6 +112,8 @@ def hooked(
     try:
         yield
     finally:
+        # Where a forward was interrupted from the keyboard, hooks behind it did not run.
+        session.leave()
         state.routing = None
         for handle in handles:
             handle.remove()
@@ -110,11 +124,23 @@ def exchanges_rows(state: ModelState) -> bool:
     return state.meshes is not None and state.meshes.ep_size > 1
 
 
-class _Begin(Ours):
-    def __init__(self, session: Session) -> None:
-        self._session = session
+class _Hook(Ours):
+    """A hook that tells a session; one without does nothing, see `OpenBlock`."""
 
+    def __init__(self, session: Session) -> None:
+        self._session: Session | None = session
+
+
+class _HookOfLayer(_Hook):
+    def __init__(self, session: Session, layer: RoutedLayer) -> None:
+        super().__init__(session)
+        self._layer = layer
+
+
+class _Begin(_Hook):
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._session is None:
+            return
         if runs_compiled():
             raise ValueError(
                 "routing cannot be recorded or replayed within torch.compile; call the model that "
@@ -123,42 +149,37 @@ class _Begin(Ours):
         given = bind_forward(model, args, kwargs)
         tokens = given.get("input_ids")
         if tokens is None:
-            tokens = given["inputs_embeds"]
+            tokens = given.get("inputs_embeds")
+        if tokens is None:
+            return  # the model says that it wants one of them
         batch, sequence = tokens.shape[:2]
         self._session.begin(Forward(batch, sequence, given.get(SLICE), tokens.device))
 
 
-class _End(Ours):
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
+class _End(_Hook):
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._session.end(output is not None)
+        if self._session is not None:
+            self._session.end(output is not None)
 
 
-class _Enter(Ours):
-    def __init__(self, session: Session, layer: RoutedLayer) -> None:
-        self._session, self._layer = session, layer
-
+class _Enter(_HookOfLayer):
     def __call__(self, owner: nn.Module, args: tuple[Any, ...]) -> None:
-        self._session.enter(self._layer, args)
+        if self._session is not None:
+            self._session.enter(self._layer, args)
 
 
-class _Leave(Ours):
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
+class _Leave(_Hook):
     def __call__(self, owner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._session.leave()
+        if self._session is not None:
+            self._session.leave()
 
 
-class _AtExperts(Ours):
-    def __init__(self, session: Session, layer: RoutedLayer) -> None:
-        self._session, self._layer = session, layer
-
+class _AtExperts(_HookOfLayer):
     def __call__(
         self, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._session is None:
+            return None
         given = dict(zip(_OF_EXPERTS, args, strict=False)) | kwargs
         weights = given["top_k_weights"]
         used = self._session.at_experts(self._layer, given["top_k_index"], weights)

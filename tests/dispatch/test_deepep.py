@@ -18,11 +18,12 @@ from support import parity
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.fakes import deepep as fake_deepep
+from support.forced import random_ids
 from support.tiny_models import batch, tiny
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep import Routes, RoutingReplay, apply_ep_fsdp2, patch
 from hf_moe_ep.dispatcher import Exchange, Header
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll, AllToAllExchange
 from hf_moe_ep.moe.dispatch.deepep import DeepEP, GroupBuffer, load_deep_ep
@@ -347,12 +348,15 @@ def _check_lost_rank(rank: int, group: Group, buffer: GroupBuffer) -> None:
     buffer.alive.dispatch = original
 
 
-def _model_grads(**config: Any) -> dict[str, Tensor]:
-    """A bf16 model with a checkpointed backward; the gradients, gathered."""
+def _model_grads(replays: bool, **config: Any) -> dict[str, Tensor]:
+    """A bf16 model with a checkpointed backward, live or replayed; the gradients, gathered."""
     model = tiny(dtype=torch.bfloat16)
     parity.checkpointing(model, False)
     apply_ep_fsdp2(model, ep_size=2, **config)
-    model(**batch(model, 2, 9 + 2 * dist.get_rank(), seed=dist.get_rank())).loss.backward()
+    inputs = batch(model, 2, 9 + 2 * dist.get_rank(), seed=dist.get_rank())
+    ids = random_ids(*inputs["input_ids"].shape, 2, 8, 2)
+    with RoutingReplay(model).replay(Routes(ids, (0, 1)) if replays else None):
+        model(**inputs).loss.backward()
     dispatcher = getattr(model, STATE).dispatcher
     if config["dispatcher"] == "deepep":
         assert copy.deepcopy(dispatcher).buffer is dispatcher.buffer
@@ -364,13 +368,14 @@ def _model_grads(**config: Any) -> dict[str, Tensor]:
 
 def _check_model(rank: int, group: Group, buffer: GroupBuffer) -> None:
     """The option of patch(): whole models with both dispatchers, in bf16, 2 chunks."""
-    want = _model_grads(dispatcher="all_to_all")
-    calls = len(fake_deepep.Buffer.log)
-    got = _model_grads(dispatcher="deepep", deepep_num_sms=6, dispatch_chunks=2)
-    assert fake_deepep.Buffer.num_sms == 6 and len(fake_deepep.Buffer.log) > calls
-    for name, grad in got.items():
-        # Roundings of bf16 (2 ** -8), in another order of addition, through two layers.
-        assert_close(name, grad, want[name], 16 * 2**-8)
+    for replays in (False, True):
+        want = _model_grads(replays, dispatcher="all_to_all")
+        calls = len(fake_deepep.Buffer.log)
+        got = _model_grads(replays, dispatcher="deepep", deepep_num_sms=6, dispatch_chunks=2)
+        assert fake_deepep.Buffer.num_sms == 6 and len(fake_deepep.Buffer.log) > calls
+        for name, grad in got.items():
+            # Roundings of bf16 (2 ** -8), in another order of addition, through two layers.
+            assert_close(f"{name}, {replays}", grad, want[name], 16 * 2**-8)
 
 
 def _with_buffer(check: Callable[..., None], rank: int, world: int) -> None:

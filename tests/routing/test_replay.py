@@ -4,6 +4,7 @@ Record and replay are bit-equal; random choices equal stock with the same choice
 """
 
 import copy
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import parity
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
-from support.forced import forced_topk, random_ids
+from support.forced import forced_topk, forced_weights, random_ids
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from hf_moe_ep import Routes, RoutingReplay, patch, unpatch
 from hf_moe_ep.routing import recording
@@ -168,7 +170,7 @@ def test_weights_that_moved_keep_the_recorded_experts_and_their_gradient() -> No
     _assert_same_grads(model, stock)
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False])
+@pytest.mark.parametrize("use_reentrant", [None, False, pytest.param(True, marks=pytest.mark.slow)])
 def test_weights_from_elsewhere_replace_the_routers(use_reentrant: bool | None) -> None:
     """Where ids are given, experts are weighed by `Routes.weights`; the router learns elsewhere."""
     model, stock = _pair()
@@ -178,18 +180,8 @@ def test_weights_from_elsewhere_replace_the_routers(use_reentrant: bool | None) 
     ids = random_ids(2, 5, 2, EXPERTS, TOP_K)
     ids[1, 3:] = -1
     weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2))
-
-    def reweigh(place: int) -> Any:
-        def hook(experts: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            given = ids[:, :, place].flatten(0, 1) >= 0
-            mine = weights[:, :, place].flatten(0, 1).double()
-            return *args[:2], torch.where(given, mine, args[2])
-
-        return hook
-
-    for place, layer in enumerate((0, 2)):
-        stock.model.layers[layer].mlp.experts.register_forward_pre_hook(reweigh(place))
-    with forced_topk(EXPERTS, ids):
+    experts = [stock.model.layers[layer].mlp.experts for layer in (0, 2)]
+    with forced_topk(EXPERTS, ids), forced_weights(experts, ids, weights):
         want = stock(**inputs)
     want.loss.backward()
     with RoutingReplay(model).replay(Routes(ids, (0, 2), weights)):
@@ -199,11 +191,12 @@ def test_weights_from_elsewhere_replace_the_routers(use_reentrant: bool | None) 
     _assert_same_grads(model, stock)
 
 
-def test_micro_batches_with_routes_of_their_own_are_one_batch() -> None:
-    """Two replays, one backward over both: the gradients of one replay of the whole batch."""
+@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_micro_batches_with_routes_of_their_own_are_one_batch(use_reentrant: bool) -> None:
+    """Replays of other lengths, one backward over all: gradients of one replay of the batch."""
     model, _ = _pair()
-    parity.checkpointing(model, False)
-    inputs = batch(model, 4, 6)
+    parity.checkpointing(model, use_reentrant)
+    inputs = {name: x.flip(0) for name, x in batch(model, 4, 6, pad=3).items()}
     count = inputs["labels"][:, 1:].ne(-100).sum()
     routes = _routes(random_ids(4, 6, 2, EXPERTS, TOP_K))
     replay = RoutingReplay(model)
@@ -212,9 +205,10 @@ def test_micro_batches_with_routes_of_their_own_are_one_batch() -> None:
     want = _grads(model)
     model.zero_grad()
     losses = []
-    for start in (0, 2):
-        part = {name: x[start : start + 2] for name, x in inputs.items()}
-        with replay.replay(routes.rows(start, start + 2)):
+    for start, length in ((0, 4), (2, 6)):  # the first two rows end in two tokens of padding
+        part = {name: x[start : start + 2, :length] for name, x in inputs.items()}
+        its_own = _routes(routes.ids[start : start + 2, :length])
+        with replay.replay(its_own):
             losses.append(model(**part, num_items_in_batch=count).loss)
         with torch.no_grad():
             model(**part)  # live, between them
@@ -324,6 +318,144 @@ def test_nothing_is_left_outside_of_the_blocks() -> None:
     assert_close("unpatched", model(**inputs).logits, want, FP64_MODEL)
 
 
+def test_an_interrupted_forward_leaves_nothing() -> None:
+    """From the keyboard, where torch calls no hook behind a forward: topk is torch's again."""
+    model, _ = _pair()
+    inputs = batch(model, 2, 6)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        want = model(**inputs).logits
+    hook = model.model.layers[2].mlp.gate.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), RoutingReplay(model).replay(_routes(IDS)):
+        model(**inputs)
+    hook.remove()
+    assert torch.overrides._len_torch_function_stack() == 0
+    assert model._hf_moe_ep.routing is None
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, want)
+
+
+def test_a_model_that_is_unpatched_in_between_is_left_alone() -> None:
+    """Inside of a block its hooks go with all others; a RoutingReplay of before is refused."""
+    model, _ = _pair()
+    inputs = batch(model, 2, 6)
+    replay = RoutingReplay(model)
+    with pytest.raises(ValueError, match="nothing was recorded"), replay.record():
+        unpatch(model)
+        model(**inputs)
+    parity.checkpointing(model, False)
+    with pytest.raises(ValueError, match="before the model was unpatched"), replay.record():
+        pass
+    patch(model)
+    with (
+        pytest.raises(ValueError, match="before the model was unpatched"),
+        replay.replay(_routes(IDS)),
+    ):
+        pass
+    unpatch(model)
+    functions = [m for m in model.modules() if "_gradient_checkpointing_func" in vars(m)]
+    assert all("hf_moe_ep" not in repr(m._gradient_checkpointing_func) for m in functions)
+
+
+@pytest.mark.slow
+def test_generate_is_recorded_forward_by_forward_and_replayed_not_at_all() -> None:
+    """A token is a forward of its own: routes are the last one's; others have not their shape."""
+    model, _ = _pair()
+    model.eval()
+    tokens = batch(model, 2, 6)["input_ids"]
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(tokens, **options)
+    replay = RoutingReplay(model)
+    with replay.record() as routes:
+        assert torch.equal(model.generate(tokens, **options), want)
+    assert routes.ids.shape == (2, 1, 2, TOP_K)
+    with (
+        pytest.raises(ValueError, match=r"2 rows of 6 tokens .* 2 rows of 1: one replay"),
+        replay.replay(_routes(IDS)),
+    ):
+        model.generate(tokens, **options)
+    assert torch.equal(model.generate(tokens, **options), want)
+
+
+def test_no_routes_at_all_are_no_replay() -> None:
+    """What a rank opens that got no sample: a batch of any shape, bit-equal to its live forward."""
+    model, _ = _pair()
+    inputs = batch(model, 2, 6)
+    replay = RoutingReplay(model)
+    with torch.no_grad(), replay.replay(None):
+        got = model(**inputs).logits
+        assert torch.equal(model(**batch(model, 1, 3)).logits, model(**batch(model, 1, 3)).logits)
+    with torch.no_grad():
+        assert torch.equal(got, model(**inputs).logits)
+    assert replay.last.replayed == 0 and np.isnan(replay.last.agreement)
+    with (
+        pytest.raises(ValueError, match="no routes to replay, and on_missing='error'"),
+        RoutingReplay(model, on_missing="error").replay(None),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_adapters_that_came_later_are_switched_off_as_well() -> None:
+    model, _ = _pair()
+    replay = RoutingReplay(model)
+    policy = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    inputs = batch(model, 2, 6)
+    with torch.no_grad(), policy.disable_adapter():
+        want = policy(**inputs).logits
+    with torch.no_grad(), replay.replay(_routes(IDS)), policy.disable_adapter():
+        assert torch.equal(policy(**inputs).logits, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_one_group_of_experts_of_which_two_are_chosen(use_reentrant: bool | None) -> None:
+    """GLM's router scores groups by their top two: with one group that looks like its choice."""
+    options: dict[str, Any] = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    }
+    torch.manual_seed(0)
+    stock = Glm4MoeForCausalLM(Glm4MoeConfig(**options, experts_implementation="eager")).double()
+    for layer in stock.model.layers:
+        nn.init.normal_(layer.mlp.gate.weight)
+    model = patch(copy.deepcopy(stock.train()))
+    if use_reentrant is not None:
+        parity.checkpointing(model, use_reentrant)
+    tokens = torch.arange(10).view(2, 5)
+    ids = random_ids(2, 5, 2, EXPERTS, TOP_K)
+    ids[1, 3:] = -1
+    # Stock without groups: the same scores, and topk is called once.
+    for layer in stock.model.layers:
+        layer.mlp.gate.num_group = layer.mlp.gate.topk_group = 2
+        layer.mlp.gate.num_experts = EXPERTS
+    with forced_topk(EXPERTS, ids):
+        want = stock(input_ids=tokens, labels=tokens).loss
+    want.backward()
+    replay = RoutingReplay(model)
+    with replay.replay(Routes(ids, (0, 1))):
+        got = model(input_ids=tokens, labels=tokens).loss
+    got.backward()
+    assert_close("loss", got, want, FP32_INSIDE)
+    for name, grad in _grads(stock).items():
+        assert_close(name, _grads(model)[name], grad, FP32_INSIDE)
+    assert replay.last.replayed == 2 * 8
+
+
 @pytest.mark.slow
 def test_48_layers_of_8192_tokens_copy_3_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     """uint8, once for each forward, nothing wider than that on the way to the host."""
@@ -373,6 +505,7 @@ WRONG: dict[str, tuple[Routes, str]] = {
     "in part": (Routes(_deep(IDS, -1, 0, 3, 0, 1), (0, 2)), "has -1 for some of its experts"),
     "twice": (Routes(torch.zeros_like(IDS), (0, 2)), r"has an expert twice; .* \(24 such of 24\)"),
     "weights": (Routes(IDS, (0, 2), torch.ones(2, 6, 2)), r"weights of routes .* \[2, 6, 2\]"),
+    "weights of integers": (Routes(IDS, (0, 2), IDS), "weights of routes are torch.int16"),
 }
 
 
@@ -430,8 +563,45 @@ def test_misuse_is_refused() -> None:
         RoutingReplay(model, on_missing="error").replay(_routes(_deep(IDS, -1, 0, 0, 0))),
     ):
         pass
+
+
+def test_weights_that_a_recompute_would_not_have_are_refused() -> None:
+    """The model's own loop over experts is not ours to give them to, in backward."""
+    model = patch(tiny(num_hidden_layers=LAYERS, mlp_only_layers=[1]), experts_backend="eager")
+    inputs = batch(model, 2, 6)
+    weighed = Routes(IDS, (0, 2), torch.rand(IDS.shape))
+    replay = RoutingReplay(model)
+    with replay.replay(weighed):
+        model(**inputs).loss.backward()
+    parity.checkpointing(model, False)
+    with (
+        pytest.raises(ValueError, match="checkpointed and experts_backend='eager'"),
+        replay.replay(weighed),
+    ):
+        model(**inputs)
+    with replay.replay(_routes(IDS)):
+        model(**inputs).loss.backward()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_refused() -> None:
+    """As a whole, a part of it, since it was looked at, or by what calls it."""
+    model, _ = _pair()
+    inputs = batch(model, 2, 6)
+    replay = RoutingReplay(model)
     with pytest.raises(ValueError, match="of a compiled model"):
         RoutingReplay(torch.compile(model, backend="eager"))
+    compiled = torch.compile(lambda **given: model(**given).logits, backend="eager")
+    with pytest.raises(ValueError, match=r"within torch\.compile"), replay.record():
+        compiled(**inputs)
+    torch._dynamo.reset()
+    assert torch.overrides._len_torch_function_stack() == 0
+    with replay.record() as routes:
+        model(**inputs)
+    assert routes.ids.shape == (2, 6, 2, TOP_K)
+    model.model.layers[2].compile(backend="eager")
+    with pytest.raises(ValueError, match="of a compiled model"), replay.replay(_routes(IDS)):
+        pass
 
 
 def test_the_decoder_alone_replays_its_routes() -> None:
@@ -449,5 +619,32 @@ def test_a_deep_copy_of_a_model_routes_live_beside_it() -> None:
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     other = copy.deepcopy(model)
+    with torch.no_grad():
+        want = model(**inputs).logits
     with torch.no_grad(), RoutingReplay(model).replay(_routes(IDS)):
-        assert not torch.equal(model(**inputs).logits, other(**inputs).logits)
+        inside = copy.deepcopy(model)
+        replayed = model(**inputs).logits
+        assert not torch.equal(replayed, want)
+        assert torch.equal(other(**inputs).logits, want)
+        assert torch.equal(inside(**inputs).logits, want)
+    with torch.no_grad(), RoutingReplay(inside).replay(_routes(IDS)):
+        assert torch.equal(inside(**inputs).logits, replayed)
+
+
+def test_another_thread_chooses_for_itself() -> None:
+    """While a layer is told what to choose, a topk of the same shape elsewhere is torch's own."""
+    model, _ = _pair()
+    scores = torch.rand(12, EXPERTS)
+    found: list[Tensor] = []
+
+    def elsewhere(*_: Any) -> None:
+        thread = threading.Thread(target=lambda: found.append(scores.topk(TOP_K).indices))
+        thread.start()
+        thread.join()
+
+    want = scores.topk(TOP_K).indices
+    hook = model.model.layers[0].mlp.gate.register_forward_pre_hook(elsewhere)
+    with torch.no_grad(), RoutingReplay(model).replay(_routes(IDS)):
+        model(**batch(model, 2, 6))
+    hook.remove()
+    assert len(found) == 1 and torch.equal(found[0], want)

@@ -4,6 +4,7 @@ Stock has the batches of all ranks, one after the other, and is made to choose t
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.counting import EXCHANGES, counting
-from support.forced import forced_topk, random_ids
+from support.forced import forced_topk, forced_weights, random_ids
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
@@ -53,17 +54,24 @@ def _same_as_stock(
     stock: nn.Module,
     everyone: list[tuple[dict[str, Tensor], Routes]],
 ) -> None:
-    """One forward and backward on the batches of all data ranks: logits, loss, all gradients."""
+    """One forward and backward on the batches of all data ranks: loss and all gradients.
+
+    A rank whose routes are all -1 says that it has none.
+    """
     place = data_parallel_rank(model)
     count = torch.stack([x["labels"][:, 1:].ne(-100).sum() for x, _ in everyone]).sum()
+    experts = [m for name, m in stock.named_modules() if name.endswith("mlp.experts")]
     wants = []
     for inputs, routes in everyone:
-        with forced_topk(EXPERTS, routes.ids):
+        weights = nullcontext()
+        if routes.weights is not None:
+            weights = forced_weights(experts, routes.ids, routes.weights)
+        with forced_topk(EXPERTS, routes.ids), weights:
             wants.append(stock(**inputs, num_items_in_batch=count))
         wants[-1].loss.backward()
     inputs, routes = everyone[place]
     replay = RoutingReplay(model)
-    with replay.replay(routes):
+    with replay.replay(None if (routes.ids == -1).all() else routes):
         got = model(**inputs, num_items_in_batch=count)
     (got.loss * len(everyone)).backward()
     assert_close(
@@ -75,10 +83,18 @@ def _same_as_stock(
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
         assert_close(f"{where}: grad of {name}", found[name], grad, FP64_MODEL)
-    assert replay.last.replayed > 0 and replay.last.agreement < 0.9
+    report = replay.last.over_ranks()
+    assert report.replayed > 0 and report.agreement < 0.9
 
 
-def random_routes(rank: int, world: int, ep: int = 0, sp: int = 1, lora: bool = False) -> None:
+def random_routes(
+    rank: int,
+    world: int,
+    ep: int = 0,
+    sp: int = 1,
+    lora: bool = False,
+    weights: bool = False,
+) -> None:
     """Plain, and checkpointed either way; padded left and right."""
     data = world // sp
     for use_reentrant, left in ((None, False), (False, True), (True, False)):
@@ -93,6 +109,11 @@ def random_routes(rank: int, world: int, ep: int = 0, sp: int = 1, lora: bool = 
         apply_ep_fsdp2(model, ep_size=ep or world, sp_size=sp)
         batches = [_inputs(place, left=left) for place in range(data)]
         everyone = [(x, _routes_of(x, seed)) for seed, x in enumerate(batches)]
+        if weights:
+            for _, routes in everyone:
+                routes.weights = torch.rand(
+                    routes.ids.shape, generator=torch.Generator().manual_seed(3)
+                )
         where = f"ep {ep or world}, sp {sp}, reentrant {use_reentrant}"
         _same_as_stock(where, model, stock, everyone)
 
@@ -110,9 +131,41 @@ def sequences_split_and_experts(rank: int, world: int) -> None:
     random_routes(rank, world, ep=2, sp=2)
 
 
+def weights_of_an_engine(rank: int, world: int) -> None:
+    """They travel with the rows, and are there when a checkpointed layer runs again."""
+    random_routes(rank, world, weights=True, lora=True)
+
+
+def weights_of_an_engine_split(rank: int, world: int) -> None:
+    random_routes(rank, world, ep=2, sp=2, weights=True)
+
+
+def adapters_on_experts_of_split_sequences(rank: int, world: int) -> None:
+    random_routes(rank, world, ep=2, sp=2, lora=True)
+
+
+def a_rank_without_samples(rank: int, world: int) -> None:
+    """It runs some other batch that counts for nothing, with no routes, beside ranks that replay.
+
+    Without a row there is no forward: attention of stock code refuses a batch of none.
+    """
+    nothing = batch(tiny(), 1, 3) | {"labels": torch.full((1, 3), -100)}
+    for use_reentrant in (None, False, True):
+        model, stock = tiny(seed=rank, **SIZES), tiny(seed=0, **SIZES)
+        if use_reentrant is not None:
+            parity.checkpointing(model, use_reentrant)
+        apply_ep_fsdp2(model, ep_size=2)
+        inputs = _inputs(0)
+        no_routes = Routes(torch.full((1, 3, len(LAYERS), TOP_K), -1), LAYERS)
+        everyone = [(inputs, _routes_of(inputs)), (nothing, no_routes)]
+        _same_as_stock(f"reentrant {use_reentrant}", model, stock, everyone)
+    with pytest.raises(RuntimeError, match="reshape tensor of 0 elements"):
+        stock(**{name: x[:0] for name, x in inputs.items()})
+
+
 def records_are_whole(rank: int, world: int) -> None:
     """What ranks with ep, or with sp, record is what one process does; replayed it is bit-equal."""
-    for sizes, place in (({"ep_size": 2}, rank), ({"ep_size": 2, "sp_size": 2}, 0)):
+    for sizes, place in (({"ep_size": world}, rank), ({"ep_size": 2, "sp_size": 2}, rank // 2)):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), **sizes)
         inputs = _inputs(place)
         single, lives = tiny(seed=0, **SIZES), random_ids(2 + place, 7, 2, EXPERTS, TOP_K)
@@ -133,21 +186,22 @@ def records_are_whole(rank: int, world: int) -> None:
             assert torch.equal(full_tensor(parameter.grad), want[name]), f"{sizes}: {name}"
         report = replay.last.over_ranks()
         assert report.agreement == 1.0
-        data = world if "sp_size" not in sizes else 1
+        data = world if "sp_size" not in sizes else world // 2
         assert report.replayed == 2 * 7 * sum(2 + other for other in range(data))
 
 
 def packed_rows(rank: int, world: int) -> None:
-    """Documents in one row, split over sp: their tokens' routes are split with them."""
-    model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2, sp_size=2)
-    stock = tiny(seed=0, **SIZES)
+    """Documents in one row, whole or split over sp: their tokens' routes are split with them."""
     positions = torch.cat([torch.arange(n) for n in (4, 6, 1)])[None]
     tokens = torch.arange(11)[None] * 7 % 90
     packed = {"input_ids": tokens, "position_ids": positions, "labels": tokens}
     # With a cache stock takes a packed row for one document.
     inputs: dict[str, Any] = {**packed, "use_cache": False}
     padded = Routes(random_ids(3, 6, 2, EXPERTS, TOP_K), LAYERS)
-    _same_as_stock("packed", model, stock, [(inputs, padded.pack(positions))])
+    for sp, ranks in ((2, 1), (1, 2)):
+        model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2, sp_size=sp)
+        stock = tiny(seed=0, **SIZES)
+        _same_as_stock(f"sp {sp}", model, stock, [(inputs, padded.pack(positions))] * ranks)
 
 
 def no_more_collectives(rank: int, world: int) -> None:
@@ -307,6 +361,56 @@ def test_all_ranks_raise(found: Found, claim: Check) -> None:
         assert wanted in said, f"{said}, want {wanted}"
 
 
+def each_kind_of_wrong_routes(rank: int, world: int) -> list[str]:
+    """What each kind of error says where rank 1 alone makes it, for every kind."""
+    said = []
+    for kind in range(len(KINDS)):
+        model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
+        inputs = _inputs(0)
+        routes = Routes(random_ids(*inputs["input_ids"].shape, 2, EXPERTS, TOP_K), LAYERS)
+        if rank == 1:
+            KINDS[kind][0](routes)
+        replay = RoutingReplay(model, on_missing="error")
+
+        def run(model: nn.Module = model, replay: Any = replay, routes: Any = routes) -> None:
+            with replay.replay(routes):
+                model(**_inputs(0))
+
+        said.append(_raised(run))
+    return said
+
+
+def _put(routes: Routes, **fields: Any) -> None:
+    for name, value in fields.items():
+        setattr(routes, name, value)
+
+
+KINDS: list[tuple[Callable[[Routes], Any], str]] = [
+    (lambda r: _put(r, ids=r.ids[0]), "are [B, S, L, K], not [7, 2, 2]"),
+    (lambda r: _put(r, ids=r.ids.double()), "are torch.float64, not integers"),
+    (lambda r: _put(r, ids=r.ids[..., :1]), "K=1 experts a token"),
+    (lambda r: _put(r, num_experts=9), "a model with 9 experts"),
+    (lambda r: _put(r, layers=(0,)), "name 1 layers and have L=2"),
+    (lambda r: _put(r, layers=(0, 3)), "L=2 layers (0, 3), and this qwen3_moe has 3"),
+    (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([8, 1])), "outside of the 8 experts"),
+    (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([1, -2])), "outside of the 8 experts"),
+    (lambda r: r.ids[1, 2, 0].fill_(3), "has an expert twice"),
+    (lambda r: r.ids[1, 2, 0].fill_(-1), "routes live and on_missing='error'"),
+    (lambda r: _put(r, weights=torch.ones(2, 7, 2)), "weights of routes are torch.float32"),
+    (lambda r: _put(r, ids=r.ids[:, :6]), "2 rows of 6 tokens cannot be replayed"),
+]
+
+
+@pytest.mark.parametrize("claim", on_ranks(2, each_kind_of_wrong_routes, slow=True))
+def test_all_ranks_raise_for_each_kind(found: Found, claim: Check) -> None:
+    """One rank has its own error; the other is told that it refuses its routes, and waits not."""
+    others, own = found.values(claim)
+    assert len(own) == len(KINDS)
+    for told, said, (_, wanted) in zip(others, own, KINDS, strict=True):
+        assert wanted in said and "ValueError" in said, f"{said}, want {wanted}"
+        assert "routes that it refuses" in told, told
+
+
 def ep_4(rank: int, world: int) -> None:
     random_routes(rank, world, ep=4)
 
@@ -323,11 +427,24 @@ def sp_2_ep_2_of_4(rank: int, world: int) -> None:
     random_routes(rank, world, ep=2, sp=2)
 
 
+def records_of_4(rank: int, world: int) -> None:
+    records_are_whole(rank, world)
+
+
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(2, random_routes, sequences_split, slow=True),
-        *on_ranks(4, ep_4, ep_2_of_4, sp_2_ep_4, sp_2_ep_2_of_4, slow=True),
+        *on_ranks(
+            2,
+            random_routes,
+            sequences_split,
+            weights_of_an_engine,
+            weights_of_an_engine_split,
+            adapters_on_experts_of_split_sequences,
+            a_rank_without_samples,
+            slow=True,
+        ),
+        *on_ranks(4, ep_4, ep_2_of_4, sp_2_ep_4, sp_2_ep_2_of_4, records_of_4, slow=True),
     ],
 )
 def test_more_layouts(found: Found, claim: Check) -> None:

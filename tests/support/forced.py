@@ -1,15 +1,17 @@
 """A stock model that is made to choose: `torch.topk` over its experts gives what a test says.
 
+Weights of what was chosen can be given as well.
+
 Nothing of `hf_moe_ep` is in here: it is the truth that a replay is compared with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def random_ids(
@@ -49,3 +51,24 @@ def forced_topk(num_experts: int, ids: Tensor) -> Iterator[list[Tensor]]:
     with mock.patch.object(torch, "topk", topk), mock.patch.object(Tensor, "topk", of_tensor):
         yield lives
     assert len(lives) == len(by_layer), f"{len(lives)} of {len(by_layer)} layers were forced"
+
+
+@contextmanager
+def forced_weights(experts: Sequence[nn.Module], ids: Tensor, weights: Tensor) -> Iterator[None]:
+    """Weigh experts, one module of each layer, by weights [B, S, L, K] where ids are not -1."""
+
+    def reweigh(place: int) -> Any:
+        given = ids[:, :, place].flatten(0, 1) >= 0
+        mine = weights[:, :, place].flatten(0, 1)
+
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return *args[:2], torch.where(given, mine.to(args[2].dtype), args[2])
+
+        return hook
+
+    hooks = [e.register_forward_pre_hook(reweigh(place)) for place, e in enumerate(experts)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
