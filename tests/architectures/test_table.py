@@ -18,11 +18,8 @@ from model_patches.standard import SEQUENCE_PARALLEL
 
 DATA = table.read_data()
 TYPES = DATA["types"]
-WITH_TOWER = {name for name, x in TYPES.items() if x.get("vision") != table.TEXT_ONLY}
 # Column -> types for which the page may say "not tested".
 UNRECORDED = {
-    "lora": WITH_TOWER,
-    "vision": WITH_TOWER,
     "hub": {"qwen3_vl_moe"},  # as it is published, which stock does not write: test_hub.py
 }
 
