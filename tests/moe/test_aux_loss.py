@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
+from support.parity import checkpointing
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
@@ -239,7 +240,7 @@ def _every_kind(layout: dict[str, Any], rank: int, world: int) -> None:
 
 def _checkpointed(reentrant: bool) -> nn.Module:
     model = tiny(**MODEL)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    checkpointing(model, reentrant)
     return model
 
 
