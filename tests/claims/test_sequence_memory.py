@@ -19,6 +19,7 @@ def _activations(rank: int, world: int) -> dict[int, int]:
     return {sp: one.activations for sp, one in bench.measure_rank(rank, SHORT).items()}
 
 
+@pytest.mark.slow
 def test_activations_fall_as_the_sequence_is_split() -> None:
     for saved in run_ranks(_activations, bench.WORLD):
         for sp in (2, 4):

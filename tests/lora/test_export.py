@@ -519,6 +519,7 @@ def test_a_crash_leaves_no_target(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_command_line(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, single, fused = str(saved), str(tmp_path / "b"), str(tmp_path / "c")
     command = [sys.executable, "-m", "hf_moe_ep", "export-adapter", source, single]
