@@ -32,8 +32,7 @@ belongs to it, and the terms add up to the loss of one process:
 The model's own forward computes and adds it: for the time of one forward of a sharded model, or of
 any that asks for each layer's own, the function of that name in its module is ours, and in the
 module of a forward that somebody has bound to the model, as Liger's fused linear cross-entropy
-does. Subtracting stock's term afterwards would
-keep its 0/0 on a rank whose batch is all padding.
+does. Subtracting stock's term afterwards would keep its 0/0 on a rank whose batch is all padding.
 """
 
 from __future__ import annotations

@@ -191,13 +191,17 @@ def _sharded(**layout: Any) -> nn.Module:
 KINDS = ("padded", "no mask")
 
 
+def _check_kinds(layout: dict[str, Any], model: nn.Module) -> None:
+    for kind in KINDS:
+        for summed in (False, True):
+            name = f"{layout}, {kind}, {'sum' if summed else 'mean'}"
+            _check_training(name, model, kind, summed, positional=False)
+
+
 def _table(rank: int, world: int, layouts: list[dict[str, Any]]) -> None:
     for layout in layouts:
         model = _sharded(**layout)
-        for kind in KINDS:
-            for summed in (False, True):
-                name = f"{layout}, {kind}, {'sum' if summed else 'mean'}"
-                _check_training(name, model, kind, summed, positional=False)
+        _check_kinds(layout, model)
         _check_training(f"{layout}, positional", model, "padded", True, positional=True)
         _check_outputs(model)
 
@@ -230,10 +234,7 @@ def test_a_rank_of_padding_alone_adds_nothing() -> None:
 
 def _every_kind(layout: dict[str, Any], rank: int, world: int) -> None:
     model = _sharded(**layout, aux_loss_per_layer=True)
-    for kind in KINDS:
-        for summed in (False, True):
-            name = f"{layout}, {kind}, {'sum' if summed else 'mean'}"
-            _check_training(name, model, kind, summed, positional=False)
+    _check_kinds(layout, model)
     _check_training(f"{layout}, all padding", model, "one rank all padding", True, positional=False)
     _check_outputs(model)
 
