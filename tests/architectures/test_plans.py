@@ -95,6 +95,7 @@ TABLE = {row[0]: row[1:] for row in map(str.split, FOUND.strip().splitlines())}
 # Weights that are stacked over experts, where they are not gate_up_proj and down_proj alone.
 WEIGHTS = {
     "gpt_oss": ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
+    "muse_spark": ("gate_up_proj", "down_proj", "post_expert_norm.weight"),
     "nemotron_h": ("up_proj", "down_proj"),
     "openai_privacy_filter": (
         "gate_up_proj",
@@ -103,9 +104,34 @@ WEIGHTS = {
         "down_proj_bias",
     ),
 }
+# What a layer calls its router where that is not "gate".
+ROUTER = dict.fromkeys(
+    (
+        *("afmoe", "aria", "aria_text", "diffusion_gemma_text", "gemma4", "gemma4_text"),
+        *("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+        *("jamba", "openai_privacy_filter", "phimoe"),
+    ),
+    "router",
+)
+# What makes embeddings of pictures or sound, beside the decoder, in the order of the model.
+BESIDE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("aria", "deepseek_ocr2", "minimax_m3_vl", "mistral_large4", "unlimited_ocr"),
+        ("vision_tower", "multi_modal_projector"),
+    ),
+    **dict.fromkeys(
+        ("glm4v_moe", "glm5_next", "qwen3_5_moe", "qwen3_vl_moe", "qwen4_exp"), ("visual",)
+    ),
+    "dots3_note": ("vision_tower", "audio_tower"),
+    "ernie4_5_vl_moe": ("vision_tower",),
+    "inkling2": ("vision_tower",),
+    "inkling_mm_model": ("audio_tower", "vision_tower"),
+    "muse_spark": ("vision_tower", "vision_adapter", "vision_projection", "audio_tower"),
+    "qwen3_omni_moe_thinker": ("audio_tower", "visual"),
+}
 # What a derived plan says instead, and why.
 _FOR_SOME_LAYERS = "the table knows attention that every layer has; here some have another mixer"
-DIFFERENCES: dict[str, tuple[dict[str, str], str]] = {
+DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     **dict.fromkeys(
         ("bailing_hybrid", "granitemoehybrid", "kimi_linear", "minimax"),
         ({"attention": "layers.*.self_attn"}, _FOR_SOME_LAYERS),
@@ -117,13 +143,24 @@ DIFFERENCES: dict[str, tuple[dict[str, str], str]] = {
         "experts of the tower are computed as they stand",
     ),
     "ernie4_5_vl_moe": (
-        {"experts": "language_model.layers.*.mlp.*.experts"},
-        "two sets of experts are one pattern",
+        {
+            "experts": "language_model.layers.*.mlp.*.experts",
+            "beside": ("vision_tower", "resampler_model"),
+        },
+        "two sets of experts are one pattern; what is behind the tower runs with it, or rests",
+    ),
+    "gemma4": (
+        {"beside": ("vision_tower", "embed_vision")},
+        "the default config, which the table is of, has no tower",
+    ),
+    "muse_spark": (
+        {"expert_weights": ("gate_up_proj", "down_proj")},
+        "the norm behind experts is one for all of them: it is not stacked, and not split",
     ),
 }
 
 
-def _expected(model_type: str) -> dict[str, str | None]:
+def _expected(model_type: str) -> dict[str, Any]:
     scope, experts, attention, final_norm, num_experts, aux, _ = TABLE[model_type]
     prefix = "language_model." if scope == "whole" else ""
     layers = f"{prefix}layers.*"
@@ -139,6 +176,9 @@ def _expected(model_type: str) -> dict[str, str | None]:
         "final_norm": "" if final_norm == "-" else prefix + final_norm,
         "num_experts": num_experts,
         "aux_loss_coef": coefficients[aux],
+        "expert_weights": WEIGHTS.get(model_type, ("gate_up_proj", "down_proj")),
+        "beside": BESIDE.get(model_type, ()),
+        "router": ROUTER.get(model_type, "gate"),
         **DIFFERENCES.get(model_type, ({}, ""))[0],
     }
 
@@ -189,8 +229,11 @@ def test_derived_plan(model_type: str) -> None:
     config = tiny_config(model_type)
     parts = _parts(config, model_type)
     expected = _expected(model_type)
-    assert {name: getattr(parts.plan, name) for name in expected} == expected
-    assert parts.plan.expert_weights == WEIGHTS.get(model_type, ("gate_up_proj", "down_proj"))
+    tower = parts.plan.vision
+    found = {name: getattr(parts.plan, name) for name in expected if name != "beside"}
+    found["beside"] = parts.plan.encoders if tower is None else (tower.tower,)
+    found["router"] = parts.plan.router.rpartition(".")[2]
+    assert found == expected
     rule = TABLE[model_type][-1]
     assert len(parts.adapted_experts) == _layers_with_experts(rule, config.get_text_config())
     assert parts.num_experts == 8
