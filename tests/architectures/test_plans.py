@@ -12,6 +12,8 @@ from support.architectures import MODEL_TYPES, few_fast, model_class, tiny_confi
 from transformers import PreTrainedConfig
 
 from hf_moe_ep.architectures import Parts, differences, find_parts
+from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, hub_layout
+from hf_moe_ep.plan import ModelPlan
 
 # Model type; text alone, or whole: parts stand in its language_model; what a layer calls its
 # experts (several sets: +) and its attention; the final norm; the field that says how many experts;
@@ -129,6 +131,43 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "muse_spark": ("vision_tower", "vision_adapter", "vision_projection", "audio_tower"),
     "qwen3_omni_moe_thinker": ("audio_tower", "visual"),
 }
+# How the hub stores the first stacked weight of a layer, where that is not one gate_proj and one
+# up_proj for each expert.
+_W13 = "w1.weight + w3.weight"
+STORED = {
+    **dict.fromkeys(
+        (
+            *("diffusion_gemma_text", "gemma4", "gemma4_text", "gpt_oss", "granitemoe_swa"),
+            *("hy_v4", "inkling_text", "minimax_m3_vl_text", "mistral4", "muse_spark"),
+            *("openai_privacy_filter", "zaya"),
+        ),
+        "as in memory",
+    ),
+    **dict.fromkeys(
+        (
+            *("aria", "aria_text", "deepseek_v4", "granitemoe", "granitemoehybrid"),
+            *("granitemoeshared", "mistral_large4"),
+        ),
+        "renamed",
+    ),
+    **dict.fromkeys(
+        ("kimi_linear", "lfm2_moe", "minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "phimoe"),
+        _W13,
+    ),
+    **dict.fromkeys(("inkling2", "inkling2_text", "inkling_mm_model"), "interleaved"),
+    "ernie4_5_vl_moe": "fused and split by ERNIE's own operation",
+    "nemotron_h": "up_proj.weight",
+    "qwen3_vl_moe": "transposed",
+}
+# What is found instead, and why.
+STORED_OTHERWISE = {
+    "deepseek_v4": (_W13, "the table saw that names change; each expert is written apart, too"),
+    "ernie4_5_vl_moe": (
+        "gate_proj.weight + up_proj.weight",
+        "the table names the operation; this is what it writes",
+    ),
+    "mistral_large4": (_W13, "the table saw that names change; each expert is written apart, too"),
+}
 # What a derived plan says instead, and why.
 _FOR_SOME_LAYERS = "the table knows attention that every layer has; here some have another mixer"
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
@@ -237,3 +276,32 @@ def test_derived_plan(model_type: str) -> None:
     rule = TABLE[model_type][-1]
     assert len(parts.adapted_experts) == _layers_with_experts(rule, config.get_text_config())
     assert parts.num_experts == 8
+
+
+def _how_stored(model: Any, plan: ModelPlan) -> str:
+    """In the words of the table, of the first layer with experts."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in distinct_tensors(model).items()}
+    layout = hub_layout(model, plan, shapes)
+    ending = f"experts.{plan.expert_weights[0]}"
+    first, *others = next(pieces for name, pieces in layout.items() if name.endswith(ending))
+    if any(piece.key != first.key for piece in others):
+        of_one = [piece.key for piece in (first, *others) if piece.start[0] == 0]
+        return " + ".join(key.partition(".experts.0.")[2] for key in of_one)
+    if others:
+        return "interleaved"
+    if first.axes != (0, 1, 2):
+        return "transposed"
+    return "as in memory" if first.key.endswith(ending) else "renamed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", [name for name in MODEL_TYPES if not differences(name).refused]
+)
+def test_how_the_hub_stores_experts(model_type: str) -> None:
+    """Derived from what transformers does when it saves, or said in a plan."""
+    with torch.device("meta"):
+        model = model_class(model_type)(tiny_config(model_type))
+    wanted = STORED.get(model_type, "gate_proj.weight + up_proj.weight")
+    wanted, _ = STORED_OTHERWISE.get(model_type, (wanted, ""))
+    assert _how_stored(model, find_parts(model).plan) == wanted
