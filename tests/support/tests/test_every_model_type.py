@@ -96,6 +96,8 @@ def _check(model_type: str) -> None:
             )
     for name, module in experts.items():
         for part, parameter in module.named_parameters():
+            shape = tuple(parameter.shape)
+            assert len({*shape}) == len(shape), f"{model_type}: {name}.{part} {shape}: swapped axes"
             if len(parameter) != 8:  # a norm behind them, of all
                 continue
             per_expert = parameter.grad.flatten(1).abs().amax(1)
