@@ -96,7 +96,7 @@ def attach(parts: Parts, state: ModelState) -> None:
             _encode_ahead_by(partial(refuse.encode_ahead, parts.root), parts.root, state)
     if tower is None:
         return
-    run_once = TowerOnce(state, tower.module)
+    run_once = TowerOnce(state, tower.module, len(parts.layers))
     tower.owner.register_forward_pre_hook(run_once, with_kwargs=True)
     _encode_ahead_by(partial(run_once.encode_ahead, parts.root, tower.owner), parts.root, state)
     if state.config.sp_size == 1:

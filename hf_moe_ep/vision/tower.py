@@ -54,8 +54,8 @@ class TowerOnce(Ours):
     A pre-forward hook of the model that holds the tower.
     """
 
-    def __init__(self, state: ModelState, tower: nn.Module) -> None:
-        self.state, self.tower = state, tower
+    def __init__(self, state: ModelState, tower: nn.Module, num_layers: int) -> None:
+        self.state, self.tower, self.num_layers = state, tower, num_layers
         # The hook that ties the outputs of a run without pixels to the embeddings, once.
         self.tie: RemovableHandle | None = None
 
@@ -77,7 +77,8 @@ class TowerOnce(Ours):
             if given.get(pixels) is not None
         }
         if not here:  # others have pixels: this rank runs along on zeros
-            unseen = _features(run_tower(inner, *self._nothing_to_see(meshes.device)))
+            outputs = run_tower(inner, *self._nothing_to_see(meshes.device))
+            unseen = _features(outputs, self.num_layers)
             if any(feature.requires_grad for feature in unseen):
                 self._tie_once(inner, given, unseen)
             return (), given
@@ -199,10 +200,13 @@ class TowerOnce(Ours):
         return pixels, torch.tensor([[1, merge, merge]], device=device)
 
 
-def _features(outputs: Any) -> list[Tensor]:
-    """Return all tensors in the tower's outputs."""
+def _features(outputs: Any, num_layers: int) -> list[Tensor]:
+    """Return all tensors in the tower's outputs that a decoder of so many layers uses.
+
+    It adds one of the deepstack features behind each of its layers, until there are no more.
+    """
     return [
         feature
-        for features in (outputs.pooler_output, *outputs.deepstack_features)
+        for features in (outputs.pooler_output, *outputs.deepstack_features[:num_layers])
         for feature in features
     ]

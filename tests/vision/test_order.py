@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.architectures import tiny
 from support.architectures.inputs import loss_of
 from support.architectures.mixes import (
     Make,
@@ -24,6 +25,7 @@ from support.architectures.mixes import (
     sound_and_image,
     text,
 )
+from support.architectures.pictures import takes_sound
 from support.checks import Check, Found
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -90,6 +92,15 @@ def one_order(name: str, way: str, rank: int, world: int) -> None:
     _assert_one_order(model, rank, STEPS, unused=way != "reentrant function")
 
 
+def fewer_layers_than_features(name: str, way: str, rank: int, world: int) -> None:
+    """The tower has features for two layers, the decoder has one: nobody waits for the others."""
+    options = {"num_hidden_layers": 1, "mlp_only_layers": [], "output_router_logits": False}
+    model = tiny(name, **options)
+    WAYS[way](model)
+    steps = STEPS if takes_sound(model) else [(image, text), (text, images)]
+    _assert_one_order(model, rank, steps, unused=False)
+
+
 def _assert_one_order(
     model: Any, rank: int, steps: list[tuple[Make, Make]], *, unused: bool
 ) -> None:
@@ -123,9 +134,14 @@ def _assert_one_order(
 
 
 WITH_SOUND = ("qwen3_omni_moe_thinker", "muse_spark", "inkling_mm_model", "dots3_note")
+WITH_FEATURES = ("qwen3_omni_moe_thinker", "qwen3_vl_moe")
 CHECKS = [
-    Check(f"{name}: {way}", 2, partial(one_order, name, way), slow=True)
-    for name in WITH_SOUND
+    Check(f"{name}, {what}: {way}", 2, partial(run, name, way), slow=True)
+    for run, what, names in (
+        (one_order, "every tower", WITH_SOUND),
+        (fewer_layers_than_features, "fewer layers", WITH_FEATURES),
+    )
+    for name in names
     for way in WAYS
 ]
 
