@@ -193,18 +193,17 @@ def test_weights_from_elsewhere_replace_the_routers(use_reentrant: bool | None) 
 
 @pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_micro_batches_with_routes_of_their_own_are_one_batch(use_reentrant: bool) -> None:
-    """Replays of other lengths, one backward over all: gradients of one replay of the batch."""
-    model, _ = _pair()
-    parity.checkpointing(model, use_reentrant)
+    """Replays of other lengths, one backward over all, a step: as after one replay of the batch."""
+    (model, _), (other, _) = _pair(), _pair()
+    for one in (model, other):
+        parity.checkpointing(one, use_reentrant)
     inputs = {name: x.flip(0) for name, x in batch(model, 4, 6, pad=3).items()}
     count = inputs["labels"][:, 1:].ne(-100).sum()
     routes = _routes(random_ids(4, 6, 2, EXPERTS, TOP_K))
-    replay = RoutingReplay(model)
-    with replay.replay(routes):
-        model(**inputs, num_items_in_batch=count).loss.backward()
-    want = _grads(model)
-    model.zero_grad()
-    losses = []
+    with RoutingReplay(other).replay(routes):
+        other(**inputs, num_items_in_batch=count).loss.backward()
+    want = _grads(other)
+    replay, losses = RoutingReplay(model), []
     for start, length in ((0, 4), (2, 6)):  # the first two rows end in two tokens of padding
         part = {name: x[start : start + 2, :length] for name, x in inputs.items()}
         its_own = _routes(routes.ids[start : start + 2, :length])
@@ -213,8 +212,13 @@ def test_micro_batches_with_routes_of_their_own_are_one_batch(use_reentrant: boo
         with torch.no_grad():
             model(**part)  # live, between them
     sum(losses).backward()
+    assert _grads(model).keys() == want.keys()
     for name, grad in _grads(model).items():
         assert_close(name, grad, want[name], FP64_MODEL)
+    for one in (model, other):
+        torch.optim.AdamW(one.parameters(), lr=1e-3, foreach=False).step()
+    for (name, got), wanted in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert_close(f"{name} after a step", got.detach(), wanted.detach(), FP64_MODEL)
 
 
 def test_packed_rows_have_the_routes_of_their_tokens() -> None:

@@ -223,7 +223,7 @@ def no_more_collectives(rank: int, world: int) -> None:
 
 
 def a_rank_of_padding(rank: int, world: int) -> None:
-    """A rank whose tokens all route live, and one rank's experts that get no row."""
+    """A rank whose batch is padding, one whose tokens all route live; experts that get no row."""
     model, stock = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2), tiny(seed=0, **SIZES)
     everyone = []
     for place in range(world):
@@ -231,6 +231,7 @@ def a_rank_of_padding(rank: int, world: int) -> None:
         ids = random_ids(2 + place, 7, 2, EXPERTS // 2, TOP_K)  # of rank 0's experts
         if place == 1:
             inputs["labels"] = torch.full_like(inputs["labels"], -100)
+            inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
         everyone.append((inputs, Routes(ids, LAYERS)))
     _same_as_stock("rank 0's experts", model, stock, everyone)
     inputs = _inputs(rank)
@@ -313,6 +314,25 @@ def one_rank_of_an_sp_group_records(rank: int, world: int) -> str:
     return _raised(run)
 
 
+def a_length_that_one_rank_sees_late(rank: int, world: int) -> str:
+    """A forward that names no input_ids: the first layer finds out, and tells the others."""
+    model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
+    inputs = _inputs(rank)
+    routes = _routes_of(inputs)
+    if rank == 1:
+        routes.ids = routes.ids[:, 1:]
+
+    def decoder_alone(words: Tensor) -> Any:
+        return model.model(input_ids=words)
+
+    def run() -> None:
+        model.forward = decoder_alone  # as losses do that want hidden states within FSDP's forward
+        with RoutingReplay(model).replay(routes):
+            model(inputs["input_ids"])
+
+    return _raised(run)
+
+
 def wrong_routes_without_a_forward(rank: int, world: int) -> str:
     model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
 
@@ -343,6 +363,10 @@ WRONG: dict[Callable[..., str], list[str]] = {
         "ValueError: routes of 2 rows of 6 tokens cannot be replayed in a forward of 2 rows of 7",
         "ValueError: routes of 3 rows of 6 tokens cannot be replayed in a forward of 3 rows of 7",
     ],
+    a_length_that_one_rank_sees_late: [
+        "RuntimeError: ranks of one ep group are at different places",
+        "ValueError: model.layers.0.mlp.gate did not choose by one torch.topk for the 18 tokens",
+    ],
     one_rank_replays: ["replayed routes; top-2", "replayed routes; top-2"],
     routes_differ_in_an_sp_group: ["were given different batches", "were given different batches"],
     one_rank_of_an_sp_group_records: ["were given different batches"] * 2,
@@ -370,7 +394,8 @@ def each_kind_of_wrong_routes(rank: int, world: int) -> list[str]:
         routes = Routes(random_ids(*inputs["input_ids"].shape, 2, EXPERTS, TOP_K), LAYERS)
         if rank == 1:
             KINDS[kind][0](routes)
-        replay = RoutingReplay(model, on_missing="error")
+        may_be_live = "on_missing" not in KINDS[kind][1]
+        replay = RoutingReplay(model, on_missing="live" if may_be_live else "error")
 
         def run(model: nn.Module = model, replay: Any = replay, routes: Any = routes) -> None:
             with replay.replay(routes):
@@ -394,6 +419,7 @@ KINDS: list[tuple[Callable[[Routes], Any], str]] = [
     (lambda r: _put(r, layers=(0, 3)), "L=2 layers (0, 3), and this qwen3_moe has 3"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([8, 1])), "outside of the 8 experts"),
     (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([1, -2])), "outside of the 8 experts"),
+    (lambda r: r.ids[1, 2, 0].copy_(torch.tensor([-1, 3])), "has -1 for some of its experts"),
     (lambda r: r.ids[1, 2, 0].fill_(3), "has an expert twice"),
     (lambda r: r.ids[1, 2, 0].fill_(-1), "routes live and on_missing='error'"),
     (lambda r: _put(r, weights=torch.ones(2, 7, 2)), "weights of routes are torch.float32"),
@@ -409,6 +435,11 @@ def test_all_ranks_raise_for_each_kind(found: Found, claim: Check) -> None:
     for told, said, (_, wanted) in zip(others, own, KINDS, strict=True):
         assert wanted in said and "ValueError" in said, f"{said}, want {wanted}"
         assert "routes that it refuses" in told, told
+
+
+def every_expert_on_each_rank(rank: int, world: int) -> None:
+    """Nothing is exchanged: frames keep the choice for that alone."""
+    random_routes(rank, world, ep=1)
 
 
 def ep_4(rank: int, world: int) -> None:
@@ -437,6 +468,7 @@ def records_of_4(rank: int, world: int) -> None:
         *on_ranks(
             2,
             random_routes,
+            every_expert_on_each_rank,
             sequences_split,
             weights_of_an_engine,
             weights_of_an_engine_split,
