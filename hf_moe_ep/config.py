@@ -18,7 +18,7 @@ from typing import Any
 
 _EXPERTS_DTYPES = (None, "nf4", "fp8")
 _EXPERTS_BACKENDS = ("auto", "eager", "torch", "triton")
-_DISPATCHERS = ("all_to_all", "deepep")
+_DISPATCHERS = ("all_to_all", "hierarchical", "deepep")
 _SHARD_DIMS = ("auto", 0, 1)
 
 
@@ -46,8 +46,12 @@ class ParallelConfig:
         recompute_activations: experts keep their input for backward and nothing of size F: at
             Qwen3-30B's shape 4.2 kB per token and layer instead of 28.8, for one matrix product
             more in backward.
-        dispatcher: "all_to_all" runs everywhere; "deepep" takes DeepEP's kernels (NVIDIA GPUs,
+        dispatcher: "all_to_all" runs everywhere and sends a token to each rank at most once;
+            "hierarchical" to each node at most once and there to each rank, for an ep group on
+            several nodes (on one it is "all_to_all"); "deepep" takes DeepEP's kernels (NVIDIA GPUs,
             bf16) and wants that package installed.
+        node_size: consecutive ranks that "hierarchical" takes for a node; every ep group must have
+            equally many ranks on each of its nodes. None = the launcher's LOCAL_WORLD_SIZE.
         deepep_num_sms: streaming multiprocessors that DeepEP may use, even; None = its default.
         dispatch_chunks: parts in which a MoE layer's tokens travel, so that one part is on its way
             while another is computed; each costs kernel launches and one more message. 1 = no
@@ -79,6 +83,7 @@ class ParallelConfig:
     experts_dtype: str | None = None
     experts_double_quant: bool = False
     dispatcher: str = "all_to_all"
+    node_size: int | None = None
     dispatch_chunks: int = 1
     deepep_num_sms: int | None = None
     max_tokens_per_rank: int | None = None
@@ -96,6 +101,7 @@ class ParallelConfig:
             "sp_size",
             "dp_replicate_size",
             "max_tokens_per_rank",
+            "node_size",
             "deepep_num_sms",
         ):
             _check_size(name, getattr(self, name))
@@ -116,6 +122,11 @@ class ParallelConfig:
         check_choice("experts_dtype", self.experts_dtype, _EXPERTS_DTYPES)
         check_choice("dispatcher", self.dispatcher, _DISPATCHERS)
         check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
+        if self.node_size is not None and self.dispatcher != "hierarchical":
+            raise ValueError(
+                f"node_size={self.node_size} is for dispatcher='hierarchical', and dispatcher is "
+                f"{self.dispatcher!r}, which knows no nodes; leave one of them out"
+            )
         if (self.deepep_num_sms or 0) % 2:
             raise ValueError(
                 f"deepep_num_sms must be even, DeepEP moves rows by pairs of SMs; got "
@@ -160,6 +171,8 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
             f"write patch(model, ep_size=...) or patch(model, ParallelConfig(ep_size=...))"
         )
     config = replace(config or ParallelConfig(), **overrides)
+    if config.dispatcher == "hierarchical" and config.node_size is None:
+        config = replace(config, node_size=launched_local_world_size())
     return replace(
         config,
         ep_size=config.ep_size or _size_from_environment("HF_MOE_EP_EP_SIZE") or 1,
@@ -184,6 +197,11 @@ def launched_local_rank() -> int | None:
     return int(text) if text else None
 
 
+def launched_local_world_size() -> int | None:
+    """Number of processes on this machine; None without a launcher that says it."""
+    return _size_from_environment("LOCAL_WORLD_SIZE")
+
+
 def launched_with_fsdp() -> bool:
     """True under `accelerate launch` with `distributed_type: FSDP`."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
@@ -194,6 +212,7 @@ _LAUNCH_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
     "CUDA_VISIBLE_DEVICES",

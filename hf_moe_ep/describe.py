@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep.ranks.mesh import ranks_in_node
 from hf_moe_ep.state import (
     STATE,
     Compute,
@@ -107,8 +108,21 @@ def _layout(state: ModelState) -> str:
     return (
         f"  layout     {meshes.world_size} ranks = dp_replicate {config.dp_replicate_size} x "
         f"ep_fsdp {meshes.ep_fsdp_size} x ep {meshes.ep_size}; this rank: experts {first} .. "
-        f"{first + local - 1}, ep group {ep_ranks}, sp group {meshes.sp.mesh.tolist()}"
+        f"{first + local - 1}, ep group {ep_ranks}{_nodes(state)}, sp group "
+        f"{meshes.sp.mesh.tolist()}"
     )
+
+
+def _nodes(state: ModelState) -> str:
+    """Return how the ep group lies on nodes, where that decides how tokens travel."""
+    meshes = state.meshes
+    if meshes is None or state.config.dispatcher != "hierarchical" or meshes.ep_size == 1:
+        return ""
+    in_node = ranks_in_node([meshes.ep.mesh.tolist()], meshes.node_size)
+    grid = f"{meshes.ep_size // in_node} x {in_node}"
+    if meshes.nodes is None:
+        return f" (nodes x ranks: {grid}, for which hierarchical dispatch is all_to_all)"
+    return f" (nodes x ranks: {grid}, a token crosses to each node once)"
 
 
 def _balance(state: ModelState) -> list[str]:

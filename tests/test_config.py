@@ -31,7 +31,10 @@ BAD_VALUES = [
         {"experts_dtype": "fp8", "experts_backend": "eager"},
         "experts_backend='eager'.*fp8.*experts_backend='auto'",
     ),
-    ({"dispatcher": "nccl"}, "dispatcher='nccl'.*use 'all_to_all', 'deepep'"),
+    ({"dispatcher": "nccl"}, "dispatcher='nccl'.*use 'all_to_all', 'hierarchical', 'deepep'"),
+    ({"node_size": 4}, "node_size=4 is for dispatcher='hierarchical', .* is 'all_to_all'"),
+    ({"dispatcher": "deepep", "node_size": 8}, "node_size=8 is for .*, .* is 'deepep'"),
+    ({"dispatcher": "hierarchical", "node_size": 0}, "node_size must be .* >= 1, got 0"),
     ({"deepep_num_sms": 7}, "deepep_num_sms must be even.*got 7, try 8"),
     ({"deepep_num_sms": 0}, "deepep_num_sms must be None or a whole number >= 1, got 0"),
     ({"dispatch_chunks": 0}, "dispatch_chunks must be .*whole number >= 1, got 0"),
@@ -64,6 +67,7 @@ def test_defaults_are_the_public_contract() -> None:
         "dp_replicate_size": None,
         "experts_backend": "auto",
         "dispatcher": "all_to_all",
+        "node_size": None,
         "dispatch_chunks": 1,
         "deepep_num_sms": None,
         "max_tokens_per_rank": None,
@@ -112,6 +116,20 @@ def test_environment_fills_what_the_script_leaves_open(monkeypatch: pytest.Monke
     assert ParallelConfig().ep_size is None  # read when resolved, not when built
     monkeypatch.setenv("HF_MOE_EP_EP_SIZE", "")
     assert resolve_config(None, {}).ep_size == 1
+
+
+def test_the_size_of_a_node_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for where tokens travel by nodes, and the script rules."""
+    by_nodes = ParallelConfig(dispatcher="hierarchical")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert resolve_config(by_nodes, {}).node_size == 4
+    assert resolve_config(by_nodes, {"node_size": 2}).node_size == 2
+    assert resolve_config(None, {}).node_size is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "four")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE='four' is no positive whole number"):
+        resolve_config(by_nodes, {})
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert resolve_config(by_nodes, {}).node_size is None  # sharding says what is missing
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "-2", "1.5", "8,", "0x8", "None"])

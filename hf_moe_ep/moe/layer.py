@@ -17,7 +17,8 @@ Shape legend of the package, as suffixes of names (`x_TH` is [T, H]; a test hold
     I  columns into a matrix            O  columns out of it
     P  rank of an adapter               C  blocks of columns, summed later
     Q  attention heads                  W  width of a head
-    X  any width, or any rows
+    V  nodes of the ep group            U  its ranks on one node
+    Z  rows passed on in a node         X  any width, or any rows
 """
 
 from __future__ import annotations

@@ -16,6 +16,10 @@ Ranks of an sp group, always consecutive, share their batches: world / sp of the
 `ep_outside=True` transposes the grid: ep groups {0 2 4 6} {1 3 5 7}, ep_fsdp groups {0 1} {2 3}
 {4 5} {6 7}. dp_replicate is always outermost.
 
+With dispatcher "hierarchical" an ep group on several nodes is a grid of its own: on nodes of 2
+ranks, {0 1 2 3} has the groups {0 1} {2 3} inside a node, and {0 2} {1 3} between ranks that have
+the same place on theirs.
+
 Expert weights lie on two axes. What is added up over both, such as a norm of gradients, goes over
 one group of ep_fsdp x ep ranks: our own clip takes it (`sharding/clip.py`), and so does DTensor
 where Accelerate and the Trainer clip.
@@ -23,6 +27,7 @@ where Accelerate and the Trainer clip.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +46,22 @@ EP_FSDP = "ep_fsdp"
 EP = "ep"
 DATA = "data"
 SP = "sp"
+EP_GROUP = "ep_group"
+EP_NODES = "ep_nodes"
+EP_IN_NODE = "ep_in_node"
+
+
+@dataclass(frozen=True)
+class NodeMeshes:
+    """An ep group with several ranks on each of several nodes.
+
+    Attributes:
+        between: mesh ("ep_nodes",) of the ranks that have the same place on their nodes.
+        inside: mesh ("ep_in_node",) of the ranks on this node.
+    """
+
+    between: DeviceMesh
+    inside: DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -57,7 +78,9 @@ class Meshes:
         sp: mesh ("sp",) that splits a sequence.
         world_size: ranks of the default process group, all of which take part.
         device: where parameters and batches live.
-        ep_outside: as the config has it.
+        ep_outside, node_size: as the config has it.
+        nodes: None where rows cross nodes as often whoever carries them: an ep group on one node,
+            or with one rank on each; or where the config does not ask.
     """
 
     dense: DeviceMesh
@@ -68,12 +91,15 @@ class Meshes:
     world_size: int
     device: torch.device
     ep_outside: bool = False
+    node_size: int | None = None
+    nodes: NodeMeshes | None = None
 
     def fit(self, config: ParallelConfig, device: torch.device) -> bool:
         """Tell whether `build_meshes` would lay the ranks out just so."""
         sizes = (config.ep_size or 1, config.sp_size or 1, config.dp_replicate_size or 1)
         mine = (self.ep_size, self.sp_size, self.dp_replicate_size)
-        return mine == sizes and self.ep_outside == config.ep_outside and self.device == device
+        like = (self.ep_outside, self.node_size, self.device)
+        return mine == sizes and like == (config.ep_outside, config.node_size, device)
 
     @property
     def dp_replicate_size(self) -> int:
@@ -126,6 +152,9 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     )
     sequence = init_device_mesh(device.type, (world_size // sp, sp), mesh_dim_names=(DATA, SP))
     hsdp = replicate > 1
+    nodes = None
+    if config.dispatcher == "hierarchical" and ep > 1:
+        nodes = _build_nodes(ranks.reshape(-1, ep), config.node_size, device)
     return Meshes(
         dense=dense if hsdp else dense[FSDP],
         ep_fsdp=experts[DP_REPLICATE, EP_FSDP] if hsdp else experts[EP_FSDP],
@@ -135,7 +164,68 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
         world_size=world_size,
         device=device,
         ep_outside=config.ep_outside,
+        node_size=config.node_size,
+        nodes=nodes,
     )
+
+
+def _build_nodes(
+    ep_groups: torch.Tensor, node_size: int | None, device: torch.device
+) -> NodeMeshes | None:
+    """Create the groups between and inside nodes; None where these are ep groups or single ranks.
+
+    `ep_groups` is [groups, ranks of one].
+    """
+    in_node, ep = ranks_in_node(ep_groups.tolist(), node_size), ep_groups.shape[1]
+    if in_node in (1, ep):
+        return None
+    grid = DeviceMesh(
+        device.type,
+        ep_groups.reshape(-1, ep // in_node, in_node),
+        mesh_dim_names=(EP_GROUP, EP_NODES, EP_IN_NODE),
+    )
+    return NodeMeshes(between=grid[EP_NODES], inside=grid[EP_IN_NODE])
+
+
+def ranks_in_node(ep_groups: list[list[int]], node_size: int | None) -> int:
+    """Count the ranks that an ep group has on each of its nodes; a node is `node_size` ranks.
+
+    Raises:
+        ValueError: they are not equally many everywhere, or nobody says how large a node is.
+    """
+    if node_size is None:
+        raise ValueError(
+            "dispatcher='hierarchical' has to know how many ranks a node has, and neither "
+            "node_size nor the launcher's LOCAL_WORLD_SIZE says it; launch with torchrun or "
+            "accelerate launch, or set node_size"
+        )
+    in_node = _on_nodes(ep_groups[0], node_size)[0]
+    for group in ep_groups:
+        on_nodes = _on_nodes(group, node_size)
+        if set(on_nodes) != {in_node}:
+            world = sum(map(len, ep_groups))
+            sizes = [size for size in range(1, world + 1) if _cuts_evenly(ep_groups, size)]
+            raise ValueError(
+                f"node_size ({node_size}) cuts the ep group of ranks {_listed(group)} into "
+                f"{' + '.join(map(str, on_nodes))} ranks, and dispatcher='hierarchical' needs "
+                f"equally many on each node of every ep group; try node_size {_listed(sizes)}, "
+                f"another ep_size, or dispatcher='all_to_all'"
+            )
+    return in_node
+
+
+def _on_nodes(group: list[int], node_size: int) -> list[int]:
+    """Count the ranks of a group on each node that has some of them."""
+    return list(Counter(rank // node_size for rank in group).values())
+
+
+def _cuts_evenly(groups: list[list[int]], node_size: int) -> bool:
+    """Tell whether all groups have one number of ranks on all of their nodes."""
+    return len({number for group in groups for number in _on_nodes(group, node_size)}) == 1
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def check_world(ep_size: int, dp_replicate_size: int, world_size: int, sp_size: int = 1) -> None:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep.config import ParallelConfig, launched_local_rank, launched_local_world_size
+from hf_moe_ep.ranks.together import this_rank, together
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import Places
 from hf_moe_ep.state import STATE, ModelState, MoELayer
@@ -63,6 +65,26 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
             f"{missing} of {len(tensors)} parameters and buffers of rank 0 are on the meta device "
             f"and have no values; load the model with from_pretrained before sharding, on rank 0 "
             f"at least, or name the checkpoint: apply_ep_fsdp2(model, weights=directory)"
+        )
+
+
+def check_nodes(config: ParallelConfig) -> None:
+    """Raise on every rank where consecutive ranks are not those of the launcher's machines."""
+    if config.dispatcher == "hierarchical" and (config.ep_size or 1) > 1:
+        together("looking for the ranks of a node", lambda: _check_own_place(config.node_size))
+
+
+def _check_own_place(node_size: int | None) -> None:
+    """Raise where the launcher counts this rank otherwise; an own `node_size` is left alone."""
+    local_rank, rank = launched_local_rank(), this_rank()
+    if node_size is None or local_rank is None or node_size != launched_local_world_size():
+        return
+    if rank % node_size != local_rank:
+        raise ValueError(
+            f"rank {rank} has LOCAL_RANK {local_rank} on its machine of {node_size}, and "
+            f"dispatcher='hierarchical' takes {node_size} consecutive ranks for a node, where it "
+            f"would be {rank % node_size}; let ranks count machine by machine, as torchrun and "
+            f"accelerate launch do (srun: --distribution=block), or use dispatcher='all_to_all'"
         )
 
 

@@ -48,6 +48,7 @@ from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.checks import (
     check_dtypes,
     check_frozen,
+    check_nodes,
     check_quantised_frozen,
     check_ranks_agree,
 )
@@ -83,6 +84,7 @@ def shard_model(
             are missing.
     """
     check_ranks_agree(model, state, options)
+    check_nodes(state.config)
     meshes = state.meshes_beside
     if meshes is None or not meshes.fit(state.config, device):
         meshes = build_meshes(state.config, device)

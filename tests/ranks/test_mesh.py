@@ -6,7 +6,8 @@ over them give the right numbers is what the parity tests show.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,91 @@ def test_sp_groups_are_consecutive_ranks() -> None:
     match = r"sp_size \(8\).*8 / 2 = 4.*try 1, 2, 4"
     with _as_rank(0, 8), pytest.raises(ValueError, match=match):
         build_meshes(ParallelConfig(sp_size=8, dp_replicate_size=2), CPU)
+
+
+def _by_nodes(node_size: int, **sizes: Any) -> ParallelConfig:
+    return ParallelConfig(dispatcher="hierarchical", node_size=node_size, **sizes)
+
+
+# name: (config, groups between nodes, groups inside one); None where tokens go rank by rank.
+ON_NODES: dict[str, tuple[ParallelConfig, Groups | None, Groups | None]] = {
+    "docstring": (
+        _by_nodes(2, ep_size=4),
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+    ),
+    "2 nodes of 4": (
+        _by_nodes(4, ep_size=8),
+        [[0, 4], [1, 5], [2, 6], [3, 7]],
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+    ),
+    "4 nodes of 2": (
+        _by_nodes(2, ep_size=8),
+        [[0, 2, 4, 6], [1, 3, 5, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+    ),
+    # An ep group is every other rank: 2 of them on each node.
+    "ep_outside": (
+        _by_nodes(4, ep_size=4, ep_outside=True),
+        [[0, 4], [2, 6], [1, 5], [3, 7]],
+        [[0, 2], [4, 6], [1, 3], [5, 7]],
+    ),
+    "HSDP": (
+        _by_nodes(2, ep_size=4, dp_replicate_size=2),
+        [[0, 2], [1, 3], [4, 6], [5, 7]],
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+    ),
+    "a node holds ep groups": (_by_nodes(4, ep_size=2), None, None),
+    "a node is the world": (_by_nodes(8, ep_size=8), None, None),
+    "a rank on each node": (_by_nodes(2, ep_size=4, ep_outside=True), None, None),
+    "nodes of one": (_by_nodes(1, ep_size=8), None, None),
+    "no ep": (_by_nodes(4), None, None),
+}
+
+
+@pytest.mark.parametrize("name", ON_NODES)
+def test_every_rank_finds_its_node(name: str) -> None:
+    config, between, inside = ON_NODES[name]
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            meshes = build_meshes(config, CPU)
+            assert meshes.fit(config, CPU)
+            assert not meshes.fit(replace(config, node_size=3), CPU)
+            if between is None or inside is None:
+                assert meshes.nodes is None
+                continue
+            assert meshes.nodes is not None
+            _check_axis(meshes.nodes.between, 0, rank, between)
+            _check_axis(meshes.nodes.inside, 0, rank, inside)
+            # Both count ranks in the order of the ep group: experts lie node by node.
+            node, place = (
+                meshes.nodes.between.get_local_rank(),
+                meshes.nodes.inside.get_local_rank(),
+            )
+            assert meshes.ep_rank == node * meshes.nodes.inside.size() + place
+
+
+NO_NODES = [
+    (
+        _by_nodes(4, ep_size=6),
+        r"node_size \(4\) .* ranks 0, 1, 2, 3, 4, 5 into 4 \+ 2 ranks.*try node_size 1, 2, 3, 6,",
+    ),
+    (
+        _by_nodes(3, ep_size=2),
+        r"node_size \(3\) .* ranks 2, 3 into 1 \+ 1 ranks.*try node_size 1, 2, 4, 6,",
+    ),
+    (
+        ParallelConfig(ep_size=6, dispatcher="hierarchical"),
+        "neither node_size nor the launcher's LOCAL_WORLD_SIZE",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "match"), NO_NODES)
+def test_nodes_that_cut_an_ep_group_unevenly(config: ParallelConfig, match: str) -> None:
+    for rank in (0, 5):
+        with _as_rank(rank, 6), pytest.raises(ValueError, match=match):
+            build_meshes(config, CPU)
 
 
 def test_groups_are_described_by_their_axis() -> None:

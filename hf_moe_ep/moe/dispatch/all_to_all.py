@@ -29,6 +29,7 @@ Between the last two of backward the gradients of the experts' weights are compu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ class AllToAll:
         """Plan an exchange per chunk, all from one exchange of counts."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         local = self.num_experts // ranks
-        sends_DT = _destinations(expert_ids_TK // local, ranks)
+        sends_DT = find_destinations(expert_ids_TK // local, ranks)
         sends_of_chunks = sends_DT.tensor_split(self.num_chunks, dim=1)
         ids_of_chunks = expert_ids_TK.tensor_split(self.num_chunks)
         counts = []
@@ -75,7 +76,7 @@ class AllToAll:
         # nothing stands between the host and the first rows.
         num_slots = min(ranks, expert_ids_TK.shape[1])
         orders = [order_rows(sends, rank, num_slots) for sends in sends_of_chunks]
-        local_id_E = _local_ids(self.num_experts, local, rank, expert_ids_TK.device)
+        local_id_E = number_experts(self.num_experts, local, rank, expert_ids_TK.device)
         gathered = told.wait()
         size = ranks + self.num_experts
         # tables[chunk][r] is what rank r told: rows per destination, then pairs per expert.
@@ -104,18 +105,13 @@ class AllToAll:
         ranks = len(table)
         local = self.num_experts // ranks
         first = ranks + rank * local
-        send_counts = list(table[rank][:ranks])
-        recv_counts = [told[rank] for told in table]
-        num_own = send_counts[rank]
-        send_counts[rank] = recv_counts[rank] = 0
-        return AllToAllExchange(
-            group=self.group,
-            token_of_row_N=order.token_X[: sum(send_counts) + num_own],
-            slots_TJ=order.slots_TJ,
+        return AllToAllExchange.of_counts(
+            order,
+            self.group,
+            rank,
+            sends=table[rank][:ranks],
+            receives=[told[rank] for told in table],
             local_id_E=local_id_E,
-            send_counts=send_counts,
-            recv_counts=recv_counts,
-            num_own=num_own,
             counts_L=[sum(told[first + expert] for told in table) for expert in range(local)],
             where=where,
         )
@@ -144,6 +140,32 @@ class AllToAllExchange:
     num_own: int
     counts_L: list[int]
     where: str
+
+    @classmethod
+    def of_counts(
+        cls,
+        order: Order,
+        group: dist.ProcessGroup,
+        rank: int,
+        *,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        local_id_E: Tensor,
+        counts_L: list[int],
+        where: str,
+    ) -> AllToAllExchange:
+        """Cut an order of rows to those that are; `sends` and `receives` count own ones too."""
+        return cls(
+            group=group,
+            token_of_row_N=order.token_X[: sum(sends)],
+            slots_TJ=order.slots_TJ,
+            local_id_E=local_id_E,
+            send_counts=[*sends[:rank], 0, *sends[rank + 1 :]],
+            recv_counts=[*receives[:rank], 0, *receives[rank + 1 :]],
+            num_own=sends[rank],
+            counts_L=counts_L,
+            where=where,
+        )
 
     def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DispatchedRows:
         """Send every token to the ranks of its experts; weights in fp32 or wider."""
@@ -228,13 +250,13 @@ class _RowWire(Wire):
         self.transfers.append(transfer)
 
 
-def _destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:
+def find_destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:
     """Mark in sends_DT which rank gets which token."""
     sends_TD = rank_of_pair_TK.new_zeros(rank_of_pair_TK.shape[0], ranks, dtype=torch.bool)
     return sends_TD.scatter_(1, rank_of_pair_TK, True).t()
 
 
-def _local_ids(num_experts: int, local: int, rank: int, device: torch.device) -> Tensor:
+def number_experts(num_experts: int, local: int, rank: int, device: torch.device) -> Tensor:
     """Number the experts of `rank` from its first one, and give all others the number L."""
     local_id_E = torch.full((num_experts,), local, device=device)
     local_id_E[rank * local : (rank + 1) * local] = torch.arange(local, device=device)

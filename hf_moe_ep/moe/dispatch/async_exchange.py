@@ -105,6 +105,8 @@ class DispatchedRows:
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         rows_RH, weights_RK = _FinishDispatch.apply(self._wire, *self._rows)
+        # Whoever goes on with them decides how long they stay.
+        self._rows.clear()
         return rows_RH, weights_RK, self._wire.local_ids(self._ids_RK)
 
     def start_combine(self, rows_RH: Tensor) -> CombinedRows:

@@ -6,6 +6,7 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.dispatcher import Dispatcher
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.moe.dispatch.deepep import DeepEP, GroupBuffer
+from hf_moe_ep.moe.dispatch.hierarchical import Hierarchical
 from hf_moe_ep.ranks.mesh import Meshes
 
 
@@ -24,4 +25,7 @@ def make_dispatcher(
     if config.dispatcher == "deepep":
         buffer = GroupBuffer(group, num_sms=config.deepep_num_sms)
         return DeepEP(buffer, num_experts, num_chunks=chunks, max_rows=limit)
+    if meshes.nodes is not None:
+        between, inside = meshes.nodes.between.get_group(), meshes.nodes.inside.get_group()
+        return Hierarchical(group, between, inside, num_experts, num_chunks=chunks, max_rows=limit)
     return AllToAll(group, num_experts, num_chunks=chunks, max_rows=limit)

@@ -1,0 +1,374 @@
+"""Tokens over nodes, on threads of one process: what arrives, what crosses, what comes home.
+
+Random routing over grids of nodes and ranks. The truth of numbers is a formula: an expert
+multiplies a token by a number of its own.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.close import assert_close
+from support.threaded_ranks import Network
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_moe_ep.dispatcher import Dispatcher, Header
+from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
+from hf_moe_ep.moe.dispatch.hierarchical import Hierarchical
+from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
+
+HIDDEN = 29  # wider than 2 K, and odd: rows and routing differ in bytes
+HERE = Header(1, 0, True, True, False, False, 2, 8)
+GRIDS = [(2, 2), (2, 4), (4, 2), (3, 2), (2, 3)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens` by rank; each token's experts are drawn from `groups_drawn` of `groups` groups."""
+
+    seed: int
+    nodes: int
+    places: int
+    experts: int
+    top_k: int
+    chunks: int
+    tokens: tuple[int, ...]
+    groups: int = 1
+    groups_drawn: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.places
+
+    @property
+    def local(self) -> int:
+        return self.experts // self.world
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.places
+
+    def ids_TK(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(3 * self.seed + rank)
+        scores_TX = torch.rand(self.tokens[rank], self.groups, generator=generator)
+        open_TX = torch.zeros_like(scores_TX).scatter(
+            1, scores_TX.topk(self.groups_drawn, dim=1).indices, 1.0
+        )
+        open_TE = open_TX.repeat_interleave(self.experts // self.groups, 1)
+        scores_TE = torch.rand(self.tokens[rank], self.experts, generator=generator) + 1
+        return (scores_TE * open_TE).topk(self.top_k, dim=1).indices
+
+    def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(7 * self.seed + rank)
+        tokens = self.tokens[rank]
+        x_TH = torch.randn(tokens, HIDDEN, dtype=torch.float64, generator=generator)
+        w_TK = torch.rand(tokens, self.top_k, dtype=torch.float64, generator=generator) + 0.1
+        # What a row says of its token, for who counts what arrives.
+        x_TH[:, 0], x_TH[:, 1] = rank, torch.arange(tokens)
+        return x_TH.requires_grad_(), w_TK.requires_grad_()
+
+    def factors_E(self) -> Tensor:
+        return torch.linspace(0.5, 2.5, self.experts, dtype=torch.float64)
+
+    def visits(self, rank: int) -> list[set[int]]:
+        """The ranks of each token's experts."""
+        return [{expert // self.local for expert in ids} for ids in self.ids_TK(rank).tolist()]
+
+
+def _random_case(seed: int) -> Case:
+    """Every 4th case has k = E, every 3rd a rank without tokens."""
+    rng = random.Random(seed)
+    nodes, places = GRIDS[seed % len(GRIDS)]
+    experts = nodes * places * rng.randint(1, 3)
+    top_k = experts if seed % 4 == 0 else rng.randint(1, experts)
+    tokens = [rng.randint(0, 40) for _ in range(nodes * places)]
+    if seed % 3 == 0:
+        tokens[rng.randrange(len(tokens))] = 0
+    return Case(seed, nodes, places, experts, top_k, rng.randint(1, 3), tuple(tokens))
+
+
+CASES = [_random_case(seed) for seed in range(40)]
+# As DeepSeek-V3's router: 2 of 4 groups a token, and no group lies on two nodes.
+LIMITED = Case(0, 4, 2, 16, 4, 2, (30,) * 8, groups=4, groups_drawn=2)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank found; `arrived` are (sender, token, expert) of its rows."""
+
+    arrived: list[tuple[int, int, int]]
+    weights: list[float]
+    counts_L: list[int]
+    out_TH: Tensor
+    grads: tuple[Tensor, ...]
+
+
+def _dispatcher(kind: str, case: Case, network: Network, rank: int, **options: Any) -> Dispatcher:
+    group: Any = network.group(range(case.world), rank)
+    options = {"num_chunks": case.chunks, **options}
+    if kind == "all_to_all":
+        return AllToAll(group, case.experts, **options)
+    first = rank - rank % case.places
+    inside: Any = network.group(range(first, first + case.places), rank)
+    between: Any = network.group(range(rank % case.places, case.world, case.places), rank)
+    return Hierarchical(group, between, inside, case.experts, **options)
+
+
+def _run(kind: str, case: Case, network: Network, rank: int, *, again: bool = False) -> Result:
+    """There and back on one rank, in chunks, and backward; `again` starts exchanges twice."""
+    dispatcher = _dispatcher(kind, case, network, rank)
+    ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
+    factors_E = case.factors_E().requires_grad_()
+    factors_L = factors_E[rank * case.local : (rank + 1) * case.local]
+    exchanges = dispatcher.plan(ids_TK, HERE, hidden_bytes=8 * HIDDEN)
+    arrived, weights, counts = [], [], torch.zeros(case.local, dtype=torch.int64)
+    for _ in range(2 if again else 1):
+        arrived, weights, counts = [], [], torch.zeros_like(counts)
+        with WayHome() as home:
+            for arriving in overlapped(exchanges, x_TH, w_TK, ids_TK):
+                rows_RH, w_RK, ids_RK = arriving.finish()
+                counts += torch.tensor(arriving.counts_L)
+                here = (ids_RK < case.local).nonzero().tolist()
+                for row, slot in here:
+                    sender, token = rows_RH[row, :2].tolist()
+                    expert = rank * case.local + int(ids_RK[row, slot])
+                    arrived.append((int(sender), int(token), expert))
+                    weights.append(w_RK[row, slot].item())
+                factor_RK = torch.cat([factors_L, factors_L.new_zeros(1)])[ids_RK]
+                home.send(arriving, rows_RH * (factor_RK * w_RK).sum(1, keepdim=True))
+        out_TH = home.finish()
+    (out_TH * (x_TH.detach() + rank)).sum().backward()
+    assert x_TH.grad is not None and w_TK.grad is not None and factors_E.grad is not None
+    grads = (x_TH.grad, w_TK.grad, factors_E.grad)
+    return Result(arrived, weights, counts.tolist(), out_TH.detach(), grads)
+
+
+def _on_all(kind: str, case: Case, **options: Any) -> tuple[list[Result], Network]:
+    network = Network(case.world)
+    return network.run(partial(_run, kind, case, network, **options)), network
+
+
+def _check_arrivals(case: Case, results: list[Result]) -> None:
+    """Every (token, expert) pair reaches its expert's rank once, with its weight."""
+    for rank, result in enumerate(results):
+        first, weight_of = rank * case.local, {}
+        for sender in range(case.world):
+            weights = case.inputs(sender)[1].tolist()
+            for token, experts in enumerate(case.ids_TK(sender).tolist()):
+                for slot, expert in enumerate(experts):
+                    if first <= expert < first + case.local:
+                        weight_of[sender, token, expert] = weights[token][slot]
+        got = dict(zip(result.arrived, result.weights, strict=True))
+        assert len(result.arrived) == len(got), f"{case}: a pair came twice"
+        assert got == weight_of, case
+        counts = Counter(expert - first for *_, expert in got)
+        assert result.counts_L == [counts[expert] for expert in range(case.local)], case
+
+
+def _check_numbers(case: Case, results: list[Result]) -> None:
+    factors_E = case.factors_E().requires_grad_()
+    for rank, result in enumerate(results):
+        x_TH, w_TK = case.inputs(rank)
+        want_TH = x_TH * (factors_E[case.ids_TK(rank)] * w_TK).sum(1, keepdim=True)
+        (want_TH * (x_TH.detach() + rank)).sum().backward()
+        for name, got, want in (
+            ("out", result.out_TH, want_TH.detach()),
+            ("grad of x", result.grads[0], x_TH.grad),
+            ("grad of weights", result.grads[1], w_TK.grad),
+        ):
+            assert_close(f"{case}: {name} of rank {rank}", got, want, 1e-12)
+    assert factors_E.grad is not None
+    total_E = sum(result.grads[2] for result in results)
+    assert_close(f"{case}: grad of the experts", total_E, factors_E.grad, 1e-12)
+
+
+def _want_sent(case: Case) -> Counter[tuple[int, int, int]]:
+    """Bytes by sender, receiver and row, counted one token at a time."""
+    rows: Counter[tuple[int, int]] = Counter()
+    for sender in range(case.world):
+        home, place = case.node_of(sender), sender % case.places
+        for ranks in case.visits(sender):
+            for node in {case.node_of(rank) for rank in ranks}:
+                relay = node * case.places + place
+                if node != home:
+                    rows[sender, relay] += 1
+                for rank in ranks:
+                    if case.node_of(rank) == node and rank != relay:
+                        rows[relay, rank] += 1
+    sent: Counter[tuple[int, int, int]] = Counter()
+    for (sender, receiver), number in rows.items():
+        for a, b in ((sender, receiver), (receiver, sender)):
+            # Tokens one way and results the other, then gradients of both.
+            sent[a, b, 8 * HIDDEN] += 2 * number * 8 * HIDDEN
+        # Weights and ids, then the weights' gradient.
+        sent[sender, receiver, 16 * case.top_k] += number * 16 * case.top_k
+        sent[receiver, sender, 8 * case.top_k] += number * 8 * case.top_k
+    return sent
+
+
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_pairs_arrive_once_and_rows_cross_once(every: int) -> None:
+    """Pairs, weights, counts; bytes of every link, both ways; numbers; one exchange of counts."""
+    for case in CASES[::every]:
+        results, network = _on_all("hierarchical", case)
+        _check_arrivals(case, results)
+        _check_numbers(case, results)
+        assert +network.sent == +_want_sent(case), case
+        assert set(network.gathered.values()) == {1}, case
+
+
+def _crossing(case: Case, network: Network) -> int:
+    """Bytes of hidden states between nodes."""
+    return sum(
+        number
+        for (a, b, size), number in network.sent.items()
+        if case.node_of(a) != case.node_of(b) and size == 8 * HIDDEN
+    )
+
+
+def test_a_router_limited_to_groups_crosses_to_no_more_nodes() -> None:
+    """DeepSeek's routers draw from few groups of experts: no token meets more nodes than that, and
+    the bytes between nodes are those of the pairs that are left; of two nodes that are drawn one is
+    a token's own in half of the cases.
+    """
+    results, network = _on_all("hierarchical", LIMITED)
+    _check_arrivals(LIMITED, results)
+    nodes = [
+        {LIMITED.node_of(rank) for rank in ranks} - {LIMITED.node_of(sender)}
+        for sender in range(LIMITED.world)
+        for ranks in LIMITED.visits(sender)
+    ]
+    assert max(map(len, nodes)) <= LIMITED.groups_drawn
+    pairs = sum(map(len, nodes))
+    assert _crossing(LIMITED, network) == 4 * pairs * 8 * HIDDEN
+    free = replace(LIMITED, groups=1, groups_drawn=1)
+    _, network_of_free = _on_all("hierarchical", free)
+    assert _crossing(LIMITED, network) < 0.75 * _crossing(free, network_of_free)
+    # Rank by rank, as many rows as there are ranks of experts: more than nodes.
+    _, network_of_ranks = _on_all("all_to_all", LIMITED)
+    assert _crossing(LIMITED, network) < 0.75 * _crossing(LIMITED, network_of_ranks)
+
+
+def test_an_exchange_started_again_sends_the_same() -> None:
+    """As a checkpoint's later run does: counts are not exchanged anew."""
+    case = CASES[1]
+    once, network = _on_all("hierarchical", case)
+    twice, network_of_two = _on_all("hierarchical", case, again=True)
+    for one, two in zip(once, twice, strict=True):
+        assert one.arrived == two.arrived and torch.equal(one.out_TH, two.out_TH)
+        assert all(torch.equal(a, b) for a, b in zip(one.grads, two.grads, strict=True))
+    assert network.gathered == network_of_two.gathered
+
+
+class _Asking(TorchDispatchMode):
+    """Operations whose outcome the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(func)
+        # As `x[mask]` does, or `int(x)`.
+        if any(word in name for word in ("local_scalar", "nonzero", "masked_select", "unique")):
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_asks_the_device_once_a_layer() -> None:
+    """For the counts; neither for the second leg nor in backward."""
+    case = CASES[1]
+    lists: list[Any] = []
+    tolist = Tensor.tolist
+
+    def there_and_back(rank: int) -> list[str]:
+        dispatcher = _dispatcher("hierarchical", case, network, rank)
+        ids_TK, (x_TH, w_TK) = case.ids_TK(rank), case.inputs(rank)
+        with _Asking() as mode:
+            exchanges = dispatcher.plan(ids_TK, HERE, hidden_bytes=0)
+            with WayHome() as home:
+                for arriving in overlapped(exchanges, x_TH, w_TK, ids_TK):
+                    rows_RH, w_RK, _ = arriving.finish()
+                    home.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
+            home.finish().sum().backward()
+        return mode.asked
+
+    def counted(tensor: Tensor) -> Any:
+        lists.append(tensor.shape)
+        return tolist(tensor)
+
+    network = Network(case.world)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(Tensor, "tolist", counted)
+        assert network.run(there_and_back) == [[]] * case.world
+    numbers = case.nodes + case.world + case.experts
+    assert lists == [(case.chunks * numbers,)] * case.world
+
+
+def test_sums_repeat_bit_for_bit() -> None:
+    for case in (CASES[2], LIMITED):
+        first, second = (_on_all("hierarchical", case)[0] for _ in range(2))
+        for one, two in zip(first, second, strict=True):
+            assert torch.equal(one.out_TH, two.out_TH)
+            assert all(torch.equal(a, b) for a, b in zip(one.grads, two.grads, strict=True))
+
+
+def test_the_example_of_the_docstring() -> None:
+    """Two rows leave node {0 1}, where three would leave rank by rank."""
+    case = Case(0, 2, 2, 4, 2, 1, (2, 0, 0, 0))
+    ids_TK = torch.tensor([[2, 3], [1, 3]])
+    rows: dict[str, Counter[tuple[int, int]]] = {}
+    for kind in ("hierarchical", "all_to_all"):
+        network = Network(4)
+
+        def there(rank: int, kind: str = kind, network: Network = network) -> list[int]:
+            (exchange,) = _dispatcher(kind, case, network, rank).plan(
+                ids_TK if rank == 0 else ids_TK[:0], HERE, hidden_bytes=0
+            )
+            x_TH = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[: exchange.num_tokens]
+            w_TK = torch.ones(exchange.num_tokens, 2)
+            ids = ids_TK[: exchange.num_tokens]
+            return exchange.start(x_TH, w_TK, ids).finish()[0][:, 0].tolist()
+
+        assert network.run(there) == [[], [4.0], [1.0], [1.0, 4.0]]
+        rows[kind] = Counter()
+        for (sender, receiver, size), number in network.sent.items():
+            if size == 3 * 4:
+                rows[kind][sender, receiver] += number // size
+    assert +rows["hierarchical"] == Counter({(0, 2): 2, (2, 3): 2, (0, 1): 1})
+    assert +rows["all_to_all"] == Counter({(0, 1): 1, (0, 2): 1, (0, 3): 2})
+
+
+def test_max_rows_counts_those_of_a_ranks_experts() -> None:
+    """As all_to_all does: what is passed on to others is not counted, and every rank raises."""
+    case = Case(0, 2, 2, 4, 1, 2, (2, 3, 0, 4))
+    only_1 = torch.ones(4, 1, dtype=torch.int64)
+
+    def plan(kind: str, limit: int, network: Network, rank: int) -> str:
+        dispatcher = _dispatcher(kind, case, network, rank, max_rows=limit)
+        try:
+            dispatcher.plan(only_1[: case.tokens[rank]], HERE, hidden_bytes=0)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for kind in ("hierarchical", "all_to_all"):
+        network = Network(4)
+        assert network.run(partial(plan, kind, 9, network)) == [""] * 4
+        network = Network(4)
+        for said in network.run(partial(plan, kind, 8, network)):
+            assert "rank 1 would get 9 rows, more than max_tokens_per_rank=8 " in said
+
+
+def test_cases_reach_the_edges() -> None:
+    assert {(case.nodes, case.places) for case in CASES} == set(GRIDS)
+    assert sum(case.top_k == case.experts for case in CASES) >= 8
+    assert sum(0 in case.tokens for case in CASES) >= 10
+    assert sum(min(case.tokens) < case.chunks for case in CASES) >= 10
+    assert sum(case.experts == case.world for case in CASES) >= 5
