@@ -226,6 +226,8 @@ def ranks_that_disagree(rank: int, world: int) -> None:
 
     differ("config: rank 0 has .*ep_size=1,.* rank 1 has .*ep_size=2,", {}, {"ep_size": 2})
     differ("config: .*ep_outside", {"ep_outside": True}, {})
+    by_nodes = {"ep_size": 2, "dispatcher": "hierarchical"}
+    differ("config: .*node_size=1,", by_nodes | {"node_size": 1}, by_nodes | {"node_size": 2})
     differ("config: .*expert_shard_dim", {"expert_shard_dim": 0}, {"expert_shard_dim": 1})
     differ("config: .*dp_replicate_size=2", {"dp_replicate_size": 2}, {})
     differ("MoE layers: rank 0 has 2: .* rank 1 has 1: ", mlp_only_layers=[[], [1]])

@@ -69,13 +69,21 @@ MORE_CASES = [
         backward=parity.two_forwards_backward,
     ),
 ]
+NODES = {"dispatcher": "hierarchical", "node_size": 2}
+CASES_ON_NODES = [
+    Case("2 nodes", 4, 4, config=NODES),
+    Case("2 nodes, 3 chunks, checkpoint", 4, 4, config=NODES | THREE, prepare=_checkpoint(False)),
+]
 
 
-def _checks(cases: list[Case], **options: Any) -> list[Any]:
+def _checks(cases: list[Case], world: int = 2, **options: Any) -> list[Any]:
     named = {case.name: partial(_with_late_rows, case) for case in cases}
-    return on_ranks(2, named, **options)
+    return on_ranks(world, named, **options)
 
 
-@pytest.mark.parametrize("claim", _checks(CASES) + _checks(MORE_CASES, slow=True))
+SLOW = _checks(MORE_CASES, slow=True) + _checks(CASES_ON_NODES, 4, slow=True)
+
+
+@pytest.mark.parametrize("claim", _checks(CASES) + SLOW)
 def test_late_rows_change_nothing(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
