@@ -28,6 +28,7 @@ keyword) to search for in FILE.
     lora/computed.py | adapters | the active ones, one forward
     integrations/shared_batches.py | sums_losses gather_logits | a Trainer; one prediction
     checkpoints/training/save.py | saver | from the first save in the background on
+    checkpoints/training/base.py | known_sums | of bytes that were hashed, until they change
     -- what travels with one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
     sequence/split.py | positions | of a slice: those of the whole sequence, for attention
@@ -82,6 +83,7 @@ keyword) to search for in FILE.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -134,6 +136,8 @@ class ModelState:
     routing: RoutingSession | None = None
     # Of saves in the background, from the first one on.
     saver: Saver | None = None
+    # Of experts that are held quantised, by name.
+    known_sums: dict[str, KnownSums] = field(default_factory=dict)
     # `patch` with this config, for a model that is to stand beside this one.
     patch_alike: Callable[[nn.Module], nn.Module] | None = None
     # Of a model beside this one: process groups to share where both are laid out alike.
@@ -185,6 +189,27 @@ class ModelState:
                 "its experts. Launch with `distributed_type: FSDP`, `fsdp_version: 2` "
                 "(examples/accelerate/) instead of MULTI_GPU or MULTI_CPU"
             )
+
+
+@dataclass(frozen=True)
+class KnownSums:
+    """Sums of this rank's part of a frozen parameter, and what it was when they were formed.
+
+    Attributes:
+        parameter, part: itself, and what this rank has of it; others in their place have others.
+        written: how often both had been written in place.
+        sums: as `checkpoints/training/base.py` forms them.
+    """
+
+    parameter: weakref.ref[Tensor]
+    part: weakref.ref[Tensor]
+    written: tuple[int, ...]
+    sums: Tensor
+
+    def still_hold(self, parameter: Tensor, part: Tensor, written: tuple[int, ...]) -> bool:
+        """Tell whether all is as it was."""
+        same = self.parameter() is parameter and self.part() is part
+        return same and self.written == written
 
 
 @dataclass(frozen=True)

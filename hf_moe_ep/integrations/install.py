@@ -119,9 +119,24 @@ WRAPPED = (
         "packs adapters of experts as PEFT does",
     ),
     Wrap(
+        "accelerate.utils.fsdp_utils:_get_model_state_dict",
+        saving.get_model_state_dict,
+        "leaves out experts that are held quantised, whose bytes do not change",
+    ),
+    Wrap(
         "accelerate.utils.fsdp_utils:_set_model_state_dict",
         saving.set_model_state_dict,
         "loads into sharded parameters, whatever ran last",
+    ),
+    Wrap(
+        "accelerate.accelerator:save_fsdp_model",
+        saving.save_state_of_model,
+        "writes hashes of experts that are held quantised beside what save_state keeps",
+    ),
+    Wrap(
+        "accelerate.accelerator:load_fsdp_model",
+        saving.load_state_of_model,
+        "refuses to go on from adapters of another base",
     ),
     Wrap(
         "peft.peft_model:PeftModel.save_pretrained",

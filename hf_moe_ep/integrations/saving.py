@@ -4,26 +4,35 @@ saved by                          with a state dict given    without
 Trainer.save_model                                           sharded save, file by file
 PreTrainedModel.save_pretrained   written in hub layout      sharded save, on every rank
 PeftModel.save_pretrained         packed as PEFT packs it    gathered here, on every rank
+
+`Accelerator.save_state` keeps its own files. Where experts are held quantised it leaves out what
+`save_checkpoint` leaves out, and writes the hashes of their bytes instead (`training/base.py`);
+without the Trainer stock would write all bytes again, each time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.gather import gather_state_dict
+from hf_moe_ep.checkpoints.hub.gather import gather_changed, gather_state_dict
 from hf_moe_ep.checkpoints.hub.save import save_pretrained, save_state_dict
+from hf_moe_ep.checkpoints.training.base import base_file, check_base, describe_base
+from hf_moe_ep.checkpoints.training.folder import write_json
+from hf_moe_ep.checkpoints.training.tensors import model_slots
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
-from hf_moe_ep.ranks.together import ALONE, check_everyone_calls
+from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, is_first, on_first
 from hf_moe_ep.sharding.units import reshard
-from hf_moe_ep.state import find_state
+from hf_moe_ep.state import find_state, quantised_matrices
 from hf_moe_ep.upstream.adapters import canonical_modules, has_adapters, learns_prompts
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.sharded_models import stock_class
@@ -161,12 +170,111 @@ def get_state_dict(
     return state_dict if find_state(model) is None else pack_factors(model, state_dict)
 
 
-def set_model_state_dict(
-    original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
+def get_model_state_dict(
+    original: Callable[..., Any],
+    model: nn.Module,
+    adapter_only: bool = False,
+    sd_options: Any = None,
 ) -> Any:
-    """Accelerate's own loading of a state dict, into units that are not gathered."""
+    """Accelerate's own state dict of a model, without experts that are held quantised."""
+    if adapter_only or sd_options is None or not _holds_quantised(model):
+        return original(model, adapter_only=adapter_only, sd_options=sd_options)
+    reshard(model)
+    as_they_lie = replace(
+        sd_options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False
+    )
+    state_dict = original(model, sd_options=as_they_lie)
+    kept = {name: state_dict[name] for name in model_slots(model)}
+    return _gathered(kept, sd_options) if sd_options.full_state_dict else kept
+
+
+def _gathered(state_dict: dict[str, Tensor], sd_options: Any) -> dict[str, Tensor]:
+    """Gather every tensor, one after the other, where torch's options want it: on rank 0 or all."""
+    on_host = sd_options.cpu_offload
+    whole: dict[str, Tensor] = {}
+    for name, tensor in state_dict.items():
+        gathered = gather_changed(tensor, lambda _, part: part).detach()
+        if is_first() or not on_host:
+            whole[name] = gathered.cpu() if on_host else gathered
+    return whole
+
+
+def set_model_state_dict(
+    original: Callable[..., Any],
+    model: nn.Module,
+    state_dict: dict[str, Any],
+    adapter_only: bool = False,
+    sd_options: Any = None,
+) -> Any:
+    """Accelerate's own loading of a state dict, into units that are not gathered.
+
+    Raises:
+        ValueError: experts are held quantised, and it is not all that is saved of such a model.
+    """
     if find_state(model) is not None:
         # A full state dict is cut to fit parameters as they are, also while they are gathered
         # (torch/distributed/checkpoint/state_dict.py).
         reshard(model)
-    return original(model, *args, **kwargs)
+        if not adapter_only and sd_options is not None and _holds_quantised(model):
+            on_first("loading a model", partial(_check_complete, model, state_dict))
+            sd_options = replace(sd_options, strict=False)
+    return original(model, state_dict, adapter_only=adapter_only, sd_options=sd_options)
+
+
+def _check_complete(model: nn.Module, state_dict: dict[str, Any]) -> None:
+    """Raise where a state dict is not what `get_model_state_dict` made of such a model."""
+    names = model_slots(model).keys()
+    for found, words in (
+        (names - state_dict.keys(), "a checkpoint lacks"),
+        (state_dict.keys() - names, "the model lacks"),
+    ):
+        if found:
+            raise ValueError(
+                f"{words} {len(found)} tensors, {min(found)} among them; load what save_state "
+                f"wrote of this model with the same experts_dtype and adapters"
+            )
+
+
+def _holds_quantised(model: nn.Module) -> bool:
+    return any(True for _ in quantised_matrices(model))
+
+
+def save_state_of_model(
+    original: Callable[..., Any],
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    output_dir: Any,
+    model_index: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """What `Accelerator.save_state` does for each model, behind the hashes of its base."""
+    if find_state(model) is not None:
+        reshard(model)
+        base = describe_base(model)
+        path = Path(output_dir, base_file(model_index))
+        if base is not None:
+            on_first(f"saving {path}", partial(write_json, path, base))
+    return original(fsdp_plugin, accelerator, model, output_dir, model_index, *args, **kwargs)
+
+
+def load_state_of_model(
+    original: Callable[..., Any],
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    input_dir: Any,
+    model_index: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """What `Accelerator.load_state` does for each model, where it was saved on the same base.
+
+    Raises:
+        ValueError: on every rank, before anything is loaded: it is another base.
+    """
+    if find_state(model) is not None:
+        reshard(model)
+        check_base(Path(input_dir), model, model_index)
+    return original(fsdp_plugin, accelerator, model, input_dir, model_index, *args, **kwargs)

@@ -99,6 +99,17 @@ def with_local(like: DTensor, local: Tensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=False)
 
 
+def times_written(tensor: Tensor) -> tuple[int, ...]:
+    """Return how often a tensor was written in place, and this rank's part of a sharded one.
+
+    Autograd counts (torch/_tensor.py): an operation on a DTensor on that alone, one on the part of
+    this rank, or on a view of it, on the part. Behind `.data` nothing is counted.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor._version, tensor.to_local()._version
+    return tensor._version, tensor._version
+
+
 def begin_with_root(model: nn.Module) -> None:
     """Let FSDP2 know its root, which it takes from the first forward, before a module is called.
 

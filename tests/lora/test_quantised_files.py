@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from support.quantised import SIZES, dequantise_experts
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_moe_ep import (
     apply_ep_fsdp2,
@@ -130,6 +134,55 @@ def one_byte_or_two_experts_exchanged_are_another_base(rank: int, world: int) ->
         assert after is not None
         differ = [n for n, h in before["hashes"].items() if after["hashes"][n] != h]
         assert len(differ) == 1 and differ[0].endswith("layers.0.mlp.experts.gate_up_proj")
+
+
+class BytesRead(TorchDispatchMode):
+    """`num`: bytes of `tensors` that operations took in, those left out that make views."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._watched = {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does on plain tensors comes here again
+        out = func(*args, **(kwargs or {}))
+        made = {x.untyped_storage().data_ptr() for x in tree_leaves(out) if isinstance(x, Tensor)}
+        for taken in tree_leaves((args, kwargs)):
+            if isinstance(taken, Tensor):
+                storage = taken.untyped_storage().data_ptr()
+                self.num += taken.nbytes if storage in self._watched - made else 0
+        return out
+
+
+def bytes_are_read_once(kind: str, rank: int, world: int, folder: str) -> None:
+    """By the second of two saves not at all, with training between them; all by loading one."""
+    model = sharded(kind, ep_size=2)
+    optimizer = _adamw(model)
+    tensors = [t for n, held, _ in quantised_matrices(model) for t in held.by_name(n).values()]
+    whole = sum(_local(tensor).nbytes for tensor in tensors)
+
+    def read(run: Callable[..., Any], name: str) -> int:
+        with BytesRead(tensors) as bytes_read:
+            run(Path(folder, name), model, optimizer)
+        return bytes_read.num
+
+    assert read(save_checkpoint, "first") >= whole
+    for number in range(2):
+        _step(model, optimizer, number)
+    assert read(save_checkpoint, "second") == 0
+    hashes = [json.loads(Path(folder, name, BASE).read_text()) for name in ("first", "second")]
+    assert hashes[0] == hashes[1] == describe_base(model)
+    assert read(load_checkpoint, "second") >= whole
+    _step(model, optimizer, 2)
+    assert read(save_checkpoint, "third") == 0
+    with torch.no_grad():
+        tensors[0].zero_()  # the sharded parameter, not this rank's part of it
+    assert 0 < read(save_checkpoint, "fourth") < whole
+    after = json.loads(Path(folder, "fourth", BASE).read_text())
+    (changed,) = {name for name, _ in hashes[0]["hashes"].items() ^ after["hashes"].items()}
+    assert changed.endswith("layers.0.mlp.experts.gate_up_proj")
 
 
 def _step(model: nn.Module, optimizer: Any, number: int) -> None:
@@ -273,6 +326,7 @@ CHECKS = [
     bytes_gathered_fall_alike,
     hashes_do_not_know_a_layout,
     one_byte_or_two_experts_exchanged_are_another_base,
+    {f"bytes are read once, {kind}": partial(bytes_are_read_once, kind) for kind in HELD},
     resumed_at_another_layout_on_the_same_base_alone,
     frozen_without_peft,
     the_adapter_opens_in_stock_peft,

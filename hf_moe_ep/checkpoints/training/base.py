@@ -8,11 +8,16 @@ A hash is the sum, in 64 bits and twice, of a number made of each word of a stac
 scales, and of the word's place in the whole tensor. Sums of ranks add up to that of the whole, so
 no tensor is gathered, and any layout gives the same. It finds another base; it is no protection
 against someone who means harm.
+
+Frozen bytes do not change, so a rank reads its part once and keeps the sums: until autograd has
+counted a write into that tensor, or another one is in its place. A change behind `.data` is not
+counted: a checkpoint that is loaded reads all anew.
 """
 
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +28,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.ranks.together import on_first
-from hf_moe_ep.state import patched_state, quantised_matrices
+from hf_moe_ep.state import KnownSums, patched_state, quantised_matrices
 from hf_moe_ep.upstream.models import source_of
 from hf_moe_ep.upstream.module_names import stock_name, unwrap
+from hf_moe_ep.upstream.sharded_models import times_written
 
 BASE = "quantised_base.json"
 _FORMAT = 1
@@ -35,8 +41,10 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _SEEDS = (1, 0x5851F42D4C957F2D)
 
 
-def describe_base(model: nn.Module) -> dict[str, Any] | None:
+def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | None:
     """Describe the quantised experts of a resharded model; None without any. Every rank calls it.
+
+    With `anew` all bytes are read, whatever is known of them.
 
     Returns:
         The content of the module's file, the same on every rank.
@@ -49,8 +57,13 @@ def describe_base(model: nn.Module) -> dict[str, Any] | None:
     }
     if not tensors:
         return None
-    config = patched_state(model).config
-    sums = torch.stack([_local_sums(tensor) for tensor in tensors.values()])
+    state = patched_state(model)
+    config = state.config
+    if anew:
+        state.known_sums.clear()
+    sums = torch.stack(
+        [_sums_of(name, tensor, state.known_sums) for name, tensor in tensors.items()]
+    )
     totals = _over_ranks(sums, next(iter(tensors.values()))).tolist()
     return {
         "format": _FORMAT,
@@ -64,10 +77,15 @@ def describe_base(model: nn.Module) -> dict[str, Any] | None:
     }
 
 
-def check_base(folder: Path, model: nn.Module) -> None:
+def base_file(index: int) -> str:
+    """Name the file of the `index`-th model of a folder, as Accelerate names those of models."""
+    return BASE if index == 0 else f"{Path(BASE).stem}_{index}.json"
+
+
+def check_base(folder: Path, model: nn.Module, index: int = 0) -> None:
     """Raise ValueError, on every rank, where a checkpoint is of a run on another base."""
-    saved = on_first(f"reading {folder}", lambda: _read(folder / BASE))
-    here = describe_base(model)
+    saved = on_first(f"reading {folder}", lambda: _read(folder / base_file(index)))
+    here = describe_base(model, anew=True)
     if saved == here:
         return
     there, mine = _form(saved), _form(here)
@@ -120,6 +138,18 @@ def _over_ranks(sums: Tensor, like: Tensor) -> Tensor:
         if not isinstance(placement, Replicate):
             total = sum_over_ranks(total, mesh.get_group(axis))
     return total
+
+
+@torch.no_grad()
+def _sums_of(name: str, tensor: Tensor, known: dict[str, KnownSums]) -> Tensor:
+    """Return the sums of this rank's part, read where it is not `known` as it is now."""
+    part, written = local_tensor(tensor), times_written(tensor)
+    before = known.get(name)
+    if before is not None and before.still_hold(tensor, part, written):
+        return before.sums
+    sums = _local_sums(tensor)
+    known[name] = KnownSums(weakref.ref(tensor), weakref.ref(part), written, sums)
+    return sums
 
 
 @torch.no_grad()
