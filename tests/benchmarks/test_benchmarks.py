@@ -18,7 +18,7 @@ FP32, INT32, INT64 = 4, 4, 8
 SIZES = bench.Sizes(
     ep=(2, 4), hidden=48, experts=8, top_k=3, intermediate=20, layers=2, batch=2, seq=7, steps=2
 )
-HEADER = 8  # the fields of hf_moe_ep.dispatcher.Header
+HEADER = 9  # the fields of hf_moe_ep.dispatcher.Header
 
 
 def _routing(sizes: bench.Sizes, directory: str) -> list[list[list[list[int]]]]:
