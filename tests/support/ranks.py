@@ -42,6 +42,8 @@ _IMPORTED_ONCE = [
     "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
     "transformers.trainer",
 ]
+# Where ranks meet.
+_HERE = "127.0.0.1"
 # After one rank failed, the others fail soon (their peer is gone) or hang: how long to wait, in s.
 _GRACE = 3.0
 # On a rank: the file whose modification time says from when its `timeout` counts.
@@ -69,6 +71,7 @@ class _Job:
     args: tuple[Any, ...]
     world_size: int
     group_timeout: float
+    port: int
     folder: Path
     environment: dict[str, str]
 
@@ -98,8 +101,12 @@ def run_ranks(
     With `expect_errors` nothing is raised for a rank that raised: the list holds `("ok", value)` or
     `("error", type name, message)` per rank. A rank that died without raising is a "ProcessDied".
     """
+    # Not a FileStore: a rank that is killed leaves half a record in it, and whoever reads that
+    # waits forever, whatever its time-out.
+    store = dist.TCPStore(_HERE, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
-        job = _Job(fn, args, world_size, group_timeout, Path(folder), dict(os.environ))
+        environment = dict(os.environ)
+        job = _Job(fn, args, world_size, group_timeout, store.port, Path(folder), environment)
         job.time_file().touch()
         counts_from = time.time() + time_to_start
         os.utime(job.time_file(), (counts_from, counts_from))
@@ -246,7 +253,7 @@ def _join_group(rank: int, job: _Job) -> None:
     warnings.filterwarnings("error", message="FSDP2-wrapped module")
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(job.folder / "store"), job.world_size),
+        store=dist.TCPStore(_HERE, job.port, is_master=False),
         rank=rank,
         world_size=job.world_size,
         timeout=timedelta(seconds=job.group_timeout),
