@@ -67,6 +67,7 @@ from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
 from hf_moe_ep.upstream.module_names import canonical_name
 from hf_moe_ep.upstream.sharded_models import (
+    bytes_as_parameters,
     forget_finished_backward,
     keep_recorded_outputs,
     mark_fsdp_managed,
@@ -190,7 +191,8 @@ def _shard_experts(
     kwargs["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=False)
     if quantised:
         kwargs["mp_policy"] = _gathered_as_it_lies(kwargs["mp_policy"])
-    fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
+    with bytes_as_parameters():
+        fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
     experts.register_forward_pre_hook(forget_finished_backward, prepend=True)
     if state.config.experts_backend == "eager":
         return

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -137,6 +139,27 @@ def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     group = state._fsdp_param_group
     if group is not None and group._training_state == TrainingState.POST_BACKWARD:
         state._training_state = TrainingState.IDLE
+
+
+@contextmanager
+def bytes_as_parameters() -> Iterator[None]:
+    """Let `fully_shard` take parameters of bytes.
+
+    torch 2.11 has each sharded parameter want a gradient for a moment, which bytes cannot; torch
+    2.13 has not (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+    """
+    stock = vars(_fsdp_param)["nn"]
+    names = ModuleType(stock.__name__)
+    vars(names).update(vars(stock), Parameter=_parameter)
+    vars(_fsdp_param)["nn"] = names
+    try:
+        yield
+    finally:
+        vars(_fsdp_param)["nn"] = stock
+
+
+def _parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad and data.is_floating_point())
 
 
 @contextmanager

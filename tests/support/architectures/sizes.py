@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from support.architectures.towers import tower_values
+from support.architectures.towers import class_of, parts_of, tower_values
 
 _NUM_LAYERS = 4
 NUM_EXPERTS = 8
@@ -263,11 +263,11 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     An override of a field that only the text part has goes there.
     """
     config_class = CONFIG_MAPPING[model_type]
-    parts = config_class.sub_configs_defaults or {}
+    parts = parts_of(config_class)
     if "text_config" not in parts:
         return config_class(**(_text_values(config_class) | overrides))
     values = {name: tower_values(part) for name, part in parts.items() if name != "text_config"}
-    text = parts["text_config"].config_class
+    text, _ = class_of(parts["text_config"])
     own = config_class.__dataclass_fields__
     of_text = {name: value for name, value in overrides.items() if _only_of_text(name, own, text)}
     values["text_config"] = _text_values(text) | of_text

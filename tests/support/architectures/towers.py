@@ -85,15 +85,15 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
 
 def tower_values(part: Any) -> dict[str, Any]:
     """The values of one sub-config, and of those within it."""
-    config_class, model_type = _class_of(part)
+    config_class, model_type = class_of(part)
     fields = config_class.__dataclass_fields__
     values = {name: value for name, value in _COMMON.items() if name in fields}
-    for name, inner in _parts_of(config_class).items():
+    for name, inner in parts_of(config_class).items():
         values[name] = tower_values(inner)
     return {"model_type": model_type} | values | _BY_TYPE.get(model_type, {})
 
 
-def _class_of(part: Any) -> tuple[type[PreTrainedConfig], str]:
+def class_of(part: Any) -> tuple[type[PreTrainedConfig], str]:
     """The class of a sub-config, be it one itself or the specification of one."""
     config_class = getattr(part, "config_class", part)
     if config_class is AutoConfig:
@@ -101,5 +101,14 @@ def _class_of(part: Any) -> tuple[type[PreTrainedConfig], str]:
     return config_class, config_class.model_type
 
 
-def _parts_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    return dict(getattr(config_class, "sub_configs_defaults", None) or {})
+def parts_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The sub-configs of one: their classes, or specifications of them (transformers 5.23)."""
+    specified = getattr(config_class, "sub_configs_defaults", None)
+    if specified is not None:
+        return dict(specified)
+    default = config_class()
+    return {
+        name: type(getattr(default, name)) if part is AutoConfig else part
+        for name, part in config_class.sub_configs.items()
+        if getattr(default, name) is not None
+    }
