@@ -13,14 +13,13 @@ import torch.distributed as dist
 from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from support.checks import Check, Found, on_ranks
-from support.fp8_files import published_config, quantised, write_fp8
+from support.fp8_files import published_config, quantised, stock_product, write_fp8
 from support.hub_files import assert_equal, read_all
 from support.parity import full_tensor
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
-from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
@@ -45,7 +44,7 @@ def _entry(folder: Path, tensor: Tensor, block: tuple[int, int]) -> tuple[Scaled
     (folder / "config.json").write_text(json.dumps(config))
     entry = with_scales(read_index(folder), folder)["w"]
     values, scales = state.values()
-    want = _dequantize_fp8_weight(values, scales, list(block), torch.float32)
+    want = stock_product(values, scales, block)
     assert isinstance(entry, Scaled)
     return entry, want
 
@@ -133,7 +132,7 @@ def _stock(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> PreTraine
 def _decoded(state: dict[str, Tensor], key: str) -> Tensor:
     """What stock's FP8Linear would multiply by, rounded to bf16; of uneven blocks too."""
     scales = state[f"{key}_scale_inv"]
-    product = _dequantize_fp8_weight(state[key], scales, list(BLOCK), torch.float32)
+    product = stock_product(state[key], scales, BLOCK)
     return product.bfloat16().float()
 
 
@@ -336,8 +335,8 @@ def test_what_transformers_quantises_itself(tmp_path: Path, original_format: boo
     assert f"{DOWN}_scale_inv" not in load_file(tmp_path / "fp8" / "model.safetensors")
     assert len(scales) == 2 * (4 + 2)
     for name in scales:
-        values, block = held[name.removesuffix("_scale_inv")], [128, 128]
-        product = _dequantize_fp8_weight(values, held.pop(name), block, torch.float32)
+        values = held[name.removesuffix("_scale_inv")]
+        product = stock_product(values, held.pop(name), (128, 128))
         held[name.removesuffix("_scale_inv")] = product.bfloat16()
     (got,) = run_ranks(_held, 1, str(tmp_path / "fp8"))
     assert_equal(got, {name: tensor.float() for name, tensor in held.items()})

@@ -141,7 +141,7 @@ def test_two_parameters_in_one_tensor_by_hand(stock: PreTrainedModel) -> None:
 
 def test_pairs_of_rotary_rows_by_hand(stock: PreTrainedModel) -> None:
     """Of 2 heads of 4 rows, rows 0 1 2 3 of a head stand in the file as 0 2 1 3."""
-    loading = WeightConverter("q.hub", "q.weight", [PermuteForRope()])
+    loading = WeightConverter("q.hub", "q.weight", [PermuteForRope(permute_layer_names=["q."])])
     stock.config.num_attention_heads, kept = 2, stock.config.num_attention_heads
     try:
         pieces = _layout(stock, {"q.weight": (8, 3)}, loading)["q.weight"]

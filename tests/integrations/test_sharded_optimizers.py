@@ -70,7 +70,7 @@ def others_are_named_at_their_first_step(rank: int, world: int) -> None:
             accelerator, model, optimizer = prepared(model, make_optimizer=make, ep_size=world)
             accelerator.backward(model(**batch(tiny(), 2, 7, seed=rank)).loss)
             with pytest.raises(
-                ValueError, match=rf"{name} cannot train .*\(aten.*these can: .*Adam"
+                ValueError, match=rf"{name} cannot train .*\(.*aten.*these can: .*Adam"
             ):
                 optimizer.step()
 
@@ -82,7 +82,7 @@ def others_are_named_without_accelerate(rank: int, world: int) -> None:
     for name, make in REFUSED.items():
         optimizer = make(model.parameters(), lr=RATE)
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        with pytest.raises(ValueError, match=rf"{name} cannot train .*\(aten.*these can: .*Adam"):
+        with pytest.raises(ValueError, match=rf"{name} cannot train .*\(.*aten.*these can: .*Adam"):
             optimizer.step()
     for kind in (torch.optim.SGD, _MySGD):  # what works is not touched, or still works
         optimizer = kind(model.parameters(), lr=RATE)

@@ -4,6 +4,7 @@ Record and replay are bit-equal; random choices equal stock with the same choice
 """
 
 import copy
+import gc
 import threading
 from typing import Any
 
@@ -583,6 +584,7 @@ def test_weights_that_a_recompute_would_not_have_are_refused() -> None:
         replay.replay(weighed),
     ):
         model(**inputs)
+    gc.collect()  # torch 2.11 keeps a checkpoint's hooks as long as the frames it was aborted in
     with replay.replay(_routes(IDS)):
         model(**inputs).loss.backward()
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import FineGrainedFP8Config, PreTrainedModel
-from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.integrations import finegrained_fp8
 
 from support.hub_files import hub_state
 
@@ -48,10 +48,21 @@ def published_config(block: tuple[int, int] = (128, 128)) -> dict[str, Any]:
 def quantised(key: str, tensor: Tensor, block: tuple[int, int]) -> dict[str, Tensor]:
     """A weight and its scales, as the hub has them; padded with zeros where blocks are cut."""
     config = FineGrainedFP8Config(weight_block_size=block)
-    operation = Fp8Quantize(SimpleNamespace(quantization_config=config))  # type: ignore[arg-type]
+    operation = finegrained_fp8.Fp8Quantize(SimpleNamespace(quantization_config=config))  # type: ignore[arg-type]
     rows, columns = tensor.shape[-2:]
     padding = (0, -columns % block[1], 0, -rows % block[0])
     whole = torch.nn.functional.pad(tensor, padding)
     values, scales = operation.convert({key: whole}).values()
     assert scales.numel() == math.prod(whole.shape) // math.prod(block)
     return {key: values[..., :rows, :columns].contiguous(), f"{key}_scale_inv": scales}
+
+
+def stock_product(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """What stock makes of FP8 and its scales, in fp32; by hand where it lacks that (5.17)."""
+    stock = getattr(finegrained_fp8, "_dequantize_fp8_weight", None)
+    if stock is not None:
+        product: Tensor = stock(values, scales, list(block), torch.float32)
+        return product
+    rows, columns = values.shape[-2:]
+    by_row = scales.float().repeat_interleave(block[0], dim=-2)[..., :rows, :]
+    return values.float() * by_row.repeat_interleave(block[1], dim=-1)[..., :columns]

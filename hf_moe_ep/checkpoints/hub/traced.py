@@ -105,8 +105,14 @@ class Traced(torch.Tensor):
         axes = (*self.axes[:dim], *self.axes[dim + 1 :])
         return Traced(self.base + self.axes[dim][index], axes)
 
-    def squeeze(self, dim: int) -> Traced:  # type: ignore[override]
-        return self.select(dim, 0) if len(self.axes[dim]) == 1 else self
+    def squeeze(self, dim: int | None = None) -> Traced:  # type: ignore[override]
+        if dim is not None:
+            return self.select(dim, 0) if len(self.axes[dim]) == 1 else self
+        # As transformers 5.17 does with each chunk of a weight.
+        found = self
+        for axis in reversed(range(self.ndim)):
+            found = found.squeeze(axis)
+        return found
 
     def unsqueeze(self, dim: int) -> Traced:
         dim %= self.ndim + 1
