@@ -9,8 +9,8 @@ import re
 import pytest
 from support.architectures import MODEL_TYPES, few_fast, record_refusal, tiny
 from support.architectures.mixing import mixing
+from support.needs import VISION
 from torch import nn
-from transformers import CONFIG_MAPPING
 
 from hf_moe_ep import patch
 from hf_moe_ep.architectures import find_plan
@@ -119,6 +119,7 @@ def test_what_nobody_compared_is_refused(model_type: str) -> None:
 
 def test_every_type_is_granted_or_refused_for_one_reason() -> None:
     assert not SEQUENCE_PARALLEL & MIXERS.keys()
-    assert set(MODEL_TYPES) >= (SEQUENCE_PARALLEL | MIXERS.keys()) & set(CONFIG_MAPPING)
+    if VISION:  # older ones lack types, or have them with experts of another kind
+        assert set(MODEL_TYPES) >= SEQUENCE_PARALLEL | MIXERS.keys()
     assert len(SEQUENCE_PARALLEL) >= 30
     assert len(FOLDERS) == 22
