@@ -73,6 +73,7 @@ keyword) to search for in FILE.
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     upstream/training_frameworks.py | rotate_checkpoints _push_from_checkpoint | the Trainer's
     upstream/adapters.py | named_modules | of a model, while PEFT saves it
+    upstream/sharded_models.py | nn | what FSDP2 makes parameters with, while it takes bytes
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/unpickle.py | read_metadata | torch's reader of checkpoints, process-wide
     checkpoints/convert.py | read_metadata | of one reader, for its life
