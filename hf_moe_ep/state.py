@@ -197,19 +197,19 @@ class KnownSums:
     """Sums of this rank's part of a frozen parameter, and what it was when they were formed.
 
     Attributes:
-        parameter, part: itself, and what this rank has of it; others in their place have others.
+        parameter, address: itself, and where this rank's part of it lies.
         written: how often both had been written in place.
         sums: as `checkpoints/training/base.py` forms them.
     """
 
     parameter: weakref.ref[Tensor]
-    part: weakref.ref[Tensor]
+    address: int
     written: tuple[int, ...]
     sums: Tensor
 
     def still_hold(self, parameter: Tensor, part: Tensor, written: tuple[int, ...]) -> bool:
         """Tell whether all is as it was."""
-        same = self.parameter() is parameter and self.part() is part
+        same = self.parameter() is parameter and self.address == part.data_ptr()
         return same and self.written == written
 
 

@@ -148,7 +148,7 @@ def _sums_of(name: str, tensor: Tensor, known: dict[str, KnownSums]) -> Tensor:
     if before is not None and before.still_hold(tensor, part, written):
         return before.sums
     sums = _local_sums(tensor)
-    known[name] = KnownSums(weakref.ref(tensor), weakref.ref(part), written, sums)
+    known[name] = KnownSums(weakref.ref(tensor), part.data_ptr(), written, sums)
     return sums
 
 
