@@ -173,7 +173,7 @@ def test_triton_on_the_edges(name: str, backend: str, device: str) -> None:
     _assert_close(got, _truth(case, named, grad_RH, _all_of(named)), 2e-6)  # short fp32 sums
 
 
-@pytest.mark.parametrize("left_out", ["up", "down"])
+@pytest.mark.parametrize("left_out", [pytest.param("up", marks=pytest.mark.slow), "down"])
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 def test_one_matrix_without_an_adapter(backend: str, device: str, left_out: str) -> None:
     for base in (False, True):
@@ -198,7 +198,7 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other(backend: str, device
 @pytest.mark.parametrize(
     "wanted",
     [
-        pytest.param(FROZEN_BASE, id="frozen"),
+        pytest.param(FROZEN_BASE, id="frozen", marks=pytest.mark.slow),
         pytest.param(ADAPTERS, id="no rows", marks=pytest.mark.slow),
         pytest.param(None, id="all"),
     ],
