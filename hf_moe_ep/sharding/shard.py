@@ -33,6 +33,7 @@ there, to be read from a checkpoint (`checkpoints/hub/read.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -191,7 +192,7 @@ def _shard_experts(
     kwargs["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=False)
     if quantised:
         kwargs["mp_policy"] = _gathered_as_it_lies(kwargs["mp_policy"])
-    with bytes_as_parameters():
+    with bytes_as_parameters() if quantised else nullcontext():
         fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
     experts.register_forward_pre_hook(forget_finished_backward, prepend=True)
     if state.config.experts_backend == "eager":

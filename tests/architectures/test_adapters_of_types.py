@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.adapters import expert_matrices
 from support.architectures import recording
 from support.architectures.steps import (
     CUT_LOGITS,
@@ -21,7 +22,6 @@ from support.architectures.steps import (
     build,
 )
 from support.checks import Check, Found
-from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.architectures import find_parts
@@ -40,23 +40,12 @@ def adapted(model_type: str, seed: int) -> PeftModel:
     config = LoraConfig(
         r=3,
         lora_alpha=5,
-        target_parameters=_matrices(model),
+        target_parameters=expert_matrices(model),
         target_modules="all-linear",
         exclude_modules=NOT_BY_PEFT.get(model_type),
         init_lora_weights=False,
     )
     return get_peft_model(model, config)
-
-
-def _matrices(model: nn.Module) -> list[str]:
-    """The stacked matrices of the experts, as target_parameters name them."""
-    parts = find_parts(model)
-    return [
-        f"{name}.{weight}"
-        for name, experts in parts.experts.items()
-        for weight in parts.plan.expert_weights
-        if getattr(experts, weight).ndim == 3
-    ]
 
 
 def _on_two_ranks(model_type: str, rank: int, world: int) -> None:

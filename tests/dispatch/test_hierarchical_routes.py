@@ -91,6 +91,7 @@ def _random_case(seed: int) -> Case:
     return Case(seed, nodes, places, experts, top_k, rng.randint(1, 3), tuple(tokens))
 
 
+# Every 7th of them is in the fast suite, no multiple of the 4 after which k = E comes round.
 CASES = [_random_case(seed) for seed in range(40)]
 # As DeepSeek-V3's router: 2 of 4 groups a token, and no group lies on two nodes.
 LIMITED = Case(0, 4, 2, 16, 4, 2, (30,) * 8, groups=4, groups_drawn=2)
@@ -210,7 +211,7 @@ def _want_sent(case: Case) -> Counter[tuple[int, int, int]]:
     return sent
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_pairs_arrive_once_and_rows_cross_once(every: int) -> None:
     """Pairs, weights, counts; bytes of every link, both ways; numbers; one exchange of counts."""
     for case in CASES[::every]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support import parity
-from support.adapters import with_lora
+from support.adapters import expert_matrices, with_lora
 from support.architectures.steps import CUT_LOGITS, adamw, assert_same_step, build
 from support.checks import Check, Found
 from support.close import FP32_INSIDE
@@ -19,7 +19,6 @@ from support.quantised import SIZES, dequantise_experts
 from support.tiny_models import QWEN3_VL_MOE
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.architectures import find_parts
 
 CHECKPOINT = partial(parity.checkpointing, use_reentrant=False)
 REENTRANT = partial(parity.checkpointing, use_reentrant=True)
@@ -123,13 +122,7 @@ def _of_type(model_type: str, kind: str, rank: int, world: int) -> None:
     models = []
     for seed in (rank, 0):
         model = build(model_type, seed=0, initializer_range=0.1, **sizes)
-        parts = find_parts(model)
-        matrices = [
-            f"{name}.{weight}"
-            for name, experts in parts.experts.items()
-            for weight in parts.plan.expert_weights
-            if getattr(experts, weight).ndim == 3
-        ]
+        matrices = expert_matrices(model)
         torch.manual_seed(seed)
         config = LoraConfig(r=3, target_parameters=matrices, init_lora_weights=False)
         models.append(get_peft_model(model, config))

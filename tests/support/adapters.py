@@ -6,6 +6,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
+from hf_moe_ep.architectures import find_parts
+
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 ATTENTION = ("q_proj", "v_proj")
 
@@ -15,6 +17,17 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "experts": {"modules": ()},
     "attention": {"parameters": ()},
 }
+
+
+def expert_matrices(model: nn.Module) -> list[str]:
+    """The stacked matrices of the experts, as target_parameters name them."""
+    parts = find_parts(model)
+    return [
+        f"{name}.{weight}"
+        for name, experts in parts.experts.items()
+        for weight in parts.plan.expert_weights
+        if getattr(experts, weight).ndim == 3
+    ]
 
 
 def with_lora(

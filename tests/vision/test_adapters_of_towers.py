@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from support.adapters import expert_matrices
 from support.architectures import MODEL_TYPES, recording
 from support.architectures.mixes import (
     COMPOSITES,
@@ -32,22 +33,10 @@ from support.needs import needs_vision
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.upstream.models import output_head
 
 pytestmark = needs_vision
-
-
-def matrices(model: nn.Module) -> list[str]:
-    """The stacked matrices of the experts, as target_parameters name them."""
-    found = find_parts(model)
-    return [
-        f"{name}.{weight}"
-        for name, experts in found.experts.items()
-        for weight in found.plan.expert_weights
-        if getattr(experts, weight).ndim == 3
-    ]
 
 
 def everywhere(name: str, seed: int) -> PeftModel:
@@ -73,7 +62,7 @@ def beside_a_whole_projector(name: str, seed: int) -> PeftModel:
 def _adapted(model: nn.Module, seed: int, **options: Any) -> PeftModel:
     torch.manual_seed(seed)
     options = {"r": 3, "lora_alpha": 5, "init_lora_weights": False} | options
-    return get_peft_model(model, LoraConfig(target_parameters=matrices(model), **options))
+    return get_peft_model(model, LoraConfig(target_parameters=expert_matrices(model), **options))
 
 
 def assert_equals_peft(adapted: Any, name: str, rank: int, world: int) -> list[float]:
