@@ -91,7 +91,7 @@ def _equals_stock(model_type: str, monkeypatch: pytest.MonkeyPatch, **options: A
 def _layers_with_experts(stock: nn.Module) -> list[int]:
     """Decoder layers, by the names of the stacked weights that stock has in them."""
     names = (name for name, p in stock.named_parameters() if p.ndim == 3 and "experts" in name)
-    numbers = {int(found[1]) for n in names if (found := re.search(r"\.layers\.(\d+)\.", n))}
+    numbers = {int(found[1]) for n in names if (found := re.search(r"\blayers\.(\d+)\.", n))}
     return sorted(numbers)
 
 
