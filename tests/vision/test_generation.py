@@ -113,7 +113,13 @@ def pictures_that_fit_no_grid_stop_every_rank(rank: int, world: int) -> None:
 
 
 FAST = "a_picture_on_rank_1: qwen3_vl_moe"
-EVERY_WAY = ("qwen3_vl_moe", "kimi_k25", "ernie4_5_vl_moe", "qwen3_omni_moe_thinker")
+EVERY_WAY = (
+    "qwen3_vl_moe",
+    "kimi_k25",
+    "ernie4_5_vl_moe",
+    "qwen3_omni_moe_thinker",
+    "muse_spark",
+)
 RUNS: dict[Callable[..., None], tuple[str, ...]] = {
     a_picture_on_rank_1: (*TYPES, *COMPOSITES),
     without_a_cache: ("qwen3_vl_moe", "kimi_k25"),

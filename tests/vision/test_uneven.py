@@ -158,6 +158,7 @@ def _checks() -> list[Any]:
         (f"{name}: low precision", 2, partial(low_precision_in_front_of_generate, name))
         for name in (*THREE, *DO_NOT_CAST)
     ]
+    found.append(("HSDP", 4, partial(adds_up, "kimi_k25", dp_replicate_size=2)))
     return [
         Check(name, world, run, slow=True, timeout=120.0).as_parameter()
         for name, world, run in found
