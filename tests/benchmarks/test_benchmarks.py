@@ -3,7 +3,6 @@
 The routing comes from a third run: the stock model in this process, on each rank's batch.
 """
 
-import statistics
 from pathlib import Path
 
 import pytest
@@ -145,14 +144,18 @@ def test_peak_memory_is_that_since_the_last_reset() -> None:
 
 @pytest.mark.slow
 def test_one_line_makes_a_stock_trainer_script_faster() -> None:
-    """Three pairs of processes; logged losses and gradient norms must agree to 1e-5."""
+    """Logged losses and gradient norms agree to 1e-5; the least CPU seconds of three pairs.
+
+    What else runs on a machine takes caches from either side, and so only adds to its seconds.
+    """
     sizes = ["--hidden=256", "--experts=16", "--top_k=4", "--intermediate=128", "--batch=8"]
     pairs = one_process.measure(sizes, 3, timeout=300)
     for pair in pairs:
         assert one_process.check_equal(pair) > 0, "the same arithmetic: nothing was patched"
     ratios = [pair["patched"]["cpu_seconds"] / pair["stock"]["cpu_seconds"] for pair in pairs]
     print(f"CPU seconds per step, patched / stock: {spread(ratios)}")
-    assert statistics.median(ratios) < 1
+    least = {side: min(pair[side]["cpu_seconds"] for pair in pairs) for side in one_process.SIDES}
+    assert least["patched"] < least["stock"], least
 
 
 def test_runs_that_differ_print_no_figures() -> None:
