@@ -38,6 +38,7 @@ def _run(name: str, folder: Path, *expressions: str) -> dict[str, Any]:
     return json.loads(output.text)
 
 
+@pytest.mark.slow
 def test_quickstart(tmp_path: Path) -> None:
     values = _run(
         "1_quickstart.ipynb",

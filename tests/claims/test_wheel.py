@@ -144,6 +144,7 @@ def test_the_quickstart_runs_from_the_wheel(plain: Installed) -> None:
     assert max(abs(a - b) for a, b in zip(stock, patched)) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_doctor_runs_from_the_wheel(plain: Installed) -> None:
     text = plain.run("hf-moe-ep", "doctor")
     assert text.splitlines()[-1] == "training can run here"

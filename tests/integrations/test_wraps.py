@@ -112,6 +112,7 @@ assert absent and all(row.target.startswith("peft") and not row.error for row in
 """
 
 
+@pytest.mark.slow
 def test_without_peft_the_rest_is_wrapped() -> None:
     result = subprocess.run(
         [sys.executable, "-c", _WITHOUT_PEFT],

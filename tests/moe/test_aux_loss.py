@@ -208,7 +208,10 @@ def _table(rank: int, world: int, layouts: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("world", "layouts"),
-    [(2, [{"ep_size": 1}, {"ep_size": 2}]), (4, [{"ep_size": 2, "dp_replicate_size": 2}])],
+    [
+        (2, [{"ep_size": 1}, {"ep_size": 2}]),
+        pytest.param(4, [{"ep_size": 2, "dp_replicate_size": 2}], marks=pytest.mark.slow),
+    ],
 )
 def test_global_aux_loss(world: int, layouts: list[dict[str, Any]]) -> None:
     run_ranks(_table, world, layouts)

@@ -21,6 +21,7 @@ def _exit_codes(runs: int, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_ranks_end_with_code_0() -> None:
     assert _exit_codes(2) == ["0 0"] * 2
 

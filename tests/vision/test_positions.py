@@ -80,6 +80,7 @@ def test_positions_that_are_there_stay() -> None:
     assert got["position_ids"] is mine
 
 
+@pytest.mark.slow
 def test_spawned_workers_are_sent_no_weights() -> None:
     model = patch(tiny(**MODEL))
     collator = PositionCollator(model, first)

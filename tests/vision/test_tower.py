@@ -122,7 +122,6 @@ TWO_RANKS_SP = [
     *_cases(2, 2, sp=2)[-1:],
 ]
 FOUR_RANKS = [
-    Case("modality by step, reentrant", 4, 2, prepare=REENTRANT).with_(**BY_STEP),
     Case("frozen tower", 4, 2).with_(**FROZEN),
 ]
 FOUR_RANKS_SP = [
@@ -131,6 +130,7 @@ FOUR_RANKS_SP = [
 TWO_RANKS_MORE = [*_everything(2, 1), *_everything(2, 1, sp=2), *_cases(2, 2)]
 FOUR_RANKS_MORE = [
     *_everything(4, 2),
+    Case("modality by step, reentrant", 4, 2, prepare=REENTRANT).with_(**BY_STEP),
     Case("modality by step", 4, 2).with_(**BY_STEP),
     Case("frozen language model", 4, 2, freeze=("model.language_model",)).with_(**BY_STEP),
     *_cases(4, 4),
