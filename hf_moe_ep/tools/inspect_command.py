@@ -20,6 +20,7 @@ import torch
 
 from hf_moe_ep.checkpoints.verify import look
 from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.ops.quantised import KINDS
 from hf_moe_ep.tools.architecture import lines, look_at
 from hf_moe_ep.tools.memory_plan import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
 from hf_moe_ep.tools.printing import print_found
@@ -52,6 +53,8 @@ def add_parser(subparsers: Any) -> None:
         add("--sp", type=int, default=1, metavar="N", help=f"sp_size; {_DEFAULT}"),
         add("--dp-replicate", type=int, default=1, metavar="N", help=_DEFAULT),
         add("--dtype", choices=_DTYPES, default="bfloat16", help=_DEFAULT),
+        add("--experts-dtype", choices=KINDS, help="hold frozen experts as bytes, under LoRA"),
+        add("--double-quant", action="store_true", help="of nf4, quantise the scales too"),
         add("--masters", choices=MASTERS, default="fp32", help=f"what is trained; {_DEFAULT}"),
         add("--optimizer", choices=OPTIMIZERS, default="adamw", help=_DEFAULT),
         add("--lora-rank", type=int, metavar="R", help="train adapters alone"),
@@ -94,8 +97,17 @@ def run(options: argparse.Namespace) -> int:
             f"--lora-targets {options.lora_targets} is of adapters, and full weights are planned; "
             f"add --lora-rank 16"
         )
+    if options.experts_dtype is not None and options.lora_rank is None:
+        raise ValueError(
+            f"--experts-dtype {options.experts_dtype} holds frozen experts, and full weights are "
+            f"planned; add --lora-rank 16, or leave it out"
+        )
     parallel = ParallelConfig(
-        ep_size=options.ep, sp_size=options.sp, dp_replicate_size=options.dp_replicate
+        ep_size=options.ep,
+        sp_size=options.sp,
+        dp_replicate_size=options.dp_replicate,
+        experts_dtype=options.experts_dtype,
+        experts_double_quant=options.double_quant,
     )
     plan = plan_memory(
         options.plan,
@@ -148,12 +160,19 @@ def _header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
     adapters = ""
     if options.lora_rank is not None:
         adapters = f", LoRA rank {options.lora_rank} on {options.lora_targets}"
+    experts = ""
+    if config.experts_dtype is not None:
+        nested = " with nested scales" if config.experts_double_quant else ""
+        experts = (
+            f"; experts in {config.experts_dtype}{nested}, {plan.expert_bytes:.4f} bytes per "
+            f"parameter"
+        )
     return [
         f"{options.plan}: {plan.total:,} parameters, {plan.trained:,} trained, "
         f"{plan.active:,} active per token",
         f"{plan.world_size} ranks = dp_replicate {config.dp_replicate_size} x ep_fsdp "
         f"{plan.ep_fsdp_size} x ep {config.ep_size}, sp {config.sp_size}; {options.dtype}, "
-        f"masters {options.masters}, optimizer {options.optimizer}{adapters}",
+        f"masters {options.masters}, optimizer {options.optimizer}{adapters}{experts}",
         "",
     ]
 

@@ -20,6 +20,8 @@ a replica, which has least, are both sharded; kinds between differ by the rows o
 Beside what it holds, a rank gathers FSDP2 units as it reaches them, in the compute dtype. A
 decoder layer with its experts is one stage; the next one is fetched meanwhile, so two neighbours
 are whole at a time, and always the root, and with tied weights the unit of embedding and head.
+Experts that are held as bytes (`ParallelConfig.experts_dtype`) are gathered as bytes, and their
+adapters with them as they lie.
 
 What is not counted depends on the batch, the allocator or the machine: `NOT_COUNTED`.
 """
@@ -39,12 +41,13 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.architectures import experts_per_token
 from hf_moe_ep.config import ParallelConfig, check_choice
+from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE
 from hf_moe_ep.patch import patch
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, FSDP, build_meshes
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
 from hf_moe_ep.sharding.shard import shard_units
 from hf_moe_ep.sharding.units import Units, find_units
-from hf_moe_ep.state import STATE, ModelState
+from hf_moe_ep.state import STATE, ModelState, quantised_matrices
 from hf_moe_ep.tools.published_models import attach_lora, find_config, meta_model
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
@@ -84,6 +87,8 @@ class MemoryPlan:
         world_size, parallel, ep_fsdp_size: the layout, its sizes resolved.
         total, trained, active: numbers of parameters: of the model with its adapters, of those
             with gradients, of those that one token meets (its experts, all that is no expert).
+        expert_bytes: what one parameter of an expert's matrices takes on all ranks of a replica
+            together, with its share of scales and padding.
         kinds: every kind of rank, by its first rank.
         gathered: the two neighbouring stages that are largest together, and what stays gathered.
         unit_gradients: gradients of the largest FSDP2 unit, whole, as backward leaves them.
@@ -96,6 +101,7 @@ class MemoryPlan:
     total: int
     trained: int
     active: int
+    expert_bytes: float
     kinds: tuple[RankMemory, ...]
     gathered: int
     unit_gradients: int
@@ -138,7 +144,8 @@ def plan_memory(
             fp32 parameters, gradients and optimizer state. "model" keeps all in `dtype`.
         optimizer: "adamw", "sgd" (with momentum), or "none" for one without state.
         lora_rank: train adapters of this rank alone, on `lora_targets`: "experts", "attention",
-            "both". Like PEFT's they are fp32 beside a low-precision model.
+            "both". Like PEFT's they are fp32 beside a low-precision model. What
+            `parallel.experts_dtype` holds as bytes cannot be trained: it wants adapters.
 
     Raises:
         ValueError: an unknown choice, a process group that exists already, and what `patch` and
@@ -167,9 +174,10 @@ def plan_memory(
         world_size=world_size,
         parallel=first.state.config,
         ep_fsdp_size=first.ep_fsdp_size,
-        total=_numel(first.parameters),
-        trained=_numel(p for p in first.parameters if p.requires_grad),
+        total=first.count(first.parameters),
+        trained=first.count(p for p in first.parameters if p.requires_grad),
         active=first.active(),
+        expert_bytes=first.expert_bytes(),
         kinds=tuple(kinds),
         gathered=first.gathered(),
         unit_gradients=first.largest_unit(first.policy.param_dtype),
@@ -217,6 +225,7 @@ class _Sharded:
             shard_units(model, self.state, options, meshes)
             self.parameters: list[DTensor] = _dtensors([model])
             self.axes = {id(p): _axis(p, meshes.ep_size) for p in self.parameters}
+            self.stands_for = _numbers_behind_bytes(model)
 
     @property
     def replica(self) -> int:
@@ -251,18 +260,39 @@ class _Sharded:
         return {FSDP: in_replica, EP_FSDP: ep_fsdp}
 
     def whole(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
-        """Count bytes of gathered parameters, padding included, in `dtype` (None: their own)."""
+        """Count bytes of gathered parameters, padding included, in `dtype` (None: their own).
+
+        The unit of experts that are bytes is gathered as it lies, whatever `dtype` is.
+        """
         total = 0
         for p in parameters:
-            numel = _allocated(p) // p.dtype.itemsize * self.axes[id(p)].size
-            total += numel * (dtype or p.dtype).itemsize
+            axis = self.axes[id(p)]
+            as_it_lies = dtype is None or (self.stands_for and axis.name == EP_FSDP)
+            gathered = p.dtype if as_it_lies else dtype
+            assert gathered is not None
+            total += _allocated(p) // p.dtype.itemsize * axis.size * gathered.itemsize
         return total
+
+    def count(self, parameters: Iterable[DTensor]) -> int:
+        """Count the parameters of the model that `parameters` are, or stand for as bytes."""
+        return sum(self.stands_for.get(id(p), p.numel()) for p in parameters)
 
     def active(self) -> int:
         """Count the parameters that one token meets."""
-        in_experts = _numel(_dtensors(self.units.all_experts))
+        in_experts = self.count(_dtensors(self.units.all_experts))
         met_in_experts = in_experts * self.top_k // self.state.num_experts
-        return _numel(self.parameters) - in_experts + met_in_experts
+        return self.count(self.parameters) - in_experts + met_in_experts
+
+    def expert_bytes(self) -> float:
+        """Divide what the matrices of experts take in one replica by the numbers in them."""
+        matrices = {
+            id(p): p
+            for module in self.units.all_experts
+            for name, p in module.named_parameters()
+            if isinstance(p, DTensor) and _is_matrix(name, self.state.plan.expert_weights)
+        }
+        held = sum(map(_allocated, matrices.values()))
+        return held * self.replica / self.count(matrices.values())
 
     def gathered(self) -> int:
         """Count the bytes that are gathered at a time, in the compute dtype."""
@@ -357,12 +387,25 @@ def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None])
     return [p for p in parameters if id(p) not in inside]
 
 
+def _numbers_behind_bytes(model: nn.Module) -> dict[int, int]:
+    """Count by identity what parameters of quantised experts stand for: a scale for nothing."""
+    found: dict[int, int] = {}
+    for name, held, quantisation in quantised_matrices(model):
+        for tensor in held.by_name(name).values():
+            found[id(tensor)] = 0
+        found[id(held.values)] = quantisation.num_values(held.values)
+    return found
+
+
+def _is_matrix(name: str, weights: Iterable[str]) -> bool:
+    """Tell whether `name` is that of a stacked matrix, or of its scales."""
+    of_module = name.rpartition(".")[2]
+    suffixes = ("", BLOCK_SCALE, NESTED_SCALE)
+    return of_module in {weight + suffix for weight in weights for suffix in suffixes}
+
+
 def _allocated(parameter: DTensor) -> int:
     return parameter.to_local().untyped_storage().nbytes()
-
-
-def _numel(parameters: Iterable[DTensor]) -> int:
-    return sum(p.numel() for p in parameters)
 
 
 def _largest_pair(stages: Sequence[int]) -> int:

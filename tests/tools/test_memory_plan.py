@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from support.adapters import with_lora
 from support.needs import VISION
+from support.quantised import SIZES
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny, vision_batch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
+from hf_moe_ep.state import quantised_matrices
 from hf_moe_ep.tools.cli import main
 from hf_moe_ep.tools.memory_plan import MemoryPlan, plan_memory
 from hf_moe_ep.tools.published_models import find_config, known_shapes, meta_model
@@ -46,11 +48,28 @@ class Case:
 
 
 FP32 = {"dtype": torch.float32}
+
+
+def quantised(name: str, kind: str, targets: str = "both", **parallel: Any) -> Case:
+    """A case with experts of `kind`, and adapters on them or on attention alone."""
+    model = SIZES[kind] | parallel.pop("model", {})
+    lora = {
+        "both": {"modules": PROJECTIONS},
+        "attention": {"modules": PROJECTIONS, "parameters": ()},
+    }
+    options = {"lora_rank": 3, "lora_targets": targets} | parallel.pop("options", {})
+    return Case(
+        f"{kind}, {name}", parallel | {"experts_dtype": kind}, model, options, lora[targets]
+    )
+
+
 TWO_RANKS = [
     Case("ep 1, bf16 with fp32 masters"),
     Case("ep 2, bf16 alone", {"ep_size": 2}, options={"masters": "model"}),
     Case("fp32, 3 experts on 2 ranks", {"expert_shard_dim": 0}, {"num_experts": 3}, FP32),
     Case("not resharded", {"reshard_after_forward": False}),
+    quantised("nested, ep 2", "nf4", ep_size=2, experts_double_quant=True),
+    quantised("ep 1", "fp8"),
 ]
 FOUR_RANKS = [
     Case("ep 1"),
@@ -78,6 +97,12 @@ FOUR_RANKS = [
         options={"lora_rank": 5, "lora_targets": "attention"},
         lora={"modules": PROJECTIONS, "parameters": ()},
     ),
+    quantised("ep 2", "nf4", ep_size=2),
+    quantised("attention, HSDP", "nf4", "attention", dp_replicate_size=2, ep_size=2),
+    quantised("bf16 adapters", "nf4", ep_size=2, options={"masters": "model"}),
+    quantised("6 experts on 4 ranks, rows cut", "nf4", model={"num_experts": 6}),
+    quantised("6 experts on 4 ranks, padded", "fp8", expert_shard_dim=0, model={"num_experts": 6}),
+    quantised("not resharded", "fp8", ep_size=4, reshard_after_forward=False),
     *([Case("pictures", {"ep_size": 2}, {"name": "qwen3_vl_moe"})] if VISION else []),
 ]
 
@@ -148,7 +173,13 @@ def one_step(case: Case) -> dict[str, int]:
         "gradients": storages(p.grad for p in trained),
         "optimizer": storages(value for value in states if isinstance(value, Tensor)),
         "gathered": largest_gathered(model, case),
+        "experts": storages(expert_bytes(model)),
     }
+
+
+def expert_bytes(model: nn.Module) -> list[Tensor]:
+    held = [stack for _, stack, _ in quantised_matrices(model)]
+    return [tensor for stack in held for tensor in stack.by_name("").values()]
 
 
 def _measured(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
@@ -166,12 +197,22 @@ def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> N
         for rank in range(world):
             got = measured[rank][index]
             of_rank = plan.of_rank(rank)
-            want = {name: getattr(of_rank, name) for name in got if name != "gathered"}
-            want["gathered"] = plan.gathered
+            want = {
+                name: getattr(of_rank, name) for name in ("parameters", "gradients", "optimizer")
+            }
+            want |= {"gathered": plan.gathered, "experts": got["experts"]}
             if got != want:
                 wrong.append(f"{case.name}, rank {rank}: holds {got}, planned {want}")
         for name in ("parameters", "gradients", "optimizer"):
             assert plan.all_ranks(name) == sum(of[index][name] for of in measured), case.name
+        if plan.parallel.experts_dtype is not None:
+            held = sum(of[index]["experts"] for of in measured)
+            matrices = [p for n, p in case.stock().named_parameters() if ".experts." in n]
+            replicas = plan.parallel.dp_replicate_size or 1
+            each = held / replicas / sum(p.numel() for p in matrices)
+            assert plan.expert_bytes == each, case.name
+            limit = {"nf4": 0.57, "fp8": 1.01}[plan.parallel.experts_dtype]
+            assert each <= limit * (8 / 6 if "padded" in case.name else 1), case.name
     assert not wrong, "\n".join(wrong)
 
 
@@ -210,6 +251,20 @@ def test_numbers_of_parameters_with_adapters() -> None:
     assert plan.total == sum(p.numel() for p in model.parameters())
     routed = 2 * 8 * 3 * 24 * 32 + trained  # of which a token meets 2 of 8
     assert plan.active == plan.total - routed + routed // 4
+
+
+def test_bytes_stand_for_the_parameters_of_the_model() -> None:
+    """Scales are no parameters: numbers of total, trained and active are those of bf16 experts."""
+    sizes = SIZES["nf4"] | {"num_experts": 6}
+    options = {"lora_rank": 3}
+    plain = Case("", {}, sizes, options).plan(2)
+    for nested in (False, True):
+        parallel = {"experts_dtype": "nf4", "experts_double_quant": nested}
+        held = Case("", parallel, sizes, options).plan(2)
+        for name in ("total", "trained", "active"):
+            assert getattr(held, name) == getattr(plain, name), name
+        assert plain.expert_bytes == 2
+        assert held.expert_bytes == pytest.approx(0.5161 if nested else 0.5625, abs=1e-3)
 
 
 # As published, exactly and in billions. The last is the text model of the second with the tower of
@@ -314,6 +369,19 @@ ERRORS = {
     "heads": (["--plan", "{}", "--world", "8", "--sp", "8"], r"sp_size \(8\)"),
     "rank": (["--plan", "{}", "--world", "2", "--lora-rank", "0"], r"lora_rank \(0\)"),
     "memory": (["--plan", "{}", "--world", "2", "--memory", "-1"], r"--memory \(-1\)"),
+    "trained bytes": (
+        ["--plan", "{}", "--world", "2", "--experts-dtype", "nf4"],
+        "nf4 holds frozen experts.*--lora-rank 16",
+    ),
+    "blocks": (
+        ["--plan", "{}", "--world", "2", "--experts-dtype", "nf4", "--lora-rank", "2"],
+        r"blocks of 64.*\[out 48, in 32\] has 32",
+    ),
+    "nested fp8": (
+        ["--plan", "{}", "--world", "2", *["--experts-dtype", "fp8", "--lora-rank", "2"]]
+        + ["--double-quant"],
+        "experts_double_quant=True.*'fp8'",
+    ),
 }
 
 
