@@ -32,7 +32,7 @@ from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.config import launched_rank
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import check_parallelism, options_of
-from hf_moe_ep.ranks.together import everyone, together
+from hf_moe_ep.ranks.together import differing, together
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, find_state
@@ -61,16 +61,16 @@ def shard_reference(original: Original, model: nn.Module, accelerator: Accelerat
     policy: ModelState | None = getattr(accelerator, _POLICY, None)
     if not accelerator.is_fsdp2 or (find_state(model) is None and policy is None):
         return original(model, accelerator)
-    kinds = everyone("the reference model", partial(_kind, model, policy, accelerator))
-    if len(set(kinds)) > 1:
+    kind = together("the reference model", partial(_kind, model, policy, accelerator))
+    if kinds := differing(kind):
         odd = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
         raise ValueError(
             f"ranks disagree about the reference model: rank 0 has {kinds[0]}, rank {odd} has "
             f"{kinds[odd]}; give every rank the same"
         )
-    if kinds[0] == _OTHER:
+    if kind == _OTHER:
         return original(model, accelerator)
-    if kinds[0] == _STOCK:
+    if kind == _STOCK:
         assert policy is not None and policy.patch_alike is not None
         together("the reference model", partial(policy.patch_alike, model))
     _shard_frozen(model, accelerator, policy)

@@ -10,12 +10,19 @@ Each rank does its part, and the error of one becomes the error of all:
 together    returns this rank's own value     folder, model = together("loading", build)
 everyone    returns every rank's              sizes = everyone("counting", count)
 on_first    rank 0 alone works, all get it    newest = on_first("looking", find)
+for_first   each works, rank 0 gets it all    parts = for_first("hashing", read)
 
 StillHere   of loops over what ranks gather together: one that leaves early tells the others.
+
+What a rank receives here does not grow with their number, as long as nobody failed and all agree:
+an all-reduce tells whether a rank has failed (8 bytes), or has another value than the others
+(`differing`: a hash and its complement, 64 bytes). Only then is gathered who, and what. `everyone`
+and `gather` do grow, padded to the longest value: for what every rank needs of every other.
 """
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +31,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hf_moe_ep.upstream.process_groups import default_store
+from hf_moe_ep.upstream.process_groups import default_store, device_of_objects
 
 # How far ranks may be apart when they begin to save.
 PATIENCE = timedelta(minutes=5)
@@ -84,7 +92,7 @@ def check_alike(what: str, **mine: Any) -> None:
     Raises:
         ValueError: it names the argument and two ranks' values.
     """
-    by_rank = gather(mine)
+    by_rank = differing(mine) or [mine]
     for name, first in by_rank[0].items():
         for rank, theirs in enumerate(by_rank):
             if theirs[name] != first:
@@ -124,7 +132,16 @@ def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | No
         RuntimeError: on every rank, naming each rank that failed and why.
     """
     tried = _try(part)
-    failures = _told_all(what, tried, tried.failure, group)
+    try:
+        failed = _any_rank(tried.failure is not None, group)
+        failures = gather(tried.failure, group) if failed else []
+    except RuntimeError as error:
+        if tried.failure is None:
+            raise
+        raise RuntimeError(
+            f"{what} failed on rank {this_rank()}: {tried.failure.text}; ranks did not meet after "
+            f"that, they wait for this one in a collective: {error}"
+        ) from tried.cause
     _raise_any(what, failures, tried.cause)
     return tried.value
 
@@ -133,15 +150,57 @@ def everyone(
     what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
 ) -> list[Value]:
     """Run `part` on every rank and return all values, in rank order; raises as `together`."""
-    tried = _try(part)
-    told = _told_all(what, tried, (tried.failure, tried.value), group)
-    _raise_any(what, [failure for failure, _ in told], tried.cause)
-    return [value for _, value in told]
+    return gather(together(what, part, group), group)
+
+
+def for_first(
+    what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
+) -> list[Value] | None:
+    """Run `part` on every rank and return all values on rank 0, None elsewhere; as `everyone`."""
+    value = together(what, part, group)
+    if not is_distributed():
+        return [value]
+    by_rank: list[Any] | None = [None] * world_size(group) if is_first() else None
+    dist.gather_object(value, by_rank, group=group, group_dst=0)
+    return by_rank
 
 
 def on_first(what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
     """Run `part` on rank 0 alone and return its value on every rank; raises as `together`."""
-    return cast(Value, everyone(what, lambda: part() if is_first() else None, group)[0])
+    value = together(what, lambda: part() if is_first() else None, group)
+    if not is_distributed():
+        return cast(Value, value)
+    told = [value]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    return cast(Value, told[0])
+
+
+def differing(value: Value, group: dist.ProcessGroup | None = None) -> list[Value] | None:
+    """Return every rank's `value` where they differ, None where all are the same.
+
+    `value` is told from others by its repr. Where two that are equal have another one, they come
+    back here and whoever compares them finds no difference.
+    """
+    _check_alive(group)
+    if not is_distributed():
+        return None
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    words = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    highest = _highest(torch.cat((words, ~words)), group)
+    # The complement of the lowest is the highest complement.
+    return None if torch.equal(highest[:4], ~highest[4:]) else gather(value, group)
+
+
+def _any_rank(here: bool, group: dist.ProcessGroup | None) -> bool:
+    """Tell whether this is so on a rank of `group`."""
+    _check_alive(group)
+    return bool(_highest(torch.tensor(int(here)), group)) if is_distributed() else here
+
+
+def _highest(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    numbers = numbers.to(device_of_objects(group))
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    return numbers.cpu()
 
 
 class StillHere:
@@ -206,21 +265,6 @@ def _try(part: Callable[[], Any]) -> _Tried:
         return _Tried(failure=failure, cause=error)
 
 
-def _told_all(
-    what: str, tried: _Tried, told: Value, group: dist.ProcessGroup | None
-) -> list[Value]:
-    """Gather what each rank tells; where that fails too, raise what failed here first."""
-    try:
-        return gather(told, group)
-    except RuntimeError as error:
-        if tried.failure is None:
-            raise
-        raise RuntimeError(
-            f"{what} failed on rank {this_rank()}: {tried.failure.text}; ranks did not meet after "
-            f"that, they wait for this one in a collective: {error}"
-        ) from tried.cause
-
-
 def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException | None) -> None:
     failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
     if not failures:
@@ -242,16 +286,20 @@ def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     Raises:
         RuntimeError: `group` was destroyed: a rank that went on alone would take itself for rank 0.
     """
+    _check_alive(group)
     if not is_distributed():
-        if group is None:
-            return [value]
+        return [value]
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, value, group=group)
+    return by_rank
+
+
+def _check_alive(group: dist.ProcessGroup | None) -> None:
+    if group is not None and not is_distributed():
         raise RuntimeError(
             "the process group was destroyed while a save ran in the background; call wait() on "
             "what save_checkpoint returned before destroy_process_group()"
         )
-    by_rank: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, value, group=group)
-    return by_rank
 
 
 def is_first() -> bool:

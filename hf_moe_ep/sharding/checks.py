@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import ParallelConfig, launched_local_rank, launched_local_world_size
-from hf_moe_ep.ranks.together import this_rank, together
+from hf_moe_ep.ranks.together import differing, is_first, this_rank, together
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import Places
 from hf_moe_ep.state import STATE, ModelState, MoELayer
@@ -48,21 +47,23 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
     loaded = [p for p in model.parameters() if p not in options.empty_params]
     tensors = [*loaded, *model.buffers()]
     on_meta = [tensor for tensor in tensors if tensor.is_meta]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, len(on_meta)))
-    reference, missing = everyone[0]
-    for name, expected in reference.items():
-        odd = [rank for rank, (theirs, _) in enumerate(everyone) if theirs.get(name) != expected]
+    by_rank = differing(mine) or [mine]
+    for name, expected in by_rank[0].items():
+        odd = [rank for rank, theirs in enumerate(by_rank) if theirs.get(name) != expected]
         if odd:
-            theirs = everyone[odd[0]][0].get(name)
+            theirs = by_rank[odd[0]].get(name)
             raise ValueError(
                 f"ranks disagree about {name}: rank 0 has {expected}, rank {odd[0]} has {theirs}; "
                 f"every rank must patch the same model with the same arguments (look for a size "
                 f"or an environment variable that depends on the rank)"
             )
-    if missing:
+    together("sharding", partial(_check_first_has_values, len(on_meta), len(tensors)))
+
+
+def _check_first_has_values(missing: int, tensors: int) -> None:
+    if missing and is_first():
         raise ValueError(
-            f"{missing} of {len(tensors)} parameters and buffers of rank 0 are on the meta device "
+            f"{missing} of {tensors} parameters and buffers of rank 0 are on the meta device "
             f"and have no values; load the model with from_pretrained before sharding, on rank 0 "
             f"at least, or name the checkpoint: apply_ep_fsdp2(model, weights=directory)"
         )

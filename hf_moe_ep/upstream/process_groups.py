@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,6 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 def default_store() -> Any:
     """Return the store over which the default process group was made (distributed_c10d.py)."""
     return dist.distributed_c10d._get_default_store()
+
+
+def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where tensors of `group` that are about nothing on a device may lie.
+
+    The host where one of its backends is the host's (distributed_c10d.py).
+    """
+    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:

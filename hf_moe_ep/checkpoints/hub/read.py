@@ -30,7 +30,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
     same_values,
 )
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.ranks.together import gather, is_first, together
+from hf_moe_ep.ranks.together import differing, gather, is_first, together
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import other_names
 from hf_moe_ep.upstream.hub import (
@@ -109,7 +109,7 @@ def find_weights(
         return found, fingerprint(in_files)
 
     found, weights = together(f"reading {directory}", find)
-    _check_same_weights(gather((weights, os.fspath(directory))))
+    _check_same_weights(weights, os.fspath(directory))
     return found
 
 
@@ -141,13 +141,17 @@ def _names_of(
     return {renamed.get(key, key): entry for key, entry in entries.items()}
 
 
-def _check_same_weights(seen: list[tuple[str, str]]) -> None:
-    """Raise where ranks saw other (fingerprint, folder): two models' shards make up a third."""
-    odd = [rank for rank, (weights, _) in enumerate(seen) if weights != seen[0][0]]
+def _check_same_weights(weights: str, folder: str) -> None:
+    """Raise where ranks saw other fingerprints: two models' shards make up a third."""
+    seen = differing(weights)
+    if seen is None:
+        return
+    folders = gather(folder)
+    odd = [rank for rank, theirs in enumerate(seen) if theirs != seen[0]]
     if odd:
         raise ValueError(
-            f"ranks see different weights: rank {odd[0]} in {seen[odd[0]][1]}, rank 0 in "
-            f"{seen[0][1]}; name one folder on all, and bring copies on every node up to date"
+            f"ranks see different weights: rank {odd[0]} in {folders[odd[0]]}, rank 0 in "
+            f"{folders[0]}; name one folder on all, and bring copies on every node up to date"
         )
 
 

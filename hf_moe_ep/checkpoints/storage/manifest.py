@@ -18,6 +18,7 @@ someone who means harm: who can change a file can change the manifest.
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import time
@@ -34,7 +35,7 @@ from hf_moe_ep.checkpoints.storage.atomic import (
     sync_folder,
     write_atomically,
 )
-from hf_moe_ep.ranks.together import everyone, on_first, this_rank, together, world_size
+from hf_moe_ep.ranks.together import for_first, on_first, this_rank, together, world_size
 
 MANIFEST = "manifest.json"
 # Written first: tells our unfinished checkpoint from one that never had a manifest.
@@ -78,19 +79,23 @@ def write(
     """
     path = Path(folder)
     sizes = on_first("the list of files", lambda: _list(path), group)
-    parts = everyone(
+    parts = for_first(
         f"writing {path / MANIFEST}",
         lambda: {name: _entry(path, name) for name in _share(sizes, group)},
         group,
     )
-    found = {name: entry for part in parts for name, entry in part.items()}
-    manifest = {
-        "format": _FORMAT,
-        "written": {"time": time.time(), **versions()},
-        "layout": layout,
-        "files": {name: found[name] for name in sorted(found)},
-    }
-    on_first(f"writing {path / MANIFEST}", lambda: _commit(path, manifest), group)
+
+    def commit() -> None:
+        found = {name: entry for part in parts or () for name, entry in part.items()}
+        manifest = {
+            "format": _FORMAT,
+            "written": {"time": time.time(), **versions()},
+            "layout": layout,
+            "files": {name: found[name] for name in sorted(found)},
+        }
+        _commit(path, manifest)
+
+    on_first(f"writing {path / MANIFEST}", commit, group)
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -206,11 +211,10 @@ def _list(folder: Path) -> dict[str, int]:
 
 def _share(sizes: dict[str, int], group: dist.ProcessGroup | None) -> list[str]:
     """Choose this rank's files: the largest first, each to the rank with least to read."""
-    world = world_size(group)
-    load, mine = [0] * world, []
+    load, mine = [(0, rank) for rank in range(world_size(group))], []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = load.index(min(load))
-        load[rank] += sizes[name] + 1
+        so_far, rank = load[0]
+        heapq.heapreplace(load, (so_far + sizes[name] + 1, rank))
         if rank == this_rank():
             mine.append(name)
     return mine

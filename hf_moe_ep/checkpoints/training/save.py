@@ -33,7 +33,7 @@ from hf_moe_ep.ranks.background import SaveHandle, Saver
 from hf_moe_ep.ranks.together import (
     check_alike,
     check_everyone_calls,
-    gather,
+    differing,
     is_first,
     on_first,
     this_rank,
@@ -113,7 +113,7 @@ def save_checkpoint(
 
     snapshot = together("save_checkpoint", prepare)
     snapshot.base = describe_base(model)
-    _check_same_everywhere(gather(digest(snapshot.state)))
+    _check_same_everywhere(digest(snapshot.state))
     on_first(f"clearing {path}", lambda: folder.clear(path, model))
     if asynchronous:
         return saver.start(path, partial(_write, path, snapshot), state.device)
@@ -149,7 +149,8 @@ def _take(
     )
 
 
-def _check_same_everywhere(digests: list[str]) -> None:
+def _check_same_everywhere(of_state: str) -> None:
+    digests = differing(of_state) or [of_state]
     odd = [rank for rank, of_rank in enumerate(digests) if of_rank != digests[0]]
     if odd:
         raise ValueError(

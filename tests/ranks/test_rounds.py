@@ -1,0 +1,139 @@
+"""What a rank receives where ranks meet does not grow with their number, unless they differ."""
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.tiny_models import tiny
+from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
+
+from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
+from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.ranks.together import (
+    check_alike,
+    differing,
+    everyone,
+    for_first,
+    on_first,
+    together,
+)
+from hf_moe_ep.sharding.checks import check_ranks_agree
+from hf_moe_ep.sharding.options import ShardOptions, default_policy
+from hf_moe_ep.state import patched_state
+from hf_moe_ep.upstream.process_groups import fake_group
+
+WORLDS = (8, 1024)
+
+
+@contextmanager
+def _received() -> Iterator[list[tuple[str, int]]]:
+    """Name and bytes, on this rank, of each of torch's collectives that ranks meet by."""
+    found: list[tuple[str, int]] = []
+    reduce, gather = dist.all_reduce, dist.all_gather_object
+    broadcast, to_first = dist.broadcast_object_list, dist.gather_object
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append(("all_reduce", tensor.nbytes))
+        return reduce(tensor, *args, **kwargs)
+
+    def all_gather_object(by_rank: list[Any], value: Any, **kwargs: Any) -> Any:
+        found.append(("all_gather_object", len(by_rank) * len(pickle.dumps(value))))
+        return gather(by_rank, value, **kwargs)
+
+    def broadcast_object_list(values: list[Any], **kwargs: Any) -> Any:
+        found.append(("broadcast_object_list", len(pickle.dumps(values[0]))))
+        return broadcast(values, **kwargs)
+
+    def gather_object(value: Any, by_rank: list[Any] | None, **kwargs: Any) -> Any:
+        found.append(("gather_object", len(by_rank or ()) * len(pickle.dumps(value))))
+        return to_first(value, by_rank, **kwargs)
+
+    mine = (all_reduce, all_gather_object, broadcast_object_list, gather_object)
+    with mock.patch.multiple(dist, **{function.__name__: function for function in mine}):
+        yield found
+
+
+def _agree(model: nn.Module) -> None:
+    policy, masters = default_policy(model)
+    options = ShardOptions(policy, OffloadPolicy(), masters, reshard_after_forward=True)
+    check_ranks_agree(model, patched_state(model), options)
+
+
+def test_bytes_by_world(tmp_path: Any) -> None:
+    """Of ranks that agree; the files of a checkpoint are told by rank 0 once, to rank 0 at last."""
+    model = patch(tiny(), ParallelConfig(ep_size=2))
+    calls = {
+        "arguments": lambda: check_alike("load_checkpoint", verify=True, directory="x" * 1000),
+        "models": lambda: _agree(model),
+        "errors": lambda: together("reading", lambda: "x" * 1000),
+        "a choice": lambda: on_first("looking", lambda: "x" * 1000),
+    }
+    seen: dict[str, list[list[tuple[str, int]]]] = {name: [] for name in calls}
+    for world in WORLDS:
+        with fake_group(0, world):
+            for name, call in calls.items():
+                with _received() as found:
+                    call()
+                seen[name].append(found)
+    for name, by_world in seen.items():
+        assert by_world[0] == by_world[1], name
+    agreed, told = ("all_reduce", 64), ("all_reduce", 8)
+    assert seen["arguments"][0] == [agreed] and seen["models"][0] == [agreed, told]
+    assert seen["errors"][0] == [told]
+    assert [name for name, _ in seen["a choice"][0]] == ["all_reduce", "broadcast_object_list"]
+
+
+def _manifest(rank: int, world: int, folder: str) -> list[str]:
+    if rank == 0:
+        manifest.begin(folder)
+    dist.barrier()
+    with _received() as found:
+        manifest.write(folder, {"world_size": world})
+    return [name for name, _ in found if "object" in name]
+
+
+def _meet(rank: int, world: int, folder: str) -> dict[str, Any]:
+    differ = differing(("a", rank // 2))
+    equal = differing(("a", "b"))
+    # Equal, and written otherwise: no error, for all that it is gathered.
+    check_alike("save", number=1 if rank else True)
+    said = []
+    for values in (["x", "x", "y"], ["x", "y", "y"]):
+        with pytest.raises(ValueError) as caught:
+            check_alike("save", verify=True, directory=values[rank])
+        said.append(str(caught.value).partition(";")[0])
+    model = tiny(num_hidden_layers=1 + (rank == 2))
+    with pytest.raises(ValueError, match=r"about MoE layers: rank 0 has 1: .* rank 2 has 2: "):
+        apply_ep_fsdp2(model)
+    with pytest.raises(ValueError, match=r"of rank 0 are on the meta device"):
+        apply_ep_fsdp2(tiny().to("meta") if rank == 0 else tiny())
+    return {
+        "differ": differ,
+        "equal": equal,
+        "said": said,
+        "everyone": everyone("counting", lambda: 10 + rank),
+        "for_first": for_first("counting", lambda: 10 + rank),
+        "manifest": _manifest(rank, world, folder),
+    }
+
+
+def test_ranks_that_differ_say_who(tmp_path: Any) -> None:
+    """Which rank it is does not matter; all raise the same, and are in step after it."""
+    called = "ranks called save with another directory: rank 0 with 'x', rank {} with 'y'"
+    shared = {
+        "differ": [("a", 0), ("a", 0), ("a", 1)],
+        "equal": None,
+        "said": [called.format(2), called.format(1)],
+        "everyone": [10, 11, 12],
+        "manifest": ["broadcast_object_list", "gather_object", "broadcast_object_list"],
+    }
+    found = run_ranks(_meet, 3, str(tmp_path))
+    assert [one.pop("for_first") for one in found] == [[10, 11, 12], None, None]
+    assert found == [shared] * 3
