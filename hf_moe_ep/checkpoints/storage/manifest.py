@@ -147,8 +147,9 @@ def check(
 
     def part() -> None:
         files = read(path)["files"]
-        _compare_sizes(path, files)
-        for name in _share({name: entry["size"] for name, entry in files.items()}, group):
+        share = _share({name: entry["size"] for name, entry in files.items()}, group)
+        _compare_sizes(path, {name: files[name] for name in share})
+        for name in share:
             wanted, got = files[name]["sha256"], sha256_of(path / name, on_read)
             if got != wanted:
                 raise ValueError(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,30 @@ class Entry:
     shape: tuple[int, ...]
     start: int
 
+    @staticmethod
+    def of_header(file: Path, said: dict[str, Any], data: int, size: int) -> Entry:
+        """Make one of what a header says of one tensor; its data begin at byte `data` of `size`.
+
+        Raises:
+            ValueError: the file is damaged, or its dtype is not supported.
+            KeyError, TypeError: a field is missing, or no number.
+        """
+        start, stop = map(operator.index, said["data_offsets"])
+        dtype = _DTYPES.get(said["dtype"])
+        if dtype is None:
+            raise ValueError(f"{file}: a tensor has dtype {said['dtype']}, which is not supported")
+        shape = tuple(map(operator.index, said["shape"]))
+        entry = Entry(file, dtype, shape, data + start)
+        if stop - start != _bytes(entry) or start < 0 or min(shape, default=0) < 0:
+            raise ValueError(
+                f"{file} has a damaged header: a tensor {shape} in bytes {start} to {stop}"
+            )
+        if data + stop > size:
+            raise ValueError(
+                f"{file} is truncated: it has {size} bytes, a tensor ends {data + stop}"
+            )
+        return entry
+
 
 def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[str, Entry]:
     """Find every tensor of a checkpoint folder, by key.
@@ -101,12 +126,8 @@ def read_index(directory: str | os.PathLike[str], single: str = SINGLE) -> dict[
 
 def read_header(path: Path) -> dict[str, Entry]:
     """Find every tensor of one file, by key; ValueError where the file is not whole."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"{path} is no safetensors file or was cut off: it has {size} bytes")
-        text = file.read(length)
+    text, size = _read_text(path)
+    length = len(text)
     try:
         tensors = _parse(text)
     # RecursionError: brackets in brackets.
@@ -130,6 +151,31 @@ def read_header(path: Path) -> dict[str, Entry]:
     if size != end:
         raise ValueError(f"{path} is truncated or damaged: it has {size} bytes instead of {end}")
     return entries
+
+
+def read_table(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Read the header of a file as it stands there: (header, first byte of data, size of the file).
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    text, size = _read_text(path)
+    try:
+        table = dict(json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:  # brackets in brackets
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} has a damaged header: {reason}") from error
+    return table, 8 + len(text), size
+
+
+def _read_text(path: Path) -> tuple[bytes, int]:
+    """Read the text of a file's header; and the size of the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise ValueError(f"{path} is no safetensors file or was cut off: it has {size} bytes")
+        return file.read(length), size
 
 
 def _parse(text: bytes) -> list[tuple[int, int, str, str, tuple[int, ...]]]:
@@ -191,6 +237,10 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files; another read opens its own again."""
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()

@@ -25,21 +25,18 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hf_moe_ep.checkpoints.hub.configs import BESIDE, CONFIGS, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.storage.part_files import own_first, read_parts
 from hf_moe_ep.checkpoints.training import state_file
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.state_file import StateFile
 from hf_moe_ep.ranks.background import is_written
-from hf_moe_ep.ranks.together import world_size
+from hf_moe_ep.ranks.together import this_rank, world_size
 from hf_moe_ep.state import ModelState
 
 TENSORS, STATE = "tensors", "state.json"
@@ -127,21 +124,31 @@ def write_tensors(
 
 
 def read_tensors(path: Path, targets: dict[str, Tensor]) -> None:
-    """Fill `targets`, each as this rank holds it."""
-    with _in_one_process_too():
-        load(
-            targets,
-            storage_reader=HuggingFaceStorageReader(str(path / TENSORS)),
-            planner=DefaultLoadPlanner(),
-        )
+    """Fill `targets`, each as this rank holds it; every rank for itself."""
+    names = [Path(name).name for name in manifest.read(path)["files"] if _is_of_tensors(name)]
+    read_parts((path / TENSORS / name for name in own_first(names, this_rank())), targets)
+
+
+def check_only_ours(path: Path) -> None:
+    """Raise ValueError where a file that nobody named lies beside the tensors: `convert` reads it.
+
+    For one rank: it lists the files of all.
+    """
+    known = manifest.read(path)["files"]
+    for file in sorted((path / TENSORS).iterdir()):
+        if f"{TENSORS}/{file.name}" not in known:
+            raise ValueError(f"{file} is not in {manifest.MANIFEST}; remove it")
+
+
+def _is_of_tensors(name: str) -> bool:
+    return name.startswith(f"{TENSORS}/")
 
 
 def read_state(path: Path) -> StateFile:
     """Read the state of a complete checkpoint of `save_checkpoint`.
 
     Raises:
-        ValueError: the Trainer wrote it; it is damaged; a file that nobody named lies beside the
-            tensors, all of which DCP reads.
+        ValueError: the Trainer wrote it, or it is damaged.
     """
     known = manifest.read(path)["files"]
     if STATE not in known:
@@ -149,9 +156,6 @@ def read_state(path: Path) -> StateFile:
             f"{path} was written by the Trainer, not by save_checkpoint; go on from it by "
             f"trainer.train(resume_from_checkpoint={str(path)!r})"
         )
-    for file in sorted((path / TENSORS).iterdir()):
-        if f"{TENSORS}/{file.name}" not in known:
-            raise ValueError(f"{file} is not in {manifest.MANIFEST}; remove it")
     return state_file.read(path / STATE)
 
 

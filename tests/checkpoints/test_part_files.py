@@ -1,0 +1,95 @@
+"""Parts of tensors that ranks wrote: who reads them, and how many headers that takes."""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hf_moe_ep.checkpoints.storage import part_files
+from hf_moe_ep.checkpoints.storage.boxes import local_box
+from hf_moe_ep.checkpoints.storage.part_files import file_name, own_first, read_parts
+from hf_moe_ep.upstream.process_groups import fake_group
+
+WORLD = 4
+SIZES = {"w": (7, 6), "experts": (4, 5, 3), "whole": (3,)}  # 7 rows: 2 + 2 + 2 + 1
+WHOLE = {
+    name: torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+    for name, shape in SIZES.items()
+}
+
+
+def _written_by_four(folder: Path) -> list[Path]:
+    """As torch.distributed.checkpoint writes them: row by row; rank 2 has what all of them hold."""
+    files = []
+    for rank in range(WORLD):
+        parts = {"w": (2 * rank, 2 * rank + 2), "experts": (rank, rank + 1)}
+        parts |= {"whole": (0, 3)} if rank == 2 else {}
+        tensors = {name: WHOLE[name][slice(*rows)].clone() for name, rows in parts.items()}
+        offsets = {
+            name: {"saved_offsets": [rows[0]] + [0] * (WHOLE[name].ndim - 1)}
+            for name, rows in parts.items()
+        }
+        files.append(folder / file_name(rank, 1, 1))
+        save_file(tensors, files[-1], {"DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"})
+    return files
+
+
+def _empty(shape: tuple[int, ...], placement: Placement, rank: int, world: int) -> Tensor:
+    """A DTensor of `shape` full of NaN, on a rank of a group that need not exist."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.full(shape, float("nan"), dtype=torch.float64)
+    local = whole
+    if isinstance(placement, Shard):
+        parts = whole.chunk(world, placement.dim)
+        local = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
+    stride = tuple(whole.stride())
+    return DTensor.from_local(
+        local.clone(), mesh, [placement], run_check=False, shape=whole.shape, stride=stride
+    )
+
+
+def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
+    """Read all of it as a rank that cuts tensors along `dim`; the number of headers it took."""
+    with fake_group(rank, world):
+        cut = {name: Shard(dim) if name != "whole" else Replicate() for name in SIZES}
+        targets = {name: _empty(SIZES[name], cut[name], rank, world) for name in SIZES}
+        by_name = {file.name: file for file in files}
+        ordered = [by_name[name] for name in own_first(by_name, rank)]
+        with mock.patch.object(part_files, "read_table", wraps=part_files.read_table) as read:
+            assert read_parts(ordered, targets) == read.call_count
+        for name, target in targets.items():
+            box = tuple(slice(*of_dim) for of_dim in local_box(target))
+            assert torch.equal(target.to_local(), WHOLE[name][box]), (name, rank)
+        return read.call_count
+
+
+def test_a_rank_that_lies_as_before_reads_its_own_header_first(tmp_path: Path) -> None:
+    """By hand: rank 2 has all in its own file; the others find what all hold behind 0 and 1."""
+    files = _written_by_four(tmp_path)
+    assert [_read(files, rank, WORLD, 0) for rank in range(WORLD)] == [3, 3, 1, 4]
+    # 0.. 1, 2, 3 halves of it; along columns everybody needs everybody
+    assert [_read(files, rank, 2, 0) for rank in range(2)] == [3, 4]
+    assert [_read(files, rank, 3, 1) for rank in range(3)] == [4, 4, 4]
+    assert _read(files, 0, 1, 0) == 4
+
+
+def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+    """A file that is not there; one that ends too early; what is twice in files counts once."""
+    files = _written_by_four(tmp_path)
+    with pytest.raises(ValueError, match=r"files of 3 ranks lack 12 of 42 values .* of w \(2 ten"):
+        read_parts([files[0], files[2], files[3]], {n: torch.zeros(s) for n, s in SIZES.items()})
+    twice = {"w": torch.zeros(7, 6)}
+    with pytest.raises(ValueError, match=r"files of 4 ranks lack 18 of 42 values"):
+        read_parts([files[0], files[0], files[2], files[0]], twice)
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"shard-00002-.* is truncated"):
+        read_parts(files, {name: torch.zeros(shape) for name, shape in SIZES.items()})
+    files[0].write_bytes(b"\x08" + b"\0" * 7 + b'{"w": 1}')
+    with pytest.raises(ValueError, match=r"shard-00001-.* has a damaged header: "):
+        read_parts(files, {name: torch.zeros(shape) for name, shape in SIZES.items()})
