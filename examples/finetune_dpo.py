@@ -22,7 +22,7 @@ from text_data import split_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from trl import DPOConfig, DPOTrainer
 
-from hf_moe_ep import describe, patch
+from hf_moe_ep import describe, newest_checkpoint, patch
 
 WORDS = 16
 
@@ -65,7 +65,8 @@ def main() -> None:
     trainer = DPOTrainer(
         model, args=training_args, train_dataset=train_dataset, processing_class=tokenizer
     )
-    trainer.train()
+    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=begun)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero() and args.ep_size > 0:

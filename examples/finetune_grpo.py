@@ -28,7 +28,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
-from hf_moe_ep import describe, patch
+from hf_moe_ep import describe, newest_checkpoint, patch
 
 
 @dataclass
@@ -90,7 +90,8 @@ def main() -> None:
         processing_class=tokenizer,
         peft_config=adapters,
     )
-    trainer.train()
+    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=begun)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero() and args.ep_size > 0:

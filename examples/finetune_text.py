@@ -3,9 +3,9 @@
     accelerate launch --config_file examples/accelerate/gpu_8.yaml examples/finetune_text.py \
         --model Qwen/Qwen3-30B-A3B --ep_size 8 --output_dir out/qwen3 --bf16
 
-Everything here is a stock script except the three lines that use hf_moe_ep; `--ep_size 0`
-leaves the model stock. Any flag of TrainingArguments works. `run_demo.sh` runs this on four CPU
-processes.
+Everything here is a stock script except the lines that use hf_moe_ep; `--ep_size 0` leaves the
+model stock. Any flag of TrainingArguments works. `run_demo.sh` runs this on four CPU processes.
+Started again, it goes on from the newest complete checkpoint in --output_dir.
 
 Writes to --output_dir: the model and tokenizer (hub layout), trainer_state.json (every logged
 loss) and rank_stats.json (tokens per second and peak memory of each rank).
@@ -25,8 +25,9 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_moe_ep import describe, patch
+from hf_moe_ep import describe, newest_checkpoint, patch
 
 
 @dataclass
@@ -41,11 +42,11 @@ class ScriptArguments:
     eval_multiple: int = 1
 
 
-def rank_stats(trainer: Trainer, block_size: int, seconds: float) -> list[dict]:
+def rank_stats(trainer: Trainer, block_size: int, steps: int, seconds: float) -> list[dict]:
     """Tokens per second and peak memory of every rank (GPU memory where there is one)."""
     args = trainer.args
     blocks = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    tokens = trainer.state.global_step * blocks * block_size
+    tokens = steps * blocks * block_size
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available() and not args.use_cpu:
         peak = torch.cuda.max_memory_allocated()
@@ -72,12 +73,15 @@ def main() -> None:
         eval_dataset=pack(tokenizer, held_out_text, args.block_size, *limits),
         processing_class=tokenizer,
     )
-    result = trainer.train()
+    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    result = trainer.train(resume_from_checkpoint=begun)
     trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
 
-    stats = rank_stats(trainer, args.block_size, result.metrics["train_runtime"])
+    first = json.loads(Path(begun, TRAINER_STATE_NAME).read_text())["global_step"] if begun else 0
+    steps = trainer.state.global_step - first
+    stats = rank_stats(trainer, args.block_size, steps, result.metrics["train_runtime"])
     if trainer.is_world_process_zero():
         Path(training_args.output_dir, "rank_stats.json").write_text(json.dumps(stats, indent=2))
         if args.ep_size > 0:

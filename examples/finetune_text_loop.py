@@ -3,11 +3,14 @@
     accelerate launch --config_file examples/accelerate/cpu_4.yaml examples/finetune_text_loop.py \
         --model out/demo/start --ep_size 2 --output_dir out/loop --cpu --block_size 128 --lr 6e-3
 
-Three lines name hf_moe_ep: the import, `patch` and `global_token_count`. The last matters in any
-loop on several ranks. A step's loss is the mean over the tokens of all micro-batches of all
-ranks, so every micro-batch divides the sum over its own tokens by that one count, and the
-micro-batches simply add up. FSDP2 then averages gradients over ranks where a sum is wanted, hence
-the factor `num_processes`.
+Of hf_moe_ep are `patch`, `global_token_count` and what keeps checkpoints: every --save_steps one in
+--output_dir/step-N. Started again, the loop goes on from the newest complete one, amid an epoch
+too.
+
+`global_token_count` matters in any loop on several ranks. A step's loss is the mean over the tokens
+of all micro-batches of all ranks, so every micro-batch divides the sum over its own tokens by that
+one count, and the micro-batches simply add up. FSDP2 then averages gradients over ranks where a sum
+is wanted, hence the factor `num_processes`.
 
 Without accelerator.accumulate: it would also divide by the number of micro-batches, and stop a
 step early at the end of an epoch.
@@ -16,6 +19,7 @@ step early at the end of an epoch.
 import argparse
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +30,13 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
-from hf_moe_ep import global_token_count, patch
+from hf_moe_ep import (
+    global_token_count,
+    load_checkpoint,
+    newest_checkpoint,
+    patch,
+    save_checkpoint,
+)
 
 
 def parse_args() -> argparse.Namespace:
@@ -39,6 +49,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=4, help="blocks a rank and micro-batch")
     parser.add_argument("--accumulation_steps", type=int, default=1)
     parser.add_argument("--max_steps", type=int, default=160)
+    parser.add_argument("--save_steps", type=int, default=0, help="a checkpoint every N, 0: none")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=42)
@@ -85,10 +96,15 @@ def main() -> None:
         DataLoader(held_out),
     )
 
-    batches = endless(train_loader)
-    bar = tqdm(range(args.max_steps), disable=not accelerator.is_main_process)
+    first = 0
+    if (newest := newest_checkpoint(args.output_dir)) is not None:
+        first = load_checkpoint(newest, model, optimizer, scheduler)["step"]
+    # Batches that were seen are made again, and passed over.
+    batches = islice(endless(train_loader), first * args.accumulation_steps, None)
+    steps = range(first, args.max_steps)
+    bar = tqdm(steps, disable=not accelerator.is_main_process)
     model.train()
-    for _ in bar:
+    for step in bar:
         micro_batches = list(islice(batches, args.accumulation_steps))
         num_items = global_token_count(model, [batch["labels"] for batch in micro_batches])
         step_loss = torch.zeros((), device=accelerator.device)
@@ -101,6 +117,9 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{accelerator.reduce(step_loss, 'mean').item():.4f}")
+        if args.save_steps and (step + 1) % args.save_steps == 0:
+            folder = Path(args.output_dir, f"step-{step + 1}")
+            save_checkpoint(folder, model, optimizer, scheduler, progress={"step": step + 1})
 
     accelerator.print(f"held-out loss {evaluate(accelerator, model, held_out_loader):.4f}")
     accelerator.unwrap_model(model).save_pretrained(

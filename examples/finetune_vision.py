@@ -27,7 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_moe_ep import PositionCollator, describe, patch
+from hf_moe_ep import PositionCollator, describe, newest_checkpoint, patch
 
 
 @dataclass
@@ -64,7 +64,8 @@ def main() -> None:
         data_collator=PositionCollator(model, make_batch),
         processing_class=tokenizer,
     )
-    trainer.train()
+    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=begun)
     trainer.evaluate()
     trainer.save_model()
     trainer.save_state()

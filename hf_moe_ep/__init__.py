@@ -16,6 +16,7 @@ try:
     from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
     from hf_moe_ep.checkpoints.hub.save import save_pretrained
     from hf_moe_ep.checkpoints.hub.tensors import hub_tensors
+    from hf_moe_ep.checkpoints.newest import newest_checkpoint
     from hf_moe_ep.checkpoints.training.load import load_checkpoint
     from hf_moe_ep.checkpoints.training.save import save_checkpoint
     from hf_moe_ep.config import ParallelConfig
@@ -66,6 +67,7 @@ __all__ = [
     "global_token_count",
     "hub_tensors",
     "load_checkpoint",
+    "newest_checkpoint",
     "patch",
     "save_checkpoint",
     "save_pretrained",

@@ -171,26 +171,33 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: there is none; it lists what was there instead.
     """
-    path, seen = Path(root), []
+    path = Path(root)
     if is_ours(path):
         check_sizes(path)
         return path
+    complete, others = complete_in(path)
+    if not complete:
+        what = "\n".join(f"  {why}" for why in others.values()) or (
+            "  no folders in it" if path.is_dir() else "  it does not exist"
+        )
+        raise ValueError(f"no complete checkpoint in {path}:\n{what}")
+    return complete[-1]
+
+
+def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
+    """List the complete checkpoints in `root`, the newest last, and why other folders are none."""
     complete: list[tuple[float, str, Path]] = []
-    for folder in sorted(path.iterdir()) if path.is_dir() else []:
+    others: dict[Path, str] = {}
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
         if not folder.is_dir():
             continue
         try:
             check_sizes(folder)
         except (ValueError, PermissionError) as error:  # lost+found is root's
-            seen.append(str(error))
+            others[folder] = str(error)
         else:
             complete.append((read(folder)["written"]["time"], folder.name, folder))
-    if not complete:
-        what = "\n".join(f"  {line}" for line in seen) or (
-            "  no folders in it" if path.is_dir() else "  it does not exist"
-        )
-        raise ValueError(f"no complete checkpoint in {path}:\n{what}")
-    return max(complete)[2]
+    return [folder for *_, folder in sorted(complete)], others
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,119 @@
+"""Training that is started again and again: it goes on from the newest complete checkpoint.
+
+    torchrun ... tests/support/jobs/going_on.py FOLDER --steps 8              a loop of its own
+    accelerate launch ... tests/support/jobs/going_on.py FOLDER --steps 8 --trainer --use_cpu
+
+FOLDER gets checkpoints and `losses`, a line for each step of rank 0: its number, loss, and which
+start of the ranks this was. A file `FOLDER/die-RANK-STEP` makes that rank do at that step what the
+file says, once: "rank" or "agent" is killed (SIGKILL), "stall" waits for ever.
+"""
+
+import argparse
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_moe_ep import load_checkpoint, newest_checkpoint, save_checkpoint
+from support.jobs.resume import Layout, start, step
+
+SMALL = {"num_hidden_layers": 1}
+
+
+def misfortune(folder: Path, rank: int, number: int) -> None:
+    """Die, or stall, where a file says so."""
+    order = folder / f"die-{rank}-{number}"
+    if not order.exists():
+        return
+    what = order.read_text()
+    order.rename(folder / f"done-{rank}-{number}")
+    if what == "stall":
+        time.sleep(3600)
+    os.kill(os.getpid() if what == "rank" else os.getppid(), signal.SIGKILL)
+    if what == "agent":
+        time.sleep(3600)  # whoever started the agent ends what it leaves behind
+
+
+def note(folder: Path, number: int, loss: float) -> None:
+    """Add a step to the losses."""
+    with open(folder / "losses", "a") as log:
+        log.write(f"{number} {loss!r} {os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
+
+
+def read_losses(folder: Path) -> dict[int, set[str]]:
+    """The losses that each step had; as text, which is exact."""
+    found: dict[int, set[str]] = {}
+    for line in (folder / "losses").read_text().splitlines():
+        number, loss, _ = line.split()
+        found.setdefault(int(number), set()).add(loss)
+    return found
+
+
+def own_loop(folder: Path, args: argparse.Namespace) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.patience))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config: dict[str, Any] = {"ep_size": args.ep_size, "dispatcher": args.dispatcher}
+    run = start("full", Layout("nodes", world, config), **SMALL)
+    parts = (run.model, run.optimizer, run.scheduler)
+    first = 0
+    if (newest := newest_checkpoint(folder)) is not None:
+        first = load_checkpoint(newest, *parts)["step"]
+    for number in range(first, args.steps):
+        misfortune(folder, rank, number)
+        loss = step(run, number)
+        if rank == 0:
+            note(folder, number, loss)
+        save_checkpoint(folder / f"step-{number + 1}", *parts, progress={"step": number + 1})
+    dist.destroy_process_group()
+
+
+def with_trainer(folder: Path, args: argparse.Namespace, rest: list[str]) -> None:
+    from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+
+    from hf_moe_ep import patch
+    from support.jobs.clm_no_trainer import blocks
+    from support.tiny_models import tiny
+
+    class Misfortune(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            misfortune(folder, args.process_index, state.global_step)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+            if args.process_index == 0 and "loss" in logs:
+                note(folder, state.global_step - 1, logs["loss"])
+
+    options = ["--output_dir", str(folder), "--max_steps", str(args.steps), "--save_steps", "1"]
+    options += ["--logging_steps", "1", "--save_total_limit", "2", "--report_to", "none", *rest]
+    (training,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(options)
+    model = tiny(**SMALL)
+    patch(model, ep_size=args.ep_size, dispatcher=args.dispatcher)
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=blocks(model.config.vocab_size),
+        callbacks=[Misfortune()],
+    )
+    trainer.train(resume_from_checkpoint=newest_checkpoint(folder))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--ep_size", type=int, default=2)
+    parser.add_argument("--dispatcher", default="all_to_all")
+    parser.add_argument("--patience", type=float, default=60, help="of the process group, in s")
+    parser.add_argument("--trainer", action="store_true")
+    args, rest = parser.parse_known_args()
+    if args.trainer:
+        with_trainer(args.folder, args, rest)
+    else:
+        own_loop(args.folder, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""As much of Slurm as the files of examples/slurm/ use, on this machine.
+
+`run_sbatch` runs a batch file as Slurm does on the first of N machines, with an `srun` and a
+`scontrol` of its own on PATH. Its `srun` starts the command N times, as N tasks; when one fails it
+ends the others with all that they started. Its `scontrol` says where the first machine is, and at
+`requeue` ends the step, as Slurm does before it starts the job anew.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, os.fspath(Path(__file__).parents[1]))
+
+from support.marked import MARK, kill_marked  # noqa: E402
+from support.scripts import ROOT  # noqa: E402
+
+OPTIONS = ["--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+HOSTS = "nodes[0-1]"
+
+
+def run_sbatch(
+    file: Path,
+    *arguments: str,
+    folder: Path,
+    nodes: int = 2,
+    gpus: int = 2,
+    timeout: float = 400.0,
+    meanwhile: Callable[[subprocess.Popen[bytes]], object] = lambda shell: None,
+    **environment: str,
+) -> int:
+    """Return the exit code of the batch file; what was printed is in `folder`/output.
+
+    `meanwhile` is called while it runs, and whenever that returns the end is waited for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    commands = folder / "commands"
+    commands.mkdir(exist_ok=True)
+    for name in ("srun", "scontrol"):
+        script = f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {name} "$@"\n'
+        (commands / name).write_text(script)
+        (commands / name).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        job = free.getsockname()[1]
+    mark = f"slurm-{os.getpid()}-{job}"
+    own = {
+        "PATH": os.pathsep.join(
+            [os.fspath(commands), os.fspath(Path(sys.executable).parent), os.environ["PATH"]]
+        ),
+        "PYTHONPATH": os.pathsep.join([os.fspath(ROOT), os.fspath(ROOT / "tests")]),
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_JOB_NODELIST": HOSTS,
+        "SLURM_GPUS_ON_NODE": str(gpus),
+        "SLURM_FOLDER": os.fspath(folder),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        MARK: mark,
+    }
+    with open(folder / "output", "ab") as output:
+        shell = subprocess.Popen(
+            ["bash", os.fspath(file), *arguments],
+            env=os.environ | own | environment,
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            meanwhile(shell)
+            return shell.wait(timeout)
+        finally:
+            shell.kill()
+            shell.wait()
+            kill_marked(mark)
+
+
+def srun(arguments: list[str]) -> NoReturn:
+    """Run the tasks of a step; end them all where one fails."""
+    assert arguments[: len(OPTIONS)] == OPTIONS, arguments
+    # What stays of a step is told from the shell and this process, which have another mark.
+    mark = f"{os.environ[MARK]}-{os.getpid()}"
+    Path(os.environ["SLURM_FOLDER"], "step").write_text(mark)
+
+    def end(code: int) -> NoReturn:
+        kill_marked(mark)
+        os._exit(code)
+
+    signal.signal(signal.SIGTERM, lambda *_: end(143))
+    tasks = [
+        subprocess.Popen(
+            arguments[len(OPTIONS) :], env=os.environ | {"SLURM_NODEID": str(node), MARK: mark}
+        )
+        for node in range(int(os.environ["SLURM_JOB_NUM_NODES"]))
+    ]
+    while True:
+        codes = [task.poll() for task in tasks]
+        if any(codes):
+            end(1)
+        if None not in codes:
+            end(0)
+        time.sleep(0.1)
+
+
+def scontrol(arguments: list[str]) -> None:
+    """Name the hosts, or put the job back into the queue."""
+    if arguments == ["show", "hostnames", HOSTS]:
+        print("127.0.0.1\n127.0.0.1")
+        return
+    assert arguments == ["requeue", os.environ["SLURM_JOB_ID"]], arguments
+    folder = Path(os.environ["SLURM_FOLDER"])
+    (folder / "requeued").touch()
+    kill_marked((folder / "step").read_text())
+
+
+if __name__ == "__main__":
+    {"srun": srun, "scontrol": scontrol}[sys.argv[1]](sys.argv[2:])
