@@ -7,7 +7,6 @@ ends the others with all that they started. Its `scontrol` says where the first 
 """
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,8 +18,8 @@ from typing import NoReturn
 
 sys.path.insert(0, os.fspath(Path(__file__).parents[1]))
 
-from support.marked import MARK, kill_marked  # noqa: E402
-from support.scripts import ROOT  # noqa: E402
+from support.marked import MARK, kill_marked
+from support.scripts import ROOT
 
 OPTIONS = ["--ntasks-per-node=1", "--kill-on-bad-exit=1"]
 HOSTS = "nodes[0-1]"
