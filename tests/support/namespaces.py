@@ -1,0 +1,199 @@
+"""Machines that are not there: network namespaces of this one, with a slow link between them.
+
+    with Nodes(2, rate="200mbit") as nodes:
+        agents = [nodes.start(n, "torchrun", ..., output=folder / f"{n}.txt") for n in range(2)]
+
+A node has an interface `eth0`, an address (10.77.0.1, ..2) and a host name (`node0`) of its own, and
+shares everything else: cores, memory, files. The others ends of their cables are on a bridge in one
+more namespace, so nothing is changed outside. `rate` is what a node may send (`tc tbf`); what it
+has sent is counted by its interface.
+
+Needs root and iproute2; `WHY_NOT` says what is missing. A process of its own takes everything down
+again, whatever runs in it, when the block ends or whoever made it is gone, even by SIGKILL.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+NETWORK = "10.77.0"
+DEVICE = "eth0"
+# Of an Ethernet frame of a TCP segment beside its payload: Ethernet, IPv4, TCP, its time stamps.
+HEADERS = 14 + 20 + 20 + 12
+SEGMENT = 1500 - (HEADERS - 14)
+# Gives a node the name that its namespace has been told, and becomes the command.
+_BEGIN = 'hostname "$0" && exec "$@"'
+
+
+def _ip(*arguments: str) -> str:
+    """Run `ip`, or raise with what it said."""
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
+    found = subprocess.run(command, capture_output=True, text=True)
+    if found.returncode:
+        raise OSError(f"{' '.join(command)}: {found.stderr.strip()}")
+    return found.stdout
+
+
+def _why_not() -> str:
+    """Say why there can be no nodes here; empty where there can."""
+    if os.geteuid():
+        return "network namespaces need root"
+    missing = [name for name in ("ip", "tc", "unshare", "hostname") if not shutil.which(name)]
+    if missing:
+        return f"network namespaces need {', '.join(missing)} (apt-get install iproute2)"
+    try:
+        with Nodes(1, rate="1gbit") as nodes:
+            first = nodes.start(0, "true", output=Path(os.devnull))
+            return "" if first.wait(20) == 0 else "`ip netns exec` is not allowed here"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"network namespaces are not allowed here: {error}"
+
+
+class Nodes:
+    """So many nodes, numbered from 0; a context.
+
+    Args:
+        count: of nodes.
+        rate: what each may send a second, as `tc` takes it ("200mbit"); None = as fast as it goes.
+    """
+
+    def __init__(self, count: int, *, rate: str | None = None) -> None:
+        self.count, self._rate = count, rate
+        self._tag = f"hf_moe_ep_{os.getpid()}_{time.monotonic_ns()}"
+
+    def __enter__(self) -> "Nodes":
+        self._guard = subprocess.Popen(
+            [sys.executable, "-S", __file__, self._tag],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            self._make()
+        except BaseException:
+            self._take_down()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._take_down()
+
+    def address(self, node: int) -> str:
+        return f"{NETWORK}.{node + 1}"
+
+    def start(
+        self, node: int, *command: str, output: Path, **environment: str
+    ) -> "subprocess.Popen[bytes]":
+        """Start a command on a node; what it prints is added to `output`."""
+        own = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
+        inside = ["ip", "netns", "exec", self._space(node), "unshare", "--uts"]
+        with open(output, "ab") as file:
+            return subprocess.Popen(
+                [*inside, "sh", "-c", _BEGIN, f"node{node}", *command],
+                env=os.environ | own | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def kill(self, node: int) -> int:
+        """End all that runs on a node, as when its power fails; return how many processes."""
+        return _kill(self._space(node))
+
+    def sent(self, node: int) -> int:
+        """Bytes that a node has sent, with their headers."""
+        return _sent(["ip", "netns", "exec", self._space(node)])
+
+    def _space(self, node: int) -> str:
+        return f"{self._tag}_{node}"
+
+    def _make(self) -> None:
+        hub = f"{self._tag}_hub"
+        _ip("netns", "add", hub)
+        _ip("-n", hub, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", hub, "link", "set", "bridge", "up")
+        names = [f"{self.address(node)} node{node}\n" for node in range(self.count)]
+        for node in range(self.count):
+            space, port = self._space(node), f"port{node}"
+            _ip("netns", "add", space)
+            peer = ["peer", "name", port, "netns", hub]
+            _ip("link", "add", DEVICE, "netns", space, "type", "veth", *peer)
+            _ip("-n", hub, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", space, "addr", "add", f"{self.address(node)}/24", "dev", DEVICE)
+            _ip("-n", space, "link", "set", DEVICE, "up")
+            _ip("-n", space, "link", "set", "lo", "up")
+            if self._rate is not None:
+                # A burst holds several of the kernel's packets of 64 KiB.
+                shape = ["tbf", "rate", self._rate, "burst", "256kb", "latency", "200ms"]
+                _run("tc", "-n", space, "qdisc", "add", "dev", DEVICE, "root", *shape)
+            # `ip netns exec` puts these in the place of those of /etc.
+            files = _files(space)
+            files.mkdir(parents=True)
+            (files / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
+
+    def _take_down(self) -> None:
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait(60)
+
+
+def sent_here() -> int:
+    """Bytes that the node has sent on which this process runs."""
+    return _sent([])
+
+
+def _sent(prefix: list[str]) -> int:
+    return int(_run(*prefix, "cat", f"/sys/class/net/{DEVICE}/statistics/tx_bytes"))
+
+
+def _files(space: str) -> Path:
+    return Path("/etc/netns", space)
+
+
+def _kill(space: str) -> int:
+    killed = set()
+    while pids := [int(pid) for pid in _ip("netns", "pids", space).split()]:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.update(pids)
+        time.sleep(0.05)  # until they are reaped
+    return len(killed)
+
+
+def _guard(tag: str) -> None:
+    """Wait until whoever made the nodes is done or gone, and remove all of them."""
+    sys.stdin.buffer.read()
+    spaces = [line.split()[0] for line in _ip("netns", "list").splitlines() if tag in line]
+    for space in spaces:
+        _kill(space)
+    for space in spaces:
+        _ip("netns", "delete", space)
+        shutil.rmtree(_files(space), ignore_errors=True)
+
+
+def __getattr__(name: str) -> Any:
+    """Find `WHY_NOT` when it is first asked for: it takes a moment."""
+    if name != "WHY_NOT":
+        raise AttributeError(name)
+    globals()[name] = _why_not()
+    return globals()[name]
+
+
+if __name__ == "__main__":
+    _guard(sys.argv[1])
