@@ -90,11 +90,6 @@ def apply_ep_fsdp2(
     # A config that a folder was read into by hand; what is quantized there is read decoded.
     config_of_model = getattr(without_adapters(model), "config", None)
     forget_quantization(config_of_model, os.fspath(weights))
-    if state.config.experts_dtype is not None:
-        raise ValueError(
-            f"experts_dtype={state.config.experts_dtype!r} quantises experts that have values; "
-            f"load the model with transformers' from_pretrained, and leave weights= out"
-        )
     found = find_weights(model, weights, state.plan, empty)
     shard_model(model, state, options, device)
     offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
@@ -114,8 +109,9 @@ def from_pretrained(
 ) -> nn.Module:
     """Load a model sharded: each rank reads, from a folder that all of them see, its shards alone.
 
-    Beside its shards a rank needs memory for one part of one tensor. Accelerate and the Trainer
-    take the model as it is; make the Accelerator or TrainingArguments first: the process group.
+    Beside its shards a rank needs memory for one part of one tensor, and with `experts_dtype` for
+    one matrix of one expert. Accelerate and the Trainer take the model as it is; make the
+    Accelerator or TrainingArguments first: the process group.
 
     Args:
         name_or_dir: a folder, or a model of the hub, which is downloaded into the cache.

@@ -40,6 +40,8 @@ _BLOCKS = {"nf4": (1, 64), "fp8": (128, 128)}
 _VALUES_PER_BYTE = {"nf4": 2, "fp8": 1}
 # Bytes of block_scale that share a nested scale.
 _NESTED_BLOCK = 256
+# How many values are quantised at once: each of them takes some 20 bytes meanwhile.
+_VALUES = 1 << 17
 _FP8 = torch.float8_e4m3fn
 # What bitsandbytes quantises from, and dequantises to.
 _OF_BITSANDBYTES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,6 +81,11 @@ class Quantised:
         """Return one matrix of a stack, the same memory."""
         nested = None if self.nested_scale is None else self.nested_scale[expert]
         return Quantised(self.values[expert], self.block_scale[expert], nested)
+
+    def copy_into(self, place: Quantised) -> None:
+        """Copy into tensors of these shapes."""
+        for target, tensor in zip(_tensors(place), _tensors(self), strict=True):
+            target.copy_(tensor)
 
     def by_name(self, name: str) -> dict[str, Tensor]:
         """Return the tensors by the names of their parameters, that of the values first."""
@@ -138,19 +145,29 @@ def quantise_stack(weight_EOI: Tensor, quantisation: Quantisation) -> Quantised:
     if weight_EOI.is_meta:
         return stack
     for expert, weight_OI in enumerate(weight_EOI):
-        one = quantise(weight_OI, quantisation)
-        for place, tensor in zip(_tensors(stack.of(expert)), _tensors(one), strict=True):
-            place.copy_(tensor)
+        quantise(weight_OI, quantisation).copy_into(stack.of(expert))
     return stack
 
 
 @torch.no_grad()
 def quantise(weight_OI: Tensor, quantisation: Quantisation) -> Quantised:
-    """Quantise the matrix of one expert, or whole rows of it where nothing is nested."""
-    weight_OI = weight_OI.contiguous()
-    if quantisation.kind == "fp8":
-        return _quantise_fp8(weight_OI)
-    return _quantise_nf4(weight_OI, nested=quantisation.nested)
+    """Quantise the matrix of one expert, or whole rows of it where nothing is nested.
+
+    Some rows at a time, which know nothing of each other; scales of scales at the end.
+    """
+    kind, (rows, columns) = quantisation.kind, weight_OI.shape
+    plain = Quantisation(kind)
+    one = empty_stack((1, rows, columns), plain, weight_OI.device).of(0)
+    block_rows = _BLOCKS[kind][0]
+    step = max(1, _VALUES // max(1, columns * block_rows)) * block_rows
+    quantise_rows = _quantise_fp8 if kind == "fp8" else _quantise_nf4
+    for start in range(0, rows, step):
+        part = quantise_rows(weight_OI[start : start + step].contiguous())
+        at = slice(start, start + step)
+        one.values[at].copy_(part.values)
+        scales_at = slice(start // block_rows, -(-(start + step) // block_rows))
+        one.block_scale[scales_at].copy_(part.block_scale)
+    return _nested(one) if quantisation.nested else one
 
 
 @torch.no_grad()
@@ -181,18 +198,22 @@ def _tensors(quantised: Quantised) -> list[Tensor]:
     return list(quantised.by_name("").values())
 
 
-def _quantise_nf4(weight_OI: Tensor, *, nested: bool) -> Quantised:
+def _quantise_nf4(weight_OI: Tensor) -> Quantised:
     rows, columns = weight_OI.shape
     if weight_OI.dtype not in _OF_BITSANDBYTES:
         weight_OI = weight_OI.float()
-    packed, state = _functional().quantize_4bit(
-        weight_OI, blocksize=64, quant_type="nf4", compress_statistics=nested
+    packed, state = _functional().quantize_4bit(weight_OI, blocksize=64, quant_type="nf4")
+    return Quantised(packed.view(rows, columns // 2), state.absmax.view(rows, columns // 64))
+
+
+def _nested(one: Quantised) -> Quantised:
+    """Quantise the scales of a matrix, as `quantize_4bit` does with compress_statistics."""
+    offset = one.block_scale.flatten().mean()
+    codes, state = _functional().quantize_blockwise(
+        one.block_scale.flatten() - offset, blocksize=_NESTED_BLOCK
     )
-    values, block_scale = packed.view(rows, columns // 2), state.absmax.view(rows, columns // 64)
-    if not nested:
-        return Quantised(values, block_scale)
-    scale = state.state2.absmax
-    return Quantised(values, block_scale, torch.stack([scale, state.offset.expand_as(scale)], 1))
+    nested_scale = torch.stack([state.absmax, offset.expand_as(state.absmax)], 1)
+    return Quantised(one.values, codes.view(one.block_scale.shape), nested_scale)
 
 
 def _dequantise_nf4(one: Quantised, dtype: torch.dtype) -> Tensor:

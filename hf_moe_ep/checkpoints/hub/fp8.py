@@ -37,8 +37,8 @@ _OF_ACTIVATIONS = "activation_scale"
 _BIAS = 127
 # Dims of a weight of all experts.
 _STACKED = 3
-# How many values are decoded at once: of those also the fp32 product is there.
-_VALUES = 1 << 22
+# How many values are decoded at once: of those also factors and product are there, in fp32.
+_VALUES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Scaled(Entry):
     def decode(self, box: Box, view: tuple[int, ...], dtype: torch.dtype, reader: Reader) -> Tensor:
         """Decode the part `box` of the tensor seen in the shape `view`, some rows at a time."""
         values = torch.empty([stop - start for start, stop in box], dtype=dtype)
-        scales = _as_fp32(reader.read(self.scales, tuple((0, n) for n in self.scales.shape)))
+        scales = scales_as_fp32(reader.read(self.scales, tuple((0, n) for n in self.scales.shape)))
         scales, split = scales.flatten(0, -2), self._rows_end(view)
         (first, end), *others = box
         step = max(1, _VALUES // max(1, math.prod(values.shape[1:])))
@@ -92,7 +92,7 @@ def _indices(box: Box, view: tuple[int, ...]) -> Tensor:
     return found
 
 
-def _as_fp32(scales: Tensor) -> Tensor:
+def scales_as_fp32(scales: Tensor) -> Tensor:
     """Return scales as factors; bytes are powers of two, like E8M0."""
     if scales.dtype == torch.uint8:
         return torch.ldexp(torch.ones(()), scales.int() - _BIAS)

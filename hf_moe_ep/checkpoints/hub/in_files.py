@@ -28,6 +28,13 @@ class InFiles:
     parts: list[tuple[Piece, Entry]] | Packed
     dtype: torch.dtype
 
+    def of_expert(self, expert: int) -> InFiles:
+        """Return those of a stack that may hold something of one expert."""
+        if isinstance(self.parts, Packed):
+            return self
+        parts = [(piece, entry) for piece, entry in self.parts if _may_hold(piece, expert)]
+        return InFiles(parts, self.dtype)
+
     @torch.no_grad()
     def read_into(self, target: Tensor, box: Box, reader: Reader) -> None:
         """Read the part `box` of the tensor into `target`, which has its shape; piece by piece."""
@@ -51,3 +58,8 @@ class InFiles:
         if isinstance(entry, Scaled):
             return partial(entry.decode, dtype=self.dtype, reader=reader)
         return partial(reader.read, entry)
+
+
+def _may_hold(piece: Piece, expert: int) -> bool:
+    first = piece.start[0]
+    return first <= expert < first + piece.sizes[0] * piece.steps[0]

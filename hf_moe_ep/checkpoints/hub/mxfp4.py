@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK, _BYTES = 32, 16
 _BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# How many numbers are decoded at once: each of them takes some 9 bytes meanwhile.
+_VALUES = 1 << 18
 _NUMBERS = (*_MAGNITUDES, *(-number for number in _MAGNITUDES))
 
 
@@ -37,17 +40,20 @@ class Packed:
     scales: Entry
 
     def read_into(self, target: Tensor, box: Box, reader: Reader) -> None:
-        """Decode the part `box` of the weight into `target`, in its dtype; expert by expert."""
+        """Decode the part `box` of the weight into `target`, in its dtype; some rows at a time."""
         (first, end), inner, out = box
         groups = inner[0] // _BLOCK, -(-inner[1] // _BLOCK)
         decoded = groups[0] * _BLOCK, groups[1] * _BLOCK
-        for expert in range(first, end):
-            held = ((expert, expert + 1), out, groups)
+        (wanted,) = slices((inner,), (decoded,))
+        step = max(1, _VALUES // max(1, decoded[1] - decoded[0]))
+        for expert, start in product(range(first, end), range(*out, step)):
+            rows = (start, min(start + step, out[1]))
+            held = ((expert, expert + 1), rows, groups)
             scales = reader.read(self.scales, held)[0]
             blocks = reader.read(self.blocks, (*held, (0, _BYTES)))[0]
             values = _decode(blocks, scales, target.dtype).flatten(1)
-            (wanted,) = slices((inner,), (decoded,))
-            target[expert - first].copy_(values[:, wanted].T)
+            at = slice(rows[0] - out[0], rows[1] - out[0])
+            target[expert - first, :, at].copy_(values[:, wanted].T)
 
 
 def packed_keys(key: str) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """A checkpoint of the hub into a sharded model: every rank reads what it keeps, and no more.
 
 The model is built on the meta device and sharded there; then each rank allocates its shards, and
-reads the byte ranges of them. Beyond its shards a rank holds one part of one tensor at a time. With
+reads the byte ranges of them. Beyond its shards a rank holds one part of one tensor at a time, and
+where experts are held quantised one matrix of one expert (`quantised.py`). With
 dp_replicate_size > 1 every replica reads for itself.
 """
 
@@ -21,6 +22,7 @@ from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
 from hf_moe_ep.checkpoints.hub.mxfp4 import Packed, find_packed, packed_keys
 from hf_moe_ep.checkpoints.hub.pieces import Piece
+from hf_moe_ep.checkpoints.hub.quantised import held_as_bytes
 from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
     Entry,
@@ -31,6 +33,7 @@ from hf_moe_ep.checkpoints.storage.safetensors_file import (
 )
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.ranks.together import differing, gather, is_first, together
+from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.conversion import other_names
 from hf_moe_ep.upstream.hub import (
@@ -241,18 +244,26 @@ def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch
         device: of the parameters.
     """
     allocate_meta(model, device)
+    computed_on = patched_state(model).device
     held = dict(model.named_parameters()) | dict(model.named_buffers())
-    total = sum(_bytes(held[name]) for name in weights)
+    as_bytes = held_as_bytes(model)
+    sizes = {
+        name: as_bytes[name].num_bytes if name in as_bytes else _bytes(held[name])
+        for name in weights
+    }
 
     def read() -> None:
         with (
             Reader() as reader,
-            progress_bar(total, "loading weights", is_first()) as progress,
+            progress_bar(sum(sizes.values()), "loading weights", is_first()) as progress,
         ):
             for name, stored in weights.items():
-                tensor = held[name]
-                stored.read_into(local_tensor(tensor), local_box(tensor), reader)
-                progress.update(_bytes(tensor))
+                if name in as_bytes:
+                    as_bytes[name].read(stored, reader, computed_on)
+                else:
+                    tensor = held[name]
+                    stored.read_into(local_tensor(tensor), local_box(tensor), reader)
+                progress.update(sizes[name])
 
     together("reading weights", read)
 
