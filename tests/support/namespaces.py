@@ -3,10 +3,10 @@
     with Nodes(2, rate="200mbit") as nodes:
         agents = [nodes.start(n, "torchrun", ..., output=folder / f"{n}.txt") for n in range(2)]
 
-A node has an interface `eth0`, an address (10.77.0.1, ..2) and a host name (`node0`) of its own, and
-shares everything else: cores, memory, files. The others ends of their cables are on a bridge in one
-more namespace, so nothing is changed outside. `rate` is what a node may send (`tc tbf`); what it
-has sent is counted by its interface.
+A node has an interface `eth0`, an address (10.77.0.1, ..2) and a host name (`node0`) of its own,
+and shares everything else: cores, memory, files. The other ends of their cables are on a bridge in
+one more namespace, so nothing is changed outside. `rate` is what a node may send (`tc tbf`); what
+it has sent is counted by its interface.
 
 Needs root and iproute2; `WHY_NOT` says what is missing. A process of its own takes everything down
 again, whatever runs in it, when the block ends or whoever made it is gone, even by SIGKILL.

@@ -5,7 +5,7 @@
 
 FOLDER gets checkpoints and `losses`, a line for each step of rank 0: its number, loss, and which
 start of the ranks this was. A file `FOLDER/die-RANK-STEP` makes that rank do at that step what the
-file says, once: "rank" or "agent" is killed (SIGKILL), "stall" waits for ever.
+file says, once: "rank" or "agent" is killed (SIGKILL), "stall" waits for ever in front of a router.
 """
 
 import argparse
@@ -16,7 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from hf_moe_ep import load_checkpoint, newest_checkpoint, save_checkpoint
 from support.jobs.resume import Layout, start, step
@@ -24,15 +26,17 @@ from support.jobs.resume import Layout, start, step
 SMALL = {"num_hidden_layers": 1}
 
 
-def misfortune(folder: Path, rank: int, number: int) -> None:
-    """Die, or stall, where a file says so."""
+def misfortune(folder: Path, rank: int, number: int, model: nn.Module) -> None:
+    """Die, or stall in the MoE layer, where a file says so."""
     order = folder / f"die-{rank}-{number}"
     if not order.exists():
         return
     what = order.read_text()
     order.rename(folder / f"done-{rank}-{number}")
     if what == "stall":
-        time.sleep(3600)
+        router = next(module for name, module in model.named_modules() if name.endswith("mlp.gate"))
+        router.register_forward_pre_hook(lambda *_: time.sleep(3600))
+        return
     os.kill(os.getpid() if what == "rank" else os.getppid(), signal.SIGKILL)
     if what == "agent":
         time.sleep(3600)  # whoever started the agent ends what it leaves behind
@@ -53,17 +57,28 @@ def read_losses(folder: Path) -> dict[int, set[str]]:
     return found
 
 
+def config_of(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "ep_size": args.ep_size,
+        "dispatcher": args.dispatcher,
+        "dp_replicate_size": args.replicate,
+    }
+
+
 def own_loop(folder: Path, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.patience))
     rank, world = dist.get_rank(), dist.get_world_size()
-    config: dict[str, Any] = {"ep_size": args.ep_size, "dispatcher": args.dispatcher}
-    run = start("full", Layout("nodes", world, config), **SMALL)
+    run = start("full", Layout("nodes", world, config_of(args)), **SMALL)
     parts = (run.model, run.optimizer, run.scheduler)
     first = 0
     if (newest := newest_checkpoint(folder)) is not None:
         first = load_checkpoint(newest, *parts)["step"]
     for number in range(first, args.steps):
-        misfortune(folder, rank, number)
+        told = torch.tensor(args.until_told and (folder / "stop").exists())
+        dist.broadcast(told, 0)
+        if told:
+            break
+        misfortune(folder, rank, number, run.model)
         loss = step(run, number)
         if rank == 0:
             note(folder, number, loss)
@@ -80,7 +95,7 @@ def with_trainer(folder: Path, args: argparse.Namespace, rest: list[str]) -> Non
 
     class Misfortune(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            misfortune(folder, args.process_index, state.global_step)
+            misfortune(folder, args.process_index, state.global_step, kwargs["model"])
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
             if args.process_index == 0 and "loss" in logs:
@@ -90,7 +105,7 @@ def with_trainer(folder: Path, args: argparse.Namespace, rest: list[str]) -> Non
     options += ["--logging_steps", "1", "--save_total_limit", "2", "--report_to", "none", *rest]
     (training,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(options)
     model = tiny(**SMALL)
-    patch(model, ep_size=args.ep_size, dispatcher=args.dispatcher)
+    patch(model, **config_of(args))
     trainer = Trainer(
         model=model,
         args=training,
@@ -106,6 +121,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--ep_size", type=int, default=2)
     parser.add_argument("--dispatcher", default="all_to_all")
+    parser.add_argument("--replicate", type=int, default=1)
+    parser.add_argument("--until_told", action="store_true", help="by FOLDER/stop")
     parser.add_argument("--patience", type=float, default=60, help="of the process group, in s")
     parser.add_argument("--trainer", action="store_true")
     args, rest = parser.parse_known_args()
