@@ -93,14 +93,6 @@ def is_refused_by_dtensor(error: Exception) -> bool:
     return any(words in str(error) for words in said)
 
 
-def with_local(like: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor laid out as `like`, whose local shard is `local`, on the device of `local`.
-
-    `DTensor.from_local` would move it to the mesh's device (torch/distributed/tensor/_api.py).
-    """
-    return DTensor(local, like._spec, requires_grad=False)
-
-
 def times_written(tensor: Tensor) -> tuple[int, ...]:
     """Return how often a tensor was written in place, and this rank's part of a sharded one.
 

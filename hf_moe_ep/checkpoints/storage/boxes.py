@@ -55,15 +55,28 @@ def local_box(tensor: Tensor) -> Box:
 
 def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     """Find the part of a parameter that the rank at `coordinate` of its mesh holds."""
-    box, mesh = [(0, size) for size in tensor.shape], tensor.device_mesh
+    cuts = [
+        None if isinstance(placement, Replicate) else placement.dim  # type: ignore[attr-defined]
+        for placement in tensor.placements
+    ]
+    return cut_box(tensor.shape, tensor.device_mesh.shape, cuts, coordinate)
+
+
+def cut_box(
+    shape: Sequence[int],
+    grid: Sequence[int],
+    cuts: Sequence[int | None],
+    coordinate: Sequence[int],
+) -> Box:
+    """Find the part of a tensor at `coordinate` of a grid whose axes cut these dims, or none."""
+    box = [(0, size) for size in shape]
     # The ep axis is the last one and was cut first; FSDP2 cuts what it left.
-    for axis in reversed(range(mesh.ndim)):
-        placement = tensor.placements[axis]
-        if isinstance(placement, Replicate):
+    for axis in reversed(range(len(grid))):
+        dim = cuts[axis]
+        if dim is None:
             continue
-        dim = placement.dim  # type: ignore[attr-defined]
         start, stop = box[dim]
-        share = -(-(stop - start) // mesh.size(axis))
+        share = -(-(stop - start) // grid[axis])
         cut = [min(start + (coordinate[axis] + i) * share, stop) for i in (0, 1)]
         box[dim] = (cut[0], cut[1])
     return tuple(box)

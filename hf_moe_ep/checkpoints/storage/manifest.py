@@ -8,9 +8,9 @@
      "files": {"tensors/shard-00001-...": {"size": 1234, "sha256": "..."}, ...}}
 
 Until its rename the folder counts as unfinished, so killing any rank at any moment leaves the
-previous checkpoint the newest. Each file is read once, by one rank, in pieces; the same pass has
-it written to disk (fsync), because a manifest that survives a power failure must not name files
-that did not.
+previous checkpoint the newest. Each file is read once, by one rank, in pieces, unless its writer
+has hashed it; either way it is on disk (fsync) first, because a manifest that survives a power
+failure must not name files that did not.
 
 Files that came to the folder later are not looked at, and a checkpoint is not protected against
 someone who means harm: who can change a file can change the manifest.
@@ -65,6 +65,7 @@ def write(
     folder: str | os.PathLike[str],
     layout: dict[str, Any],
     *,
+    told: dict[str, dict[str, Any]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Hash every file of `folder`, shared among ranks, then commit; every rank calls this.
@@ -72,13 +73,18 @@ def write(
     Args:
         folder: seen by all ranks; nobody writes to it any more.
         layout: what wrote it, for the reader; JSON values.
+        told: of files that this rank wrote, has on disk, and hashed as it wrote them.
         group: over which ranks meet; None is the default group.
 
     Raises:
         RuntimeError: on every rank, naming the rank that failed and why; no manifest was written.
     """
     path = Path(folder)
-    sizes = on_first("the list of files", lambda: _list(path), group)
+    known: dict[str, dict[str, Any]] = {}
+    if told is not None:
+        for of_rank in for_first(f"writing {path / MANIFEST}", lambda: told, group) or ():
+            known |= of_rank
+    sizes = on_first("the list of files", lambda: _list(path, known), group)
     parts = for_first(
         f"writing {path / MANIFEST}",
         lambda: {name: _entry(path, name) for name in _share(sizes, group)},
@@ -86,7 +92,7 @@ def write(
     )
 
     def commit() -> None:
-        found = {name: entry for part in parts or () for name, entry in part.items()}
+        found = known | {name: entry for part in parts or () for name, entry in part.items()}
         manifest = {
             "format": _FORMAT,
             "written": {"time": time.time(), **versions()},
@@ -211,10 +217,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _list(folder: Path) -> dict[str, int]:
+def _list(folder: Path, known: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """List sizes of files that are to be read; of what is known the size has to be as told."""
     files = (path for path in folder.rglob("*") if path.is_file())
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-    return {name: size for name, size in sizes.items() if name not in (MANIFEST, PARTIAL)}
+    _compare_sizes(folder, known)
+    return {
+        name: size
+        for name, size in sizes.items()
+        if name not in (MANIFEST, PARTIAL) and name not in known
+    }
 
 
 def _share(sizes: dict[str, int], group: dist.ProcessGroup | None) -> list[str]:

@@ -4,24 +4,27 @@
     header    {"__metadata__": {"DCP_SHARDING_INFO": "{\"w\": {\"saved_offsets\": [4, 0]}, .. }"},
                "w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ..}
 
-holds rows 4 to 8 of w. Files are those of torch.distributed.checkpoint (hf_storage.py), which has
-every rank read the headers of all of them, and keeps what they say: of 3384 tensors by 128 ranks
-that is 433,000 parts. A rank here reads one header after the other, keeps what it needs of it, and
-stops where nothing is missing: where it lies as it was saved, its own file comes first.
+holds rows 4 to 8 of w. The form is that of torch.distributed.checkpoint (hf_storage.py), so either
+reads what the other wrote. Its reader has every rank read all headers and keep what they say: of
+3384 tensors by 128 ranks 433,000 parts. A rank here reads the headers of files that it needs, one
+after the other, and stops where nothing is missing; `spread.py` tells which files these are. Where
+nobody noted that (files of torch), its own comes first, in case it lies as it was saved.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor, overlap, slices
-from hf_moe_ep.checkpoints.storage.safetensors_file import Entry, Reader, read_table
+from hf_moe_ep.checkpoints.storage.safetensors_file import Entry, Reader, Writer, read_table
 
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
@@ -30,6 +33,49 @@ _OFFSETS = "saved_offsets"
 def file_name(rank: int, number: int, of: int) -> str:
     """Name the `number`-th file of a rank, counted from 1, as torch.distributed.checkpoint does."""
     return f"shard-{rank + 1:05d}-model-{number:05d}-of-{of:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank writes of one tensor: `values`, the part of it that is `box`.
+
+    `number` is that of the rank's file, from 1.
+    """
+
+    name: str
+    box: Box
+    values: Tensor
+    number: int
+
+
+def write_parts(folder: Path, rank: int, parts: Iterable[Part], num_files: int) -> dict[str, Any]:
+    """Write a rank's files, one tensor in memory at a time; returns size and hash by file name."""
+    by_number: dict[int, list[Part]] = {}
+    for part in parts:
+        by_number.setdefault(part.number, []).append(part)
+    written: dict[str, Any] = {}
+    for number, of_file in sorted(by_number.items()):
+        # What needs to lie at multiples of 8 bytes comes before what does not.
+        of_file.sort(key=lambda part: (-part.values.element_size(), part.name))
+        path = folder / file_name(rank, number, num_files)
+        offsets = {part.name: {_OFFSETS: [at for at, _ in part.box]} for part in of_file}
+        header = [(part.name, tuple(part.values.shape), part.values.dtype) for part in of_file]
+        about = {_SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
+        with Writer(path, header, about) as writer:
+            for part in of_file:
+                shape = tuple(part.values.shape)
+                box = tuple((0, size) for size in shape)
+                writer.write(part.name, shape, box, part.values.cpu())
+        written[path.name] = {"size": path.stat().st_size, "sha256": writer.sha256}
+    return written
+
+
+def of_rank(name: str) -> int:
+    """Return the rank whose file it is; ValueError where the name is not `file_name`'s."""
+    match = re.fullmatch(r"shard-(\d+)-model-\d+-of-\d+\.safetensors", name)
+    if match is None:
+        raise ValueError(f"{name} is no name of a rank's file")
+    return int(match[1]) - 1
 
 
 def own_first(names: Iterable[str], rank: int) -> list[str]:

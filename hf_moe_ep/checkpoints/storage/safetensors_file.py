@@ -46,6 +46,10 @@ _DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -227,6 +231,12 @@ def _bytes(entry: Entry) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
 
 
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError where no file can hold it."""
+    if dtype not in _NAMES:
+        raise ValueError(f"{name} is {dtype}, which safetensors files do not hold")
+
+
 class Reader:
     """Reads parts of tensors; keeps files open until it is closed."""
 
@@ -287,12 +297,18 @@ def _runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
 
 
 class Writer:
-    """Writes one file; `header` is all of its tensors, (key, shape, dtype), in order."""
+    """Writes one file; `header` is all of its tensors, (key, shape, dtype), in order.
+
+    `about` stands beside them in the header, text by name.
+    """
 
     def __init__(
-        self, path: Path, header: Iterable[tuple[str, tuple[int, ...], torch.dtype]]
+        self,
+        path: Path,
+        header: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
+        about: Mapping[str, str] | None = None,
     ) -> None:
-        table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        table: dict[str, object] = {"__metadata__": {**(about or {}), "format": "pt"}}
         places, end = {}, 0
         for key, shape, dtype in header:
             size = math.prod(shape) * dtype.itemsize

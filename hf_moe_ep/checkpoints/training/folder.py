@@ -2,8 +2,8 @@
 
     manifest.json            last: what is there, sizes, hashes (`manifest.py`)
     hf_moe_ep.json           first: this folder is ours
-    tensors/shard-*          parameters, buffers, moments (`tensors.py`): safetensors, written and
-                             read by torch.distributed.checkpoint, each rank its own part
+    tensors/shard-*          parameters, buffers, moments (`tensors.py`): safetensors, each rank its
+                             own part, as torch.distributed.checkpoint reads them (`part_files.py`)
     state.json               everything else (`state_file.py`)
     quantised_base.json      hashes of experts that are held quantised (`base.py`)
     random-00003.json        the random generators of rank 3
@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from hf_moe_ep.checkpoints.hub.configs import BESIDE, CONFIGS, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.part_files import own_first, read_parts
+from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
+from hf_moe_ep.checkpoints.storage.part_files import (
+    Part,
+    of_rank,
+    own_first,
+    read_parts,
+    write_parts,
+)
 from hf_moe_ep.checkpoints.training import state_file
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.state_file import StateFile
@@ -103,30 +103,38 @@ def write_json(path: Path, value: Any) -> None:
         json.dump(value, file)
 
 
-def write_tensors(
-    path: Path,
-    tensors: dict[str, Tensor],
-    files: dict[str, int],
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Write each rank's part of `tensors`; `files` numbers the file of each, from 1."""
-    if not tensors:
-        return
-    with _in_one_process_too():
-        save(
-            tensors,
-            storage_writer=HuggingFaceStorageWriter(
-                str(path / TENSORS), files, save_distributed=True
-            ),
-            planner=DefaultSavePlanner(),
-            process_group=group,
-        )
+def write_tensors(path: Path, parts: list[Part], num_files: int) -> dict[str, Any]:
+    """Write this rank's files, every rank for itself; returns what the manifest says of them."""
+    written = write_parts(path / TENSORS, this_rank(), parts, num_files)
+    return {f"{TENSORS}/{name}": entry for name, entry in written.items()}
 
 
-def read_tensors(path: Path, targets: dict[str, Tensor]) -> None:
+def read_tensors(path: Path, targets: dict[str, Tensor], saved: StateFile) -> None:
     """Fill `targets`, each as this rank holds it; every rank for itself."""
-    names = [Path(name).name for name in manifest.read(path)["files"] if _is_of_tensors(name)]
+    known = manifest.read(path)["files"]
+    names = [Path(name).name for name in known if name.startswith(f"{TENSORS}/")]
+    ranks = ranks_needed(targets, saved)
+    if ranks is not None:
+        names = [name for name in names if of_rank(name) in ranks]
     read_parts((path / TENSORS / name for name in own_first(names, this_rank())), targets)
+
+
+def ranks_needed(targets: dict[str, Tensor], saved: StateFile) -> set[int] | None:
+    """Find the ranks that wrote something of what this one holds; None where nobody noted it."""
+    needed: set[int] = set()
+    # Layers are alike, and so are an optimizer's moments: asked once for all of them.
+    asked: dict[tuple[Any, ...], frozenset[int]] = {}
+    for name, target in targets.items():
+        form = saved.tensors[name]
+        if form.spread is None:
+            return None
+        if local_tensor(target).numel():
+            box = local_box(target)
+            key = (id(form.spread), tuple(form.shape), form.replica, box)
+            if key not in asked:
+                asked[key] = form.spread.holders(form.shape, form.replica, box)
+            needed |= asked[key]
+    return needed
 
 
 def check_only_ours(path: Path) -> None:
@@ -138,10 +146,6 @@ def check_only_ours(path: Path) -> None:
     for file in sorted((path / TENSORS).iterdir()):
         if f"{TENSORS}/{file.name}" not in known:
             raise ValueError(f"{file} is not in {manifest.MANIFEST}; remove it")
-
-
-def _is_of_tensors(name: str) -> bool:
-    return name.startswith(f"{TENSORS}/")
 
 
 def read_state(path: Path) -> StateFile:
@@ -157,14 +161,3 @@ def read_state(path: Path) -> StateFile:
             f"trainer.train(resume_from_checkpoint={str(path)!r})"
         )
     return state_file.read(path / STATE)
-
-
-@contextmanager
-def _in_one_process_too() -> Iterator[None]:
-    """Silence what DCP says where there is no process group, which is fine here."""
-    if dist.is_initialized():
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -96,7 +96,7 @@ def load_checkpoint(
         return saved, _targets(model, optimizer, saved)
 
     saved, targets = together(f"reading {path}", compare)
-    together(f"reading {path}", lambda: folder.read_tensors(path, targets))
+    together(f"reading {path}", lambda: folder.read_tensors(path, targets, saved))
 
     def put() -> None:
         _put_model(model, targets, saved)

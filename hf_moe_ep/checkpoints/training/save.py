@@ -4,7 +4,7 @@
     prepare     each rank names its tensors (`tensors.py`) and makes JSON of the rest; nothing is
                 written where one of them cannot, or where they differ
     clear       rank 0 makes an empty folder, marked as unfinished (`folder.py`)
-    write       each rank its part, and the manifest last
+    write       each rank its part, which it knows by itself (`spread.py`), and the manifest last
 
 An error of one rank is an error on every rank. In the background (`asynchronous=True`) the step
 waits for `prepare` alone, which then copies to the host. Ranks meet over a group of their own
@@ -14,21 +14,22 @@ there, because collectives of two threads on one group would mix (`ranks/backgro
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.json_values import encode
+from hf_moe_ep.checkpoints.storage.part_files import Part
 from hf_moe_ep.checkpoints.training import folder
 from hf_moe_ep.checkpoints.training import rng as random_state
 from hf_moe_ep.checkpoints.training.base import BASE, describe_base
 from hf_moe_ep.checkpoints.training.state_file import StateFile, digest
-from hf_moe_ep.checkpoints.training.tensors import collect, host_copy
+from hf_moe_ep.checkpoints.training.tensors import collect
 from hf_moe_ep.ranks.background import SaveHandle, Saver
 from hf_moe_ep.ranks.together import (
     check_alike,
@@ -38,12 +39,11 @@ from hf_moe_ep.ranks.together import (
     on_first,
     this_rank,
     together,
-    world_size,
 )
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, patched_state
 
-# Each file is built in host memory before it is written.
+# Of one rank; files are what ranks share when they verify a checkpoint.
 _FILE_BYTES = 1 << 30
 
 
@@ -51,8 +51,8 @@ _FILE_BYTES = 1 << 30
 class _Snapshot:
     """One rank's part of a checkpoint; all but the tensors as JSON takes it."""
 
-    tensors: dict[str, Tensor]
-    files: dict[str, int]
+    parts: list[Part]
+    num_files: int
     state: dict[str, Any]
     random: dict[str, Any]
     layout: dict[str, Any]
@@ -108,7 +108,9 @@ def save_checkpoint(
             folder.check_free(path)
         snapshot = _take(model, optimizer, scheduler, progress, state)
         if asynchronous:
-            snapshot.tensors = {name: host_copy(t) for name, t in snapshot.tensors.items()}
+            snapshot.parts = [
+                replace(part, values=part.values.to("cpu", copy=True)) for part in snapshot.parts
+            ]
         return snapshot
 
     snapshot = together("save_checkpoint", prepare)
@@ -131,18 +133,19 @@ def _take(
     if not isinstance(progress, dict | None):
         raise ValueError(f"progress is {progress!r}; make it a dict, like {{'step': 100}}")
     named = collect(model, optimizer)
-    layout = folder.layout_of(state)
+    layout, forms = folder.layout_of(state), named.forms()
+    parts, num_files = named.parts(forms, _FILE_BYTES)
     content = StateFile(
         layout=layout,
         progress=progress or {},
         scheduler=None if scheduler is None else scheduler.state_dict(),
-        tensors=named.forms(),
+        tensors=forms,
         scalars=named.scalars,
         optimizer=named.optimizer,
     )
     return _Snapshot(
-        tensors=named.tensors,
-        files=named.files(_FILE_BYTES * world_size()),
+        parts=parts,
+        num_files=num_files,
         state=content.to_json(),
         random=encode(random_state.capture(state.device), "random state"),
         layout=layout,
@@ -160,8 +163,8 @@ def _check_same_everywhere(of_state: str) -> None:
 
 
 def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> None:
-    def tensors() -> None:
-        folder.write_tensors(path, snapshot.tensors, snapshot.files, group)
+    def tensors() -> dict[str, Any]:
+        return folder.write_tensors(path, snapshot.parts, snapshot.num_files)
 
     def others() -> None:
         folder.write_json(path / folder.random_file(this_rank()), snapshot.random)
@@ -170,6 +173,6 @@ def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> 
             if snapshot.base is not None:
                 folder.write_json(path / BASE, snapshot.base)
 
-    together(f"saving {path}", tensors, group)
+    told = together(f"saving {path}", tensors, group)
     together(f"saving {path}", others, group)
-    manifest.write(path, snapshot.layout, group=group)
+    manifest.write(path, snapshot.layout, told=told, group=group)

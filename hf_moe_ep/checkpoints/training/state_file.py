@@ -4,7 +4,9 @@
      "layout": {"world_size": 8, "ep_size": 4, ...},         how it was saved
      "progress": {"step": 100},                              the user's, by `json_values.py`
      "scheduler": {"last_epoch": 100, ...},                  null without one
-     "tensors": {"model.norm.weight": {"shape": [32], "dtype": "float32"}, ...},
+     "spreads": [{"grid": [8], "ranks": [0, 1, ...], "cuts": [0]}, ...],     of `spread.py`
+     "tensors": {"model.norm.weight": {"shape": [32], "dtype": "float32",
+                                       "spread": 0, "replica": 0}, ...},
      "rest": {"scalars": {"scale": ...},                     tensors of the model without a dim
               "kind": "MyAdamW", "bases": ["AdamW"],         null without an optimizer
               "groups": [{"names": ["norm.weight"], "options": {"lr": 0.1, ...}}],
@@ -13,7 +15,7 @@
                   "step": {"on": "host", "value": ...}}}}}
 
 The names of these fields stand in this file alone. A file without a number is of format 1: the
-number came later, and so did "bases".
+number came later, and so did "bases", "spreads", "spread" and "replica".
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.storage.json_values import decode, encode
+from hf_moe_ep.checkpoints.storage.spread import Spread
 
 FORMAT = 1
 _HOST, _PARAMETER = "host", "parameter"
@@ -35,10 +38,17 @@ _HOST, _PARAMETER = "host", "parameter"
 
 @dataclass(frozen=True)
 class TensorForm:
-    """Global shape and dtype of a tensor in the files."""
+    """Global shape and dtype of a tensor in the files; and who wrote them.
+
+    Attributes:
+        spread: how it lay on ranks; None in files of versions that did not write it.
+        replica: which of its replicas wrote it.
+    """
 
     shape: list[int]
     dtype: torch.dtype
+    spread: Spread | None = None
+    replica: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,8 @@ class StateFile:
             ValueError: something has no form in JSON; it says where.
         """
         scheduler = None if self.scheduler is None else encode(self.scheduler, "scheduler")
+        spreads = {form.spread: None for form in self.tensors.values() if form.spread is not None}
+        numbers = {spread: number for number, spread in enumerate(spreads)}
         return {
             "format": FORMAT,
             "layout": self.layout,
@@ -107,10 +119,8 @@ class StateFile:
                 "scalars": {name: encode(value, name) for name, value in self.scalars.items()},
                 **_optimizer_to_json(self.optimizer),
             },
-            "tensors": {
-                name: {"shape": form.shape, "dtype": _dtype_name(form.dtype)}
-                for name, form in self.tensors.items()
-            },
+            "spreads": [spread.to_json() for spread in spreads],
+            "tensors": {name: _form_to_json(form, numbers) for name, form in self.tensors.items()},
         }
 
     @staticmethod
@@ -125,13 +135,13 @@ class StateFile:
         if number != FORMAT:
             raise ValueError(f"it has format {number}, this version reads {FORMAT}")
         rest, scheduler = content["rest"], content["scheduler"]
+        spreads = [Spread.from_json(spread) for spread in content.get("spreads", [])]
         return StateFile(
             layout=content["layout"],
             progress=decode(content["progress"]),
             scheduler=None if scheduler is None else decode(scheduler),
             tensors={
-                name: TensorForm(form["shape"], getattr(torch, form["dtype"]))
-                for name, form in content["tensors"].items()
+                name: _form_from_json(form, spreads) for name, form in content["tensors"].items()
             },
             scalars={name: decode(value) for name, value in rest["scalars"].items()},
             optimizer=_optimizer_from_json(rest),
@@ -140,7 +150,8 @@ class StateFile:
 
 def digest(content: dict[str, Any]) -> str:
     """Hash what must be alike on every rank, of what `to_json` returned."""
-    return hashlib.sha256(json.dumps([content["tensors"], content["rest"]]).encode()).hexdigest()
+    alike = [content["spreads"], content["tensors"], content["rest"]]
+    return hashlib.sha256(json.dumps(alike).encode()).hexdigest()
 
 
 def read(path: Path) -> StateFile:
@@ -156,6 +167,20 @@ def read(path: Path) -> StateFile:
     except (LookupError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is damaged ({reason}); take an older checkpoint") from error
+
+
+def _form_to_json(form: TensorForm, numbers: dict[Spread, int]) -> dict[str, Any]:
+    of_file = {"shape": form.shape, "dtype": _dtype_name(form.dtype)}
+    if form.spread is None:
+        return of_file
+    return {**of_file, "spread": numbers[form.spread], "replica": form.replica}
+
+
+def _form_from_json(form: dict[str, Any], spreads: list[Spread]) -> TensorForm:
+    shape, dtype = form["shape"], getattr(torch, form["dtype"])
+    if "spread" not in form:
+        return TensorForm(shape, dtype)
+    return TensorForm(shape, dtype, spreads[form["spread"]], form["replica"])
 
 
 def _optimizer_to_json(optimizer: OptimizerState | None) -> dict[str, Any]:

@@ -4,8 +4,8 @@
     optimizer.<key>.<parameter>   what the optimizer keeps in the parameter's shape: exp_avg, ...
     everything else               JSON (`state_file.py`): single numbers like `step`, options
 
-Sharded tensors are DTensors of global shape, so torch.distributed.checkpoint cuts them for any
-other layout. LoRA factors of experts are kept as a sharded model has them, [E, r, in] and
+Sharded tensors are DTensors of global shape, so they can be cut for any other layout (`spread.py`,
+`part_files.py`). LoRA factors of experts are kept as a sharded model has them, [E, r, in] and
 [E, out, r], and packed on the way into a model that is not sharded (`factors.py`).
 
 Not by torch's get_optimizer_state_dict: without a state it makes one by a step with lr 0, which
@@ -22,14 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
+from hf_moe_ep.checkpoints.storage.part_files import Part
+from hf_moe_ep.checkpoints.storage.safetensors_file import check_dtype
+from hf_moe_ep.checkpoints.storage.spread import choose_replicas, find_spreads
 from hf_moe_ep.checkpoints.training.state_file import Group, Kept, OptimizerState, TensorForm
 from hf_moe_ep.lora.computed import stacked_factors
 from hf_moe_ep.lora.factors import is_stacked
+from hf_moe_ep.ranks.together import this_rank, world_size
 from hf_moe_ep.state import quantised_matrices
 from hf_moe_ep.upstream.adapters import adapter_parameters, wraps_for_adapters
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
-from hf_moe_ep.upstream.sharded_models import with_local
 
 Convert = Callable[[Tensor], Tensor]
 
@@ -66,20 +70,34 @@ class NamedState:
     optimizer: OptimizerState | None
 
     def forms(self) -> dict[str, TensorForm]:
-        """Global shape and dtype of every tensor."""
+        """Global shape and dtype of every tensor, and who writes it; the same on every rank.
+
+        Raises:
+            ValueError: a tensor lies in a way, or is of a dtype, that files do not hold.
+        """
+        for name, tensor in self.tensors.items():
+            check_dtype(name, tensor.dtype)
+        spreads = find_spreads(self.tensors, world_size())
+        replicas = choose_replicas(
+            {name: (spreads[name], _bytes(tensor)) for name, tensor in self.tensors.items()}
+        )
         return {
-            name: TensorForm(list(tensor.shape), tensor.dtype)
+            name: TensorForm(list(tensor.shape), tensor.dtype, spreads[name], replicas[name])
             for name, tensor in self.tensors.items()
         }
 
-    def files(self, limit: int) -> dict[str, int]:
-        """Number the file of each tensor, from 1; the next begins after `limit` bytes."""
-        numbers: dict[str, int] = {}
-        so_far = 0
+    def parts(self, forms: dict[str, TensorForm], limit: int) -> tuple[list[Part], int]:
+        """List what this rank writes, and the number of files; one ends after `limit` bytes."""
+        found: list[Part] = []
+        number, so_far, rank = 1, 0, this_rank()
         for name, tensor in self.tensors.items():
-            numbers[name] = 1 + so_far // limit
-            so_far += tensor.numel() * tensor.element_size()
-        return numbers
+            number = 1 + so_far // (limit * world_size())
+            so_far += _bytes(tensor)
+            form, values = forms[name], local_tensor(tensor).detach()
+            assert form.spread is not None
+            if values.numel() and form.spread.is_writer(rank, form.replica):
+                found.append(Part(name, local_box(tensor), values, number))
+        return found, number
 
 
 def model_slots(model: nn.Module) -> dict[str, Slot]:
@@ -104,12 +122,8 @@ def model_slots(model: nn.Module) -> dict[str, Slot]:
     return found | {canonical_name(name): Slot(b.detach()) for name, b in persistent_buffers(inner)}
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    """Copy to host memory, sharded as `tensor` is."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
-    local = tensor.to_local().detach().to("cpu", copy=True)
-    return with_local(tensor, local)
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def collect(model: nn.Module, optimizer: Any) -> NamedState:

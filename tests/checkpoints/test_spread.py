@@ -1,0 +1,145 @@
+"""Which rank writes which part: by hand, alike on every rank, each value once; nobody is asked."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.tiny_models import tiny
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.checkpoints.storage import part_files
+from hf_moe_ep.checkpoints.storage.boxes import local_box
+from hf_moe_ep.checkpoints.storage.part_files import write_parts
+from hf_moe_ep.checkpoints.storage.spread import Spread, choose_replicas
+from hf_moe_ep.checkpoints.training import folder
+from hf_moe_ep.checkpoints.training.state_file import StateFile, TensorForm
+from hf_moe_ep.checkpoints.training.tensors import collect
+from hf_moe_ep.upstream.process_groups import fake_group
+
+WORLD = 4
+LAYOUT = {"ep_size": 2, "dp_replicate_size": 2}
+
+
+def test_by_hand() -> None:
+    """The grid of the docstring; ep and FSDP2 on one dim; what all ranks hold whole."""
+    rows = Spread((2, 4), tuple(range(8)), (None, 0))
+    assert rows.num_replicas == 2
+    for replica, first in enumerate((0, 4)):
+        want = [(first + i, ((2 * i, 2 * i + 2), (0, 3))) for i in range(4)]
+        assert list(rows.boxes((8, 3), replica)) == want
+    assert rows.holders((8, 3), 1, ((3, 5), (0, 3))) == {5, 6}
+    assert rows.is_writer(6, 1) and not rows.is_writer(6, 0)
+    # ep, the last axis, cuts 6 experts into 3 and 3, and ep_fsdp these into 2 and 1
+    both = Spread((2, 2), (0, 1, 2, 3), (0, 0))
+    experts = [box[0] for _, box in both.boxes((6, 5), 0)]
+    assert experts == [(0, 2), (3, 5), (2, 3), (5, 6)] and both.num_replicas == 1
+    whole = Spread((4,), (0, 1, 2, 3), (None,))
+    sizes = {"a": 7, "b": 5, "c": 4, "d": 3, "e": 9}
+    of_whole = {name: (whole, size) for name, size in sizes.items()}
+    # 9, 7, 5, 4 to one each; 3 to the one with 4
+    assert choose_replicas(of_whole) == {"e": 0, "a": 1, "b": 2, "c": 3, "d": 3}
+    # rows have loads of their own
+    assert choose_replicas({"x": (rows, 2), "y": (whole, 1), "z": (rows, 1)}) == {
+        "x": 0, "y": 0, "z": 1
+    }  # fmt: skip
+
+
+def test_what_nobody_can_know_is_refused() -> None:
+    with fake_group(0, 4):
+        half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+        part = DTensor.from_local(torch.zeros(2, 3), half, [Shard(0)], run_check=False)
+        with pytest.raises(ValueError, match=r"w lies on 2 of 4 ranks"):
+            Spread.of("w", part, 4)
+        mesh = init_device_mesh("cpu", (4,))
+        summands = DTensor.from_local(torch.zeros(2, 3), mesh, [Partial()], run_check=False)
+        with pytest.raises(ValueError, match=r"w is .* over ranks, which is no part of it"):
+            Spread.of("w", summands, 4)
+
+
+def _state(forms: dict[str, TensorForm]) -> StateFile:
+    return StateFile.from_json(json.loads(json.dumps(StateFile({}, tensors=forms).to_json())))
+
+
+def _written(rank: int, world: int, path: Path) -> tuple[Any, list[Any], int, set[int]]:
+    """Name and write a model whose values are their places, asking nobody; read it again.
+
+    Returns forms and parts as JSON and plain tensors, bytes written, ranks whose headers were read.
+    """
+    model = apply_ep_fsdp2(tiny(num_hidden_layers=2), **LAYOUT)
+    with torch.no_grad():
+        for p in model.parameters():
+            whole = torch.arange(p.numel(), dtype=p.dtype).view(p.shape)
+            p.to_local().copy_(whole[tuple(slice(*of_dim) for of_dim in local_box(p))])
+    named = collect(model, None)
+    refuse = mock.Mock(side_effect=AssertionError("asks other ranks"))
+    verbs = ("all_gather_object", "gather_object", "scatter_object_list", "all_reduce", "barrier")
+    with mock.patch.multiple(dist, **dict.fromkeys(verbs, refuse)):
+        forms = named.forms()
+        parts, num_files = named.parts(forms, limit=5000)
+        names = write_parts(path / folder.TENSORS, rank, parts, num_files)
+    assert num_files > 1
+    dist.barrier()
+    ranks = _read_again(path, named.tensors, forms)
+    boxes = [(part.name, part.box) for part in parts]
+    return (
+        StateFile({}, tensors=forms).to_json(),
+        boxes,
+        sum(e["size"] for e in names.values()),
+        ranks,
+    )
+
+
+def _read_again(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorForm]) -> set[int]:
+    """By `spread`, and as of old without it: the same. Returns whose headers it took."""
+    files = sorted(path.glob(f"{folder.TENSORS}/*"))
+    manifest: Any = {"files": {f"{folder.TENSORS}/{file.name}": {} for file in files}}
+    saved, old = _state(forms), _state({n: replace(f, spread=None) for n, f in forms.items()})
+    assert saved.tensors == forms
+    ranks: set[int] = set()
+    want = {name: tensor.to_local().clone() for name, tensor in tensors.items()}
+    for state in (old, saved):
+        for tensor in tensors.values():
+            tensor.to_local().fill_(-1)
+        with (
+            mock.patch.object(folder.manifest, "read", return_value=manifest),
+            mock.patch.object(part_files, "read_table", wraps=part_files.read_table) as read,
+        ):
+            folder.read_tensors(path, tensors, state)
+        assert all(torch.equal(tensors[name].to_local(), want[name]) for name in want)
+        ranks = {part_files.of_rank(call.args[0].name) for call in read.mock_calls}
+    return ranks
+
+
+@pytest.mark.slow
+def test_ranks_write_each_value_once_and_read_what_they_need(tmp_path: Path) -> None:
+    """Four ranks with HSDP and ep; torch reads their files; a rank needs its own and one more."""
+    tensors = tmp_path / folder.TENSORS
+    tensors.mkdir()
+    found = run_ranks(_written, WORLD, tmp_path)
+    forms = StateFile.from_json(found[0][0]).tensors
+    counts = {name: torch.zeros(form.shape) for name, form in forms.items()}
+    for rank, (theirs, boxes, _, ranks) in enumerate(found):
+        assert theirs == found[0][0]
+        for name, box in boxes:
+            counts[name][tuple(slice(*of_dim) for of_dim in box)] += 1
+        assert ranks == {rank, (rank + 2) % WORLD}
+    for name, count in counts.items():
+        assert bool((count == 1).all()), name
+    sizes = [size for _, _, size, _ in found]
+    assert max(sizes) < 1.25 * min(sizes), sizes
+    got = {name: torch.zeros(form.shape, dtype=form.dtype) for name, form in forms.items()}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        load(got, storage_reader=HuggingFaceStorageReader(str(tensors)))
+    for name, tensor in got.items():
+        assert torch.equal(tensor.flatten().double(), torch.arange(tensor.numel()).double()), name
