@@ -68,8 +68,9 @@ class ParallelConfig:
             step, towards experts with few tokens (`update_router_bias`); DeepSeek-V3 has 0.001.
             Accelerate and the Trainer do it by themselves. None = not at all, as stock.
         aux_loss_per_layer: the router's load-balancing loss is the mean of each layer's own
-            (`output_router_logits=True` in the model's config switches it on, as in stock). False =
-            stock's formula over all layers together, which knows no single layer.
+            (`output_router_logits=True` in the model's config switches it on, as in stock), and the
+            routers alone learn from it. False = stock's formula over all layers together, which
+            knows no single layer; whatever feeds the routers learns from it too.
         gather_logits: with sp_size > 1, whole logits beside a loss; else they are None there.
 
     Raises:

@@ -133,7 +133,7 @@ def _balance(state: ModelState) -> list[str]:
         asked.append(f"biases of {layers} routers move by {rate:g} after each optimizer step")
     if state.config.aux_loss_per_layer:
         weight = state.plan.aux_loss_coef
-        asked.append(f"aux loss of each layer alone, their mean, weighed by {weight}")
+        asked.append(f"aux loss of each layer, felt by routers alone, mean weighed by {weight}")
     return [f"  balance    {'; '.join(asked)}"] if asked else []
 
 

@@ -36,6 +36,7 @@ keyword) to search for in FILE.
     vision/branches.py | _hf_moe_ep_others_see | on the tensor of token types, through the decoder
     moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
     moe/aux_loss.py | load_balancing_loss_func | upstream's function and the config's coefficient
+    moe/routers_alone.py | again | logits of the routers, for the loss of each layer
     moe/dispatch/async_exchange.py | brought needs | gradients beside autograd's edges
     ops/expert_mlp.py | finish | weight gradients that a backward left for later
     -- what sharding leaves on a model, for its life --

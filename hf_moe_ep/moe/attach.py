@@ -7,6 +7,7 @@ the root                pre-forward hooks: one refuses to train unsharded, one k
                         forward) which forwards count
 the causal LM           two hooks around forward that make the router's aux loss global, and, where
                         that is asked for, each layer's own
+every router            a hook behind forward, where each layer's own is asked for: logits for it
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, rely_on_forwards
 from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
+from hf_moe_ep.moe.routers_alone import RoutersAlone, find_routers
 from hf_moe_ep.ops.quantised import Quantisation, check_available
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
@@ -62,7 +64,10 @@ def attach(parts: Parts, state: ModelState) -> None:
     parts.root.register_forward_hook(ForwardEnds(state))
     coefficient = parts.plan.aux_loss_coef
     if coefficient is not None and parts.causal_lm is not None:
-        swap = GlobalAuxLoss(state, coefficient)
+        alone = RoutersAlone() if state.config.aux_loss_per_layer else None
+        for router in find_routers(parts) if alone is not None else []:
+            router.register_forward_hook(alone, with_kwargs=True)
+        swap = GlobalAuxLoss(state, coefficient, alone)
         parts.causal_lm.register_forward_pre_hook(swap, with_kwargs=True)
         parts.causal_lm.register_forward_hook(RestoreAuxLoss(swap), always_call=True)
 
@@ -85,6 +90,11 @@ def _check_aux_loss(parts: Parts, config: ParallelConfig) -> None:
             f"aux_loss_per_layer=True: no forward of {type(parts.root).__name__} "
             f"({parts.plan.model_type}) computes a load-balancing loss; leave it out, and balance "
             f"with bias_update_rate where the routers have a correction bias"
+        )
+    if not find_routers(parts):
+        raise ValueError(
+            f"aux_loss_per_layer=True: in {parts.plan.model_type} no module is the router alone, "
+            f"and the loss is to be felt by routers alone; leave it out"
         )
 
 

@@ -7,8 +7,8 @@ Switch-style (arXiv 2101.03961, eq. 4-6), as in transformers' `load_balancing_lo
 
 `aux_loss_per_layer=True` takes it of each layer for itself, and of these the mean: the value and
 the coefficient keep stock's scale (arXiv 2101.03961 adds the layers' losses up: its coefficient,
-times their number, is the one here). Stock's formula is content when the layers make up for each
-other: what it evens out is their sum.
+times their number, is the one here). The routers alone learn from it (`routers_alone.py`). Stock's
+formula is content when the layers make up for each other: what it evens out is their sum.
 
     loads of two experts    stock's f, over both layers    per layer
     layer 0: 6, 2           8, 8: even, no gradient        6, 2
@@ -44,6 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_moe_ep.moe.routers_alone import RoutersAlone
 from hf_moe_ep.ops.permute import count_pairs
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
@@ -56,8 +57,10 @@ _FUNCTION = "load_balancing_loss_func"
 class GlobalAuxLoss(Ours):
     """Pre-forward hook of the causal LM: its forward will call `global_aux_loss`."""
 
-    def __init__(self, state: ModelState, coefficient: str) -> None:
-        self.state = state
+    def __init__(
+        self, state: ModelState, coefficient: str, routers_alone: RoutersAlone | None
+    ) -> None:
+        self.state, self.routers_alone = state, routers_alone
         self._path, _, self.name = coefficient.rpartition(".")
         self.stock: tuple[list[tuple[dict[str, Any], Any]], float] | None = None
         # Whether the loss of the forward that runs has a gradient; None: it has not asked for one.
@@ -86,6 +89,8 @@ class GlobalAuxLoss(Ours):
         coefficient = getattr(holder, self.name)
         self.stock = ([(names, names[_FUNCTION]) for names in files], coefficient)
         self.learns = None
+        if self.routers_alone is not None and model.training and torch.is_grad_enabled():
+            self.routers_alone.begin()
         sequence: Slice | None = kwargs.get(SLICE)
         for names in files:
             names[_FUNCTION] = partial(self.compute, sequence=sequence)
@@ -99,6 +104,10 @@ class GlobalAuxLoss(Ours):
         self, router_logits: tuple[Tensor, ...], *args: Any, sequence: Slice | None, **kwargs: Any
     ) -> Tensor:
         """What the model's forward calls for `load_balancing_loss_func`."""
+        alone = self.routers_alone
+        if alone is not None and alone.again is not None:
+            router_logits = tuple(alone.of(logits) for logits in router_logits)
+            alone.end()
         self.learns = any(logits.requires_grad for logits in router_logits)
         meshes = self.state.meshes
         return global_aux_loss(
@@ -125,6 +134,8 @@ class RestoreAuxLoss(Ours):
                 names[_FUNCTION] = function
             setattr(self.swapped.holder(model), self.swapped.name, coefficient)
             self.swapped.stock = None
+            if self.swapped.routers_alone is not None:
+                self.swapped.routers_alone.end()
             # Where forward has raised, torch lets that error pass before this one.
             per_layer = self.swapped.state.config.aux_loss_per_layer
             if per_layer and model.training and torch.is_grad_enabled():
@@ -141,7 +152,7 @@ def _check_learns(learns: bool | None) -> None:
         raise ValueError(
             "aux_loss_per_layer=True, but nothing would learn from it: the logits of all routers "
             "are without gradients. Gradient checkpointing hides them with use_reentrant=True, use "
-            "False; or the model trains nothing that they depend on, leave it out"
+            "False; or no router is trained, leave it out"
         )
 
 

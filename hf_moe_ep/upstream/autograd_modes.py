@@ -1,6 +1,7 @@
 """What torch knows of the backward and the checkpoint that run now.
 
-torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py, torch/utils/checkpoint.py.
+torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py, torch/utils/checkpoint.py,
+torch/csrc/utils/disable_torch_function.cpp.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ def hidden_from_modes() -> AbstractContextManager[Any]:
     """
     modes: AbstractContextManager[Any] = _disable_current_modes()
     return modes
+
+
+def hidden_from_function_modes() -> AbstractContextManager[Any]:
+    """Return a context manager that hides what runs inside from all `TorchFunctionMode`s.
+
+    torch/csrc/utils/disable_torch_function.cpp.
+    """
+    hidden: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return hidden
 
 
 def assert_later(condition: Tensor, message: str) -> None:

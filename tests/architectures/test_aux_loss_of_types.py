@@ -20,7 +20,8 @@ from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close, max_error
 
 from hf_moe_ep import apply_ep_fsdp2, patch
-from hf_moe_ep.architectures import find_plan
+from hf_moe_ep.architectures import find_parts, find_plan
+from hf_moe_ep.moe.routers_alone import find_routers
 
 FUNCTION = "load_balancing_loss_func"
 WITH_AUX_LOSS = (
@@ -58,6 +59,10 @@ WITH_AUX_LOSS = (
 )
 
 
+# Its loss is of the logits of a router for text and of one for pictures, one after the other.
+OF_TWO_ROUTERS = "ernie4_5_vl_moe"
+
+
 def _equals_stock(model_type: str, rank: int, world: int) -> None:
     if model_type in CUT_LOGITS:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
@@ -92,9 +97,13 @@ def test_aux_loss_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", WITH_AUX_LOSS)
+@pytest.mark.parametrize("model_type", [n for n in WITH_AUX_LOSS if n != OF_TWO_ROUTERS])
 def test_of_each_layer_alone(model_type: str) -> None:
-    """The mean of stock's own function, called once for each layer of a stock model."""
+    """The mean of stock's own function, called once for each layer of a stock model.
+
+    Its gradient is that of the routers: nothing else has one, and the last router, which no other
+    layer's loss depends on, has what autograd makes of stock's graph.
+    """
     stock, model = tiny(model_type), patch(tiny(model_type), aux_loss_per_layer=True)
     inputs = {**batch(stock, 3, 11, pad=4), "output_router_logits": True}
     names, calls = inspect.unwrap(type(stock).forward).__globals__, []
@@ -111,6 +120,35 @@ def test_of_each_layer_alone(model_type: str) -> None:
     got = model(**inputs)
     assert_close(f"{model_type}: aux loss", got.aux_loss, mean, 10 * FP32_INSIDE)
     assert max_error(want.aux_loss, mean) > 1e-4, "all layers choose alike"
+    routers = find_routers(find_parts(model))
+    own = {id(parameter) for router in routers for parameter in router.parameters()}
+    got.aux_loss.backward()
+    moved = {id(p) for p in model.parameters() if p.grad is not None and p.grad.any()}
+    assert moved and moved <= own
+    mean.backward()
+    last = [name for name, p in model.named_parameters() if id(p) in moved][-1]
+    of_last, of_stock = (m.get_parameter(last).grad for m in (model, stock))
+    assert_close(f"{model_type}: gradient of {last}", of_last, of_stock, 10 * FP32_INSIDE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "changed", "error"),
+    [
+        (OF_TWO_ROUTERS, {}, "is of logits that none of its routers returned"),
+        ("phimoe", {"input_jitter_noise": 0.1}, "PhimoeTopKRouter changes its input in place"),
+    ],
+)
+def test_each_layer_alone_is_refused(model_type: str, changed: dict[str, Any], error: str) -> None:
+    config = tiny_config(model_type)
+    for name, value in changed.items():
+        setattr(config, name, value)
+    model = patch(model_class(model_type)(config), aux_loss_per_layer=True).train()
+    inputs = {**batch(model, 3, 11, pad=4), "output_router_logits": True}
+    with pytest.raises(ValueError, match=error):
+        model(**inputs)
+    model.eval()
+    model(**inputs)
 
 
 @pytest.mark.slow

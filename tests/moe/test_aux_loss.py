@@ -4,7 +4,8 @@ Three references. Stock on the concatenated batch gives the value; it sums in fp
 there. Its formula in fp64 over the router logits of all ranks gives gradients to 1e-10. And the
 coefficient is so large that the aux loss outweighs the cross-entropy in the router's gradient.
 
-`aux_loss_per_layer`: the same three of each layer alone, and of these the mean.
+`aux_loss_per_layer`: the same three of each layer alone, and of these the mean; its gradient ends
+at the routers, whose logits the reference computes by hand from what they were handed.
 """
 
 import sys
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from hf_moe_ep import apply_ep_fsdp2, global_token_count, patch
+from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, global_token_count, patch
 from hf_moe_ep.moe.aux_loss import global_aux_loss
 from hf_moe_ep.state import find_state
 
@@ -52,6 +53,19 @@ def _reference_aux(
     chosen_RK = probs_RE.topk(top_k).indices
     share_E = nn.functional.one_hot(chosen_RK, probs_RE.shape[1]).double().sum((0, 1))
     return probs_RE.shape[1] * (share_E / len(probs_RE) * probs_RE.mean(0)).sum()
+
+
+def _logits(reference: nn.Module, inputs: Batch, per_layer: bool) -> tuple[Any, Any]:
+    """The outputs of a stock model, and the logits that its aux loss is to learn from."""
+    handed: list[tuple[nn.Module, Tensor]] = []
+    gates = [layer.mlp.gate for layer in reference.model.layers]
+    hooks = [g.register_forward_pre_hook(lambda g, x: handed.append((g, x[0]))) for g in gates]
+    out = reference(**inputs, output_router_logits=True)
+    for hook in hooks:
+        hook.remove()
+    if not per_layer:
+        return out, out.router_logits
+    return out, tuple(x.detach() @ gate.weight.T for gate, x in handed)
 
 
 def _batch(model: nn.Module, rank: int, kind: str) -> Batch:
@@ -102,13 +116,13 @@ def _want(
     assert isinstance(count, Tensor)
     outputs, losses = [], []
     for b in batches:
-        out = reference(**b, output_router_logits=True)
+        out, logits = _logits(reference, b, per_layer)
         per_token = {"num_items_in_batch": count} if summed else {}
         loss = reference.loss_function(out.logits, b["labels"], 97, **per_token)
-        outputs.append(out)
+        outputs.append(logits)
         losses.append(loss if summed else loss / world)
     masks = [b.get("attention_mask") for b in batches]
-    aux = _reference_aux([out.router_logits for out in outputs], masks, per_layer=per_layer)
+    aux = _reference_aux(outputs, masks, per_layer=per_layer)
     (sum(losses) + COEFFICIENT * aux).backward()
     return reference, [loss.detach() for loss in losses], aux.detach(), count
 
@@ -261,9 +275,9 @@ def accumulated(rank: int, world: int) -> None:
     count = sum(b["labels"][:, 1:].ne(-100).sum() for micro in batches for b in micro)
     for micro in batches:
         (model(**micro[rank], num_items_in_batch=count).loss * world).backward()
-        outputs = [reference(**b) for b in micro]
+        outputs, logits = zip(*(_logits(reference, b, True) for b in micro), strict=True)
         masks: list[Tensor | None] = [b["attention_mask"] for b in micro]
-        aux = _reference_aux([out.router_logits for out in outputs], masks, per_layer=True)
+        aux = _reference_aux(list(logits), masks, per_layer=True)
         losses = [
             reference.loss_function(out.logits, b["labels"], 97, num_items_in_batch=count)
             for out, b in zip(outputs, micro, strict=True)
@@ -276,9 +290,9 @@ def sequence_parallel(rank: int, world: int) -> None:
     """Two ranks have slices of one batch, padding among them: the loss of the whole sequences."""
     model, reference = _sharded(sp_size=2, aux_loss_per_layer=True), tiny(**MODEL)
     inputs = _batch(reference, 1, "padded")
-    out = reference(**inputs)
+    out, logits = _logits(reference, inputs, True)
     mask: list[Tensor | None] = [inputs["attention_mask"]]
-    aux = _reference_aux([out.router_logits], mask, per_layer=True)
+    aux = _reference_aux([logits], mask, per_layer=True)
     (reference.loss_function(out.logits, inputs["labels"], 97) + COEFFICIENT * aux).backward()
     got = model(**inputs)
     assert_close("aux_loss", got.aux_loss, aux, 1e-10)
@@ -312,8 +326,8 @@ def test_of_each_layer_alone_in_one_process() -> None:
     model, reference = patch(tiny(**MODEL), aux_loss_per_layer=True), tiny(**MODEL)
     inputs = _batch(model, 1, "padded")
     stock_function = vars(sys.modules[type(model).__module__])["load_balancing_loss_func"]
-    out, want = model(**inputs), reference(**inputs)
-    aux = _reference_aux([want.router_logits], [inputs["attention_mask"]], per_layer=True)
+    out, (want, logits) = model(**inputs), _logits(reference, inputs, True)
+    aux = _reference_aux([logits], [inputs["attention_mask"]], per_layer=True)
     assert_close("aux_loss", out.aux_loss, aux, 1e-10)
     assert_close("stock's value", aux, _stock_aux(reference, inputs, True), FP32)
     assert abs(aux - want.aux_loss) > 1e-3, "the layers are alike"
@@ -356,6 +370,11 @@ def test_each_layer_alone_where_there_is_no_such_loss() -> None:
         model(**inputs)
     model.eval()
     model(**inputs)
+    frozen = patch(tiny(), aux_loss_per_layer=True)
+    for layer in frozen.model.layers:
+        layer.mlp.gate.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"or no router is trained, leave it out"):
+        frozen(**inputs, output_router_logits=True)
     # Stock's loss has no gradient there either, and says nothing.
     with pytest.raises(ValueError, match=r"logits of all routers are without gradients\. Gra"):
         patch(_checkpointed(True), aux_loss_per_layer=True)(**inputs)
@@ -370,3 +389,22 @@ def test_the_formula_by_hand() -> None:
     mask = torch.tensor([[1, 1, 0]])
     got = global_aux_loss((logits_TE,), 2, 1, mask, world_size=1)
     assert_close("aux", got, torch.tensor(2 * (0 * 0.25 + 1 * 0.75)), 1e-6)  # fp32
+
+
+def test_each_layer_alone_while_routing_is_recorded_and_replayed() -> None:
+    """The routers' second run neither adds a choice to a record nor takes one from a replay."""
+    plain, model = patch(tiny(**MODEL)), patch(tiny(**MODEL), aux_loss_per_layer=True)
+    inputs = _batch(model, 1, "padded")
+    routes, want = [], model(**inputs)
+    for other in (plain, model):
+        with RoutingReplay(other).record() as recorded:
+            other(**inputs)
+        routes.append(recorded.ids)
+    assert torch.equal(*routes)
+    replay = RoutingReplay(model)
+    with replay.replay(recorded):
+        got = model(**inputs)
+    assert replay.last.agreement == 1
+    assert torch.equal(got.loss, want.loss) and torch.equal(got.aux_loss, want.aux_loss)
+    gate = model.model.layers[0].mlp.gate.weight
+    assert torch.equal(*(torch.autograd.grad(out.loss, gate)[0] for out in (got, want)))
