@@ -22,6 +22,7 @@ from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, global_token_count, patch
@@ -391,6 +392,16 @@ def test_the_formula_by_hand() -> None:
     assert_close("aux", got, torch.tensor(2 * (0 * 0.25 + 1 * 0.75)), 1e-6)  # fp32
 
 
+class _CountTopK(TorchFunctionMode):
+    """What tells a router what to choose is such a mode."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func in (torch.topk, Tensor.topk)
+        return func(*args, **(kwargs or {}))
+
+
 def test_each_layer_alone_while_routing_is_recorded_and_replayed() -> None:
     """The routers' second run neither adds a choice to a record nor takes one from a replay."""
     plain, model = patch(tiny(**MODEL)), patch(tiny(**MODEL), aux_loss_per_layer=True)
@@ -408,3 +419,6 @@ def test_each_layer_alone_while_routing_is_recorded_and_replayed() -> None:
     assert torch.equal(got.loss, want.loss) and torch.equal(got.aux_loss, want.aux_loss)
     gate = model.model.layers[0].mlp.gate.weight
     assert torch.equal(*(torch.autograd.grad(out.loss, gate)[0] for out in (got, want)))
+    with _CountTopK() as seen:
+        model(**inputs)
+    assert seen.calls == 2 * len(model.model.layers), "the router's choice, the loss's own"
