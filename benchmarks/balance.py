@@ -68,8 +68,8 @@ BLOCK = 128
 BATCH = 16
 LAST_STEPS = 20
 TARGET = 1.5
-# Trained again without balance, its first weights changed by 1e-4 of themselves, the Qwen3-MoE ended
-# up to 0.0063 above or 0.0033 below (six pairs, three seeds).
+# Trained again without balance, its first weights changed by 1e-4 of themselves, the Qwen3-MoE
+# ended up to 0.0063 above or 0.0033 below (six pairs, three seeds).
 NOISE = 0.01
 Blocks = list[dict[str, Tensor]]
 
