@@ -64,9 +64,11 @@ def attach(parts: Parts, state: ModelState) -> None:
     parts.root.register_forward_hook(ForwardEnds(state))
     coefficient = parts.plan.aux_loss_coef
     if coefficient is not None and parts.causal_lm is not None:
-        alone = RoutersAlone() if state.config.aux_loss_per_layer else None
-        for router in find_routers(parts) if alone is not None else []:
-            router.register_forward_hook(alone, with_kwargs=True)
+        alone = None
+        if state.config.aux_loss_per_layer:
+            alone = RoutersAlone()
+            for router in find_routers(parts):
+                router.register_forward_hook(alone, with_kwargs=True)
         swap = GlobalAuxLoss(state, coefficient, alone)
         parts.causal_lm.register_forward_pre_hook(swap, with_kwargs=True)
         parts.causal_lm.register_forward_hook(RestoreAuxLoss(swap), always_call=True)
