@@ -30,7 +30,7 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def small_config(vocab_size: int) -> Qwen3MoeConfig:
+def small_config(vocab_size: int, moe_intermediate_size: int = 160) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=vocab_size,
         hidden_size=192,
@@ -38,7 +38,7 @@ def small_config(vocab_size: int) -> Qwen3MoeConfig:
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,
-        moe_intermediate_size=160,
+        moe_intermediate_size=moe_intermediate_size,
         num_experts=16,
         num_experts_per_tok=4,
         norm_topk_prob=True,
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("output_dir")
     parser.add_argument("--text_file", help="default: Python's own documentation")
     parser.add_argument("--vocab_size", type=int, default=384)
+    parser.add_argument("--moe_intermediate_size", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     disable_progress_bar()
@@ -61,7 +62,7 @@ def main() -> None:
     train_text, _ = split_text(args.text_file)
     tokenizer = train_tokenizer(train_text, args.vocab_size)
     set_seed(args.seed)
-    model = Qwen3MoeForCausalLM(small_config(len(tokenizer)))
+    model = Qwen3MoeForCausalLM(small_config(len(tokenizer), args.moe_intermediate_size))
     # Large beside what the layers add to it, so that from the first step on the residual stream
     # says which token it stands for; drawn like the rest, the loss falls several times slower.
     torch.nn.init.normal_(model.model.embed_tokens.weight)

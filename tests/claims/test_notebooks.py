@@ -173,6 +173,9 @@ def test_lora(tmp_path: Path) -> None:
         "[same, effect]",
         "exit_code",
         "[stacked, single]",
+        "in_4_bits",
+        "said",
+        "[same_in_4_bits, rounding]",
     )
     stock, sharded = values["stock_losses"], values["sharded"]["losses"]
     assert len(stock) == len(sharded) == 20
@@ -190,6 +193,12 @@ def test_lora(tmp_path: Path) -> None:
     assert len(experts) == 2 * 2 * 2 and all(32 in stacked[key] for key in experts)
     experts = [key for key in single if ".experts." in key]
     assert len(experts) == 2 * 8 * 3 * 2 and all(4 in single[key] for key in experts)
+
+    losses = values["in_4_bits"]["losses"]
+    assert losses[-1] < losses[0] - 0.2 and losses != sharded
+    assert "0.5625 bytes per parameter" in values["said"]
+    same, rounding = values["[same_in_4_bits, rounding]"]
+    assert same < 1e-10 and rounding > 1e-3
 
 
 @pytest.mark.slow
