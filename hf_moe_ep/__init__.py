@@ -24,6 +24,8 @@ try:
     from hf_moe_ep.describe import describe
     from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
     from hf_moe_ep.patch import patch, unpatch
+    from hf_moe_ep.placement.balance import balance_experts
+    from hf_moe_ep.placement.hub_order import experts_in_hub_order
     from hf_moe_ep.plan import ModelPlan
     from hf_moe_ep.routing.bias import update_router_bias
     from hf_moe_ep.routing.load import ExpertLoad, expert_load
@@ -58,11 +60,13 @@ __all__ = [
     "Routes",
     "RoutingReplay",
     "apply_ep_fsdp2",
+    "balance_experts",
     "clip_grad_norm_",
     "data_parallel_rank",
     "data_parallel_size",
     "describe",
     "expert_load",
+    "experts_in_hub_order",
     "from_pretrained",
     "global_token_count",
     "hub_tensors",

@@ -18,6 +18,8 @@ keyword) to search for in FILE.
     -- what a ModelState or MoELayer is told later --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
     moe/layer.py | forward_number | counts forwards
+    placement/move.py | placement | where experts lie, from the first balance_experts on
+    placement/hub_order.py | guards_state_dicts _hf_moe_ep_guarded | on a model, on its optimizers
     moe/counting.py | choice_counts | how many tokens chose each expert, from the first one on
     moe/counting.py | leads_to_gradients | of the forward that runs
     routing/bias.py | correction data | the bias of a layer's router; in fp32 from patch on
@@ -138,6 +140,8 @@ class ModelState:
     routing: RoutingSession | None = None
     # Of saves in the background, from the first one on.
     saver: Saver | None = None
+    # Whether state dicts are refused while experts lie elsewhere than in hub order.
+    guards_state_dicts: bool = False
     # Of experts that are held quantised, by name.
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
     # `patch` with this config, for a model that is to stand beside this one.
@@ -277,6 +281,7 @@ class MoELayer:
         adapters: by the parameter that they adapt, while a forward runs; empty between forwards.
         grad_divisor: what our backward divides the experts' gradients by (`sharding/options.py`).
         correction: the router's bias, where it is to be updated.
+        placement: [E] int64, where each expert lies in its stacked tensors; None is in hub order.
     """
 
     index: int
@@ -285,6 +290,7 @@ class MoELayer:
     adapters: dict[str, Sequence[ActiveAdapter]] = field(default_factory=dict)
     grad_divisor: int = 1
     correction: CorrectionBias | None = None
+    placement: Tensor | None = None
 
 
 @dataclass

@@ -195,6 +195,11 @@ WRAPPED = (
         "reads metadata alone out of DCP's pickled .metadata, where torch runs what is in it",
     ),
     Wrap(
+        "accelerate.accelerator:Accelerator.save_state",
+        trainer_checkpoints.save_state,
+        "brings experts that balance_experts has moved back to hub order, while it saves",
+    ),
+    Wrap(
         "accelerate.accelerator:Accelerator.load_state",
         trainer_checkpoints.load_state,
         "reads metadata alone out of DCP's pickled .metadata, where torch runs what is in it",

@@ -32,6 +32,7 @@ from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.config import launched_rank
 from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.prepare import check_parallelism, options_of
+from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import differing, together
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.sharding.units import reshard
@@ -216,6 +217,11 @@ def mix_shards(original: Original, model: nn.Module, target_model: nn.Module, al
     if find_state(model) is None or find_state(target_model) is None:
         original(model, target_model, alpha)
         return
+    with experts_in_hub_order(model), experts_in_hub_order(target_model):
+        _mix_resharded(model, target_model, alpha)
+
+
+def _mix_resharded(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
     reshard(model)
     reshard(target_model)
     ours, theirs = _named(model), _named(target_model)

@@ -30,6 +30,7 @@ from hf_moe_ep.checkpoints.training.folder import write_json
 from hf_moe_ep.checkpoints.training.tensors import model_slots
 from hf_moe_ep.integrations.prompts import save_prompts
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import ALONE, check_everyone_calls, is_first, on_first
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state, quantised_matrices
@@ -166,7 +167,8 @@ def get_state_dict(
     original: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """`Accelerator.get_state_dict`, with adapters of experts as PEFT packs them."""
-    state_dict = original(self, model, *args, **kwargs)
+    with experts_in_hub_order(model):
+        state_dict = original(self, model, *args, **kwargs)
     return state_dict if find_state(model) is None else pack_factors(model, state_dict)
 
 

@@ -22,7 +22,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
 from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
+from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import is_first, on_first, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
@@ -44,6 +45,7 @@ from hf_moe_ep.upstream.training_frameworks import (
     checkpoint_folder,
     end_of_checkpoint,
     prepared_models,
+    prepared_optimizers,
 )
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -65,7 +67,7 @@ def save_checkpoint(
         save_configs(self.model, folder)
 
     on_first(f"saving {folder}", begin)
-    with _held_back(self) as held:
+    with _held_back(self) as held, experts_in_hub_order(self.model, self.optimizer):
         together(f"saving {folder}", lambda: original(self, model, trial))
     if state.config.experts_dtype is not None:
         reshard(self.model)
@@ -111,10 +113,10 @@ def train(
 def load_safely(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load as the Trainer does, with metadata alone out of `.metadata`."""
+    """Load as the Trainer does, experts in hub order, with metadata alone out of `.metadata`."""
     if self.model is None or find_state(self.model) is None:
         return original(self, *args, **kwargs)
-    with metadata_alone():
+    with metadata_alone(), experts_in_hub_order(self.model, self.optimizer):
         return original(self, *args, **kwargs)
 
 
@@ -140,8 +142,24 @@ def load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     """`Accelerator.load_state` of a patched model: no other code out of `.metadata`."""
     if not any(find_state(model) is not None for model in prepared_models(self)):
         return original(self, *args, **kwargs)
-    with metadata_alone():
+    with metadata_alone(), _all_in_hub_order(self):
         return original(self, *args, **kwargs)
+
+
+def save_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.save_state`, with all experts in hub order."""
+    with _all_in_hub_order(self):
+        return original(self, *args, **kwargs)
+
+
+@contextmanager
+def _all_in_hub_order(accelerator: Any) -> Iterator[None]:
+    """Let experts of all models that were prepared, and their moments, lie in hub order."""
+    with ExitStack() as stack:
+        for model in prepared_models(accelerator):
+            optimizers = prepared_optimizers(accelerator)
+            stack.enter_context(experts_in_hub_order(model, *optimizers))
+        yield
 
 
 def _newest(root: Path) -> tuple[Path, bool]:

@@ -107,11 +107,12 @@ def _ep_forward(
     # Selective checkpointing must not see what a recompute leaves out.
     hidden = nullcontext() if state.frame is None else hidden_from_modes()
     with hidden:
-        exchanges = _exchanges(layer, experts.training, x_TH, expert_ids_TK)
+        slots_TK = _slots(layer, expert_ids_TK)
+        exchanges = _exchanges(layer, experts.training, x_TH, expert_ids_TK, slots_TK)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
     with WayHome() as home:
-        for arriving in overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
+        for arriving in overlapped(exchanges, x_TH, weights_TK, slots_TK):
             # Here, so that backward computes their gradients while those of the rows travel.
             weights = weights or local_weights(experts, layer.compute, x_TH, first_expert)
             weights = postpone_grads(weights)
@@ -130,8 +131,18 @@ def _ep_forward(
     return home.finish()
 
 
+def _slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
+    """Say where the chosen experts lie: what goes where follows from that, and nothing else does.
+
+    Whatever counts, records or repeats a choice is told experts, and never sees a slot.
+    """
+    if layer.placement is None:
+        return expert_ids_TK
+    return layer.placement.to(expert_ids_TK.device)[expert_ids_TK.long()].to(expert_ids_TK.dtype)
+
+
 def _exchanges(
-    layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor
+    layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor, slots_TK: Tensor
 ) -> Sequence[Exchange]:
     """Plan what goes where; a checkpoint's later run takes what its first run has planned."""
     state, frame = layer.model, layer.model.frame
@@ -141,7 +152,7 @@ def _exchanges(
     header = _header(layer, training, x_TH, expert_ids_TK)
     hidden_bytes = x_TH.shape[1] * x_TH.element_size()
     try:
-        exchanges = state.dispatcher.plan(expert_ids_TK, header, hidden_bytes=hidden_bytes)
+        exchanges = state.dispatcher.plan(slots_TK, header, hidden_bytes=hidden_bytes)
     finally:
         # By now the other ranks have been told, and raise as well.
         if state.routing is not None and state.routing.refusal is not None:

@@ -36,11 +36,14 @@ class ExpertLoad:
         counts: [L, E] int64 on the host: (token, slot) pairs, so a token counts once per expert.
         layers: names of the L experts modules, in the model's order.
         ep_size: D; rank r of an ep group owns experts r * E / D and those that follow.
+        slots: [L, E] int64, what takes the place of these numbers where `balance_experts` has moved
+            experts: rank r owns those with the slots r * E / D and so on. None where it has not.
     """
 
     counts: Tensor
     layers: tuple[str, ...]
     ep_size: int = 1
+    slots: Tensor | None = None
 
     @property
     def max_over_mean(self) -> Tensor:
@@ -50,7 +53,10 @@ class ExpertLoad:
     @property
     def rank_max_over_mean(self) -> Tensor:
         """The same of the ep ranks instead of experts: [L], float64, >= 1."""
-        return _max_over_mean(self.counts.view(len(self.counts), self.ep_size, -1).sum(2))
+        counts = self.counts
+        if self.slots is not None:
+            counts = torch.empty_like(counts).scatter_(1, self.slots, counts)
+        return _max_over_mean(counts.view(len(counts), self.ep_size, -1).sum(2))
 
     @property
     def worst_layer(self) -> int:
@@ -161,7 +167,16 @@ def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool
     if reset:
         count_anew(state, reader)
     ep_size = 1 if state.meshes is None else state.meshes.ep_size
-    return ExpertLoad(counts.cpu(), _names_of_layers(model), ep_size)
+    return ExpertLoad(counts.cpu(), _names_of_layers(model), ep_size, slots_of_layers(state))
+
+
+def slots_of_layers(state: ModelState) -> Tensor | None:
+    """Return where the experts of all layers lie, [L, E] on the host; None in hub order."""
+    placements = [layer.placement for layer in state.moe_layers]
+    if all(placement is None for placement in placements):
+        return None
+    hub_order = torch.arange(state.num_experts)
+    return torch.stack([hub_order if one is None else one.cpu() for one in placements])
 
 
 def check_counts(state: ModelState, what: str) -> None:

@@ -174,3 +174,13 @@ def is_gathered(unit: FSDPModule) -> bool:
     """Return whether the parameters of a unit are whole (_fsdp_param_group.py)."""
     group = unit._get_fsdp_state()._fsdp_param_group
     return group is None or group.is_unsharded
+
+
+def holds_unreduced_grads(unit: FSDPModule) -> bool:
+    """Return whether a unit keeps gradients that no other rank has seen: of micro-batches before
+    the last one of a step (_fsdp_param.py).
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is not None and any(
+        parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params
+    )

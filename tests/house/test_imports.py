@@ -28,6 +28,7 @@ ORDER = (
     "trl",
     "integrations",
     "checkpoints",
+    "placement",
     "sharding",
     "vision",
     "routing",

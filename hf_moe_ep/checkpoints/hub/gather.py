@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep.checkpoints.storage.boxes import Box, box_at, local_box, overlap, slices, whole
 from hf_moe_ep.lora.factors import pack_factors
+from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import is_first, on_first
 from hf_moe_ep.upstream.adapters import adapter_names
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
@@ -51,9 +52,13 @@ def gather_state_dict(
     Of a model with adapters what PEFT saves, packed as PEFT packs it: the base stays where it is.
     `save_embedding_layers` as in PEFT's save_pretrained.
     """
+    with experts_in_hub_order(model):
+        return _gathered_by_name(unwrap(model), save_embedding_layers)
+
+
+def _gathered_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict[str, Tensor]:
     keep = is_first()
     full: dict[str, Tensor] = {}
-    model = unwrap(model)
     state_dict = model.state_dict()
     # Rank 0 decides: PEFT looks into files that others may not have.
     names = on_first(
@@ -118,7 +123,11 @@ def _parts(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
 
 @torch.no_grad()
 def slabs_for_all(
-    tensor: Tensor, dtype: torch.dtype, change: Change, max_bytes: int
+    tensor: Tensor,
+    dtype: torch.dtype,
+    change: Change,
+    max_bytes: int,
+    slots: Tensor | None = None,
 ) -> Iterator[tuple[Box, Tensor]]:
     """Yield the values of a parameter on every rank, where it computes; all run this to the end.
 
@@ -126,16 +135,25 @@ def slabs_for_all(
         dtype: of what `change` returns.
         change: is called for each part by one rank that holds it.
         max_bytes: of a slab, which has one row of dim 0 at least.
+        slots: where the row of each expert lies; `change` is told of parts as they lie, slabs are
+            yielded in the order of the experts.
     """
     num_bytes = tensor.numel() * dtype.itemsize
     if num_bytes <= max_bytes or tensor.ndim == 0:
-        yield tuple((0, size) for size in tensor.shape), gather_changed(tensor, change)
+        gathered = gather_changed(tensor, change)
+        gathered = gathered if slots is None else gathered[slots.to(gathered.device)]
+        yield tuple((0, size) for size in tensor.shape), gathered
         return
     step = max(1, max_bytes // (num_bytes // len(tensor)))
     for start in range(0, len(tensor), step):
         stop = min(start + step, len(tensor))
         rows = ((start, stop), *((0, size) for size in tensor.shape[1:]))
-        if isinstance(tensor, DTensor):
+        if slots is not None:
+            assert isinstance(tensor, DTensor)
+            lie = ((slot, slot + 1) for slot in slots[start:stop].tolist())
+            each = [_spread(tensor, (at, *rows[1:]), dtype, change) for at in lie]
+            yield rows, each[0] if len(each) == 1 else torch.cat(each)
+        elif isinstance(tensor, DTensor):
             yield rows, _spread(tensor, rows, dtype, change)
         else:
             yield rows, change(rows, tensor.detach()[start:stop])

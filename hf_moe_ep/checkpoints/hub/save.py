@@ -8,7 +8,7 @@ whole on rank 0.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from hf_moe_ep.checkpoints.hub.write import (
     write_checkpoint,
 )
 from hf_moe_ep.checkpoints.storage.boxes import whole
+from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import (
     check_alike,
     check_everyone_calls,
@@ -35,7 +36,7 @@ from hf_moe_ep.ranks.together import (
     on_first,
     together,
 )
-from hf_moe_ep.state import find_state
+from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
@@ -84,6 +85,19 @@ def save_pretrained(
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call its save_pretrained")
     check_whole_weights(model, "save_pretrained")
+    size = parse_size(max_shard_size)
+    with experts_in_hub_order(model):
+        _save_weights(model, state, folder, size, dtype, others)
+
+
+def _save_weights(
+    model: nn.Module,
+    state: ModelState,
+    folder: Path,
+    max_shard_size: int,
+    dtype: torch.dtype | None,
+    others: Sequence[Any],
+) -> None:
     tensors = distinct_tensors(model)
     sources = sources_of(
         model,
@@ -92,7 +106,7 @@ def save_pretrained(
         lambda name, tensor: saved_dtype(tensor, dtype or state.dtypes.get(name)),
         lambda _, tensor: slabs_of(tensor),
     )
-    files = split_files(sources, parse_size(max_shard_size))
+    files = split_files(sources, max_shard_size)
 
     def begin() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +132,7 @@ def save_state_dict(
     check_whole_weights(model, "save_pretrained")
     folder, names = Path(directory), distinct_tensors(model).keys()
     given = {canonical_name(name): tensor for name, tensor in state_dict.items()}
-    tied = {canonical_name(name) for name in model.state_dict()}
+    tied = {canonical_name(name) for name in model.state_dict(keep_vars=True)}
     problems = [
         list_names("missing", sorted(names - given.keys())),
         list_names("unexpected", sorted(given.keys() - tied)),

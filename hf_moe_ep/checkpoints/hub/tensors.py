@@ -28,6 +28,7 @@ from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import Source, saved_dtype, sources_of
 from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
+from hf_moe_ep.placement.hub_order import placement_by_tensor
 from hf_moe_ep.ranks.together import StillHere, check_alike, check_everyone_calls
 from hf_moe_ep.state import ModelState, patched_state
 from hf_moe_ep.upstream.adapters import (
@@ -145,23 +146,30 @@ def _sources(
     # First: while units are gathered, modules hold other tensors than a state dict.
     tensors = distinct_tensors(model, left_out_by_merging(model))
     updates = updates_of(model, tensors.values())
+    slots = placement_by_tensor(model)
     dtypes = {file_name(name): kept for name, kept in state.dtypes.items()}
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
         return saved_dtype(tensor, dtype or dtypes.get(file_name(name)))
 
     def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        return _slabs(tensor, dtype_of(name, tensor), updates.get(id(tensor), []), max_bytes)
+        of_tensor = updates.get(id(tensor), [])
+        lie = slots.get(id(tensor))
+        return _slabs(tensor, dtype_of(name, tensor), of_tensor, max_bytes, lie)
 
     return sources_of(model, state.plan, tensors, dtype_of, slabs_of)
 
 
 def _slabs(
-    tensor: Tensor, dtype: torch.dtype, updates: Sequence[LowRank], max_bytes: int
+    tensor: Tensor,
+    dtype: torch.dtype,
+    updates: Sequence[LowRank],
+    max_bytes: int,
+    slots: Tensor | None,
 ) -> Iterator[tuple[Box, Tensor]]:
     """Yield the values of a parameter, adapters merged, cast, cut along dim 0, on every rank."""
     change = partial(_to_be_sent, dtype, [_gathered(update) for update in updates])
-    return slabs_for_all(tensor, dtype, change, max_bytes)
+    return slabs_for_all(tensor, dtype, change, max_bytes, slots)
 
 
 @torch.no_grad()

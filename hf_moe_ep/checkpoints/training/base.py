@@ -9,6 +9,8 @@ scales, and of the word's place in the whole tensor. Sums of ranks add up to tha
 no tensor is gathered, and any layout gives the same. It finds another base; it is no protection
 against someone who means harm.
 
+Of experts that `balance_experts` has moved, each counts at its place in hub order.
+
 Frozen bytes do not change, so a rank reads its part once and keeps the sums: until autograd has
 counted a write into that tensor, or another one is in its place. A change behind `.data` is not
 counted: a checkpoint that is loaded reads all anew.
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
+from hf_moe_ep.placement.hub_order import placement_by_tensor
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.state import KnownSums, patched_state, quantised_matrices
@@ -61,8 +64,12 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
     config = state.config
     if anew:
         state.known_sums.clear()
+    slots = placement_by_tensor(model)
     sums = torch.stack(
-        [_sums_of(name, tensor, state.known_sums) for name, tensor in tensors.items()]
+        [
+            _sums_of(name, tensor, slots.get(id(tensor)), state.known_sums)
+            for name, tensor in tensors.items()
+        ]
     )
     totals = _over_ranks(sums, next(iter(tensors.values()))).tolist()
     return {
@@ -141,28 +148,35 @@ def _over_ranks(sums: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _sums_of(name: str, tensor: Tensor, known: dict[str, KnownSums]) -> Tensor:
+def _sums_of(
+    name: str, tensor: Tensor, slots: Tensor | None, known: dict[str, KnownSums]
+) -> Tensor:
     """Return the sums of this rank's part, read where it is not `known` as it is now."""
     part, written = local_tensor(tensor), times_written(tensor)
     before = known.get(name)
     if before is not None and before.still_hold(tensor, part, written):
         return before.sums
-    sums = _local_sums(tensor)
+    sums = _local_sums(tensor, slots)
     known[name] = KnownSums(weakref.ref(tensor), part.data_ptr(), written, sums)
     return sums
 
 
 @torch.no_grad()
-def _local_sums(tensor: Tensor) -> Tensor:
-    """Return the two sums of this rank's part of a tensor, whose last dim is never cut."""
+def _local_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
+    """Return the two sums of this rank's part of a tensor, whose last dim is never cut.
+
+    `slots` is where each expert lies, None for hub order.
+    """
     local, box = local_tensor(tensor).detach(), local_box(tensor)
     num_bytes = local.shape[-1] * local.element_size()
     word = next(word for word in _WORDS if num_bytes % word.itemsize == 0)
     total = local.new_zeros(2, dtype=torch.int64)
-    for expert, rows in enumerate(local):
+    (first_slot, _), *_ = box
+    expert_of = list(range(len(tensor))) if slots is None else slots.argsort().tolist()
+    for slot, rows in enumerate(local, first_slot):
         # One expert at a time: a word becomes several of 8 bytes.
         words = rows.contiguous().view(torch.uint8).view(word).to(torch.int64)
-        places = _places(words, box, expert, tensor.shape[1])
+        places = _places(words, box, expert_of[slot], tensor.shape[1])
         for index, seed in enumerate(_SEEDS):
             total[index] += _mixed(words + _mixed(places + seed)).sum()
     return total
@@ -170,9 +184,9 @@ def _local_sums(tensor: Tensor) -> Tensor:
 
 def _places(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
     """Number the words of an expert's rows as in the whole tensor."""
-    (first_expert, _), (first_row, _), *_ = box
+    _, (first_row, _), *_ = box
     per_row = words.shape[-1]
-    start = ((first_expert + expert) * num_rows + first_row) * per_row
+    start = (expert * num_rows + first_row) * per_row
     return torch.arange(start, start + words.numel(), device=words.device).view(words.shape)
 
 

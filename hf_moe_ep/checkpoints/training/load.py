@@ -30,6 +30,7 @@ from hf_moe_ep.checkpoints.training.tensors import (
     parameter_names,
     put_optimizer,
 )
+from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import (
     check_alike,
     check_everyone_calls,
@@ -95,9 +96,6 @@ def load_checkpoint(
             raise ValueError(f"{path} was saved without a scheduler; call without one")
         return saved, _targets(model, optimizer, saved)
 
-    saved, targets = together(f"reading {path}", compare)
-    together(f"reading {path}", lambda: folder.read_tensors(path, targets, saved))
-
     def put() -> None:
         _put_model(model, targets, saved)
         if optimizer is not None and saved.optimizer is not None:
@@ -106,7 +104,11 @@ def load_checkpoint(
             scheduler.load_state_dict(saved.scheduler)
         _put_random(path, saved.layout, state)
 
-    together(f"reading {path}", put)
+    # What is read of an optimizer takes the place of what it keeps, and moves with the experts.
+    with experts_in_hub_order(model, optimizer):
+        saved, targets = together(f"reading {path}", compare)
+        together(f"reading {path}", lambda: folder.read_tensors(path, targets, saved))
+        together(f"reading {path}", put)
     return saved.progress
 
 

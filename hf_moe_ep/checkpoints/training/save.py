@@ -30,6 +30,7 @@ from hf_moe_ep.checkpoints.training import rng as random_state
 from hf_moe_ep.checkpoints.training.base import BASE, describe_base
 from hf_moe_ep.checkpoints.training.state_file import StateFile, digest
 from hf_moe_ep.checkpoints.training.tensors import collect
+from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.background import SaveHandle, Saver
 from hf_moe_ep.ranks.together import (
     check_alike,
@@ -113,13 +114,16 @@ def save_checkpoint(
             ]
         return snapshot
 
-    snapshot = together("save_checkpoint", prepare)
-    snapshot.base = describe_base(model)
-    _check_same_everywhere(digest(snapshot.state))
-    on_first(f"clearing {path}", lambda: folder.clear(path, model))
+    base = describe_base(model)
+    with experts_in_hub_order(model, optimizer):
+        snapshot = together("save_checkpoint", prepare)
+        snapshot.base = base
+        _check_same_everywhere(digest(snapshot.state))
+        on_first(f"clearing {path}", lambda: folder.clear(path, model))
+        if not asynchronous:
+            _write(path, snapshot, None)
     if asynchronous:
         return saver.start(path, partial(_write, path, snapshot), state.device)
-    _write(path, snapshot, None)
     return SaveHandle(path)
 
 

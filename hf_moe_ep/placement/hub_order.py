@@ -1,0 +1,118 @@
+"""The way back to hub order: for whoever reads or writes experts by their numbers.
+
+Files, state dicts and other models know experts by their numbers, and slots are ours alone. So what
+saves or loads brings the experts home first, in one place, and puts them back behind itself:
+
+    with experts_in_hub_order(model, optimizer):
+        ...                                 expert e of a stacked tensor is its row e
+
+That sends the bytes of the experts that are elsewhere twice, and needs no second copy of them;
+whatever is saved, by whomever, is what a model that was never balanced would save. Who asks such a
+model or its optimizer for a state dict elsewhere gets an error, not permuted experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_moe_ep.placement.move import find_expert_tensors, move_experts
+from hf_moe_ep.sharding.units import reshard
+from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, find_state
+
+_GUARDED = "_hf_moe_ep_guarded"
+
+
+@contextmanager
+def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
+    """Let experts lie in hub order inside the block; every rank enters it.
+
+    For code of your own that saves a model that `balance_experts` has balanced, or loads into it:
+
+        with experts_in_hub_order(model, optimizer):
+            torch.distributed.checkpoint.save({"model": model, "optim": optimizer}, ...)
+
+    `save_pretrained`, `save_checkpoint`, `load_checkpoint`, `hub_tensors`, the Trainer and
+    Accelerate's `save_state`, `load_state` and `get_state_dict` need none.
+
+    Args:
+        model: patched or not; nothing happens where no experts were moved.
+        optimizers: whose state is read or replaced in the block; None among them are skipped.
+    """
+    state = find_state(model)
+    if state is None or not is_placed(state):
+        yield
+        return
+    before = [layer.placement for layer in state.moe_layers]
+    _place(model, state, [None] * len(before), optimizers)
+    try:
+        yield
+    finally:
+        _place(model, state, before, optimizers)
+
+
+def is_placed(state: ModelState) -> bool:
+    """Tell whether experts of some layer lie elsewhere than in hub order."""
+    return any(layer.placement is not None for layer in state.moe_layers)
+
+
+def placement_by_tensor(model: nn.Module) -> dict[int, Tensor]:
+    """Return the slots of experts by the id of each parameter that is not in hub order."""
+    state = find_state(model)
+    if state is None or not is_placed(state):
+        return {}
+    return {
+        id(parameter): one.layer.placement
+        for one in find_expert_tensors(model)
+        for parameter in one.parameters.values()
+        if one.layer.placement is not None
+    }
+
+
+def _place(
+    model: nn.Module, state: ModelState, placements: list[Tensor | None], optimizers: Any
+) -> None:
+    assert state.meshes is not None
+    reshard(model)
+    held = [optimizer for optimizer in optimizers if optimizer is not None]
+    for one in find_expert_tensors(model):
+        move_experts(one, placements[one.layer.index], state.meshes, held)
+
+
+def guard_state_dicts(model: nn.Module, state: ModelState, optimizers: Iterable[Any]) -> None:
+    """Refuse state dicts of a model and its optimizers while experts lie elsewhere; once each."""
+    hook = NotInHubOrder(state)
+    if not state.guards_state_dicts:
+        state.guards_state_dicts = True
+        for module in model.modules():
+            if isinstance(vars(module).get(STATE), MoELayer):
+                module.register_state_dict_pre_hook(hook)
+                module.register_load_state_dict_pre_hook(hook)
+    for optimizer in optimizers:
+        stock = getattr(optimizer, "optimizer", optimizer)  # behind Accelerate's wrapper
+        if getattr(stock, _GUARDED, None) is not state:
+            setattr(stock, _GUARDED, state)
+            stock.register_state_dict_pre_hook(hook)
+            stock.register_load_state_dict_pre_hook(hook)
+
+
+class NotInHubOrder(Ours):
+    """Hook before the state dict of a model, or of its optimizer, is made or loaded."""
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    def __call__(self, owner: Any, *args: Any) -> None:
+        # With keep_vars one asks for the parameters themselves, not for values to be kept.
+        wants_variables = isinstance(owner, nn.Module) and args[1:] == (True,)
+        if is_placed(self.state) and not wants_variables:
+            raise ValueError(
+                f"balance_experts has moved experts of this model, so a state dict of "
+                f"{type(owner).__name__} would hold or take them in another order than files do; "
+                f"save and load with save_pretrained, save_checkpoint, load_checkpoint, the "
+                f"Trainer or Accelerate, which see to it, or put this into "
+                f"`with experts_experts_in_hub_order(model, optimizer):`"
+            )
