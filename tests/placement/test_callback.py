@@ -1,0 +1,190 @@
+"""`ExpertLoadCallback(rebalance_every=n)` under the Trainer: the same run, checkpoints and resumes.
+
+Beside each run one of the same seeds without it. In fp32 sums in another order move a loss by
+roundings, which AdamW lets grow; a wrong expert is off by far more than 1e-5.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support.adapters import with_lora
+from support.checks import Check, Found, on_ranks
+from support.close import assert_close
+from support.hub_files import assert_equal, read_all
+from support.launched import launched
+from support.parity import full_tensor
+from support.tiny_models import batch, tiny
+from support.trainer_runs import AFTER_ADAMW, FP32_BUDGET
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from hf_moe_ep import (
+    ExpertLoadCallback,
+    balance_experts,
+    expert_load,
+    experts_in_hub_order,
+    patch,
+)
+from hf_moe_ep.placement.hub_order import is_placed
+from hf_moe_ep.state import patched_state
+
+EVEN = 1.01  # what chance makes of few tokens is above that
+
+
+def _train(
+    folder: Path, *, wrap: Any = None, seed: int = 0, resume: Any = None, **given: Any
+) -> Trainer:
+    model: nn.Module = tiny(dtype=torch.float32, seed=seed)
+    if wrap is not None:
+        model = wrap(model, seed=seed)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        max_steps=6,
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=3,
+        report_to=[],
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+    )
+    one = batch(tiny(), 48, 9)
+    rows = [{name: value[row] for name, value in one.items()} for row in range(48)]
+    callback = ExpertLoadCallback(**given)
+    trainer = Trainer(
+        model=patch(model, ep_size=2), args=args, train_dataset=rows, callbacks=[callback]
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def _losses(trainer: Trainer) -> torch.Tensor:
+    return torch.tensor([e["loss"] for e in trainer.state.log_history if "loss" in e])
+
+
+def _parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    with experts_in_hub_order(trainer.model, trainer.optimizer):
+        return {
+            name: full_tensor(parameter.detach()).clone()
+            for name, parameter in trainer.model.named_parameters()
+        }
+
+
+def _trainer(wrap: Any, rank: int, world: int, folder: str) -> None:
+    plain, moving, again = (Path(folder, name) for name in ("plain", "moving", "again"))
+    options = {"rebalance_every": 2, "threshold": EVEN}
+    with launched():
+        want = _train(plain, wrap=wrap)
+        got = _train(moving, wrap=wrap, **options)
+    assert is_placed(patched_state(got.model)) and not is_placed(patched_state(want.model))
+    assert_close("losses", _losses(got), _losses(want), FP32_BUDGET)
+    trained = _parameters(got)
+    for name, parameter in _parameters(want).items():
+        assert_close(name, trained[name], parameter, AFTER_ADAMW)
+    got.save_model(str(moving / "final"))
+    with experts_in_hub_order(got.model, got.optimizer):
+        got.save_model(str(moving / "by hand"))
+    if wrap is None:
+        assert_equal(read_all(moving / "final"), read_all(moving / "by hand"))
+    # Resumed at step 3, where experts had moved, by one that moves them at other steps.
+    with launched():
+        resumed = _train(
+            again, wrap=wrap, seed=3, resume=str(moving / "checkpoint-3"), rebalance_every=5
+        )
+    assert_close("resumed", _losses(resumed)[-3:], _losses(got)[-3:], FP32_BUDGET)
+    with launched():
+        stays = _train(again, wrap=wrap, seed=4, resume=str(moving / "checkpoint-3"))
+    assert_close("resumed", _losses(stays)[-3:], _losses(got)[-3:], FP32_BUDGET)
+
+
+def _accelerate(rank: int, world: int, folder: str) -> None:
+    """`save_state` of moved experts into a model that moved others, and into one that never did."""
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = _prepared(accelerator, seed=0)
+        _step(accelerator, model, optimizer, rank)
+        balance_experts(model, optimizer, expert_load(model))
+        assert is_placed(patched_state(model))
+        _step(accelerator, model, optimizer, rank + 10)
+        saved = _state(model, optimizer)
+        accelerator.save_state(f"{folder}/state")
+        whole = accelerator.get_state_dict(model)
+        _step(accelerator, model, optimizer, rank + 20)
+        balance_experts(model, optimizer, expert_load(model))
+        later = _state(model, optimizer)
+        accelerator.load_state(f"{folder}/state")
+        assert_equal(_state(model, optimizer), saved)
+        assert any(not torch.equal(later[name], saved[name]) for name in saved)
+        if rank == 0:
+            assert_equal(whole, {name: saved[name] for name in whole})
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        other, of_other = _prepared(accelerator, seed=5)
+        _step(accelerator, other, of_other, rank)
+        accelerator.load_state(f"{folder}/state")
+        assert not is_placed(patched_state(other))
+        assert_equal(_state(other, of_other), saved)
+
+
+def _prepared(accelerator: Accelerator, seed: int) -> tuple[Any, Any]:
+    model = patch(tiny(dtype=torch.float32, seed=seed), ep_size=2)
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def _step(accelerator: Accelerator, model: Any, optimizer: Any, seed: int) -> None:
+    accelerator.backward(model(**batch(model, 2, 9, seed=seed)).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    with experts_in_hub_order(model, optimizer):
+        for name, parameter in model.named_parameters():
+            found[name] = full_tensor(parameter.detach()).clone()
+            for key, value in optimizer.state[parameter].items():
+                found[f"{key} {name}"] = full_tensor(value).clone()
+    return found
+
+
+CHECKS = on_ranks(
+    2,
+    {
+        "Trainer": partial(_trainer, None),
+        "Trainer, LoRA": partial(_trainer, with_lora),
+        "Accelerate": _accelerate,
+    },
+    slow=True,
+)
+
+
+@pytest.mark.parametrize("claim", CHECKS)
+def test_under_engines(found: Found, claim: Check) -> None:
+    """On 2 ranks with ep 2: what is saved while experts have moved is loaded wherever they lie."""
+    found.raise_if_failed(claim)
+
+
+def test_what_it_cannot_do(tmp_path: Path) -> None:
+    for steps in (0, 2.5, True):
+        with pytest.raises(ValueError, match=r"rebalance_every must be a whole number of steps"):
+            ExpertLoadCallback(rebalance_every=steps)
+    with pytest.raises(ValueError, match=r"threshold is what the busiest rank may have.*got 0.9"):
+        ExpertLoadCallback(threshold=0.9)
+    model = patch(tiny())
+    for call in (
+        partial(balance_experts, model, None, expert_load(model)),
+        partial(
+            ExpertLoadCallback(rebalance_every=1).on_train_begin, None, _State(), None, model=model
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"between the ranks of an ep group.*is not sharded"):
+            call()
+
+
+class _State:
+    global_step = 0
