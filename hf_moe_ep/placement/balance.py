@@ -18,7 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.placement.assign import balanced, busiest
 from hf_moe_ep.placement.hub_order import guard_state_dicts
-from hf_moe_ep.placement.move import check_movable, find_expert_tensors, move_experts, slots_of
+from hf_moe_ep.placement.move import (
+    check_movable,
+    check_trained,
+    find_expert_tensors,
+    move_experts,
+    slots_of,
+)
 from hf_moe_ep.ranks.together import ALONE, check_alike, check_everyone_calls, together
 from hf_moe_ep.routing.load import ExpertLoad, slots_of_layers
 from hf_moe_ep.sharding.units import reshard
@@ -39,7 +45,9 @@ def balance_experts(
     Call it between two steps. Weights, biases, adapters, what is held quantised, gradients and what
     the optimizer keeps move from the rank that has them to the one that will, tensor by tensor;
     results change by the order of sums alone. Whatever is saved stays in hub order, and is what it
-    would have been; what is loaded comes to lie as experts do then.
+    would have been; what is loaded comes to lie as experts do then. Code of your own that pairs
+    this model's shards with a copy's, as an average of weights does, has to balance that by the
+    same load, or to work within `experts_in_hub_order`.
 
     Args:
         model: patched and sharded, with ep_size > 1.
@@ -67,7 +75,9 @@ def balance_experts(
     def check() -> None:
         _check_load(load, state)
         _check_between_steps(model)
-        check_movable(find_expert_tensors(model), optimizers)
+        tensors = find_expert_tensors(model)
+        check_trained(tensors, optimizers)
+        check_movable(tensors, optimizers)
 
     together("balance_experts", check)
     guard_state_dicts(model, state, optimizers)

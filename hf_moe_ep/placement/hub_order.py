@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_moe_ep.placement.move import find_expert_tensors, move_experts
+from hf_moe_ep.placement.move import check_movable, find_expert_tensors, move_experts
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, find_state
 
@@ -78,7 +78,10 @@ def _place(
     assert state.meshes is not None
     reshard(model)
     held = [optimizer for optimizer in optimizers if optimizer is not None]
-    for one in find_expert_tensors(model):
+    tensors = find_expert_tensors(model)
+    # What was loaded into an optimizer since experts moved may be of another making.
+    check_movable(tensors, held)
+    for one in tensors:
         move_experts(one, placements[one.layer.index], state.meshes, held)
 
 

@@ -66,13 +66,8 @@ def find_expert_tensors(model: nn.Module) -> list[ExpertTensors]:
     return found
 
 
-def check_movable(tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]) -> None:
-    """Raise where an optimizer keeps of an expert what cannot be told apart from others'.
-
-    Raises:
-        ValueError: it keeps something else than tensors that lie as the parameter, and numbers; or
-            a parameter that is trained is in none of the optimizers.
-    """
+def check_trained(tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]) -> None:
+    """Raise ValueError where an expert's parameter is trained, and in none of the optimizers."""
     held = {
         id(parameter)
         for optimizer in optimizers
@@ -87,6 +82,16 @@ def check_movable(tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]) -
                     f"it elsewhere would stay behind when its experts move; pass the optimizer "
                     f"that was made of this model after it was sharded"
                 )
+
+
+def check_movable(tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]) -> None:
+    """Raise where an optimizer keeps of an expert what cannot be told apart from others'.
+
+    Raises:
+        ValueError: it keeps something else than tensors that lie as the parameter, and numbers.
+    """
+    for one in tensors:
+        for name, parameter in one.parameters.items():
             for optimizer in optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     _check_kept(f"{key} of {name}", value, parameter, optimizer)
