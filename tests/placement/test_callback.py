@@ -38,7 +38,8 @@ EVEN = 1.01  # what chance makes of few tokens is above that
 def _train(
     folder: Path, *, wrap: Any = None, seed: int = 0, resume: Any = None, **given: Any
 ) -> Trainer:
-    model: nn.Module = tiny(dtype=torch.float32, seed=seed)
+    # A checkpoint of adapters is one of its base.
+    model: nn.Module = tiny(dtype=torch.float32, seed=0 if wrap else seed)
     if wrap is not None:
         model = wrap(model, seed=seed)
     args = TrainingArguments(
