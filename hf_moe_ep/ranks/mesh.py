@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.interpreter_end import let_threads_finish
@@ -142,15 +142,11 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
         ranks = ranks.view(replicate, ep, ep_fsdp).transpose(1, 2)
     else:
         ranks = ranks.view(replicate, ep_fsdp, ep)
-    experts = DeviceMesh(
-        device.type, ranks.contiguous(), mesh_dim_names=(DP_REPLICATE, EP_FSDP, EP)
-    )
-    dense = init_device_mesh(
-        device.type,
-        (replicate, world_size // replicate),
-        mesh_dim_names=(DP_REPLICATE, FSDP),
-    )
-    sequence = init_device_mesh(device.type, (world_size // sp, sp), mesh_dim_names=(DATA, SP))
+    alone = _own_group()
+    experts = _grid(ranks.contiguous(), (DP_REPLICATE, EP_FSDP, EP), device, alone)
+    everyone = torch.arange(world_size)
+    dense = _grid(everyone.view(replicate, -1), (DP_REPLICATE, FSDP), device, alone)
+    sequence = _grid(everyone.view(-1, sp), (DATA, SP), device, alone)
     hsdp = replicate > 1
     nodes = None
     if config.dispatcher == "hierarchical" and ep > 1:
@@ -166,6 +162,36 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
         ep_outside=config.ep_outside,
         node_size=config.node_size,
         nodes=nodes,
+    )
+
+
+def _own_group() -> dist.ProcessGroup:
+    """Make a group of this rank alone, of which no other hears; the default one is none too many.
+
+    For axes of one rank: torch makes as many groups of them as there are ranks, on every rank.
+    """
+    if dist.get_world_size() == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    group: dist.ProcessGroup = dist.new_group(
+        [dist.get_rank()], use_local_synchronization=True, group_desc="mesh_of_one_rank"
+    )
+    return group
+
+
+def _grid(
+    ranks: torch.Tensor, names: tuple[str, ...], device: torch.device, alone: dist.ProcessGroup
+) -> DeviceMesh:
+    """Make a mesh of `ranks`, a dim for each name; `alone` serves the axes of one rank."""
+    wide = tuple(name for name, size in zip(names, ranks.shape, strict=True) if size > 1)
+    if len(wide) == len(names):
+        return DeviceMesh(device.type, ranks, mesh_dim_names=names)
+    groups = dict.fromkeys(names, alone)
+    if wide:
+        made = DeviceMesh(device.type, ranks.squeeze(), mesh_dim_names=wide)
+        groups |= {name: made.get_group(name) for name in wide}
+    return DeviceMesh.from_group(
+        list(groups.values()), device.type, mesh=ranks, mesh_dim_names=names
     )
 
 

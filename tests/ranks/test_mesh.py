@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -264,6 +266,27 @@ def test_groups_are_described_by_their_axis() -> None:
         assert (
             build_meshes(ParallelConfig(ep_size=8), CPU).ep.get_group().group_desc == "default_pg"
         )
+
+
+def _groups_made(world: int, config: ParallelConfig) -> int:
+    """How often torch is asked for a group, on one rank."""
+    with (
+        _as_rank(world // 2, world),
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as ours,
+        mock.patch.object(device_mesh, "new_group", wraps=device_mesh.new_group) as of_meshes,
+    ):
+        build_meshes(config, CPU)
+        return int(ours.call_count + of_meshes.call_count)
+
+
+def test_groups_of_one_rank_are_made_by_that_rank_alone() -> None:
+    """By hand: ep groups, ep_fsdp groups, and one of one rank; not one for each rank and axis."""
+    assert _groups_made(64, ParallelConfig(ep_size=8)) == 64 // 8 + 8 + 1
+    assert _groups_made(256, ParallelConfig(ep_size=8)) == 256 // 8 + 8 + 1
+    assert _groups_made(64, ParallelConfig()) == 1
+    # data groups and sp groups; ep is the world
+    assert _groups_made(64, ParallelConfig(ep_size=64, sp_size=4)) == 4 + 64 // 4 + 1
+    assert _groups_made(1, ParallelConfig()) == 0
 
 
 REFUSED = [
