@@ -50,6 +50,23 @@ def test_it_names_every_file_with_size_and_hash(tmp_path: Path) -> None:
     assert not (folder / manifest.PARTIAL).exists()
 
 
+def test_what_its_writer_has_hashed_is_not_read_again(tmp_path: Path) -> None:
+    """Told in the manifest as its writer tells; unless the file has another size by now."""
+    told = {"a.bin": {"size": 1000, "sha256": "of its writer"}}
+    manifest.begin(_folder(tmp_path))
+    with mock.patch.object(manifest, "sha256_of", wraps=manifest.sha256_of) as read:
+        manifest.write(tmp_path, LAYOUT, told=told)
+    names = sorted(call.args[0].name for call in read.mock_calls)
+    assert names == ["b.bin", "c.json", "empty", manifest.STARTED]
+    found = manifest.read(tmp_path)["files"]
+    assert found["a.bin"] == told["a.bin"] and found.keys() == {*FILES, manifest.STARTED}
+    manifest.begin(tmp_path)
+    os.truncate(tmp_path / "a.bin", 999)
+    with pytest.raises(ValueError, match=r"a\.bin has 999 bytes, manifest\.json says 1000"):
+        manifest.write(tmp_path, LAYOUT, told=told)
+    assert not (tmp_path / manifest.MANIFEST).exists()
+
+
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[500] ^= 1

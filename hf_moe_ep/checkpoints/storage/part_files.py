@@ -146,18 +146,29 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
     return number
 
 
-def _parts(file: Path, names: Mapping[str, object]) -> Iterator[tuple[str, Box, Entry]]:
-    """Yield (name, its box, where it lies) of those of these tensors that a file has a part of."""
+def _parts(file: Path, missing: Mapping[str, _Missing]) -> Iterator[tuple[str, Box, Entry]]:
+    """Yield (name, its box, where it lies) of what a file has of these tensors' missing parts."""
     table, data, size = read_table(file)
     try:
         offsets = json.loads(table.get("__metadata__", {}).get(_SHARDING, "{}"))
         # A copy: what was found is missing no more.
-        for name in [name for name in names if name in table]:
-            start = offsets[name][_OFFSETS] if name in offsets else None
+        for name in [name for name in missing if name in table]:
+            shape = table[name]["shape"]
+            begin = offsets[name][_OFFSETS] if name in offsets else [0] * len(shape)
+            # First and fast: of most tensors most files have nothing that is wanted here.
+            if _is_beside(begin, shape, missing[name].box):
+                continue
             entry = Entry.of_header(file, table[name], data, size)
-            begin = start or [0] * len(entry.shape)
             pairs = zip(begin, entry.shape, strict=True)
             yield name, tuple((at, at + length) for at, length in pairs), entry
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{file} has a damaged header: {reason}") from error
+
+
+def _is_beside(begin: list[int], shape: list[int], box: Box) -> bool:
+    """Tell whether a part of `shape` that begins there has nothing of `box`."""
+    for at, length, (start, stop) in zip(begin, shape, box, strict=True):
+        if at >= stop or at + length <= start:
+            return True
+    return False

@@ -1,0 +1,400 @@
+"""What start-up and checkpoints cost one rank of 8 to 1,024: seconds, memory, bytes received.
+
+    python benchmarks/scale.py                              the tables, to the terminal
+    python benchmarks/scale.py --write benchmarks/results
+
+As many tensors as Qwen3-235B-A22B has (94 layers, AdamW), each of them small, so that what is left
+is the price of their number and of that of the ranks. One rank is simulated at a time: its process
+group is torch's fake one, whose collectives return at once, and every row is a process of its own.
+The network is not measured; what it would bring to a rank is counted.
+
+    sharding    patch, shard, and how often torch's `new_group` is called for it. Before: for an
+                axis of one rank torch asks every rank for a group of each rank
+    agreeing    bytes that a rank receives where ranks compare model, config and state. Before:
+                every rank gathered every value
+    planning    which rank writes what. Before: torch.distributed.checkpoint gathers a plan of every
+                rank on rank 0, which makes one of all and sends it back; here rank 0 is shown
+    finding     where the tensors of a checkpoint lie, and reading them. Before: as DCP reads
+                metadata, all headers at once on every rank. `as saved`: by as many ranks;
+                `half`: by the last of half as many; `older`: the same, of a checkpoint that does
+                not tell who wrote what
+    manifest    bytes received by rank 0 and by another when a checkpoint is committed. Before: all
+                lists were gathered by all ranks
+    hub         `from_pretrained` finds 36,000 tensors of a hub's files; it does not depend on ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch as swapped
+
+import torch
+import torch.distributed as dist
+from figures import setting
+from ranks import peak_mib, reset_peak
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
+from hf_moe_ep.checkpoints.hub.read import find_weights
+from hf_moe_ep.checkpoints.storage import part_files
+from hf_moe_ep.checkpoints.storage.part_files import Part, file_name, own_first, write_parts
+from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
+from hf_moe_ep.checkpoints.storage.spread import Spread
+from hf_moe_ep.checkpoints.training.folder import ranks_needed
+from hf_moe_ep.checkpoints.training.state_file import StateFile, TensorForm, digest
+from hf_moe_ep.checkpoints.training.tensors import collect
+from hf_moe_ep.sharding import checks
+from hf_moe_ep.state import patched_state
+from hf_moe_ep.upstream.process_groups import fake_group
+
+WORLDS = (8, 64, 256, 1024)
+# The largest worlds of which DCP's sides are run: plans of 1,024 ranks are 3.5 million objects.
+DCP_PLANS, DCP_FILES = 64, 256
+LAYERS, KINDS, COPIES = 94, 12, 3
+COLUMNS = 2
+
+
+def measured(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, called in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(theirs, function, args))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        raise RuntimeError(f"{function.__name__}{args} ended without a result") from None
+    finally:
+        process.join()
+    return found
+
+
+def _child(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    pipe.send(function(*args))
+    pipe.close()
+
+
+class Watch:
+    """Seconds and MiB of a block: `took`, `grew`."""
+
+    def __enter__(self) -> Watch:
+        gc.collect()
+        reset_peak()
+        self._before, self._start = peak_mib(), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.took = time.perf_counter() - self._start
+        self.grew = peak_mib() - self._before
+
+
+def _model(layers: int, num_experts: int = 8) -> Qwen3MoeForCausalLM:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
+    """One rank shards a model, and plans what it saves of it and of AdamW."""
+    groups, agreed = [0], [0]
+    new_group, differing = dist.new_group, checks.differing
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        groups[0] += 1
+        return new_group(*args, **kwargs)
+
+    def told(value: Any, group: Any = None) -> Any:
+        agreed[0] += len(pickle.dumps(value)) * world
+        return differing(value, group)
+
+    with fake_group(world // 2, world):
+        model = _model(layers)
+        with (
+            Watch() as sharding,
+            swapped.object(dist.device_mesh, "new_group", counted),
+            swapped.object(dist, "new_group", counted),
+            swapped.object(checks, "differing", told),
+        ):
+            patch(model, ParallelConfig(ep_size=8))
+            apply_ep_fsdp2(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for p in model.parameters():
+            moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.tensor(1.0), **moments}
+        with Watch() as planning:
+            named = collect(model, optimizer)
+            forms = named.forms()
+            named.parts(forms, 1 << 30)
+            layout = {"world_size": world}
+            content = StateFile(layout, {}, None, forms, named.scalars, named.optimizer).to_json()
+            of_state = digest(content)
+    return {
+        "tensors": len(forms),
+        "sharding": (sharding.took, sharding.grew),
+        "groups": groups[0],
+        "gathered": agreed[0] + len(pickle.dumps(of_state)) * world,
+        "agreed": 2 * 64 + 8,
+        "planning": (planning.took, planning.grew),
+    }
+
+
+def groups_of_torch(world: int) -> int:
+    """How often torch asks for a group where it makes the same meshes, axes of one rank and all."""
+    with fake_group(world // 2, world):
+        stock = dist.device_mesh.new_group
+        with swapped.object(dist.device_mesh, "new_group", wraps=stock) as asked:
+            for sizes in ((1, world // 8, 8), (1, world), (world, 1)):
+                init_device_mesh("cpu", sizes)
+    return int(asked.call_count)
+
+
+def _names(layers: int) -> list[str]:
+    kinds = [
+        f"layers.{layer}.kind_{kind}.weight" for layer in range(layers) for kind in range(KINDS)
+    ]
+    return [
+        f"{copy}.{name}" for copy in ("model", "exp_avg", "exp_avg_sq")[:COPIES] for name in kinds
+    ]
+
+
+def _dtensors(layers: int, rows: int, world: int, rank: int) -> dict[str, Tensor]:
+    """Tensors of `rows` rows, cut into equal parts by the ranks of the group that there is."""
+    mesh, shape = init_device_mesh("cpu", (world,)), torch.Size((rows, COLUMNS))
+    return {
+        name: DTensor.from_local(
+            torch.zeros(rows // world, COLUMNS),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=shape,
+            stride=(COLUMNS, 1),
+        )
+        for name in _names(layers)
+    }
+
+
+def plan_by_dcp(world: int, layers: int) -> dict[str, Any]:
+    """What rank 0 does with the plans of all ranks; and the bytes that it gathers for it."""
+    plans, size = [], 0
+    for rank in range(world):
+        with fake_group(rank, world):
+            planner = DefaultSavePlanner()
+            planner.set_up_planner(_dtensors(layers, world, world, rank), None, rank == 0)
+            text = pickle.dumps(planner.create_local_plan())
+        size += len(text)
+        plans.append(text)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, None, True)
+    with Watch() as watch:
+        planner.create_global_plan([pickle.loads(text) for text in plans])
+    return {"planning": (watch.took, watch.grew), "gathered": size}
+
+
+def write_files(folder: Path, world: int, layers: int) -> None:
+    """A checkpoint as ranks write it: row r of each tensor by rank r."""
+    values = torch.zeros(1, COLUMNS)
+    for rank in range(world):
+        box = ((rank, rank + 1), (0, COLUMNS))
+        write_parts(folder, rank, [Part(name, box, values, 1) for name in _names(layers)], 1)
+
+
+def read_by_dcp(folder: Path, world: int, layers: int) -> tuple[float, float]:
+    with fake_group(world // 2, world):
+        targets = _dtensors(layers, world, world, world // 2)
+        with Watch() as watch:
+            metadata = HuggingFaceStorageReader(os.fspath(folder)).read_metadata()
+            create_default_local_load_plan(targets, metadata)
+    return watch.took, watch.grew
+
+
+def read_ours(
+    folder: Path, saved_by: int, world: int, layers: int, noted: bool
+) -> tuple[float, float, int]:
+    """Read the last rank's part, of files of `saved_by` ranks; (seconds, MiB, headers)."""
+    rank = world - 1
+    with fake_group(rank, world):
+        targets = _dtensors(layers, saved_by, world, rank)
+        spread = Spread((saved_by,), tuple(range(saved_by)), (0,)) if noted else None
+        form = TensorForm([saved_by, COLUMNS], torch.float32, spread)
+        saved = StateFile({}, tensors=dict.fromkeys(targets, form))
+        names = [file_name(of, 1, 1) for of in range(saved_by)]
+        with Watch() as watch:
+            ranks = ranks_needed(targets, saved)
+            if ranks is not None:
+                names = [name for name in names if part_files.of_rank(name) in ranks]
+            number = part_files.read_parts(
+                (folder / name for name in own_first(names, rank)), targets
+            )
+    return watch.took, watch.grew, number
+
+
+def manifest_bytes(world: int) -> dict[str, int]:
+    """Pickled sizes of what is told, times those who tell it."""
+    tensors = {f"tensors/{file_name(rank, 1, 1)}": 10**9 for rank in range(world)}
+    others = {f"random-{rank:05d}.json": 10**4 for rank in range(world)}
+    others |= dict.fromkeys(("state.json", "config.json", "hf_moe_ep.json"), 10**6)
+    entry = {"size": 10**9, "sha256": "0" * 64}
+    of_rank = len(pickle.dumps({file_name(0, 1, 1): entry}))
+    return {
+        "before": world * (len(pickle.dumps(tensors | others)) + 2 * of_rank),
+        "first": 2 * world * of_rank + 4 * 8,
+        "another": len(pickle.dumps(others)) + 4 * 8,
+    }
+
+
+def find_on_hub(layers: int, num_experts: int) -> tuple[float, float, int]:
+    """Match a checkpoint with a key per expert to a model on the meta device."""
+    with torch.device("meta"):
+        model = _model(layers, num_experts)
+    state = patched_state(patch(model, ParallelConfig(ep_size=8)))
+    names = [name for name, _ in model.named_parameters()]
+    shapes = {}
+    for name, p in model.named_parameters():
+        if ".experts." not in name:
+            shapes[name] = tuple(p.shape)
+            continue
+        stem = name.rpartition(".")[0]
+        for expert in range(num_experts):
+            shapes[f"{stem}.{expert}.gate_proj.weight"] = (8, 16)
+            shapes[f"{stem}.{expert}.up_proj.weight"] = (8, 16)
+            shapes[f"{stem}.{expert}.down_proj.weight"] = (16, 8)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "model.safetensors")
+        header = [(key, shape, torch.float32) for key, shape in shapes.items()]
+        with Writer(file, header) as writer:
+            for key, shape, _ in header:
+                box = tuple((0, size) for size in shape)
+                writer.write(key, shape, box, torch.zeros(shape))
+        with Watch() as watch:
+            find_weights(model, folder, state.plan, names)
+    return watch.took, watch.grew, len(shapes)
+
+
+def run_all(worlds: tuple[int, ...], layers: int) -> dict[int, dict[str, Any]]:
+    """All figures by world."""
+    found: dict[int, dict[str, Any]] = {}
+    for world in worlds:
+        row = found[world] = measured(shard_and_plan, world, layers)
+        row["manifest"] = manifest_bytes(world)
+        row["groups of torch"] = measured(groups_of_torch, world)
+        row["dcp plan"] = measured(plan_by_dcp, world, layers) if world <= DCP_PLANS else None
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_files(folder, world, layers)
+            if world <= DCP_FILES:
+                row["dcp"] = measured(read_by_dcp, folder, world, layers)
+            row["as saved"] = measured(read_ours, folder, world, world, layers, True)
+            row["half"] = measured(read_ours, folder, world, world // 2, layers, True)
+            row["older"] = measured(read_ours, folder, world, world // 2, layers, False)
+        print(f"{world} ranks: {row}", file=sys.stderr)
+    return found
+
+
+def _cost(pair: tuple[float, ...] | None) -> str:
+    """Seconds and MiB; how many headers where that is known."""
+    if pair is None:
+        return "not run"
+    headers = f", {pair[2]} headers" if len(pair) > 2 else ""
+    return f"{pair[0]:.2f} s, {pair[1]:.0f} MiB{headers}"
+
+
+def _size(number: int) -> str:
+    return f"{number:,} B" if number < 10_000 else f"{number / 2**20:.2f} MiB"
+
+
+def report(found: dict[int, dict[str, Any]], hub: tuple[float, float, int]) -> str:
+    """The tables, in Markdown."""
+    worlds = list(found)
+
+    def line(name: str, cells: list[str]) -> str:
+        return f"| {name} | " + " | ".join(cells) + " |"
+
+    rows = [found[world] for world in worlds]
+    text = [
+        line("of one rank", [f"{world} ranks" for world in worlds]),
+        "|---|" + "---|" * len(worlds),
+        line("sharding", [_cost(row["sharding"]) for row in rows]),
+        line("calls of `new_group`, before", [f"{row['groups of torch']:,}" for row in rows]),
+        line("calls of `new_group`", [f"{row['groups']:,}" for row in rows]),
+        line("agreeing, before", [_size(row["gathered"]) for row in rows]),
+        line("agreeing", [_size(row["agreed"]) for row in rows]),
+        line(
+            "planning a save, before (rank 0)",
+            [_cost(row["dcp plan"] and row["dcp plan"]["planning"]) for row in rows],
+        ),
+        line(
+            "gathered for it, before (rank 0)",
+            [_size(row["dcp plan"]["gathered"]) if row["dcp plan"] else "not run" for row in rows],
+        ),
+        line("planning a save, nothing gathered", [_cost(row["planning"]) for row in rows]),
+        line("finding, before (headers alone)", [_cost(row.get("dcp")) for row in rows]),
+        line("finding and reading, as saved", [_cost(row["as saved"]) for row in rows]),
+        line("finding and reading, half", [_cost(row["half"]) for row in rows]),
+        line("finding and reading, half, older", [_cost(row["older"]) for row in rows]),
+        line("manifest, before", [_size(row["manifest"]["before"]) for row in rows]),
+        line("manifest, rank 0", [_size(row["manifest"]["first"]) for row in rows]),
+        line("manifest, another rank", [_size(row["manifest"]["another"]) for row in rows]),
+        f"\nhub: {hub[2]:,} tensors are found in {_cost(hub[:2])}, whatever the number of ranks.\n",
+    ]
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
+    parser.add_argument("--write", type=Path, help="also write scale-cpu.md there")
+    args = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    found = run_all(tuple(args.worlds), LAYERS)
+    hub = measured(find_on_hub, LAYERS, 128)
+    text = "\n".join(
+        [
+            "# Start-up and checkpoints on 8 to 1,024 ranks\n",
+            *setting("benchmarks/scale.py", load_before, 1),
+            f"- {found[args.worlds[0]]['tensors']:,} tensors of a model of {LAYERS} layers with "
+            f"AdamW where it is sharded and planned, {LAYERS * KINDS * COPIES:,} where files are "
+            f"read; ep 8; one run of each; `before` is torch's own way, run beside it (DCP's up to "
+            f"{DCP_PLANS} and {DCP_FILES} ranks), and counted from pickled sizes in bytes\n",
+            report(found, hub),
+            "What the rows are is told at the top of `benchmarks/scale.py`. MiB: peak of resident "
+            "memory above what the process held before.\n",
+        ]
+    )
+    print(text)
+    if args.write:
+        args.write.mkdir(parents=True, exist_ok=True)
+        (args.write / "scale-cpu.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
