@@ -22,8 +22,11 @@ import gc
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,9 +36,12 @@ from ranks import KEEP_FREED_MEMORY, peak_mib, reset_peak, spawn
 from sequence import saved_storages
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.tools.step_plan import count_step
 
 WORLDS = (1, 4)
 WARMUP_STEPS = 1
@@ -65,7 +71,7 @@ class Measured:
     seconds: list[float]
 
 
-def build(sizes: Sizes) -> nn.Module:
+def build(sizes: Sizes, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=sizes.vocab,
@@ -84,7 +90,7 @@ def build(sizes: Sizes) -> nn.Module:
         target_modules=["q_proj", "v_proj"],
         init_lora_weights=False,
     )
-    return get_peft_model(Qwen3MoeForCausalLM(config), lora).train()
+    return get_peft_model(Qwen3MoeForCausalLM(config).to(dtype), lora).train()
 
 
 def distribute(model: nn.Module, kind: str) -> nn.Module:
@@ -151,6 +157,96 @@ def memory_rank(rank: int, sizes: Sizes, kind: str) -> tuple[float, float]:
     return peak_mib() - empty, peak_mib() - with_model
 
 
+@dataclass(frozen=True)
+class Held:
+    """One rank with experts in one format: bytes of experts, gathered ones, and at the peak."""
+
+    experts: int
+    parameters: int
+    gathered: int
+    peak: int
+    seconds: list[float]
+
+
+def held_rank(rank: int, sizes: Sizes, kinds: list[str]) -> dict[str, Held]:
+    """Measure each format in turn; "bf16" is experts as they are."""
+    return {kind: measure_held(sizes, kind) for kind in kinds}
+
+
+def measure_held(sizes: Sizes, kind: str) -> Held:
+    model = build(sizes, torch.bfloat16)
+    parameters = sum(p.numel() for p in experts_of(model))
+    layers = find_parts(model).layers
+    apply_ep_fsdp2(model, experts_dtype=None if kind == "bf16" else kind)
+    experts = sum(p.to_local().untyped_storage().nbytes() for p in experts_of(model))
+    batch, optimizer = make_batch(sizes), make_optimizer(model)
+    train_step(model, optimizer, batch)
+    with gathered_of_experts() as gathered:
+        counted = count_step(model, layers, optimizer, batch)
+    seconds = []
+    for _ in range(sizes.steps):
+        dist.barrier()
+        start = time.perf_counter()
+        train_step(model, optimizer, batch)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return Held(experts, parameters, sum(gathered), max(counted.peaks().values()), seconds)
+
+
+def experts_of(model: nn.Module) -> list:
+    """Stacked matrices and their scales; adapters are none of them."""
+    names = ("gate_up_proj", "down_proj")
+    named = ((name.rpartition(".")[2], p) for name, p in model.named_parameters())
+    return [p for name, p in named if name.startswith(names)]
+
+
+@contextmanager
+def gathered_of_experts() -> Iterator[list[int]]:
+    """Bytes of each gather of a unit of experts."""
+    sizes: list[int] = []
+    stock = FSDPParamGroup.unshard
+
+    def unshard(group: FSDPParamGroup, *args: object, **kwargs: object) -> None:
+        before = group._all_gather_result
+        stock(group, *args, **kwargs)
+        result = group._all_gather_result
+        if before is None and result is not None and "experts" in (group._module_fqn or ""):
+            sizes.append(result.all_gather_output.nbytes)
+
+    with mock.patch.object(FSDPParamGroup, "unshard", unshard):
+        yield sizes
+
+
+def report_held(sizes: Sizes, ranks: list[dict[str, Held]], about: list[str]) -> str:
+    lines = [
+        "# Frozen experts as bytes, under LoRA\n",
+        *about,
+        f"- model: Qwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
+        f"{sizes.experts} experts of {sizes.intermediate}, bf16, frozen; adapters of rank "
+        f"{sizes.rank} on experts, q_proj and v_proj; {sizes.tokens} tokens per rank, "
+        f"{sizes.steps} steps\n",
+        "| experts | held, bytes per parameter | gathered per step, MiB | / bf16 | peak, MiB "
+        "| / bf16 | step, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    plain = ranks[0]["bf16"]
+    for kind in ranks[0]:
+        of_kind = [rank[kind] for rank in ranks]
+        first = of_kind[0]
+        each = sum(one.experts for one in of_kind) / first.parameters
+        peak = max(one.peak for one in of_kind)
+        bf16_peak = max(rank["bf16"].peak for rank in ranks)
+        cells = [f"{each:.4f}", f"{first.gathered / 2**20:.1f}"]
+        cells += [f"{first.gathered / plain.gathered:.3f}", f"{peak / 2**20:.1f}"]
+        cells += [f"{peak / bf16_peak:.2f}", spread(first.seconds)]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    lines.append(
+        "\nBytes are of one step; seconds median (min .. max) over steps. Every figure is "
+        "explained at the top of `benchmarks/lora.py`."
+    )
+    return "\n".join(lines) + "\n"
+
+
 def report(sizes: Sizes, measured: dict, memory: dict, about: list[str]) -> str:
     lines = [
         "# LoRA on experts and attention, against stock PEFT\n",
@@ -190,10 +286,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--write", type=Path, help="also write lora-cpu.md there")
+    parser.add_argument("--write", type=Path, help="also write a Markdown file there")
+    parser.add_argument("--experts-dtype", nargs="+", choices=("nf4", "fp8"), metavar="FORMAT")
     args = parser.parse_args()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     load_before = os.getloadavg()[0]
+    if args.experts_dtype:
+        ranks = spawn(held_rank, 2, sizes, ["bf16", *args.experts_dtype], timeout=900.0)
+        text = report_held(sizes, ranks, setting("benchmarks/lora.py", load_before, 2))
+        show(text, args.write, "lora-experts-dtype-cpu.md")
+        return
     kept = {"timeout": 900.0, "environment": KEEP_FREED_MEMORY}
     measured = {world: spawn(measure_rank, world, sizes, **kept) for world in WORLDS}
     memory = {
@@ -202,11 +304,14 @@ def main() -> None:
         for kind in KINDS
     }
     about = setting("benchmarks/lora.py", load_before, max(WORLDS))
-    text = report(sizes, measured, memory, about)
+    show(report(sizes, measured, memory, about), args.write, "lora-cpu.md")
+
+
+def show(text: str, folder: Path | None, name: str) -> None:
     print(text)
-    if args.write:
-        args.write.mkdir(parents=True, exist_ok=True)
-        (args.write / "lora-cpu.md").write_text(text)
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,7 @@ def _as_promised(routing: Routing, up_LGH: Tensor) -> Routing:
     return replace(routing, offsets=offsets, tiles=unused[0], row_A=unused[1])
 
 
-@torch.library.custom_op("hf_moe_ep::expert_mlp", mutates_args=())
-def _forward_op(
+def _forward(
     rows: Tensor,
     weights: Tensor,
     experts: Sequence[Tensor],
@@ -108,6 +107,9 @@ def _forward_op(
         routing = _as_promised(routing, named.up)
     made = routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles, routing.row_A
     return out_RH, pre_AG, *made
+
+
+_forward_op = torch.library.custom_op("hf_moe_ep::expert_mlp", mutates_args=())(_forward)
 
 
 @_forward_op.register_fake
@@ -134,8 +136,7 @@ def _(
     return rows.new_empty(rows.shape), pre, pair, slots, offsets, tiles, row
 
 
-@torch.library.custom_op("hf_moe_ep::expert_mlp_backward", mutates_args=())
-def _backward_op(
+def _run_for_needs(
     grad: Tensor, saved: Sequence[Tensor], spec: str, needs: Sequence[bool]
 ) -> list[Tensor]:
     """Gradients of rows, weights and each of the experts' tensors; empty where not in `needs`."""
@@ -144,6 +145,11 @@ def _backward_op(
     # Scales have no place there: what is quantised is frozen.
     found = (getattr(grads, name, None) for name in names)
     return [grad.new_empty(0) if g is None else g for g in found]
+
+
+_backward_op = torch.library.custom_op("hf_moe_ep::expert_mlp_backward", mutates_args=())(
+    _run_for_needs
+)
 
 
 @_backward_op.register_fake
@@ -211,3 +217,9 @@ def _backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Any, ...]:
 
 
 _forward_op.register_autograd(_backward, setup_context=save)
+
+# For whoever wants to see what the operators do one step after the other.
+STEPS_INSIDE: dict[Any, Callable[..., Any]] = {
+    torch.ops.hf_moe_ep.expert_mlp.default: _forward,
+    torch.ops.hf_moe_ep.expert_mlp_backward.default: _run_for_needs,
+}

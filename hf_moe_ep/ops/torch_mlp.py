@@ -191,7 +191,7 @@ def _add_expert_grads(
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """Consecutive pairs of whole experts; `experts` are those that have any, `sizes` how many."""
 
     pairs: slice
@@ -211,13 +211,13 @@ class _Block:
 class _Step:
     """Backward through one block: what the gradients of its experts are made of."""
 
-    block: _Block
+    block: Block
     grad_MH: Tensor
     act_MF: Tensor
     grad_pre_MG: Tensor
 
 
-def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[_Block]:
+def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[Block]:
     # A GPU has nothing to win by smaller pieces.
     on_cpu = routing.pair_A.device.type == "cpu"
     smallest = _BLOCK if on_cpu else len(routing.pair_A)
@@ -234,13 +234,13 @@ def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[_Block]:
             row_M = pair_M // weights_RK.shape[1]
             weight_M = weights.index_select(0, pair_M)
             sizes = [ends[i + 1] - ends[i] for i in experts]
-            yield _Block(slice(first, end), experts, sizes, pair_M, row_M, weight_M)
+            yield Block(slice(first, end), experts, sizes, pair_M, row_M, weight_M)
             experts = []
             first = end
 
 
 def _pre_activations(
-    rows_RH: Tensor, experts: ExpertWeights, block: _Block, out_MG: Tensor | None = None
+    rows_RH: Tensor, experts: ExpertWeights, block: Block, out_MG: Tensor | None = None
 ) -> Tensor:
     x_MH = rows_RH.index_select(0, block.row_M)
     up = _Forth(experts.up_matrices(rows_RH.dtype))
@@ -271,7 +271,7 @@ class _Back:
 def _per_expert(
     rows_MI: Tensor,
     matrices: _Forth | _Back,
-    block: _Block,
+    block: Block,
     *,
     bias_LO: Tensor | None = None,
     out_MO: Tensor | None = None,
@@ -288,7 +288,7 @@ def _per_expert(
 
 
 def _adapted(
-    rows_MI: Tensor, matrices: _Forth | _Back, adapter: LowRank | None, block: _Block
+    rows_MI: Tensor, matrices: _Forth | _Back, adapter: LowRank | None, block: Block
 ) -> Tensor:
     """The product of each pair's row and the matrix of its expert, adapter included."""
     out_MO = _per_expert(rows_MI, matrices, block)
@@ -296,7 +296,7 @@ def _adapted(
     return out_MO
 
 
-def _add_low_rank(rows_MI: Tensor, adapter: LowRank | None, out_MO: Tensor, block: _Block) -> None:
+def _add_low_rank(rows_MI: Tensor, adapter: LowRank | None, out_MO: Tensor, block: Block) -> None:
     """Add each expert's adapter to the product with its matrix, in place."""
     if adapter is None:
         return
@@ -310,7 +310,7 @@ def _add_low_rank_grads(
     grad_MO: Tensor,
     adapter: LowRank | None,
     into: tuple[_Place | None, _Place | None],
-    block: _Block,
+    block: Block,
     scale: float,
 ) -> None:
     """Compute `scale` times the gradients of a_LPI and b_LOP, where wanted, in place."""
@@ -330,7 +330,7 @@ def _wide_zeros(rows_RH: Tensor) -> Tensor:
     return rows_RH.new_zeros(rows_RH.shape, dtype=wide)
 
 
-def _add_to_rows(y_MH: Tensor, sum_RH: Tensor, block: _Block) -> None:
+def _add_to_rows(y_MH: Tensor, sum_RH: Tensor, block: Block) -> None:
     """Add each pair's vector to its row, in the order of the pairs."""
     if not y_MH.is_cuda:
         sum_RH.index_add_(0, block.row_M, y_MH.to(sum_RH.dtype))
@@ -340,7 +340,7 @@ def _add_to_rows(y_MH: Tensor, sum_RH: Tensor, block: _Block) -> None:
         sum_RH.index_add_(0, row, y.to(sum_RH.dtype))
 
 
-def _outer(left_MO: Tensor, right_MI: Tensor, place: _Place, block: _Block, scale: float) -> None:
+def _outer(left_MO: Tensor, right_MI: Tensor, place: _Place, block: Block, scale: float) -> None:
     """Compute `scale * left^T right` over the pairs of each expert of the block, in place."""
     for expert, (left, right) in block.split(left_MO, right_MI):
         _product(left, right, place, expert, scale)
@@ -353,7 +353,7 @@ def _product(left: Tensor, right: Tensor, place: _Place, expert: int, scale: flo
     torch.addmm(out, left.t(), right, beta=int(place.add), alpha=scale, out=out)
 
 
-def _sum(rows_MO: Tensor, place: _Place, block: _Block, scale: float) -> None:
+def _sum(rows_MO: Tensor, place: _Place, block: Block, scale: float) -> None:
     """Compute the gradient of a bias: sum the pairs of each expert, in fp32 or wider."""
     wide = torch.promote_types(rows_MO.dtype, torch.float32)
     for expert, (rows,) in block.split(rows_MO):

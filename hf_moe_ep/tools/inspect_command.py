@@ -2,10 +2,12 @@
 
     hf-moe-ep inspect out/checkpoint-300
     hf-moe-ep inspect --plan out/config.json --world 64 --ep 8 --memory 80
+    hf-moe-ep inspect --plan out/config.json --world 8 --ep 8 --seq 4096 --checkpointing
     hf-moe-ep inspect --architecture mixtral
 
 Of a folder it prints what wrote it and at which layout; with `--plan` how much memory each rank
-would need (`memory_plan.py`); with `--architecture` the plan that is derived from a config, and
+would need (`memory_plan.py`), with `--seq` in a whole step (`step_plan.py`), and what would make
+it fit (`shrink.py`); with `--architecture` the plan that is derived from a config, and
 what is granted to such a model (`architecture.py`).
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +28,9 @@ from hf_moe_ep.tools.architecture import lines, look_at
 from hf_moe_ep.tools.memory_plan import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
 from hf_moe_ep.tools.printing import print_found
 from hf_moe_ep.tools.published_models import LORA_TARGETS, known_shapes
+from hf_moe_ep.tools.shrink import shrink
+from hf_moe_ep.tools.step_plan import NOT_COUNTED as STEP_NOT_COUNTED
+from hf_moe_ep.tools.step_plan import Batch, StepPlan, plan_step
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DEFAULT = "default: %(default)s"
@@ -59,6 +65,9 @@ def add_parser(subparsers: Any) -> None:
         add("--optimizer", choices=OPTIMIZERS, default="adamw", help=_DEFAULT),
         add("--lora-rank", type=int, metavar="R", help="train adapters alone"),
         add("--lora-targets", choices=LORA_TARGETS, default="both", help=_DEFAULT),
+        add("--seq", type=int, metavar="S", help="plan a whole step on sequences of S tokens"),
+        add("--batch", type=int, default=1, metavar="B", help=f"of each data rank; {_DEFAULT}"),
+        add("--checkpointing", action="store_true", help="backward computes layers again"),
         add("--memory", type=float, metavar="GIB", help="of one GPU: say whether it fits"),
     ]
     parser.set_defaults(run=run, of_plan=of_plan)
@@ -102,28 +111,88 @@ def run(options: argparse.Namespace) -> int:
             f"--experts-dtype {options.experts_dtype} holds frozen experts, and full weights are "
             f"planned; add --lora-rank 16, or leave it out"
         )
-    parallel = ParallelConfig(
-        ep_size=options.ep,
-        sp_size=options.sp,
-        dp_replicate_size=options.dp_replicate,
-        experts_dtype=options.experts_dtype,
-        experts_double_quant=options.double_quant,
-    )
-    plan = plan_memory(
-        options.plan,
-        parallel,
-        world_size=options.world,
-        dtype=getattr(torch, options.dtype),
-        masters=options.masters,
-        optimizer=options.optimizer,
-        lora_rank=options.lora_rank,
-        lora_targets=options.lora_targets,
-    )
+    if options.seq is None and (options.checkpointing or options.batch != 1):
+        given = "--checkpointing" if options.checkpointing else f"--batch {options.batch}"
+        raise ValueError(
+            f"{given} matters to a step, and none is planned without the length of its sequences; "
+            f"add --seq 4096"
+        )
+    asked = vars(options)
+    plan = plan_memory(options.plan, **_layout(asked))
+    step = None if options.seq is None else _step(options.plan, asked)
     if options.json:
-        print(json.dumps(as_json(plan, options.memory), indent=2))
-    else:
-        print("\n".join(_header(plan, options) + _table(plan) + _footer(plan, options.memory)))
+        print(json.dumps(as_json(plan, options.memory, step), indent=2))
+        return 0
+    table = _header(plan, options) + _table(plan)
+    if step is None:
+        table += _footer(plan, options.memory)
+        print("\n".join(table))
+        return 0
+    print("\n".join(table + _step_table(step, asked)))
+    if options.memory is not None:
+        _say_what_fits(step, options)
     return 0
+
+
+def _layout(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that `plan_memory` and `plan_step` share."""
+    parallel = ParallelConfig(
+        ep_size=asked["ep"],
+        sp_size=asked["sp"],
+        dp_replicate_size=asked["dp_replicate"],
+        experts_dtype=asked["experts_dtype"],
+        experts_double_quant=asked["double_quant"],
+    )
+    return {
+        "parallel": parallel,
+        "world_size": asked["world"],
+        "dtype": getattr(torch, asked["dtype"]),
+        **{name: asked[name] for name in ("masters", "optimizer", "lora_rank", "lora_targets")},
+    }
+
+
+def _step(shape: str, asked: Mapping[str, Any]) -> StepPlan:
+    batch = Batch(asked["seq"], asked["batch"], asked["checkpointing"])
+    return plan_step(shape, batch=batch, **_layout(asked))
+
+
+def _step_table(step: StepPlan, asked: Mapping[str, Any]) -> list[str]:
+    run = " and ".join(map(str, step.layers_run))
+    checkpointing = ", checkpointing" if asked["checkpointing"] else ""
+    return [
+        "",
+        f"one step on {asked['batch']} x {asked['seq']} tokens of each data rank{checkpointing}",
+        "",
+        _line("GiB at the peak", "rank 0", width=32),
+        *(_line(name, _gib(size), width=32) for name, size in step.parts.items()),
+        _line("sum", _gib(step.peak), width=32),
+        "",
+        f"the peak is in: {step.where}; counted on tensors without memory, {run} of {step.layers} "
+        f"layers, all experts",
+        f"  chosen as often. Not counted: {', '.join(STEP_NOT_COUNTED)}",
+    ]
+
+
+def _say_what_fits(step: StepPlan, options: argparse.Namespace) -> None:
+    limit = int(options.memory * _GIB)
+    left = limit - step.peak
+    if left >= 0:
+        print(
+            f"\nfits in {options.memory:g} GiB: {_gib(left)} GiB are left for what is not counted"
+        )
+        return
+    print(
+        f"\ndoes not fit in {options.memory:g} GiB: {_gib(-left)} GiB are missing; what would help"
+    )
+    peaks = {str(vars(options)): step.peak}
+
+    def peak_of(asked: Mapping[str, Any]) -> int:
+        known = peaks.get(str(dict(asked)))
+        return _step(options.plan, asked).peak if known is None else known
+
+    for change, peak in shrink(vars(options), limit, peak_of):
+        fits = "fits" if peak <= limit else f"{_gib(peak - limit)} GiB are missing"
+        print(f"  {change.flag:<28}{_gib(peak):>9} GiB, {fits}", flush=True)
 
 
 def _check_no_plan(options: argparse.Namespace) -> None:
@@ -135,15 +204,21 @@ def _check_no_plan(options: argparse.Namespace) -> None:
         )
 
 
-def as_json(plan: MemoryPlan, memory: float | None = None) -> dict[str, Any]:
+def as_json(
+    plan: MemoryPlan, memory: float | None = None, step: StepPlan | None = None
+) -> dict[str, Any]:
     """Turn a plan into plain data: bytes, and `left` if `memory` (GiB) is given."""
     found = asdict(plan)
     for kind, entry in zip(plan.kinds, found["kinds"], strict=True):
         entry["held"] = kind.held
     found["all_ranks"] = {name: plan.all_ranks(name) for name in _ROWS}
     found["not_counted"] = list(NOT_COUNTED)
+    if step is not None:
+        found["step"] = asdict(step) | {"peak": step.peak, "where": step.where}
+        found["step"]["not_counted"] = list(STEP_NOT_COUNTED)
     if memory is not None:
-        found["left"] = _left(plan, memory)
+        held = _left(plan, memory)
+        found["left"] = held if step is None else int(memory * _GIB) - step.peak
     return found
 
 
@@ -189,8 +264,8 @@ def _table(plan: MemoryPlan) -> list[str]:
     return [line.rstrip() for line in [*lines, _line("sum", *sums, "")]]
 
 
-def _line(title: str, *cells: str) -> str:
-    return f"{title:<20}" + "".join(f"{cell:>13}" for cell in cells)
+def _line(title: str, *cells: str, width: int = 20) -> str:
+    return f"{title:<{width}}" + "".join(f"{cell:>13}" for cell in cells)
 
 
 def _gib(size: int) -> str:

@@ -43,7 +43,7 @@ from hf_moe_ep.architectures import experts_per_token
 from hf_moe_ep.config import ParallelConfig, check_choice
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE
 from hf_moe_ep.patch import patch
-from hf_moe_ep.ranks.mesh import EP, EP_FSDP, FSDP, build_meshes
+from hf_moe_ep.ranks.mesh import EP, EP_FSDP, FSDP, Meshes, build_meshes
 from hf_moe_ep.sharding.options import ShardOptions, default_policy
 from hf_moe_ep.sharding.shard import shard_units
 from hf_moe_ep.sharding.units import Units, find_units
@@ -54,7 +54,7 @@ from hf_moe_ep.upstream.process_groups import fake_group
 
 MASTERS = ("fp32", "model")
 # Optimizer -> tensors of a parameter's size, scalars of 4 bytes, per trained parameter.
-OPTIMIZERS = {"adamw": (2, 1), "sgd": (1, 0), "none": (0, 0)}
+OPTIMIZERS = {"adamw": (2, 1), "adamw_fused": (2, 1), "sgd": (1, 0), "none": (0, 0)}
 NOT_COUNTED = (
     "activations",
     "buffers of the model",
@@ -142,7 +142,8 @@ def plan_memory(
         dtype: what the model is loaded in, and computes in.
         masters: "fp32" as `apply_ep_fsdp2` does by default: a low-precision model trains with
             fp32 parameters, gradients and optimizer state. "model" keeps all in `dtype`.
-        optimizer: "adamw", "sgd" (with momentum), or "none" for one without state.
+        optimizer: "adamw", "adamw_fused" (as much between steps), "sgd" (with momentum), or "none"
+            for one without state.
         lora_rank: train adapters of this rank alone, on `lora_targets`: "experts", "attention",
             "both". Like PEFT's they are fp32 beside a low-precision model. What
             `parallel.experts_dtype` holds as bytes cannot be trained: it wants adapters.
@@ -151,16 +152,7 @@ def plan_memory(
         ValueError: an unknown choice, a process group that exists already, and what `patch` and
             sharding raise where sizes do not fit the model or the world.
     """
-    check_choice("masters", masters, MASTERS)
-    check_choice("optimizer", optimizer, OPTIMIZERS)
-    if world_size < 1:
-        raise ValueError(f"world_size ({world_size}) must be 1 or more; try 8")
-    if dist.is_initialized():
-        raise ValueError(
-            f"plan_memory makes a fake process group and there is a real one of "
-            f"{dist.get_world_size()} ranks; call it before init_process_group"
-        )
-    request = _Request(
+    request = PlanRequest(
         find_config(shape), parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets
     )
     with torch.random.fork_rng(devices=[]):
@@ -186,7 +178,9 @@ def plan_memory(
 
 
 @dataclass(frozen=True)
-class _Request:
+class PlanRequest:
+    """What `plan_memory` was asked, checked."""
+
     config: Any
     parallel: ParallelConfig | None
     world_size: int
@@ -196,33 +190,66 @@ class _Request:
     lora_rank: int | None
     lora_targets: str
 
+    def __post_init__(self) -> None:
+        check_choice("masters", self.masters, MASTERS)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        if self.world_size < 1:
+            raise ValueError(f"world_size ({self.world_size}) must be 1 or more; try 8")
+        if dist.is_initialized():
+            raise ValueError(
+                f"a plan makes a fake process group and there is a real one of "
+                f"{dist.get_world_size()} ranks; call it before init_process_group"
+            )
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """The patched model of a request on the meta device, with its adapters."""
+
+    model: nn.Module
+    state: ModelState
+    units: Units
+    options: ShardOptions
+
+    @classmethod
+    def of(cls, request: PlanRequest) -> Unsharded:
+        """Build it as training would."""
+        model = meta_model(request.config, request.dtype)
+        patch(model, request.parallel)
+        state: ModelState = getattr(model, STATE)
+        if request.lora_rank is not None:
+            model = attach_lora(model, state.plan, request.lora_rank, request.lora_targets)
+        policy, fp32_masters = MixedPrecisionPolicy(), False
+        if request.masters == "fp32":
+            policy, fp32_masters = default_policy(model)
+        options = ShardOptions(
+            mp_policy=policy,
+            offload_policy=OffloadPolicy(),
+            fp32_masters=fp32_masters,
+            reshard_after_forward=state.config.reshard_after_forward,
+            empty_params=frozenset(model.parameters()),
+        )
+        return cls(model, state, find_units(model, state.plan), options)
+
+    def shard(self) -> Meshes:
+        """Shard it in place, inside a fake process group."""
+        meshes = build_meshes(self.state.config, torch.device("cpu"))
+        shard_units(self.model, self.state, self.options, meshes)
+        return meshes
+
 
 class _Sharded:
     """The model as one rank has it, for its sizes: the process group is gone again."""
 
-    def __init__(self, request: _Request, rank: int) -> None:
+    def __init__(self, request: PlanRequest, rank: int) -> None:
         self.request = request
-        model = meta_model(request.config, request.dtype)
-        patch(model, request.parallel)
-        self.state: ModelState = getattr(model, STATE)
-        if request.lora_rank is not None:
-            model = attach_lora(model, self.state.plan, request.lora_rank, request.lora_targets)
-        self.policy, fp32_masters = MixedPrecisionPolicy(), False
-        if request.masters == "fp32":
-            self.policy, fp32_masters = default_policy(model)
-        self.units: Units = find_units(model, self.state.plan)
+        found = Unsharded.of(request)
+        model, self.state, self.units = found.model, found.state, found.units
+        self.policy = found.options.mp_policy
         self.top_k = experts_per_token(model, self.state.plan, text_config(request.config))
-        options = ShardOptions(
-            mp_policy=self.policy,
-            offload_policy=OffloadPolicy(),
-            fp32_masters=fp32_masters,
-            reshard_after_forward=self.state.config.reshard_after_forward,
-            empty_params=frozenset(model.parameters()),
-        )
         with fake_group(rank, request.world_size):
-            meshes = build_meshes(self.state.config, torch.device("cpu"))
+            meshes = found.shard()
             self.ep_fsdp_size = meshes.ep_fsdp_size
-            shard_units(model, self.state, options, meshes)
             self.parameters: list[DTensor] = _dtensors([model])
             self.axes = {id(p): _axis(p, meshes.ep_size) for p in self.parameters}
             self.stands_for = _numbers_behind_bytes(model)

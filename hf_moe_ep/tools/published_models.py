@@ -112,7 +112,9 @@ def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def attach_lora(model: nn.Module, plan: ModelPlan, rank: int, targets: str) -> nn.Module:
+def attach_lora(
+    model: nn.Module, plan: ModelPlan, rank: int, targets: str, *, device: str = "meta"
+) -> nn.Module:
     """Put PEFT's LoRA on a patched model: on stacked experts, attention projections, or both.
 
     Raises:
@@ -133,7 +135,7 @@ def attach_lora(model: nn.Module, plan: ModelPlan, rank: int, targets: str) -> n
         else [],
         target_modules=_projections(model, plan) if targets != "experts" else [],
     )
-    with torch.device("meta"), warnings.catch_warnings():
+    with torch.device(device), warnings.catch_warnings():
         # PEFT asks every model for a name that transformers has given up.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
         return get_peft_model(model, config)

@@ -95,6 +95,15 @@ def model_config_fields(model: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in left_out}
 
 
+def checkpoint_layers(model: Any) -> None:
+    """Let backward compute each layer again, not by reentrant checkpoints (modeling_utils.py).
+
+    Renamed in transformers 5.23, where the old name warns.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
 def bind_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """What benchmarks/lora.py counts: stock PEFT keeps merged weights for backward, we do not."""
 
+from dataclasses import replace
+
 import lora as bench
+import pytest
 from support.ranks import run_ranks
 
 SIZES = bench.Sizes(
@@ -35,3 +38,24 @@ def test_the_table_divides_ours_by_stock() -> None:
 
 def _both(stock: float, ours: float) -> dict[str, bench.Measured]:
     return {"stock": bench.Measured(8, [stock] * 2), "ours": bench.Measured(4, [ours] * 2)}
+
+
+def _held(rank: int, world: int) -> dict[str, bench.Held]:
+    sizes = replace(SIZES, hidden=128, intermediate=128, experts=4, layers=1)
+    return bench.held_rank(rank, sizes, ["bf16", "nf4"])
+
+
+@pytest.mark.slow
+def test_experts_as_bytes_are_held_and_gathered_so() -> None:
+    """Two ranks: 2 and 0.5625 bytes a parameter held; gathers fall by as much, but for adapters."""
+    ranks = run_ranks(_held, 2)
+    parameters = 4 * 3 * 128 * 128
+    adapters = 2 * 4 * (128 + 256 + 128 + 128)
+    for kind, each, of_factor in (("bf16", 2, 2), ("nf4", 0.5625, 4)):
+        assert {rank[kind].parameters for rank in ranks} == {parameters}
+        assert sum(rank[kind].experts for rank in ranks) == each * parameters
+        # Kept between forward and backward: the only layer is the last one.
+        whole = each * parameters + of_factor * adapters
+        assert {rank[kind].gathered for rank in ranks} == {whole}, kind
+    table = bench.report_held(SIZES, ranks, ["- about"])
+    assert "| bf16 | 2.0000 |" in table and "| nf4 | 0.5625 |" in table

@@ -1,0 +1,198 @@
+"""One training step of a rank on tensors without memory, every other rank doing the same.
+
+A model that is sharded over torch's fake process group runs its own forward, backward and optimizer
+step. Two things of it depend on values, which fake tensors have not:
+
+    the router's choice   K different experts of E for each token, drawn from one seed, as often as
+                          a measured load says or all as often, then the same in every layer; whole
+                          numbers have memory here and are computed as always, so dispatch and
+                          experts see true ids and true counts
+    counts of others      every rank tells what this one tells
+
+So a rank receives what it would send to one like itself: D times the rows that it sends there.
+On a GPU the torch path computes all pairs of a layer as one block, on a CPU some at a time. Of a
+block's experts, which come one after the other and let go of what they took, the two with the
+most pairs are run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.ops import quantised, torch_mlp
+from hf_moe_ep.ranks import collectives
+from hf_moe_ep.routing.load import ExpertLoad
+from hf_moe_ep.upstream.autograd_modes import backward_is_running
+from hf_moe_ep.upstream.dispatch_modes import (
+    OperatorMode,
+    fake_tensors,
+    is_fake,
+    on_real_tensors,
+    tensors_in,
+)
+
+_TOPK = torch.ops.aten.topk.default
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How often experts are chosen.
+
+    Attributes:
+        top_k: experts of a token.
+        share_LE: by MoE layer the part of all tokens that choose an expert; each row adds up to
+            `top_k`. One row is for every layer.
+    """
+
+    top_k: int
+    share_LE: Tensor
+
+    @classmethod
+    def evenly(cls, num_experts: int, top_k: int) -> Choices:
+        """All experts as often."""
+        return cls(top_k, torch.full((1, num_experts), top_k / num_experts, dtype=torch.float64))
+
+    @classmethod
+    def of_load(cls, load: ExpertLoad, top_k: int, layers: int) -> Choices:
+        """As often as they were; nobody can be chosen twice by a token.
+
+        Raises:
+            ValueError: it is of another number of layers, or a layer had no tokens.
+        """
+        counts_LE = load.counts.double()
+        if len(counts_LE) != layers or not bool((counts_LE.sum(1) > 0).all()):
+            raise ValueError(
+                f"load is of {len(counts_LE)} MoE layers, of which "
+                f"{int((counts_LE.sum(1) > 0).sum())} had tokens, and the model has {layers}; "
+                f"read expert_load(model) behind a step of this very model"
+            )
+        return cls(top_k, (counts_LE / counts_LE.sum(1, keepdim=True) * top_k).clamp(max=1.0))
+
+    def busiest(self, ep_size: int) -> int:
+        """Find the ep rank with most rows in some layer; the first one where all are alike."""
+        rows_LD = self.share_LE.view(len(self.share_LE), ep_size, -1).sum(2)
+        return int((rows_LD - 1e-9 * torch.arange(ep_size)).amax(0).argmax())
+
+    def draw(self, layer: int, tokens: int) -> Tensor:
+        """Draw ids_TK: K points, one apart, on a line of experts that is shuffled for each token.
+
+        On that line an expert is as long as its share, so it is met as often (Madow 1949).
+        """
+        share_E = self.share_LE[layer % len(self.share_LE)]
+        generator = torch.Generator().manual_seed(tokens)
+        order_TE = torch.rand(tokens, len(share_E), generator=generator).argsort(1)
+        end_TE = share_E[order_TE].cumsum(1)
+        # Rounding may leave the line a little shorter than K.
+        first_T1 = torch.rand(tokens, 1, generator=generator, dtype=torch.float64) * (1 - 1e-6)
+        points_TK = (first_T1 + torch.arange(self.top_k)) * (end_TE[:, -1:] / self.top_k)
+        return order_TE.gather(1, torch.searchsorted(end_TE, points_TK, right=True))
+
+
+class ChoicesAreReal(OperatorMode):
+    """A mode over that of fake tensors: the router's choice, and what follows from it, is real."""
+
+    def __init__(self, choices: Choices) -> None:
+        super().__init__()
+        self._choices = choices
+        # Layers of the forward that runs; backward takes those of a checkpoint off again.
+        self._chosen: list[int] = []
+        self._drawn: dict[tuple[int, int], Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        if any(is_fake(tensor) or tensor.is_meta for tensor in given):
+            out = func(*args, **kwargs)
+            if func is _TOPK and self._is_choice(*args):
+                values, ids = out
+                return values, self._choose(ids.shape)
+            return out
+        if given or _makes_whole_numbers(func, args, kwargs):
+            return on_real_tensors(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _is_choice(self, scores: Tensor, k: int, *_: Any) -> bool:
+        return scores.shape[-1] == self._choices.share_LE.shape[1] and k == self._choices.top_k
+
+    def _choose(self, shape: torch.Size) -> Tensor:
+        """Choose for the next layer; the last one is computed again first."""
+        if backward_is_running():
+            number = self._chosen.pop()
+        else:
+            number = len(self._chosen)
+            self._chosen.append(number)
+        layer = number % len(self._choices.share_LE)
+        key = (layer, shape.numel() // self._choices.top_k)
+        if key not in self._drawn:
+            self._drawn[key] = on_real_tensors(self._choices.draw, *key)
+        return on_real_tensors(self._drawn[key].view, shape)
+
+
+def _makes_whole_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call without tensors makes one of whole numbers."""
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return dtype in _WHOLE
+    name = func.overloadpacket.__name__
+    numbers = {"arange": args, "full": args[1:], "scalar_tensor": args}.get(name, ())
+    return name == "randint" or (bool(numbers) and not any(isinstance(n, float) for n in numbers))
+
+
+@contextmanager
+def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool) -> Iterator[None]:
+    """Let this rank run on fake tensors, inside the block; see the module."""
+    with ExitStack() as swapped:
+        swapped.enter_context(_instead(collectives, "_all_gather", _gather_own))
+        swapped.enter_context(_instead(torch_mlp.Block, "split", split_in_two))
+        if like_gpu:
+            swapped.enter_context(_instead(torch_mlp, "_BLOCK", sys.maxsize))
+        with fake_tensors(), ChoicesAreReal(choices):
+            # Else the table of numbers, which is kept for the process, would be a fake one.
+            codes = torch.empty(256)
+            swapped.enter_context(_instead(quantised, "_nested_codes", lambda _: codes))
+            yield
+
+
+@contextmanager
+def _instead(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+    stock = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
+
+
+def split_in_two(
+    block: torch_mlp.Block, *tensors: Tensor
+) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Yield the two experts of a block that have most pairs, as `Block.split` yields all."""
+    largest = sorted(range(len(block.sizes)), key=lambda index: -block.sizes[index])[:2]
+    for index in sorted(largest):
+        start = sum(block.sizes[:index])
+        part = slice(start, start + block.sizes[index])
+        yield block.experts[index], tuple(tensor[part] for tensor in tensors)
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def _gather_own(out: Tensor, mine: Tensor, **_: Any) -> _Done:
+    out.view(-1, mine.numel()).copy_(mine.view(1, -1))
+    return _Done()

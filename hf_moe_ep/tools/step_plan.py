@@ -1,0 +1,381 @@
+"""The memory of a whole training step, before there is a GPU to try it on.
+
+    plan = plan_step("Qwen3-30B-shape", ParallelConfig(ep_size=8), world_size=8, seq=4096, batch=1)
+    plan.peak, plan.parts
+
+Beside what `memory_plan.py` counts this has activations, logits, gathered units with FSDP2's own
+copies, gradients on their way, the rows of a dispatch and the optimizer's transients: the model
+is patched and sharded as in training, and its own forward, backward and optimizer step run on
+tensors without memory (`fake_step.py`) while every storage is counted (`tensor_memory.py`).
+
+Layers that are all alike are not all run. A step is cut into stretches, which end where a layer
+begins or has its gradients. The first and the last layer have neighbours of their own; of all
+others one is like the next, but for what layers before it have left behind. So each stretch's peak
+grows by the same for every layer that a model has more, whether it is counted from the front or
+from the end, and of those in the middle the first or the last one has most:
+
+    n layers     forward 0  1 ..  -2  -1  head | backward head  -1  -2 ..  1  0 | optimizer
+    each         value(n) = value(3) + (n - 3) * (value(4) - value(3));  the peak is the largest
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, is_tensor, nn
+
+from hf_moe_ep.architectures import experts_per_token
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.moe.dispatch.choose import make_dispatcher
+from hf_moe_ep.routing.load import ExpertLoad
+from hf_moe_ep.tools.fake_step import Choices, alone_on_fake_tensors
+from hf_moe_ep.tools.memory_plan import PlanRequest, Unsharded
+from hf_moe_ep.tools.published_models import find_config
+from hf_moe_ep.tools.tensor_memory import BEFORE, RESIZED, Lived, TensorMemory, count_tensors
+from hf_moe_ep.upstream.autograd_modes import backward_is_running
+from hf_moe_ep.upstream.dispatch_modes import NoValue
+from hf_moe_ep.upstream.models import checkpoint_layers, text_config
+from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.process_groups import fake_group
+
+# Numbers of layers that are run where a model has more, all alike.
+FEW = (3, 4)
+NOT_COUNTED = (
+    "what kernels and communication libraries need inside",
+    "the CUDA context",
+    "what the allocator reserves beyond that",
+    "pictures and sound",
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a data rank is given: `batch` sequences of `seq` tokens, with labels.
+
+    Attributes:
+        checkpointing: backward computes layers again.
+        accumulates: gradients of an earlier micro-batch are there already.
+    """
+
+    seq: int
+    batch: int = 1
+    checkpointing: bool = False
+    accumulates: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("seq", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be 1 or more; try 1")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The most memory of one rank in one step; bytes.
+
+    Attributes:
+        peaks: by stretch of the step, in their order.
+        parts: what the largest of them is made of.
+        layers, layers_run: of the model, and those of the models that were run for it.
+    """
+
+    peaks: dict[str, int]
+    parts: dict[str, int]
+    layers: int
+    layers_run: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+    @property
+    def where(self) -> str:
+        """The stretch of the step with the peak."""
+        return max(self.peaks, key=self.peaks.__getitem__)
+
+
+def plan_step(
+    shape: Any,
+    parallel: ParallelConfig | None = None,
+    *,
+    world_size: int,
+    batch: Batch,
+    dtype: torch.dtype = torch.bfloat16,
+    masters: str = "fp32",
+    optimizer: str = "adamw",
+    lora_rank: int | None = None,
+    lora_targets: str = "both",
+    load: ExpertLoad | None = None,
+    like_gpu: bool = True,
+    all_layers: bool = False,
+) -> StepPlan:
+    """Plan the peak of a training step on one rank; other arguments as for `plan_memory`.
+
+    Args:
+        batch: of each data rank.
+        optimizer: "adamw" steps as torch does on a GPU by default, on all parameters at once, which
+            takes memory for one moment more; "adamw_fused" does not.
+        load: how often each expert of each layer is chosen (`expert_load`), of a run of this model;
+            the rank that is planned has the experts with most tokens, and all layers are run.
+            None: all are chosen as often, and it is rank 0.
+        like_gpu: the experts' torch path computes in one block, as on a GPU.
+        all_layers: run them all.
+
+    Raises:
+        ValueError: as `plan_memory`; a model whose forward asks for values of its activations.
+    """
+    config = find_config(shape)
+    request = PlanRequest(
+        config, parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets
+    )
+    layers = text_config(config).num_hidden_layers
+    all_layers = all_layers or load is not None or layers <= FEW[-1]
+    few = FEW if not all_layers and _all_alike(request) else (layers,)
+    with torch.random.fork_rng(devices=[]):
+        counted = [
+            _count(replace(request, config=with_layers(config, number)), batch, load, like_gpu)
+            for number in few
+        ]
+    if len(few) == 1:
+        (only,) = counted
+        return StepPlan(only.peaks(), only.parts(), layers, few)
+    stretches = [one.from_ends() for one in counted]
+    peaks = {name: _further([one[name][1] for one in stretches], layers) for name in stretches[0]}
+    where = max(peaks, key=peaks.__getitem__)
+    of_few = [one.parts(ends[where][0]) for one, ends in zip(counted, stretches, strict=True)]
+    names = dict.fromkeys(name for parts in of_few for name in parts)
+    parts = {name: _further([one.get(name, 0) for one in of_few], layers) for name in names}
+    return StepPlan(peaks, parts, layers, few)
+
+
+def count_step(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    inputs: dict[str, Any],
+) -> Counted:
+    """Count one step of a sharded model, on this rank; a real one is to have made a step before."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    held: dict[str, list[Any]] = {
+        "parameters": [*model.parameters()],
+        "buffers": [*model.buffers()],
+        "optimizer state": [
+            x for state in optimizer.state.values() for x in state.values() if is_tensor(x)
+        ],
+    }
+    held["gradients"] = [p.grad for p in trained if p.grad is not None]
+    kinds: dict[Lived, str] = {}
+    with count_tensors() as memory:
+        for kind in list(held):
+            # Let go of: nobody may keep a gradient alive.
+            tensors = held.pop(kind)
+            memory.watch(tensors)
+            kinds |= {life: kind for life in map(memory.storage, tensors) if life is not None}
+            del tensors
+        with _stretches_of_layers(layers, memory):
+            memory.begin("forward, before layers")
+            loss = model(**inputs).loss
+            memory.begin("backward, head")
+            loss.backward()
+        grads = [p.grad for p in trained if p.grad is not None]
+        kinds |= {life: "gradients" for life in map(memory.storage, grads) if life is not None}
+        del grads
+        memory.begin("optimizer")
+        optimizer.step()
+        del loss
+        optimizer.zero_grad()
+    return Counted(memory, kinds, len(layers))
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A step that was counted, and what storages are for, where their tensors told."""
+
+    memory: TensorMemory
+    kinds: dict[Lived, str]
+    layers: int
+
+    def peaks(self) -> dict[str, int]:
+        """Return the peak of each stretch of the step."""
+        return {name: size for name, size in self.memory.peaks.items() if name != BEFORE}
+
+    def from_ends(self) -> dict[str, tuple[str, int]]:
+        """Return stretches and their peaks; layers from 1 on by their number from either end.
+
+        In the middle one has two names, or is left out because it lies between two others.
+        """
+        found: dict[str, tuple[str, int]] = {}
+        for name, size in self.peaks().items():
+            before, layer, number = name.rpartition("layer ")
+            ends = [name]
+            if layer:
+                at = int(number)
+                ends = [f"{before}layer {at}"] * (at < 2 and at < self.layers - 1)
+                ends += [f"{before}layer {at - self.layers}"] * (at > 0 and at >= self.layers - 2)
+            found |= dict.fromkeys(ends, (name, size))
+        return found
+
+    def parts(self, stretch: str | None = None) -> dict[str, int]:
+        """Return what there is at the peak of a stretch, by kind; None: where there is most."""
+        peaks = self.peaks()
+        parts: dict[str, int] = {}
+        for life in self.memory.alive_at_peak(stretch or max(peaks, key=peaks.__getitem__)):
+            kind = self.kinds.get(life) or _kind(life)
+            parts[kind] = parts.get(kind, 0) + life.nbytes
+        return parts
+
+
+def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make one of `OPTIMIZERS` as torch makes it for a GPU, for what is to be trained."""
+    trained = [p for p in parameters if p.requires_grad]
+    if name == "sgd":
+        return torch.optim.SGD(trained, lr=1e-4, momentum=0.9, foreach=True)
+    if name == "none":
+        return torch.optim.SGD(trained, lr=1e-4, foreach=True)
+    fused = name == "adamw_fused"
+    return torch.optim.AdamW(trained, lr=1e-4, foreach=not fused, fused=fused)
+
+
+def _count(request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu: bool) -> Counted:
+    """Count a step of one rank on fake tensors."""
+    found = Unsharded.of(request)
+    config, state = text_config(request.config), found.state
+    top_k = experts_per_token(found.model, state.plan, config)
+    choices = Choices.evenly(state.num_experts, top_k)
+    if load is not None:
+        choices = Choices.of_load(load, top_k, len(state.moe_layers))
+    rank = choices.busiest(state.config.ep_size or 1)
+    if state.config.ep_outside:
+        rank *= request.world_size // (state.config.dp_replicate_size or 1)
+        rank //= state.config.ep_size or 1
+    with fake_group(rank, request.world_size):
+        meshes = found.shard()
+        state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
+        with alone_on_fake_tensors(choices, like_gpu=like_gpu):
+            _materialise(found.model)
+            found.model.train()
+            if batch.checkpointing:
+                checkpoint_layers(found.model)
+            optimizer = make_optimizer(request.optimizer, found.model.parameters())
+            _make_state(optimizer)
+            if batch.accumulates:
+                _give_grads(optimizer)
+            ids = torch.randint(config.vocab_size, (batch.batch, batch.seq))
+            inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+            try:
+                return count_step(found.model, found.units.layers, optimizer, inputs)
+            except NoValue as error:
+                raise ValueError(
+                    f"a forward of {config.model_type} asks for the value of an activation "
+                    f"({error}), and a plan has shapes alone; measure it on a small machine"
+                ) from error
+
+
+def _materialise(model: nn.Module) -> None:
+    """Give parameters on meta a place on the device; buffers keep their values."""
+    values = [(module, dict(own_buffers(module))) for module in model.modules()]
+    model.to_empty(device="cpu")
+    for module, buffers in values:
+        own_buffers(module).update(buffers)
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state, as it does in its first step."""
+    _give_grads(optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _give_grads(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+@contextmanager
+def _stretches_of_layers(layers: Sequence[nn.Module], memory: TensorMemory) -> Iterator[None]:
+    """Begin a stretch where a layer's forward begins, and where its gradients arrive."""
+    handles = []
+
+    def enter(number: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            # A checkpoint that computes the layer again is part of the backward.
+            if not backward_is_running():
+                memory.begin(f"forward, layer {number}")
+
+        return hook
+
+    def leave(number: int) -> Callable[..., None]:
+        def arrived(_: Tensor) -> None:
+            memory.begin(f"backward, layer {number}")
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if backward_is_running():
+                return
+            if hidden.requires_grad:
+                hidden.register_hook(arrived)
+            if number == len(layers) - 1:
+                memory.begin("forward, head")
+
+        return hook
+
+    for number, layer in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(enter(number)))
+        handles.append(layer.register_forward_hook(leave(number)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _further(of_few: list[int], layers: int) -> int:
+    """Go on in a straight line from what FEW layers have."""
+    (first, second), (at_first, at_second) = FEW, of_few
+    return at_first + (layers - first) * (at_second - at_first) // (second - first)
+
+
+def _kind(life: Lived) -> str:
+    if life.made_by == RESIZED or (len(life.shape) == 1 and "aten.empty" in life.made_by):
+        return "gathered units, FSDP2's copies"
+    return "activations, logits, transients"
+
+
+def with_layers(config: Any, layers: int) -> Any:
+    """Copy a config, for so many layers."""
+    short = copy.deepcopy(config)
+    text = text_config(short)
+    before = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return short
+
+
+def _all_alike(request: PlanRequest) -> bool:
+    """Tell whether all layers have the same modules, sizes and settings."""
+    found = Unsharded.of(request)
+    return len({_described(layer) for layer in found.units.layers}) == 1
+
+
+def _described(layer: nn.Module) -> str:
+    settings = [
+        (
+            path,
+            type(module).__name__,
+            {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False)},
+            {
+                name: value
+                for name, value in sorted(vars(module).items())
+                if isinstance(value, bool | int | float | str) and "idx" not in name
+            },
+        )
+        for path, module in layer.named_modules()
+    ]
+    return str(settings)

@@ -1,0 +1,179 @@
+"""Count the bytes of all tensors that are alive while something runs, real ones and fake ones.
+
+    with count_tensors(model.parameters()) as memory:
+        memory.begin("forward")
+        loss = model(**batch).loss
+        memory.begin("backward")
+        loss.backward()
+    memory.peak, memory.peaks["backward"], memory.alive_at_peak("backward")
+
+Counted are storages, each once however many tensors look at it, from the operator that makes it
+until nobody has it: what a GPU's allocator is asked for, without what it rounds up or keeps. What
+an operator needs inside itself is not seen; that of the experts is opened, so its steps are.
+FSDP2 gives the memory of gathered units, and takes it, by `UntypedStorage.resize_`, which is no
+operator: while this counts, a function that tells stands there.
+
+Torch's own `MemTracker` (torch/distributed/_tools/mem_tracker.py) does the like by hooks on every
+module, and sees the experts' operator from outside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.ops.operators import STEPS_INSIDE
+from hf_moe_ep.upstream.dispatch_modes import OperatorMode, storage_id, tensors_in
+
+# What made a storage, where it was no operator.
+BEFORE, RESIZED = "before", "resize_"
+
+
+@dataclass(frozen=True, eq=False)
+class Lived:
+    """A storage, at one size: its bytes, which operator made it, the shape of its first tensor."""
+
+    nbytes: int
+    made_by: str
+    shape: tuple[int, ...]
+
+
+class TensorMemory(OperatorMode):
+    """A mode that keeps account of the storages of tensors; see the module.
+
+    Attributes:
+        now: bytes that are alive.
+        peaks: the most bytes at a time in each stretch, in the order in which they began.
+        over_time: bytes that were alive behind each change.
+    """
+
+    def __init__(self, alive: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = 0
+        self.peaks: dict[str, int] = {}
+        self.over_time: list[int] = []
+        # What began (or, False, ended) at each change, and how many there were at each peak.
+        self._changes: list[tuple[Lived, bool]] = []
+        self._peak_at: dict[str, int] = {}
+        self._stretch = BEFORE
+        self._alive: dict[int, tuple[Lived, weakref.ref[torch.UntypedStorage]]] = {}
+        self.watch(alive)
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+    def begin(self, stretch: str) -> None:
+        """Begin a stretch of what runs; the name of an earlier one goes on with it."""
+        self._stretch = stretch
+        self._note()
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were there before."""
+        for tensor in tensors:
+            self._see(tensor, BEFORE)
+
+    def storage(self, tensor: Tensor) -> Lived | None:
+        """Return what is known of the storage of a tensor that is alive."""
+        known = self._alive.get(storage_id(_local(tensor).untyped_storage()))
+        return None if known is None else known[0]
+
+    def alive_at_peak(self, stretch: str) -> list[Lived]:
+        """Return the storages that were alive at the peak of a stretch, the largest first."""
+        alive: dict[Lived, None] = {}
+        for life, began in self._changes[: self._peak_at[stretch]]:
+            if began:
+                alive[life] = None
+            else:
+                del alive[life]
+        return sorted(alive, key=lambda life: -life.nbytes)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            # It comes again with the parts of this rank.
+            return NotImplemented
+        inside = STEPS_INSIDE.get(func)
+        if inside is not None:
+            with self:
+                return inside(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            self._see(tensor, str(func))
+        return out
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew, which has another size now."""
+        key = storage_id(storage)
+        if key in self._alive:
+            self._end(key)
+        self._begin(storage, RESIZED, ())
+
+    def _see(self, tensor: Tensor, made_by: str) -> None:
+        local = _local(tensor)
+        storage = local.untyped_storage()
+        if storage_id(storage) not in self._alive:
+            self._begin(storage, made_by, tuple(local.shape))
+
+    def _begin(self, storage: torch.UntypedStorage, made_by: str, shape: tuple[int, ...]) -> None:
+        key = storage_id(storage)
+        life = Lived(storage.nbytes(), made_by, shape)
+        self._alive[key] = life, weakref.ref(storage, partial(self._gone, key))
+        self._change(life, began=True)
+        self._note()
+
+    def _gone(self, key: int, of: weakref.ref[torch.UntypedStorage]) -> None:
+        if key in self._alive and self._alive[key][1] is of:
+            self._end(key)
+
+    def _end(self, key: int) -> None:
+        life, _ = self._alive.pop(key)
+        self._change(life, began=False)
+
+    def _change(self, life: Lived, *, began: bool) -> None:
+        self.now += life.nbytes if began else -life.nbytes
+        self._changes.append((life, began))
+        self.over_time.append(self.now)
+
+    def _note(self) -> None:
+        if self.now > self.peaks.get(self._stretch, -1):
+            self.peaks[self._stretch] = self.now
+            self._peak_at[self._stretch] = len(self._changes)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def count_tensors(alive: Iterable[Tensor] = ()) -> Iterator[TensorMemory]:
+    """Count what runs inside the block, beside tensors that are `alive` before it."""
+    memory = TensorMemory(alive)
+    resize = torch.UntypedStorage.resize_
+    _replace_resize(_told(memory, resize))
+    try:
+        with memory:
+            yield memory
+    finally:
+        _replace_resize(resize)
+
+
+def _told(memory: TensorMemory, resize: Callable[..., None]) -> Callable[..., None]:
+    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        memory.resized(storage)
+
+    return resize_and_tell
+
+
+def _replace_resize(function: Callable[..., None]) -> None:
+    setattr(torch.UntypedStorage, "resize_", function)  # noqa: B010  mypy: no such assignment

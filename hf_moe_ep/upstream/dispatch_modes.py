@@ -1,0 +1,64 @@
+"""What sees every operator that runs, and tensors that have a shape and no memory.
+
+torch/utils/_python_dispatch.py, torch/utils/_pytree.py, torch/_subclasses/fake_tensor.py, and
+torch/csrc/Storage.cpp for what tells storages apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "NoValue",
+    "OperatorMode",
+    "fake_tensors",
+    "is_fake",
+    "on_real_tensors",
+    "storage_id",
+    "tensors_in",
+]
+
+# Subclasses get every operator that runs inside them, as `__torch_dispatch__`.
+OperatorMode = TorchDispatchMode
+# Raised where a program asks for the value of a tensor that has none.
+NoValue = DataDependentOutputException
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Collect the tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a mode in which operators make tensors without memory; others may be their inputs."""
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
+
+
+def is_fake(x: object) -> bool:
+    """Return whether `x` is a tensor without memory."""
+    return isinstance(x, FakeTensor)
+
+
+def on_real_tensors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of tensors that have memory, for others that have: outside of that mode."""
+    with unset_fake_temporarily():
+        return function(*args, **kwargs)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return what tensors have in common that share a storage."""
+    return int(storage._cdata)

@@ -1,0 +1,209 @@
+"""A planned step counts what a real one counts: on one rank to the byte, on four within 5 %."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import plan as bench
+import pytest
+import torch
+import torch.distributed as dist
+from support.quantised import SIZES
+from support.ranks import run_ranks
+from support.tiny_models import tiny
+
+from hf_moe_ep import ParallelConfig
+from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ranks import collectives
+from hf_moe_ep.routing.load import ExpertLoad
+from hf_moe_ep.tools import fake_step
+from hf_moe_ep.tools.cli import main
+from hf_moe_ep.tools.fake_step import Choices
+from hf_moe_ep.tools.shrink import CHANGES, Asked, shrink
+from hf_moe_ep.tools.step_plan import Batch, plan_step
+
+SIZES_OF_BENCH = bench.Sizes(
+    seq=96, hidden=128, layers=2, experts=8, top_k=2, intermediate=128, vocab=200
+)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A real process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+ON_ONE_RANK = {
+    "fp32, sgd": bench.Configuration("", optimizer="sgd"),
+    "bf16, nf4, adapters, checkpointing": bench.Configuration(
+        "",
+        {"experts_dtype": "nf4", "experts_double_quant": True},
+        torch.bfloat16,
+        checkpointing=True,
+        batch=2,
+        lora_rank=3,
+        lora_targets="attention",
+        optimizer="adamw_fused",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_on_one_rank_to_the_byte(name: str) -> None:
+    """Without ep only counts per expert are unknown; the low rows of adapters depend on them."""
+    one = ON_ONE_RANK[name]
+    planned = one.planned(SIZES_OF_BENCH, world=1)
+    with alone():
+        measured = bench.measure(one, SIZES_OF_BENCH).peaks
+    off = {key: (planned.peaks[key], size) for key, size in measured.items()}
+    assert planned.peak == max(measured.values()), off
+    assert sum(planned.parts.values()) == planned.peak
+
+
+def _measured(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
+    chosen = [one for one in bench.CONFIGURATIONS if one.name in names]
+    return bench.measure_rank(rank, bench.Sizes(layers=3), chosen)
+
+
+@pytest.mark.slow
+def test_on_four_ranks_within_5_percent() -> None:
+    """With ep ranks differ by what routers choose, and the plan is told how often that was."""
+    names = ["ep 2, sp 2, two sequences", "ep 4, checkpointing"]
+    measured = run_ranks(_measured, bench.WORLD, names, timeout=500.0)
+    for index, name in enumerate(names):
+        one = next(one for one in bench.CONFIGURATIONS if one.name == name)
+        most = max(rank[index].peak for rank in measured)
+        peak = one.planned(bench.Sizes(layers=3), load=measured[0][index].load).peak
+        assert abs(peak / most - 1) <= 0.05, f"{name}: planned {peak}, measured {most}"
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "ep 2, no checkpointing": ({"ep_size": 2}, {}, False),
+    "nf4": ({"experts_dtype": "nf4", "ep_size": 2}, {"lora_rank": 4}, True),
+    "sp, chunks": ({"sp_size": 2, "ep_size": 2, "dispatch_chunks": 2}, {"optimizer": "sgd"}, True),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (not n.startswith("ep 2"))) for n in LAYOUTS],
+)
+def test_few_layers_tell_many(name: str) -> None:
+    """Of 5 layers 3 and 4 are run; to the byte what all of them have, in sum and in parts."""
+    parallel, options, checkpointing = LAYOUTS[name]
+    model = tiny(num_hidden_layers=5, **(SIZES["nf4"] if name == "nf4" else {}))
+    few, whole = (
+        plan_step(
+            model.config,
+            ParallelConfig(**parallel),
+            world_size=4,
+            batch=Batch(24, 2, checkpointing),
+            all_layers=all_layers,
+            **options,
+        )
+        for all_layers in (False, True)
+    )
+    assert (few.layers_run, whole.layers_run) == ((3, 4), (5,))
+    assert few.peak == whole.peak and few.parts == whole.parts
+    assert set(few.peaks.values()) <= set(whole.peaks.values())
+
+
+def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block's experts two are run; all of them have the same peak, to the byte."""
+    config = tiny(num_hidden_layers=2, **SIZES["fp8"]).config
+    found = []
+    for split in (fake_step.split_in_two, torch_mlp.Block.split):
+        monkeypatch.setattr(fake_step, "split_in_two", split)
+        parallel = ParallelConfig(experts_dtype="fp8")
+        found.append(plan_step(config, parallel, world_size=1, batch=Batch(96), lora_rank=4))
+    assert found[0].peaks == found[1].peaks
+
+
+def test_choices_are_as_often_as_a_load_says() -> None:
+    """Of 4 experts one has all tokens, one half of them: never twice one, shares to 2 %."""
+    counts = torch.tensor([[40, 20, 10, 10], [20, 20, 20, 20]])
+    load = ExpertLoad(counts, ("a", "b"), ep_size=2)
+    choices = Choices.of_load(load, 2, 2)
+    for layer, counts_E in enumerate(counts):
+        ids_TK = choices.draw(layer, 5000)
+        assert bool((ids_TK[:, 0] != ids_TK[:, 1]).all())
+        share_E = ids_TK.flatten().bincount(minlength=4) / 10_000
+        assert (share_E - counts_E / 80).abs().max() < 0.02
+    assert choices.busiest(2) == 0
+    assert Choices.of_load(ExpertLoad(counts.flip(1), ("a", "b"), 2), 2, 2).busiest(2) == 1
+    assert Choices.evenly(4, 2).busiest(2) == 0
+    with pytest.raises(ValueError, match=r"load is of 2 MoE layers.*the model has 3"):
+        Choices.of_load(load, 2, 3)
+
+
+def test_layers_that_differ_are_all_run() -> None:
+    """A dense layer among MoE layers: no straight line."""
+    config = tiny(num_hidden_layers=5, mlp_only_layers=[0]).config
+    assert plan_step(config, world_size=1, batch=Batch(8)).layers_run == (5,)
+
+
+def test_nothing_is_left_behind() -> None:
+    stock = vars(collectives)["_all_gather"], torch.UntypedStorage.resize_, torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"ep_size \(8\).*6 / 1 = 6"):
+        plan_step(tiny().config, ParallelConfig(ep_size=8), world_size=6, batch=Batch(8))
+    assert vars(collectives)["_all_gather"] is stock[0] and not dist.is_initialized()
+    assert torch.UntypedStorage.resize_ is stock[1]
+    assert torch.equal(torch.get_rng_state(), stock[2])
+
+
+def test_shrinking_keeps_what_helps_until_it_fits() -> None:
+    """Made-up peaks: fused saves 10, fp8 nothing, attention alone 20; nf4 is only tried on fp8."""
+    asked: Asked = {
+        "checkpointing": True,
+        "optimizer": "adamw",
+        "batch": 1,
+        "experts_dtype": None,
+        "double_quant": False,
+        "lora_rank": 4,
+        "lora_targets": "both",
+    }
+
+    def peak_of(asked: Asked) -> int:
+        saved = 10 * (asked["optimizer"] == "adamw_fused") + 20 * (asked["lora_targets"] != "both")
+        return 100 - saved
+
+    found = [(change.flag, peak) for change, peak in shrink(asked, 75, peak_of)]
+    assert found == [("--optimizer adamw_fused", 90), ("--lora-targets attention", 70)]
+    assert [peak for _, peak in shrink(asked, 95, peak_of)] == [90]
+    assert not list(shrink(asked, 100, peak_of))
+    assert {change.name for change in CHANGES} <= asked.keys()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny().config.save_pretrained(path)
+    return path
+
+
+def test_command_says_what_would_make_it_fit(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--world", "2", "--ep", "2", "--seq", "64", "--batch", "2", "--memory", "1e-4"]
+    assert main(["inspect", "--plan", str(folder), *arguments]) == 0
+    out = capsys.readouterr().out
+    parallel = ParallelConfig(ep_size=2)
+    plan = plan_step(tiny().config, parallel, world_size=2, batch=Batch(64, 2))
+    less = plan_step(tiny().config, parallel, world_size=2, batch=Batch(64, 2, checkpointing=True))
+    assert re.search(rf"^sum +{plan.peak / 2**30:.3f}$", out, re.MULTILINE)
+    assert "does not fit in 0.0001 GiB" in out and "--checkpointing" in out
+    assert f"{less.peak / 2**30:.3f} GiB" in out and f"in: {plan.where}" in out
+
+
+@pytest.mark.parametrize("given", [["--checkpointing"], ["--batch", "2"]])
+def test_a_step_wants_a_length(
+    given: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "--plan", str(folder), "--world", "2", *given]) == 2
+    assert f"{' '.join(given)} matters to a step" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""Counted bytes of tensors, by hand: views, inner frees, resized storages, the peak's own parts."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_moe_ep.tools.tensor_memory import BEFORE, RESIZED, count_tensors
+from hf_moe_ep.upstream.dispatch_modes import fake_tensors
+
+KIB = 256  # fp32 numbers in one
+
+
+def _counted() -> tuple[dict[str, int], list[tuple[str, int]], int]:
+    """Four KiB before; a view takes nothing; b of 8 dies when c of 16 is there; 1 stays."""
+    before = torch.empty(4 * KIB)
+    with count_tensors([before]) as memory:
+        memory.begin("one")
+        b = torch.ones(8 * KIB)
+        view = b.view(2, -1)[1]
+        c = torch.cat([b, view, view])
+        del b, view
+        memory.begin("two")
+        del c
+        d = torch.zeros(KIB)
+        kept = d + d
+        d.untyped_storage().resize_(6 * 1024)
+        del d
+        alive = [(life.made_by, life.nbytes) for life in memory.alive_at_peak("two")]
+        now = memory.now
+    del kept
+    return memory.peaks, alive, now
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_bytes_by_hand(fake: bool) -> None:
+    if fake:
+        with fake_tensors():
+            peaks, alive, now = _counted()
+    else:
+        peaks, alive, now = _counted()
+    peaks = {name: size // 1024 for name, size in peaks.items()}
+    assert peaks == {BEFORE: 4, "one": 4 + 8 + 16, "two": 4 + 16}
+    assert now == (4 + 1) * 1024
+    assert [size // 1024 for _, size in alive] == [16, 4]
+    assert alive[-1][0] == BEFORE
+
+
+def test_resize_is_torchs_own_again() -> None:
+    stock = torch.UntypedStorage.resize_
+    with pytest.raises(ZeroDivisionError), count_tensors() as memory:
+        assert torch.UntypedStorage.resize_ is not stock
+        x = torch.zeros(1)
+        x.untyped_storage().resize_(4096)
+        memory.begin("resized")
+        assert memory.now == 4096
+        (life,) = memory.alive_at_peak("resized")
+        assert life.made_by == RESIZED
+        _ = 1 / 0
+    assert torch.UntypedStorage.resize_ is stock
+
+
+def test_what_autograd_keeps_is_counted() -> None:
+    """relu keeps its result for backward; the sum's gradient is one number, expanded."""
+    layer = nn.Linear(KIB, KIB, bias=False)
+    x = torch.zeros(2, KIB)
+    with count_tensors([x, layer.weight]) as memory:
+        loss = layer(x).relu().sum()
+        kept = memory.now - (KIB * KIB + 2 * KIB) * 4
+        assert kept == 2 * KIB * 4 + 4, "relu's result and the loss; the product is gone"
+        loss.backward()
+        assert memory.storage(layer.weight.grad) is not None
