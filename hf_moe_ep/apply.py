@@ -25,7 +25,7 @@ from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.patch import check_unsharded, patch
 from hf_moe_ep.ranks.together import together
-from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy
+from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
 from hf_moe_ep.upstream.adapters import attach_adapters, without_adapters
@@ -77,6 +77,7 @@ def apply_ep_fsdp2(
         offload_policy=offload_policy or OffloadPolicy(),
         fp32_masters=fp32_masters,
         reshard_after_forward=state.config.reshard_after_forward,
+        ignored_params=kept_whole(model),
         empty_params=frozenset(empty.values()),
     )
     device = default_device()

@@ -34,9 +34,10 @@ from hf_moe_ep.integrations import shared_batches
 from hf_moe_ep.integrations.optimizers import follow_steps
 from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.together import together
-from hf_moe_ep.sharding.options import ShardOptions
+from hf_moe_ep.sharding.options import ShardOptions, kept_whole
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.models import packed_parameters
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.training_frameworks import declare_fsdp
 
@@ -174,9 +175,8 @@ def prepare_model(
 def options_of(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
     plugin = accelerator.state.fsdp_plugin
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
-    quantized = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
-    # Packed 4-bit bytes do not survive being split; a floating storage dtype does.
-    ignored |= {p for p in quantized if not p.requires_grad and not p.is_floating_point()}
+    quantized = packed_parameters(model)
+    ignored |= kept_whole(model)
     return ShardOptions(
         mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
         offload_policy=_offload_policy(plugin.cpu_offload, accelerator.device),

@@ -14,7 +14,7 @@ from hf_moe_ep.ranks.together import differing, is_first, this_rank, together
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.values import Places
 from hf_moe_ep.state import STATE, ModelState, MoELayer
-from hf_moe_ep.upstream.models import is_quantized, model_config_fields
+from hf_moe_ep.upstream.models import is_quantized, model_config_fields, packed_parameters
 from hf_moe_ep.upstream.module_names import canonical_name
 
 
@@ -116,6 +116,20 @@ def check_quantised_frozen(model: nn.Module, places: Places) -> None:
                 f"experts_dtype={kind!r} holds frozen experts, and {names[parameter]} is to be "
                 f"trained; attach adapters by get_peft_model(model, lora_config), which freezes "
                 f"it, or call requires_grad_(False) on it, or leave experts_dtype out"
+            )
+
+
+def check_packed(model: nn.Module, options: ShardOptions) -> None:
+    """Raise where FSDP2 would round packed 4-bit weights, which are no numbers."""
+    dtype = options.mp_policy.param_dtype
+    packed = {id(parameter) for parameter in packed_parameters(model)}
+    for name, parameter in model.named_parameters():
+        cast = dtype is not None and parameter.dtype != dtype
+        if id(parameter) in packed and parameter not in options.ignored_params and cast:
+            raise ValueError(
+                f"{name} holds 4-bit codes as {parameter.dtype} (bnb_4bit_quant_storage), and "
+                f"parameters are gathered in {dtype}, which would round them; load with "
+                f"BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage={dtype})"
             )
 
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep.config import launched_local_rank
 from hf_moe_ep.ranks.together import check_own_gpu
+from hf_moe_ep.upstream.models import packed_parameters
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,20 @@ def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
     """Choose for own loops to compute in the dtype the model was loaded in: (policy, fp32 masters).
 
     A bf16 or fp16 model trains in that dtype with fp32 master weights and fp32 gradient
-    reduction; an fp32 or fp64 model is left as it is.
+    reduction; an fp32 or fp64 model is left as it is. Packed 4-bit weights say nothing of it.
     """
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    packed = set(packed_parameters(model))
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p not in packed}
     low = sorted(dtypes & {torch.bfloat16, torch.float16}, key=str)
     if not low:
         return MixedPrecisionPolicy(), False
     return MixedPrecisionPolicy(param_dtype=low[0], reduce_dtype=torch.float32), True
+
+
+def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Find packed 4-bit weights that are bytes: not every torch splits those, floats all do."""
+    packed = packed_parameters(model)
+    return frozenset(p for p in packed if not p.requires_grad and not p.is_floating_point())
 
 
 def grad_divisors(

@@ -50,6 +50,7 @@ from hf_moe_ep.sharding.checks import (
     check_dtypes,
     check_frozen,
     check_nodes,
+    check_packed,
     check_quantised_frozen,
     check_ranks_agree,
 )
@@ -103,6 +104,7 @@ def shard_units(
     check_frozen(model, units.all_experts)
     places = find_places(model, units.all_experts, state.plan, options)
     check_quantised_frozen(model, places)
+    check_packed(model, options)
     for experts in units.all_experts:
         _check_shared(experts, places, state)
         _check_expert_shard_dim(experts, places, state, meshes)

@@ -104,6 +104,12 @@ def empty_model(
         ValueError: the config names a class that transformers lacks, or its weights are quantized;
             an option that nothing here takes, or a dtype that torch lacks.
     """
+    if options.get("quantization_config") is not None:
+        raise ValueError(
+            "quantization_config= is for transformers' from_pretrained: load the model by that, "
+            "attach adapters and patch it; here experts_dtype='nf4' or 'fp8' holds frozen experts "
+            "quantised, and the rest keeps its dtype"
+        )
     wanted = options.pop("dtype", options.pop("torch_dtype", "auto"))
     of_class = {
         name: options.pop(name)

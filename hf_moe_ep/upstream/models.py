@@ -77,6 +77,14 @@ def aux_loss_coefficient(causal_lm: Any) -> str | None:
     return f"config.{_AUX_COEFFICIENT}"
 
 
+def packed_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return what bitsandbytes has packed in 4 bits, whatever dtype it says it has.
+
+    bitsandbytes/nn/modules.py: with `bnb_4bit_quant_storage` bytes are kept as floats.
+    """
+    return [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
+
+
 def is_quantized(model: Any) -> bool:
     """Return whether `model`, or the one inside PEFT's wrapper, was loaded quantized.
 
