@@ -7,11 +7,13 @@ after a step, sums over the tokens of an expert stand in another order, and 1e-1
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +45,7 @@ from hf_moe_ep import (
     update_router_bias,
 )
 from hf_moe_ep.checkpoints.training.base import describe_base
+from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.state import STATE, MoELayer, patched_state
 from hf_moe_ep.upstream.models import persistent_buffers
 from hf_moe_ep.upstream.module_names import stock_name
@@ -250,6 +253,11 @@ def _check_files(
 
     load_checkpoint(folder / "later", model, optimizer)
     load_checkpoint(folder / "later", twin, of_twin)
+    # An error on the way leaves experts where they were.
+    here = _as_they_lie(model, optimizer)
+    with pytest.raises(ValueError, match="complete checkpoint"):
+        save_checkpoint(folder / "later", model, optimizer)
+    assert_equal(_as_they_lie(model, optimizer), here)
     if case.wrap is None:
         for name, one in (("a", model), ("b", twin)):
             save_pretrained(one, folder / name)
@@ -321,7 +329,9 @@ def _skewed(rank: int, world: int) -> None:
     load = expert_load(model)
     assert load.rank_max_over_mean.min() > 2.8, load
     optimizer.zero_grad()
-    reached = balance_experts(model, optimizer, load)
+    with _sent_bytes() as sent:
+        reached = balance_experts(model, optimizer, load)
+    assert sum(sent) == _bytes_that_leave(model, reached.slots, rank, world) > 0
     assert reached.rank_max_over_mean.max() <= 1.15, reached
     assert expert_load(model).counts.sum() == 0
     losses = _skewed_step(model, rank)
@@ -340,6 +350,32 @@ def _skewed(rank: int, world: int) -> None:
             assert_close(name, got, parameter.grad / world, FP64_MODEL)
     assert balance_experts(model, optimizer, measured, threshold=1.15).slots is not None
     assert torch.equal(expert_load(model).slots, reached.slots), "an even load moves nothing"
+
+
+@contextmanager
+def _sent_bytes() -> Iterator[list[int]]:
+    """What this rank sends to others while experts move."""
+    sent: list[int] = []
+
+    def start(received: Tensor, rows: Tensor, **options: Any) -> Any:
+        own = options["send_counts"][dist.get_rank(options["group"])]
+        sent.append((len(rows) - own) * rows.shape[1])
+        return start_all_to_all(received, rows, **options)
+
+    with mock.patch("hf_moe_ep.placement.move.start_all_to_all", start):
+        yield sent
+
+
+def _bytes_that_leave(model: nn.Module, slots: Tensor, rank: int, world: int) -> int:
+    """By hand, from hub order and without moments: experts of this rank that others own now."""
+    each = sum(
+        parameter[0].numel() * parameter.element_size()
+        for name, parameter in model.named_parameters()
+        if name.startswith("model.layers.0.mlp.experts.")
+    )
+    local = slots.shape[1] // world
+    mine = slots[:, rank * local : (rank + 1) * local]
+    return int((mine // local != rank).sum()) * each
 
 
 EXPERTS, TOP_K = 32, 4
