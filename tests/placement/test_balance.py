@@ -369,7 +369,7 @@ def _sent_bytes() -> Iterator[list[int]]:
 def _bytes_that_leave(model: nn.Module, slots: Tensor, rank: int, world: int) -> int:
     """By hand, from hub order and without moments: experts of this rank that others own now."""
     each = sum(
-        parameter[0].numel() * parameter.element_size()
+        parameter.numel() // EXPERTS * parameter.element_size()
         for name, parameter in model.named_parameters()
         if name.startswith("model.layers.0.mlp.experts.")
     )
