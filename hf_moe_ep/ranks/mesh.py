@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.interpreter_end import let_threads_finish
 from hf_moe_ep.ranks.places import tell_on_abort
-from hf_moe_ep.upstream.process_groups import flatten_axes
+from hf_moe_ep.upstream.process_groups import flatten_axes, take_default_timeout
 
 # Names of the axes.
 DP_REPLICATE = "dp_replicate"
@@ -147,6 +147,9 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     everyone = torch.arange(world_size)
     dense = _grid(everyone.view(replicate, -1), (DP_REPLICATE, FSDP), device, alone)
     sequence = _grid(everyone.view(-1, sp), (DATA, SP), device, alone)
+    over_both = flatten_axes(experts, (EP_FSDP, EP))
+    for mesh in (experts, dense, sequence, *([over_both] if over_both else [])):
+        take_default_timeout(mesh)
     hsdp = replicate > 1
     nodes = None
     if config.dispatcher == "hierarchical" and ep > 1:
@@ -155,7 +158,7 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
         dense=dense if hsdp else dense[FSDP],
         ep_fsdp=experts[DP_REPLICATE, EP_FSDP] if hsdp else experts[EP_FSDP],
         ep=experts[EP],
-        experts=flatten_axes(experts, (EP_FSDP, EP)),
+        experts=over_both,
         sp=sequence[SP],
         world_size=world_size,
         device=device,
@@ -210,6 +213,7 @@ def _build_nodes(
         ep_groups.reshape(-1, ep // in_node, in_node),
         mesh_dim_names=(EP_GROUP, EP_NODES, EP_IN_NODE),
     )
+    take_default_timeout(grid)
     return NodeMeshes(between=grid[EP_NODES], inside=grid[EP_IN_NODE])
 
 

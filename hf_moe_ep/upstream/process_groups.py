@@ -40,6 +40,19 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
         return None
 
 
+def take_default_timeout(mesh: DeviceMesh) -> None:
+    """Give the groups of `mesh` the timeout of the default group (distributed_c10d.py).
+
+    torch gives them its own, 30 minutes under gloo and 10 under NCCL, whatever the user said.
+    """
+    device, world = torch.device(mesh.device_type), dist.distributed_c10d._get_default_group()
+    backend: Any = world._get_backend(device)
+    if backend.name() not in ("gloo", "nccl"):
+        return
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+
+
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
     """Make a default group of `world_size` ranks of which only `rank` exists, inside the block.

@@ -7,6 +7,7 @@ over them give the right numbers is what the parity tests show.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes, check_world
+from hf_moe_ep.upstream.process_groups import take_default_timeout
 
 CPU = torch.device("cpu")
 Groups = list[list[int]]
@@ -250,6 +252,23 @@ def test_nodes_that_cut_an_ep_group_unevenly(config: ParallelConfig, match: str)
     for rank in (0, 5):
         with _as_rank(rank, 6), pytest.raises(ValueError, match=match):
             build_meshes(config, CPU)
+
+
+def test_groups_wait_as_long_as_the_default_group() -> None:
+    """torch gives them half an hour, whatever `ddp_timeout` or `init_process_group` say."""
+
+    def patience(mesh: DeviceMesh) -> set[timedelta]:
+        return {group._get_backend(CPU).options._timeout for group in mesh.get_all_groups()}
+
+    wait = timedelta(seconds=7)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("one", "two"))
+        assert wait not in patience(mesh)
+        take_default_timeout(mesh)
+        assert patience(mesh) == {wait}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_groups_are_described_by_their_axis() -> None:

@@ -1,0 +1,183 @@
+"""A training step over two nodes with a slow link: hierarchical dispatch against all_to_all.
+
+    python benchmarks/nodes.py                              the table, to the terminal
+    python benchmarks/nodes.py --write benchmarks/results   also as Markdown
+    python benchmarks/nodes.py --single                     four ranks on one node alone
+
+Nodes are network namespaces of this machine with two ranks each (`tests/support/namespaces.py`), so
+it needs root and iproute2. What a node sends goes through `tc tbf` at --rate; between ranks of a
+node nothing is slowed. Every rank has both models, of the same weights; their steps take turns.
+
+    step           forward, backward and AdamW, until the slowest rank is done
+    ratio          of the two steps of a turn
+    sent           bytes that a node's interface sent in a step, headers, FSDP2's gradients and all
+    one node       four ranks without a link: there hierarchical has nothing to do, and both columns
+                   run the same exchange
+
+It measures no GPU. Ranks of both nodes share the cores of one machine, which makes the part of a
+step that is not the link's larger than it would be on machines of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from figures import row, setting
+from models import qwen3_moe
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from support import namespaces
+from support.agents import run_agents, torchrun
+
+from hf_moe_ep import apply_ep_fsdp2
+
+KINDS = ("hierarchical", "all_to_all")
+RANKS = 4
+VOCAB = 256
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model, and the tokens of a rank."""
+
+    tokens: int = 1024
+    hidden: int = 512
+    intermediate: int = 16
+    experts: int = 64
+    top_k: int = 8
+    layers: int = 2
+    steps: int = 7
+
+
+Found = dict[str, dict[str, list[float]]]
+
+
+def build(sizes: Sizes, kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return apply_ep_fsdp2(qwen3_moe(sizes, VOCAB), ep_size=RANKS, dispatcher=kind).train()
+
+
+def measure(sizes: Sizes) -> Found:
+    """Take a step of each in turn; the first turn is not counted."""
+    models = {kind: build(sizes, kind) for kind in KINDS}
+    optimizers = {
+        kind: torch.optim.AdamW(model.parameters(), lr=1e-5) for kind, model in models.items()
+    }
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    input_ids = torch.randint(VOCAB, (1, sizes.tokens), generator=generator)
+    batch = {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
+    found: Found = {kind: {"seconds": [], "sent": [], "loss": []} for kind in KINDS}
+    for turn in range(1 + sizes.steps):
+        # Who goes first changes too.
+        for kind in KINDS if turn % 2 else KINDS[::-1]:
+            dist.barrier()
+            before, began = _sent(), time.perf_counter()
+            loss = models[kind](**batch).loss
+            loss.backward()
+            optimizers[kind].step()
+            optimizers[kind].zero_grad()
+            dist.barrier()
+            seconds = time.perf_counter() - began
+            if turn:
+                found[kind]["seconds"].append(seconds)
+                found[kind]["sent"].append((_sent() - before) / 2**20)
+                found[kind]["loss"].append(float(loss.detach()))
+    return found
+
+
+def _sent() -> int:
+    """Count for a node whose interface is that of `support.namespaces`."""
+    return namespaces.sent_here() if Path("/sys/class/net", namespaces.DEVICE).exists() else 0
+
+
+def rank_main(file: Path) -> None:
+    """Be one rank of a launcher; rank 0 writes what it found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = measure(Sizes(**json.loads(os.environ["SIZES"])))
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def run(sizes: Sizes, num_nodes: int, rate: str | None, timeout: float = 500.0) -> Found:
+    """Measure on so many nodes."""
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark_nodes_") as folder,
+        namespaces.Nodes(num_nodes, rate=rate) as nodes,
+    ):
+        file = Path(folder, "found.json")
+        os.environ["SIZES"] = json.dumps(asdict(sizes))
+        script = [__file__, "--rank", str(file)]
+        commands = [
+            torchrun(nodes, node, *script, ranks=RANKS // num_nodes) for node in range(num_nodes)
+        ]
+        run_agents(nodes, commands, Path(folder), timeout=timeout)
+        found: Found = json.loads(file.read_text())
+    return found
+
+
+def report(sizes: Sizes, rate: str, cases: dict[str, Found], about: list[str]) -> str:
+    lines = [
+        "# A step over two nodes: hierarchical dispatch against all_to_all\n",
+        *about,
+        f"- model: Qwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
+        f"{sizes.experts} experts of {sizes.intermediate}, fp32, ep {RANKS}; {sizes.tokens} tokens "
+        f"a rank, {RANKS} gloo ranks of one thread each, {sizes.steps} steps",
+        f"- link between the nodes: {rate} each way, by `tc tbf`; all on one machine\n",
+        "| | hierarchical | all_to_all | ratio |",
+        "|---|---|---|---|",
+    ]
+    for name, found in cases.items():
+        ours, theirs = (found[kind] for kind in KINDS)
+        lines.append(f"| {row(f'{name}: step, s', ours['seconds'], theirs['seconds'])} |")
+        if any(theirs["sent"]):
+            lines.append(f"| {row(f'{name}: sent, MiB', ours['sent'], theirs['sent'])} |")
+    lines.append(
+        "\nMedian (min .. max) over steps. Every figure is explained at the top of "
+        "`benchmarks/nodes.py`."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in vars(Sizes()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--rate", default="200mbit", help="of the link, as tc takes it")
+    parser.add_argument("--single", action="store_true", help="the case of one node alone")
+    parser.add_argument("--write", type=Path, help="also write nodes-cpu.md there")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        rank_main(args.rank)
+        return
+    if namespaces.WHY_NOT:
+        print(f"not measured: {namespaces.WHY_NOT}")
+        return
+    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
+    load_before = os.getloadavg()[0]
+    cases: dict[str, Any] = {}
+    if not args.single:
+        cases["two nodes"] = run(sizes, 2, args.rate)
+    cases["one node"] = run(sizes, 1, None)
+    text = report(sizes, args.rate, cases, setting("benchmarks/nodes.py", load_before, RANKS))
+    print(text)
+    if args.write:
+        args.write.mkdir(parents=True, exist_ok=True)
+        (args.write / "nodes-cpu.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
