@@ -49,10 +49,11 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model, and the tokens of a rank."""
+    """The model, and the tokens of a rank, in sequences of `seq`."""
 
-    tokens: int = 1024
-    hidden: int = 512
+    tokens: int = 2048
+    seq: int = 128
+    hidden: int = 256
     intermediate: int = 16
     experts: int = 64
     top_k: int = 8
@@ -75,7 +76,7 @@ def measure(sizes: Sizes) -> Found:
         kind: torch.optim.AdamW(model.parameters(), lr=1e-5) for kind, model in models.items()
     }
     generator = torch.Generator().manual_seed(dist.get_rank())
-    input_ids = torch.randint(VOCAB, (1, sizes.tokens), generator=generator)
+    input_ids = torch.randint(VOCAB, (sizes.tokens // sizes.seq, sizes.seq), generator=generator)
     batch = {"input_ids": input_ids, "labels": input_ids, "use_cache": False}
     found: Found = {kind: {"seconds": [], "sent": [], "loss": []} for kind in KINDS}
     for turn in range(1 + sizes.steps):
@@ -134,7 +135,7 @@ def report(sizes: Sizes, rate: str, cases: dict[str, Found], about: list[str]) -
         *about,
         f"- model: Qwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
         f"{sizes.experts} experts of {sizes.intermediate}, fp32, ep {RANKS}; {sizes.tokens} tokens "
-        f"a rank, {RANKS} gloo ranks of one thread each, {sizes.steps} steps",
+        f"a rank in sequences of {sizes.seq}, {RANKS} gloo ranks of one thread each, {sizes.steps} steps",
         f"- link between the nodes: {rate} each way, by `tc tbf`; all on one machine\n",
         "| | hierarchical | all_to_all | ratio |",
         "|---|---|---|---|",
