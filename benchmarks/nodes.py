@@ -135,7 +135,8 @@ def report(sizes: Sizes, rate: str, cases: dict[str, Found], about: list[str]) -
         *about,
         f"- model: Qwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
         f"{sizes.experts} experts of {sizes.intermediate}, fp32, ep {RANKS}; {sizes.tokens} tokens "
-        f"a rank in sequences of {sizes.seq}, {RANKS} gloo ranks of one thread each, {sizes.steps} steps",
+        f"a rank in sequences of {sizes.seq}, {RANKS} gloo ranks of one thread each, {sizes.steps} "
+        f"steps",
         f"- link between the nodes: {rate} each way, by `tc tbf`; all on one machine\n",
         "| | hierarchical | all_to_all | ratio |",
         "|---|---|---|---|",
