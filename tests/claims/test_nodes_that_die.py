@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.agents import Agents
-from support.jobs.going_on import SMALL, read_losses
+from support.jobs.going_on import SMALL, read_losses, steps_taken
 from support.jobs.resume import Layout, start, step
 from support.namespaces import Nodes
 from support.preloaded import serve
@@ -69,11 +69,6 @@ def _until(agents: Agents, done: Callable[[], bool], patience: float, what: str)
         time.sleep(0.05)
 
 
-def _steps(folder: Path) -> int:
-    log = folder / "losses"
-    return len(log.read_text().splitlines()) if log.exists() else 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "waiting"),
@@ -97,26 +92,36 @@ def test_a_rank_that_stalls(
         where = rf"MoE layer 0 of forward 3 \(training.*\): counts, group {group}, could not be"
         assert re.search(where, said[node]), said[node][-4000:]
     assert (tmp_path / "done-3-2").exists()
+    # Not from the beginning: a run that takes all steps again has the same losses.
+    assert steps_taken(tmp_path) == [0, 1, 2, 3]
     assert _check_losses(tmp_path, config) == 4
+
+
+def _go_on(agents: Agents, folder: Path, newest: int, patience: float) -> None:
+    """Wait for a step: the one behind the newest complete checkpoint, none before it."""
+    before = len(steps_taken(folder))
+    _until(agents, lambda: len(steps_taken(folder)) > before, patience, "a step")
+    assert steps_taken(folder)[before] >= newest
 
 
 def _kills(folder: Path, kills: int, patience: float) -> dict[str, float]:
     rng, seen = random.Random(1), {"kills": 0, "torn": 0, "of the store": 0, "longest": 0.0}
     with Nodes(2) as nodes:
         agents = _agents(nodes, folder, CONFIG, *OPTIONS)
+        newest = 0
         for _ in range(kills):
-            before, began = _steps(folder), time.monotonic()
-            _until(agents, lambda before=before: _steps(folder) > before, patience, "a step")
+            began = time.monotonic()
+            _go_on(agents, folder, newest, patience)
             seen["longest"] = max(seen["longest"], time.monotonic() - began)
             time.sleep(rng.uniform(0.0, 2.0))
             node = rng.randrange(2)
             agents.kill(node)
             seen["kills"] += 1
             seen["of the store"] += node == 0
-            torn = [p for p in folder.glob("step-*") if not (p / manifest.MANIFEST).exists()]
-            seen["torn"] += bool(torn)
-        before = _steps(folder)
-        _until(agents, lambda: _steps(folder) > before, patience, "a step")
+            saved = {int(p.name[5:]): p / manifest.MANIFEST for p in folder.glob("step-*")}
+            newest = max((number for number, file in saved.items() if file.exists()), default=0)
+            seen["torn"] += any(not file.exists() for file in saved.values())
+        _go_on(agents, folder, newest, patience)
         (folder / "stop").touch()
         _until(agents, lambda: False, patience, "the end")
         assert min(agents.starts) >= 2 and sum(agents.starts) >= kills + 2, agents.starts

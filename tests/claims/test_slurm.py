@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.jobs.going_on import read_losses
+from support.jobs.going_on import read_losses, steps_taken
 from support.scripts import CPU_4, ROOT
 from support.slurm import run_sbatch
 
@@ -50,6 +50,8 @@ def test_ranks_and_agents_that_die(tmp_path: Path, way: str) -> None:
         said[name] = (folder / "output").read_text()
         assert code == 0, said[name][-6000:]
     assert _losses(tmp_path / "dying") == _losses(tmp_path / "whole")
+    # None twice: a run that begins anew has the same losses.
+    assert steps_taken(tmp_path / "dying") == list(range(STEPS))
     assert (tmp_path / "dying" / "done-3-1").exists()
     assert (tmp_path / "dying" / "done-1-3").exists()
     assert "start 1 ended with an error" in said["dying"], said["dying"][-6000:]
@@ -77,4 +79,5 @@ def test_the_end_of_a_jobs_time(tmp_path: Path) -> None:
     assert run_sbatch(file, *arguments, folder=tmp_path) == 0
     found = read_losses(tmp_path)
     assert sorted(found) == list(range(before + 2))
+    assert steps_taken(tmp_path).count(0) == 1
     assert all(len(losses) == 1 for losses in found.values()), found

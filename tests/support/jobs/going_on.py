@@ -65,6 +65,12 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def steps_taken(folder: Path) -> list[int]:
+    """The steps in the order in which they were taken, those that were taken again too."""
+    log = folder / "losses"
+    return [int(line.split()[0]) for line in log.read_text().splitlines()] if log.exists() else []
+
+
 def own_loop(folder: Path, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.patience))
     rank, world = dist.get_rank(), dist.get_world_size()
