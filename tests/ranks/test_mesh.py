@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_moe_ep import ParallelConfig
@@ -263,7 +263,7 @@ def test_groups_wait_as_long_as_the_default_group() -> None:
     wait = timedelta(seconds=7)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
     try:
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("one", "two"))
+        mesh = DeviceMesh.from_group(dist.new_group([0]), "cpu")
         assert wait not in patience(mesh)
         take_default_timeout(mesh)
         assert patience(mesh) == {wait}
