@@ -144,7 +144,7 @@ def report(sizes: Sizes, rate: str, cases: dict[str, Found], about: list[str]) -
     for name, found in cases.items():
         ours, theirs = (found[kind] for kind in KINDS)
         lines.append(f"| {row(f'{name}: step, s', ours['seconds'], theirs['seconds'])} |")
-        if any(theirs["sent"]):
+        if max(theirs["sent"]) >= 0.01:
             lines.append(f"| {row(f'{name}: sent, MiB', ours['sent'], theirs['sent'])} |")
     lines.append(
         "\nMedian (min .. max) over steps. Every figure is explained at the top of "
