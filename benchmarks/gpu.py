@@ -4,6 +4,7 @@
     make gpu PART=2          training on one GPU against stock, full and LoRA
     make gpu PART=3          every GPU test, ranks that share a GPU, the sanitizer
     make gpu PART=4          the second round: what moved since the table of blocks was changed
+    make gpu PART=5          frozen experts as bytes, nf4 and fp8: right, and how fast beside bf16
     make gpu-rehearsal       every job with tiny sizes on the CPU, in a few minutes
     python benchmarks/gpu.py report benchmarks/results/GPU      tables and a plot of what they left
 
@@ -84,6 +85,11 @@ _TRAIN = "python benchmarks/end_to_end.py"
 _TINY_TRAIN = f"{_TRAIN} --tiny --steps 1"
 _LORA_48 = "--mode lora --layers 48 --vocab 151936 --rows 1 --checkpointing"
 _LORA_24 = "--mode lora --layers 24 --vocab 75968 --rows 2 --checkpointing"
+# Adapters of rank 16 beside a frozen base, its matrices as they are or as bytes.
+_FROZEN = f"{_LAYER} --adapter-rank 16 --repeats 5"
+_TINY_FROZEN = f"{_LAYER} --tokens 12 --experts 3 --top-k 2 --adapter-rank 4 --repeats 1"
+_TINY_NF4 = f"{_TINY_FROZEN} --hidden 64 --ffn 64 --quantised nf4"
+_TINY_FP8 = f"{_TINY_FROZEN} --hidden 128 --ffn 128 --quantised fp8"
 _TESTS = "python -m pytest -q -m gpu"
 _ON_ONE_GPU = "tests/dispatch/test_one_rank.py tests/moe/test_recompute.py"
 _SECTIONS = " --section ".join(
@@ -247,6 +253,39 @@ PARTS: dict[int, list[Job]] = {
             f"{_EXPERTS} --tokens 8192 --repeats 5",
             r'"implementation": "ours".*"both_tflops"',
             _TINY_EXPERTS,
+        ),
+    ],
+    5: [
+        Job(
+            "bytes are right",
+            90,
+            f"{_TESTS} -n 8 tests/ops/test_byte_kernels.py",
+            r"\d+ passed",
+            f"{_TESTS} tests/ops/test_byte_kernels.py",
+        ),
+        *(
+            Job(
+                f"{name}, {tokens} tokens",
+                55,
+                f"{_FROZEN} --tokens {tokens} {options}".strip(),
+                r'"kernel": "whole"',
+                tiny,
+            )
+            for tokens in (32768, 1024)
+            for name, options, tiny in (
+                ("bf16", "", f"{_TINY_FROZEN} --hidden 64 --ffn 64"),
+                ("nf4", "--quantised nf4", _TINY_NF4),
+                ("fp8", "--quantised fp8", _TINY_FP8),
+            )
+        ),
+        Job(
+            "memory checker",
+            90,
+            f"{_LAYER} --experts 8 --tokens 300 --top-k 2 --repeats 1 --quantised nf4",
+            r"ERROR SUMMARY: 0 errors",
+            _TINY_NF4,
+            tool="compute-sanitizer --tool memcheck --error-exitcode 9",
+            variables="PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTORCH_ALLOC_CONF=backend:native",
         ),
     ],
 }

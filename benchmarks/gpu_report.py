@@ -21,6 +21,7 @@ KERNEL_COLUMNS: list[Column] = [
     ("part", "part"),
     ("tokens", "tokens"),
     ("adapter_rank", "adapters"),
+    ("quantised", "base"),
     ("kernel", "kernel"),
     ("block", "block"),
     ("ms", "ms"),
@@ -33,11 +34,21 @@ WHOLE_COLUMNS: list[Column] = [
     ("part", "part"),
     ("tokens", "tokens"),
     ("adapter_rank", "adapters"),
+    ("quantised", "base"),
     ("kernel", ""),
     ("forward_ms", "forward, ms"),
     ("forward_tflops", "TFLOP/s"),
     ("both_ms", "forward + backward, ms"),
     ("both_tflops", "TFLOP/s"),
+]
+SAME_COLUMNS: list[Column] = [
+    ("part", "part"),
+    ("tokens", "tokens"),
+    ("quantised", "base"),
+    ("same", "tensor"),
+    ("equal", "same bits"),
+    ("off", "largest difference, of the largest element"),
+    ("error", "error"),
 ]
 LAYER_COLUMNS: list[Column] = [
     ("part", "part"),
@@ -155,7 +166,8 @@ def text(lines: list[Line]) -> str:
     sums = [line for line in kernels if line["kernel"] in ("sum", "whole")]
     single = [line for line in kernels if line["kernel"] not in ("sum", "whole")]
     # Part 4 is measured beside part 1, not in its place.
-    sizes = ("part", "tokens", "adapter_rank", "kernel")
+    sizes = ("part", "tokens", "adapter_rank", "quantised", "kernel")
+    same = ("part", "tokens", "quantised", "same")
     cells = ("part", "end_to_end", "mode", "layers", "tokens", "rows", "length", "checkpointing")
     best = ("part", "best", "tokens")
     page = ["# What one GPU showed", ""]
@@ -168,6 +180,7 @@ def text(lines: list[Line]) -> str:
     )
     page += table("Its kernels, alone", last(single, *sizes), KERNEL_COLUMNS)
     page += table("Kernels together, and the layer itself", last(sums, *sizes), WHOLE_COLUMNS)
+    page += table("Bytes, against their values", last(having("same"), *same), SAME_COLUMNS)
     page += table("Other blocks for them", last(having("best"), *best), BEST_COLUMNS)
     page += table("Training, whole steps", last(having("end_to_end"), *cells), TRAIN_COLUMNS)
     page += table(

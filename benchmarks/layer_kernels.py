@@ -3,6 +3,7 @@
     python benchmarks/layer_kernels.py --tokens 32768             every kernel as the table stands
     python benchmarks/layer_kernels.py --tokens 32768 --sweep --seconds 120      and the candidates
     python benchmarks/layer_kernels.py --adapter-rank 16          base frozen, adapters on both
+    python benchmarks/layer_kernels.py --adapter-rank 16 --quantised nf4    and the base as bytes
 
 The layer runs forward and backward once and its calls are noted; each is then made again, alone, a
 few times. What is timed is therefore what runs, whatever arguments a kernel takes.
@@ -17,6 +18,7 @@ printed at once:
     off          largest difference to the table's result, relative to its largest element
     sum          all kernels of a direction, with the operations of the whole layer
     whole        the layer itself: beside the sum it shows what is between the kernels
+    same         of bytes: each tensor against the same kernels over the values of the bytes
 
 Without a GPU it needs TRITON_INTERPRET=1 and shows that it runs, no more.
 """
@@ -49,6 +51,9 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks as table
 from hf_moe_ep.ops.kernels.blocks import Blocks
+from hf_moe_ep.ops.quantised import KINDS
+from hf_moe_ep.ops.reference import matrices
+from hf_moe_ep.ops.self_check import some_bytes
 
 KERNELS = "hf_moe_ep.ops.kernels."
 # Two roundings of bf16, of the largest element.
@@ -89,6 +94,12 @@ class Sizes:
     hidden: int = 2048
     ffn: int = 768
     adapter_rank: int = 0
+    quantised: str = ""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the matrices get no gradient."""
+        return bool(self.adapter_rank or self.quantised)
 
     def flops(self) -> float:
         """Of one product of all pairs with one matrix of hidden x ffn."""
@@ -96,7 +107,9 @@ class Sizes:
 
     def work(self, label: str, width: int) -> tuple[float, float]:
         """Operations of a kernel, and the least bytes it moves; zeros where it is not known."""
-        pairs, weights = self.tokens * self.top_k, self.experts * self.hidden * self.ffn * width
+        # Bytes of a value, scales included.
+        of_value = {"": float(width), "nf4": 0.5625, "fp8": 1 + 4 / 128**2}[self.quantised]
+        pairs, weights = self.tokens * self.top_k, self.experts * self.hidden * self.ffn * of_value
         x, y = self.tokens * self.hidden * width, pairs * self.hidden * width
         act, one = pairs * self.ffn * width, self.flops()
         known = {
@@ -147,37 +160,53 @@ class Layer:
         tokens, experts, hidden, ffn = sizes.tokens, sizes.experts, sizes.hidden, sizes.ffn
         up = draw(experts, 2 * ffn, hidden).mul_(hidden**-0.5)
         down = draw(experts, hidden, ffn).mul_(ffn**-0.5)
-        trained = [up, down]
-        factors = {}
+        trained = [] if sizes.frozen else [up, down]
+        factors: dict[str, Tensor] = {}
         if sizes.adapter_rank:
             rank = sizes.adapter_rank
             shapes = {"up_a": (rank, hidden), "up_b": (2 * ffn, rank)}
             shapes |= {"down_a": (rank, ffn), "down_b": (hidden, rank)}
             factors = {name: draw(experts, *shape) for name, shape in shapes.items()}
             trained = list(factors.values())
+        self.names = ("rows", "weights", *(factors if sizes.frozen else ("up", "down")))
+        held = {"up": up, "down": down}
+        if sizes.quantised:
+            generator = torch.Generator(device).manual_seed(0)
+            for name, matrix in (("up", up), ("down", down)):
+                stack = some_bytes(matrix, sizes.quantised, generator)
+                held |= stack.by_name(name)
         self.rows, self.grad = draw(tokens, hidden), draw(tokens, hidden)
         self.weights = torch.rand(tokens, sizes.top_k, device=device)
         scores = torch.rand(tokens, experts, device=device)
         self.ids = scores.topk(sizes.top_k, dim=1).indices
         self.leaves = [x.requires_grad_() for x in (self.rows, self.weights, *trained)]
-        self.experts = ExpertWeights(up, None, down, None, **factors)
+        self.experts = ExpertWeights(
+            **held, up_bias=None, down_bias=None, **factors, quantised=sizes.quantised
+        )
 
-    def forward(self) -> Tensor:
+    def forward(self, experts: ExpertWeights | None = None) -> Tensor:
         formula = ExpertFormula()
         return expert_mlp(
-            self.rows, self.ids, self.weights, self.experts, formula, backend="triton"
+            self.rows, self.ids, self.weights, experts or self.experts, formula, backend="triton"
         )
 
     def both(self) -> tuple[Tensor, ...]:
         return torch.autograd.grad(self.forward(), self.leaves, self.grad)
 
+    def with_values(self) -> ExpertWeights:
+        """The experts with the values that their bytes stand for."""
+        kind, nothing = self.experts.quantised, {"up_block_scale": None, "down_block_scale": None}
+        up, down = (matrices(self.experts.stack(name), kind, self.dtype) for name in ("up", "down"))
+        return replace(self.experts, up=up, down=down, quantised="", **nothing)
+
     def table_row(self) -> Blocks:
-        return table.choose_blocks(self.experts.up, self.sizes.tokens * self.sizes.top_k)
+        sizes = self.sizes
+        return table.choose_blocks(self.rows, sizes.experts, sizes.tokens * sizes.top_k)
 
     def calls(self, row: Blocks) -> list[Call]:
         """What one forward and backward calls under a row of the table, in order."""
         noted: list[Call] = []
-        with _noting(noted, row, outer_is_known=not self.sizes.adapter_rank):
+        with _noting(noted, row, outer_is_known=not self.sizes.frozen):
             out = self.forward()
             num_forward = len(noted)
             torch.autograd.grad(out, self.leaves, self.grad)
@@ -290,9 +319,36 @@ def as_text(row: Blocks, field: str) -> str:
     return sizes if field == "outer" else f"rows={row.m} {sizes}"
 
 
+def compare_values(layer: Layer) -> int:
+    """Lines of what bytes and their values make of the same rows; how many differ too much."""
+    values = layer.with_values()
+    found = []
+    for experts in (layer.experts, values):
+        out = layer.forward(experts)
+        found.append([out.detach(), *torch.autograd.grad(out, layer.leaves, layer.grad)])
+    num_errors = 0
+    for name, got, want in zip(("out", *layer.names), *found, strict=True):
+        off = ((got - want).abs().max() / want.abs().max()).item()
+        bad = not off <= ALLOWED[layer.dtype]
+        error = {"error": f"off by {off:.1e} > {ALLOWED[layer.dtype]:.0e}"} if bad else {}
+        note(same=name, equal=bool(torch.equal(got, want)), off=off, **about(layer), **error)
+        num_errors += bad
+    return num_errors
+
+
+def about(layer: Layer) -> dict[str, Any]:
+    """What tells a line of one layer from that of another."""
+    sizes = layer.sizes
+    return {
+        "tokens": sizes.tokens,
+        "adapter_rank": sizes.adapter_rank,
+        "quantised": sizes.quantised,
+    }
+
+
 def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
     """Every kernel under the table's row, their sums, and the whole; how many lines are errors."""
-    about = {"tokens": layer.sizes.tokens, "adapter_rank": layer.sizes.adapter_rank}
+    of_layer = about(layer)
     total = {False: 0.0, True: 0.0}
     num_errors = 0
     for call in layer.calls(row):
@@ -306,7 +362,7 @@ def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
             line["error"] = why_not(error)
             total[call.backward] = float("nan")
             num_errors += 1
-        note(**line, **about)
+        note(**line, **of_layer)
     try:
         cuda = torch.cuda.is_available()
         runs = {"forward": layer.forward, "both": layer.both}
@@ -315,18 +371,18 @@ def time_table(layer: Layer, row: Blocks, repeats: int) -> int:
             for kind, run in runs.items()
         }
     except Exception as error:  # noqa: BLE001  the sums are still worth a line
-        note(kernel="whole", error=why_not(error), **about)
+        note(kernel="whole", error=why_not(error), **of_layer)
         num_errors, whole = num_errors + 1, {}
     sums = {"forward": total[False], "both": total[False] + total[True]}
     # Forward three products of hidden x ffn a pair, backward six; with the base frozen three.
-    products = {"forward": 3, "both": 6 if layer.sizes.adapter_rank else 9}
+    products = {"forward": 3, "both": 6 if layer.sizes.frozen else 9}
     for name, of in (("sum", sums), ("whole", whole)):
         line = {}
         for kind, ms in of.items():
             if ms == ms:  # not of kernels one of which did not run
                 tflops = products[kind] * layer.sizes.flops() / ms / 1e9
                 line |= {f"{kind}_ms": round(ms, 5), f"{kind}_tflops": short(tflops)}
-        note(kernel=name, **line, **about)
+        note(kernel=name, **line, **of_layer)
     return num_errors
 
 
@@ -365,7 +421,7 @@ def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> 
     found = candidates(row)[: args.most]
     if args.workers:
         compile_all(layer, row, found, args.workers, until - 0.4 * args.seconds)
-    about = {"tokens": layer.sizes.tokens, "sweep": True}
+    of_sweep = {"tokens": layer.sizes.tokens, "sweep": True}
     best: dict[str, tuple[float, str]] = {}
     calls, of_m = layer.calls(row), row.m
     wanted = {}
@@ -377,19 +433,19 @@ def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> 
     for field, blocks in found:
         block = as_text(blocks, field)
         if time.monotonic() > until:
-            note(field=field, block=block, skipped="no time left", **about)
+            note(field=field, block=block, skipped="no time left", **of_sweep)
             continue
         try:
             if blocks.m != of_m:
                 calls, of_m = [], blocks.m  # the other calls' tensors go first
                 calls = layer.calls(replace(row, m=blocks.m))
         except Exception as error:  # noqa: BLE001  the next candidate may start
-            note(field=field, block=block, error=why_not(error), **about)
+            note(field=field, block=block, error=why_not(error), **of_sweep)
             continue
         for call in calls:
             if FIELDS.get(call.label, "") == field:
                 line = try_block(layer, call, blocks, wanted[call.label], args.repeats)
-                note(block=block, **line, **about)
+                note(block=block, **line, **of_sweep)
                 if line.get("ms", float("inf")) < best[call.label][0]:
                     best[call.label] = (line["ms"], block)
     for label, (ms, block) in best.items():
@@ -401,7 +457,7 @@ def sweep(layer: Layer, row: Blocks, args: argparse.Namespace, until: float) -> 
             ms=round(ms, 5),
             table_ms=round(standing[label], 5),
             **keep,
-            **about,
+            **of_sweep,
         )
 
 
@@ -424,9 +480,10 @@ def try_block(
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for size in fields(Sizes):
+    for size in (size for size in fields(Sizes) if size.name != "quantised"):
         name = f"--{size.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=size.default)
+    parser.add_argument("--quantised", choices=KINDS, default="", help="frozen bytes")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=300.0, help="that a sweep may take")
@@ -450,7 +507,8 @@ def main() -> int:
     if args.sweep:
         sweep(layer, row, args, until)
         return 0
-    return int(time_table(layer, row, args.repeats) > 0)
+    num_errors = compare_values(layer) if args.quantised else 0
+    return int(num_errors + time_table(layer, row, args.repeats) > 0)
 
 
 if __name__ == "__main__":

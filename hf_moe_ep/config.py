@@ -40,8 +40,8 @@ class ParallelConfig:
             model's own loop (`ep_size` 1 only).
         experts_dtype: how frozen experts (under LoRA) are held, and gathered, from sharding on:
             "nf4", bitsandbytes' 4-bit codes (0.57 bytes per parameter with their scales), or "fp8",
-            e4m3 with scales of 128 x 128 blocks (1.01). One expert at a time is dequantised, where
-            it is computed. None = as loaded.
+            e4m3 with scales of 128 x 128 blocks (1.01). Dequantised where they are computed, by
+            experts, or by tiles in the Triton kernels. None = as loaded.
         experts_double_quant: with "nf4", quantise the scales too (0.52 bytes per parameter).
         recompute_activations: experts keep their input for backward and nothing of size F: at
             Qwen3-30B's shape 4.2 kB per token and layer instead of 28.8, for one matrix product
@@ -146,11 +146,10 @@ class ParallelConfig:
                 f"experts_double_quant=True quantises the scales of experts_dtype='nf4', and "
                 f"experts_dtype is {self.experts_dtype!r}; write experts_dtype='nf4' beside it"
             )
-        if self.experts_dtype is not None and self.experts_backend in ("eager", "triton"):
+        if self.experts_dtype is not None and self.experts_backend == "eager":
             raise ValueError(
-                f"experts_backend={self.experts_backend!r} does not compute experts that are held "
-                f"in {self.experts_dtype}; use experts_backend='auto', which takes the torch path "
-                f"for them, or experts_dtype=None"
+                f"experts_backend='eager' does not compute experts that are held in "
+                f"{self.experts_dtype}; use experts_backend='auto', or experts_dtype=None"
             )
 
     @property

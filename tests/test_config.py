@@ -24,10 +24,6 @@ BAD_VALUES = [
         "experts_double_quant=True.*experts_dtype is 'fp8'",
     ),
     (
-        {"experts_dtype": "nf4", "experts_backend": "triton"},
-        "experts_backend='triton'.*nf4.*experts_backend='auto'",
-    ),
-    (
         {"experts_dtype": "fp8", "experts_backend": "eager"},
         "experts_backend='eager'.*fp8.*experts_backend='auto'",
     ),

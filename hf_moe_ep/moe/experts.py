@@ -63,15 +63,6 @@ def choose_compute(
     required = requested == "triton"
     if quantisation is not None:
         _check_blocks(module, flags, quantisation)
-        return Compute(
-            formula,
-            transposed=flags.is_transposed,
-            backend="torch",
-            reason=f"experts are held in {quantisation.kind}",
-            required=False,
-            recompute=recompute,
-            quantisation=quantisation,
-        )
     reason = "asked for" if requested == "torch" else _why_not_triton(module, flags, required)
     if required and reason:
         raise ValueError(
@@ -85,6 +76,7 @@ def choose_compute(
         reason=reason,
         required=required,
         recompute=recompute,
+        quantisation=quantisation,
     )
 
 

@@ -53,8 +53,7 @@ def expert_mlp(
         grad_scale: multiplies the gradients of the experts' own tensors, and nothing else.
         recompute: compute the pre-activations again in backward instead of keeping them.
         backend: "torch", or for tensors that `triton_mlp.covers` "triton" or "auto": the latter
-            takes torch, with a warning, where the kernels cannot be built or do not fit. Quantised
-            experts: "torch" alone.
+            takes torch, with a warning, where the kernels cannot be built or do not fit.
     """
     named = experts.named_tensors()
     tensors = list(named.values())

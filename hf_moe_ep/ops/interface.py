@@ -24,7 +24,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_moe_ep.ops.quantised import Quantised, dequantise, dequantised_shape
+from hf_moe_ep.ops.quantised import (
+    BLOCK_SCALE,
+    NESTED_SCALE,
+    Quantised,
+    dequantise,
+    dequantised_shape,
+)
 
 # The tensors of ExpertWeights, in the order in which they are handed on.
 WEIGHT_NAMES = (
@@ -160,21 +166,23 @@ class ExpertWeights:
             return None
         return LowRank(self.down_a, self.down_b, self.down_scale)
 
+    def stack(self, name: str) -> Quantised:
+        """The bytes and scales of "up" or "down" where they are quantised."""
+        scale: Tensor = getattr(self, name + BLOCK_SCALE)
+        return Quantised(getattr(self, name), scale, getattr(self, name + NESTED_SCALE))
+
     def up_matrices(self, dtype: torch.dtype) -> ExpertMatrices:
         """The matrices [G, H] of the experts, in `dtype` where they are quantised."""
-        return self._matrices(self.up, self.up_block_scale, self.up_nested_scale, dtype)
+        return self._matrices("up", dtype)
 
     def down_matrices(self, dtype: torch.dtype) -> ExpertMatrices:
         """The matrices [H, F] of the experts, in `dtype` where they are quantised."""
-        return self._matrices(self.down, self.down_block_scale, self.down_nested_scale, dtype)
+        return self._matrices("down", dtype)
 
-    def _matrices(
-        self, values: Tensor, scale: Tensor | None, nested: Tensor | None, dtype: torch.dtype
-    ) -> ExpertMatrices:
+    def _matrices(self, name: str, dtype: torch.dtype) -> ExpertMatrices:
         if not self.quantised:
-            return WholeMatrices(values)
-        assert scale is not None
-        return DequantisedMatrices(Quantised(values, scale, nested), self.quantised, dtype)
+            return WholeMatrices(getattr(self, name))
+        return DequantisedMatrices(self.stack(name), self.quantised, dtype)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Those that there are, by name, in the order of WEIGHT_NAMES."""

@@ -45,6 +45,7 @@ def _kernels() -> Any:
 
 def _implementation(
     call: ExpertSpec,
+    rows_RH: Tensor,
     weights_RK: Tensor,
     num_pairs: int,
     experts: ExpertWeights,
@@ -60,7 +61,7 @@ def _implementation(
     from hf_moe_ep.ops.self_check import self_check, warn_once
 
     for trained in (call.trained, *also_trained):
-        reason = self_check(weights_RK, num_pairs, experts, call, trained)
+        reason = self_check(rows_RH, weights_RK, num_pairs, experts, call, trained)
         if reason and call.backend == "triton":
             raise RuntimeError(
                 f"experts_backend='triton' cannot run here: {reason}; use "
@@ -72,13 +73,14 @@ def _implementation(
     return _kernels()
 
 
-def _as_promised(routing: Routing, up_LGH: Tensor) -> Routing:
+def _as_promised(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:
     """A routing of the torch path in the shapes and on the device of the kernels'.
 
     torch.compile was promised those, before anybody could know that the kernels do not run.
     """
-    _, _, tiles, rows = _kernels().routing_shapes(routing.pair_A.numel(), up_LGH)
-    offsets = routing.offsets.to(up_LGH.device)
+    num_pairs = routing.pair_A.numel()
+    _, _, tiles, rows = _kernels().routing_shapes(num_pairs, num_experts, rows_RH)
+    offsets = routing.offsets.to(rows_RH.device)
     unused = offsets.new_full(tiles, -1), offsets.new_zeros(rows)
     return replace(routing, offsets=offsets, tiles=unused[0], row_A=unused[1])
 
@@ -96,15 +98,15 @@ def _forward(
     named = call.experts(experts)
     counts_L = None if counts is None else list(counts)
     num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
-    implementation = _implementation(call, weights, num_pairs, named)
-    routing = implementation.route(expert_ids, counts_L, named)
+    implementation = _implementation(call, rows, weights, num_pairs, named)
+    routing = implementation.route(expert_ids, counts_L, named, rows)
     out_RH, pre_AG = implementation.forward(
         rows, weights, named, routing, call.formula, call.keep_pre
     )
     if not call.keep_pre:
         pre_AG = rows.new_empty(0)
     if call.backend == "auto" and implementation is torch_mlp:
-        routing = _as_promised(routing, named.up)
+        routing = _as_promised(routing, named.up.shape[0], rows)
     made = routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles, routing.row_A
     return out_RH, pre_AG, *made
 
@@ -127,7 +129,7 @@ def _(
     pre = rows.new_empty(num_pairs, up.shape[1]) if call.keep_pre else rows.new_empty(0)
     slots = expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
     promised = torch_mlp if call.backend == "torch" else _kernels()
-    shapes = promised.routing_shapes(num_pairs, up)
+    shapes = promised.routing_shapes(num_pairs, up.shape[0], rows)
     device = "cpu" if call.backend == "torch" else rows.device
     pair, offsets, tiles, row = (
         torch.empty(shape, dtype=torch.int32, device=where)
@@ -177,7 +179,8 @@ def run_backward(
     routing = Routing(*made)
     named = call.experts(experts)
     need = tuple(name for name, wanted in zip(names, needs, strict=True) if wanted)
-    implementation = _implementation(call, weights_RK, routing.pair_A.numel(), named, need)
+    num_pairs = routing.pair_A.numel()
+    implementation = _implementation(call, rows_RH, weights_RK, num_pairs, named, need)
     return implementation.backward(
         grad_RH,
         rows_RH,

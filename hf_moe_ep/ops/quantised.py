@@ -32,6 +32,25 @@ import torch
 from torch import Tensor
 
 KINDS = ("nf4", "fp8")
+# What codes of nf4 stand for: arXiv 2305.14314, appendix E, to the digits that fp32 has.
+NF4_CODES = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 # Of the parameters beside `gate_up_proj`: gate_up_proj_block_scale, gate_up_proj_nested_scale.
 BLOCK_SCALE, NESTED_SCALE = "_block_scale", "_nested_scale"
 
@@ -176,6 +195,23 @@ def dequantise(one: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
     return _dequantise_fp8(one, dtype) if kind == "fp8" else _dequantise_nf4(one, dtype)
 
 
+@torch.no_grad()
+def plain_scales(stack: Quantised) -> Tensor:
+    """Return the block scales of a stack in fp32, contiguous; without bitsandbytes."""
+    if stack.nested_scale is None:
+        return stack.block_scale.contiguous()
+    experts, *shape = stack.block_scale.shape
+    codes = _nested_codes(stack.block_scale.device)
+    blocks = stack.nested_scale.shape[1]
+    padded = codes.new_zeros(experts, blocks * _NESTED_BLOCK)
+    scales = stack.block_scale.flatten(1)
+    padded[:, : scales.shape[1]] = codes[scales.int()]
+    scale, offset = stack.nested_scale.unsqueeze(2).unbind(3)
+    values = (padded.view(experts, blocks, _NESTED_BLOCK) * scale).flatten(1)
+    # One offset for all blocks of a matrix.
+    return (values[:, : scales.shape[1]] + offset[:, 0]).view(experts, *shape)
+
+
 def dequantised_shape(stored: Tensor, kind: str) -> tuple[int, int]:
     """Return (O, I) of the matrices of a stack, from its values."""
     return stored.shape[1], stored.shape[2] * _VALUES_PER_BYTE[kind]
@@ -267,6 +303,14 @@ def _operators() -> Any:
 
 @cache
 def _nested_codes(device: torch.device) -> Tensor:
-    """Return the 256 numbers that bytes of nested scales stand for."""
-    codes: Tensor = _functional().create_dynamic_map().to(device)
-    return codes
+    """Return the 256 numbers that bytes of nested scales stand for, least first.
+
+    0 and 1, and for each power of ten from 1e-6 to 1 the middles of 1, 2, 4 .. 64 parts of 0.1 to
+    1 times it, of either sign (arXiv 1511.04561, "dynamic tree").
+    """
+    found = [torch.tensor([0.0, 1.0], device="cpu")]
+    for bits in range(7):
+        edges = torch.linspace(0.1, 1, 2**bits + 1, device="cpu")
+        middles = (edges[:-1] + edges[1:]) / 2 * 10 ** (bits - 6)
+        found += [middles, -middles]
+    return torch.cat(found).sort().values.to(device)

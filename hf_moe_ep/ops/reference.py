@@ -10,6 +10,19 @@ from torch.nn import functional
 
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights, LowRank
+from hf_moe_ep.ops.quantised import NF4_CODES, Quantised, plain_scales
+
+
+def matrices(stack: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
+    """All matrices of a stack, [E, O, I] in `dtype`: each value times its scale, rounded once."""
+    scale = plain_scales(stack)
+    if kind == "nf4":
+        codes = torch.tensor(NF4_CODES, device=scale.device)
+        first, second = codes[(stack.values >> 4).int()], codes[(stack.values & 15).int()]
+        values = torch.stack([first, second], 3).flatten(2)
+        return (values * scale.repeat_interleave(64, 2)).to(dtype)
+    values = stack.values.view(torch.float8_e4m3fn).float()
+    return (values * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)).to(dtype)
 
 
 def sum_rows(rows_NH: Tensor, token_of_row_N: Tensor, num_tokens: int) -> Tensor:

@@ -5,7 +5,8 @@ gradient and no error; Liger-Kernel pull request 1294), and nothing but numbers 
 first call of a kind runs small problems on both paths, and raises if they differ:
 
     products    the expert MLP forward and, where something is trained, backward: a few experts of
-                the same dtypes, formula, block sizes, alignment, ranks of adapters
+                the same dtypes, formula, block sizes, alignment, ranks of adapters; matrices that
+                are held as bytes against their values
     routing     the sort of pairs by expert, for as many experts and choices as there are
     sums        of a row's experts, over rows as wide as they are
 
@@ -21,7 +22,7 @@ import itertools
 import subprocess
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
 from hf_moe_ep.ops.kernels.blocks import FEW_ROWS, choose_blocks, dot_precision
 from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
+from hf_moe_ep.ops.quantised import NESTED_SCALE, Quantisation, Quantised, quantise_stack
+from hf_moe_ep.ops.reference import matrices
 from hf_moe_ep.ops.spec import ExpertSpec
 from hf_moe_ep.ops.sum_check import (
     ROUNDINGS,
@@ -63,6 +66,7 @@ class Kind:
         trained: names of what wants a gradient; of rows, weights and the experts' tensors.
         few: whether experts have few rows each.
         ranks: of the adapters of up and down, 0 where there is none.
+        quantised: format of the matrices, empty where they are as they are.
     """
 
     device: torch.device
@@ -80,9 +84,11 @@ class Kind:
     ffn: int
     few: bool
     ranks: tuple[int, int] = (0, 0)
+    quantised: str = ""
 
 
 def self_check(
+    rows_RH: Tensor,
     weights_RK: Tensor,
     num_pairs: int,
     experts: ExpertWeights,
@@ -96,24 +102,26 @@ def self_check(
     """
     if triton_mlp.interpreted():
         return ""
-    num_experts, pre_size, hidden = experts.up.shape
+    num_experts, pre_size, _ = experts.up.shape
     up, down = (0 if a is None else a.shape[1] for a in (experts.up_a, experts.down_a))
     kind = Kind(
-        experts.up.device,
-        experts.up.dtype,
+        rows_RH.device,
+        rows_RH.dtype,
         weights_RK.dtype,
-        dot_precision(experts.up),
+        dot_precision(rows_RH),
         spec.formula,
-        spec.tensors,
+        # Nested scales are dequantised before any kernel.
+        tuple(name for name in spec.tensors if not name.endswith(NESTED_SCALE)),
         trained,
         spec.keep_pre,
         experts.up.stride(2) != 1,
         weights_RK.shape[1],
         num_experts,
-        hidden,
+        rows_RH.shape[1],
         _short(spec.formula.ffn_size(pre_size)),
         num_pairs < FEW_ROWS * num_experts,
         (up, down),
+        spec.quantised,
     )
     return check_once(kind)
 
@@ -182,24 +190,41 @@ def _products(kind: Kind) -> Iterator[Number]:
     for name in kind.tensors:
         if name in shapes:
             drawn[name] = draw(num_experts, *shapes[name]) / shapes[name][-1] ** 0.5
-    drawn = {name: drawn[name].to(kind.dtype) for name in kind.tensors}
+    drawn = {name: x.to(kind.dtype) for name, x in drawn.items()}
+    values = dict(drawn)
+    for name in ("up", "down") if kind.quantised else ():
+        stack = some_bytes(drawn[name], kind.quantised, generator)
+        drawn |= stack.by_name(name)
+        values[name] = matrices(stack, kind.quantised, kind.dtype)
     rows_RH = draw(num_rows, hidden).to(kind.dtype)
     weights_RK = draw(num_rows, kind.top_k).abs().to(kind.weights_dtype)
     ids_RK = draw(num_rows, num_experts).argsort(1)[:, : kind.top_k]
     grad_RH = draw(num_rows, hidden).to(kind.dtype)
-    inputs = {"rows": rows_RH, "weights": weights_RK, "grad": grad_RH, **drawn}
-    wide = {name: x.double() for name, x in inputs.items()}
-    got = _run(triton_mlp, kind, inputs, ids_RK, keep_pre=kind.keep_pre)
-    want = _run(torch_mlp, kind, wide, ids_RK, keep_pre=True)
+    inputs = {"rows": rows_RH, "weights": weights_RK, "grad": grad_RH}
+    wide = {name: x.double() for name, x in (inputs | values).items()}
+    got = _run(triton_mlp, kind, inputs | drawn, ids_RK, keep_pre=kind.keep_pre)
+    want = _run(torch_mlp, replace(kind, quantised=""), wide, ids_RK, keep_pre=True)
     return ((name, got[name], want[name]) for name in want)
+
+
+def some_bytes(weight_LOI: Tensor, kind: str, generator: torch.Generator) -> Quantised:
+    """Bytes of matrices about as large: nf4 of random codes, for which nothing is installed."""
+    if kind == "fp8":
+        return quantise_stack(weight_LOI, Quantisation(kind))
+    device, (experts, rows, columns) = weight_LOI.device, weight_LOI.shape
+    values = torch.randint(
+        0, 256, (experts, rows, columns // 2), generator=generator, device=device, dtype=torch.uint8
+    )
+    scale = 2 * torch.rand(experts, rows, columns // 64, generator=generator, device=device)
+    return Quantised(values, scale / columns**0.5)
 
 
 def _run(
     implementation: Any, kind: Kind, inputs: dict[str, Tensor], ids_RK: Tensor, *, keep_pre: bool
 ) -> dict[str, Tensor]:
     named: dict[str, Any] = {name: inputs.get(name) for name in WEIGHT_NAMES}
-    experts = ExpertWeights(**named, up_scale=0.5, down_scale=2.0)
-    routing = implementation.route(ids_RK, None, experts)
+    experts = ExpertWeights(**named, up_scale=0.5, down_scale=2.0, quantised=kind.quantised)
+    routing = implementation.route(ids_RK, None, experts, inputs["rows"])
     call = (inputs["rows"], inputs["weights"], experts, routing)
     out_RH, pre_AG = implementation.forward(*call, kind.formula, keep_pre)
     found = {"out": out_RH}
@@ -227,9 +252,9 @@ def _routing(kind: Kind) -> Iterator[Number]:
     counts_L = torch.bincount(ids_RK[here], minlength=kind.num_experts).tolist()
     like = scores.new_empty(kind.num_experts, 1, 1, dtype=kind.dtype)
     num_pairs = FEW_ROWS * kind.num_experts - 1 if kind.few else FEW_ROWS * kind.num_experts
-    block_m = choose_blocks(like, num_pairs).m
+    block_m = choose_blocks(like, kind.num_experts, num_pairs).m
     got = on_its_device(sort_pairs)(ids_RK, kind.num_experts, sum(counts_L), block_m)
-    want = torch_mlp.route(ids_RK, counts_L, ExpertWeights(like, None, like, None))
+    want = torch_mlp.route(ids_RK, counts_L, ExpertWeights(like, None, like, None), like)
     starts = want.offsets.tolist()
     tiles = [
         (expert, start)

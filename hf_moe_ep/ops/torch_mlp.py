@@ -35,8 +35,10 @@ from hf_moe_ep.ops.permute import count_pairs, invert
 _BLOCK = 2048
 
 
-def route(expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights) -> Routing:
-    """Pairs sorted by expert, those without an expert here left out."""
+def route(
+    expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights, rows_RH: Tensor
+) -> Routing:
+    """Pairs sorted by expert, those without an expert here left out; for rows of any dtype."""
     if counts_L is None:
         counts_L = count_pairs(expert_ids_RK, experts.up.shape[0]).tolist()
     num_rows, top_k = expert_ids_RK.shape
@@ -48,9 +50,11 @@ def route(expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeig
     return Routing(pair_A, slots_RK, offsets, *unused)
 
 
-def routing_shapes(num_pairs: int, up_LGH: Tensor) -> tuple[tuple[int, ...], ...]:
+def routing_shapes(
+    num_pairs: int, num_experts: int, rows_RH: Tensor
+) -> tuple[tuple[int, ...], ...]:
     """Shapes of pair_A, offsets, tiles and row_A, for torch.compile."""
-    return (num_pairs,), (up_LGH.shape[0] + 1,), (0,), (0,)
+    return (num_pairs,), (num_experts + 1,), (0,), (0,)
 
 
 def forward(

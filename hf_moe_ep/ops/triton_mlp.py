@@ -11,6 +11,10 @@ gradients of a and b are thin `outer` products with one low_AP each:
     forward    thin_mm -> up + low b        thin_mm -> grouped_mm + low b
     backward   thin_mm -> dgated + low a    thin_mm -> grouped_mm + low a     thin_mm, outer x 4
 
+Matrices that are held as bytes are dequantised by the kernels that multiply with them, tile by
+tile, forward and backward (`kernels/dequantise.py`); only nested scales, one for 64 values, are
+dequantised before.
+
 The rows' gradient is computed before the weights': behind a dispatch, others wait for it. Parts
 that nobody needs are not launched. Everything is summed in fp32 in a fixed order, so equal inputs
 give equal bits.
@@ -21,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -39,12 +44,14 @@ from hf_moe_ep.ops.interface import (
     empty_grad,
 )
 from hf_moe_ep.ops.kernels.blocks import Blocks, choose_blocks
+from hf_moe_ep.ops.kernels.dequantise import ByteMatrices, Matrices
 from hf_moe_ep.ops.kernels.dgated import dgated
 from hf_moe_ep.ops.kernels.grouped_mm import grouped_mm, thin_mm
 from hf_moe_ep.ops.kernels.outer import outer
 from hf_moe_ep.ops.kernels.reduce import combine, segment_sum, weight_grads
 from hf_moe_ep.ops.kernels.sort_pairs import max_tiles, sort_pairs
 from hf_moe_ep.ops.kernels.up import up
+from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, plain_scales
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -60,8 +67,10 @@ def covers(rows_RH: Tensor) -> bool:
 
 
 @on_its_device
-def route(expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights) -> Routing:
-    """Pairs sorted by expert; see `sort_pairs`."""
+def route(
+    expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights, rows_RH: Tensor
+) -> Routing:
+    """Pairs sorted by expert, in tiles for rows of the dtype of `rows_RH`; see `sort_pairs`."""
     num_pairs = expert_ids_RK.numel() if counts_L is None else sum(counts_L)
     num_experts = experts.up.shape[0]
     if num_pairs == 0:
@@ -69,14 +78,16 @@ def route(expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeig
         offsets = slots_RK.new_zeros(num_experts + 1)
         nothing = slots_RK.new_empty(0)
         return Routing(nothing, slots_RK, offsets, slots_RK.new_empty(0, 2), nothing.clone())
-    blocks = choose_blocks(experts.up, num_pairs)
+    blocks = choose_blocks(rows_RH, num_experts, num_pairs)
     return sort_pairs(expert_ids_RK, num_experts, num_pairs, blocks.m)
 
 
-def routing_shapes(num_pairs: int, up_LGH: Tensor) -> tuple[tuple[int, ...], ...]:
+def routing_shapes(
+    num_pairs: int, num_experts: int, rows_RH: Tensor
+) -> tuple[tuple[int, ...], ...]:
     """Shapes of pair_A, offsets, tiles and row_A, for torch.compile."""
-    num_experts = up_LGH.shape[0]
-    num_tiles = max_tiles(num_pairs, num_experts, choose_blocks(up_LGH, num_pairs).m)
+    block_m = choose_blocks(rows_RH, num_experts, num_pairs).m
+    num_tiles = max_tiles(num_pairs, num_experts, block_m)
     return (num_pairs,), (num_experts + 1,), (num_tiles, 2), (num_pairs,)
 
 
@@ -91,15 +102,15 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out_RH, and pre_AG, empty unless kept."""
     num_pairs = routing.pair_A.numel()
-    experts = _with_contiguous_biases(experts)
     if num_pairs == 0:
         pre_shape = (0, experts.up.shape[1])
         return rows_RH.new_zeros(rows_RH.shape), rows_RH.new_empty(pre_shape)
-    blocks = choose_blocks(experts.up, num_pairs)
+    experts = _as_kernels_read_them(experts)
+    blocks = choose_blocks(rows_RH, experts.up.shape[0], num_pairs)
     rows_RH = _with_contiguous_rows(rows_RH)
     act_AF, pre_AG = _activations(rows_RH, experts, routing, formula, blocks, keep_pre)
     low = _low_rows(act_AF, experts.down_adapter, routing, blocks)
-    down_LFH = experts.down.transpose(1, 2)
+    down_LFH = _down(experts).transpose(1, 2)
     y_AH = grouped_mm(act_AF, down_LFH, experts.down_bias, routing, blocks, low)
     return combine(y_AH, routing.slots_RK, weights_RK.contiguous()), pre_AG
 
@@ -126,8 +137,8 @@ def backward(
     num_pairs = routing.pair_A.numel()
     if num_pairs == 0:
         return _grads_of_no_pairs(rows_RH, weights_RK, experts, need, later=later)
-    experts = _with_contiguous_biases(experts)
-    blocks = choose_blocks(experts.up, num_pairs)
+    experts = _as_kernels_read_them(experts)
+    blocks = choose_blocks(rows_RH, experts.up.shape[0], num_pairs)
     rows_RH = _with_contiguous_rows(rows_RH)
     grad_RH = _with_contiguous_rows(grad_RH)
     weights_RK = weights_RK.contiguous()
@@ -202,7 +213,7 @@ def _back_through_down(
     grad_pre_AG, act_AF, partial_CA = dgated(
         grad_RH,
         weights_RK,
-        experts.down,
+        _down(experts),
         experts.down_bias,
         pre_AG,
         routing,
@@ -228,7 +239,7 @@ def _back_to_rows(
         low = _low_rows(grad_pre_AG, adapter, routing, blocks)
     if "rows" not in need:
         return None, low
-    grad_x_AH = grouped_mm(grad_pre_AG, experts.up, None, routing, blocks, low, back=True)
+    grad_x_AH = grouped_mm(grad_pre_AG, _up(experts), None, routing, blocks, low, back=True)
     return combine(grad_x_AH, routing.slots_RK, None), low
 
 
@@ -244,7 +255,7 @@ def _activations(
     low = _low_rows(rows_RH, experts.up_adapter, routing, blocks, gather=True)
     return up(
         rows_RH,
-        experts.up,
+        _up(experts),
         experts.up_bias,
         routing,
         formula,
@@ -363,9 +374,27 @@ def _with_contiguous_rows(x_RH: Tensor) -> Tensor:
     return x_RH if x_RH.stride(1) == 1 else x_RH.contiguous()
 
 
-def _with_contiguous_biases(experts: ExpertWeights) -> ExpertWeights:
-    up_bias, down_bias = (
-        None if bias is None else _with_contiguous_rows(bias)
-        for bias in (experts.up_bias, experts.down_bias)
-    )
-    return replace(experts, up_bias=up_bias, down_bias=down_bias)
+def _as_kernels_read_them(experts: ExpertWeights) -> ExpertWeights:
+    """The same with contiguous rows of biases; bytes contiguous, their scales in fp32."""
+    made: dict[str, Any] = {}
+    for name in ("up_bias", "down_bias"):
+        bias_LO = getattr(experts, name)
+        made[name] = None if bias_LO is None else _with_contiguous_rows(bias_LO)
+    if experts.quantised:
+        for name in ("up", "down"):
+            stack = experts.stack(name)
+            made |= {name: stack.values.contiguous(), name + BLOCK_SCALE: plain_scales(stack)}
+            made[name + NESTED_SCALE] = None
+    return replace(experts, **made)
+
+
+def _up(experts: ExpertWeights) -> Matrices:
+    return _matrices(experts.up, experts.up_block_scale, experts.quantised)
+
+
+def _down(experts: ExpertWeights) -> Matrices:
+    return _matrices(experts.down, experts.down_block_scale, experts.quantised)
+
+
+def _matrices(values: Tensor, scale: Tensor | None, kind: str) -> Matrices:
+    return values if scale is None else ByteMatrices(values, scale, kind)

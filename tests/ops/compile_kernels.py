@@ -7,7 +7,8 @@
     python compile_kernels.py --candidates   for each candidate of the table what it changes
     python compile_kernels.py --write  all of them, into benchmarks/results/ahead_of_time.json
                                        (what the tests compare with) and the table beside it;
-                                       with --before as the figures to compare with there
+                                       with --before as the figures to compare with there, with
+                                       --new only those of launches that are not on file yet
 
 The launchers run on meta tensors of real sizes with a recorder in place of each kernel, so what is
 compiled are the arguments, block sizes and alignments that a launch on the GPU would specialise
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 import triton
-from ahead_of_time import IN_TABLE, record
+from ahead_of_time import IN_TABLE, on_file, record
 from expert_cases import layout_of
 from machine_code import product_loops
 from torch import Tensor
@@ -42,6 +43,7 @@ from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights
 from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, reduce, sort_pairs, up
+from hf_moe_ep.ops.quantised import Quantisation, empty_stack
 
 KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
 CUOBJDUMP = Path(nvidia_backend).parent / "bin" / "cuobjdump"
@@ -55,6 +57,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -81,7 +84,8 @@ class Launch:
 class Case:
     """One call of the expert MLP, forward and backward, in one formula.
 
-    `chunks`: its gradients are added to those of an earlier call.
+    `chunks`: its gradients are added to those of an earlier call. `quantised`: its matrices are
+    bytes, and frozen.
     """
 
     name: str
@@ -96,29 +100,26 @@ class Case:
     transposed: bool = False
     rank: int = 0
     chunks: bool = False
+    quantised: str = ""
 
     def launches(self) -> list[Launch]:
         pre_size = 2 * self.ffn if self.formula.gated else self.ffn
 
-        def weight(rows: int, columns: int) -> Tensor:
-            if self.transposed:
-                return self.meta(self.experts, columns, rows).transpose(1, 2)
-            return self.meta(self.experts, rows, columns)
-
         weights = ExpertWeights(
-            weight(pre_size, self.hidden),
-            self.meta(self.experts, pre_size) if self.bias else None,
-            weight(self.hidden, self.ffn),
-            self.meta(self.experts, self.hidden) if self.bias else None,
-            *self.adapters(pre_size),
+            **self.matrix("up", pre_size, self.hidden),
+            up_bias=self.meta(self.experts, pre_size) if self.bias else None,
+            **self.matrix("down", self.hidden, self.ffn),
+            down_bias=self.meta(self.experts, self.hidden) if self.bias else None,
+            **self.adapters(pre_size),
+            quantised=self.quantised,
         )
         rows = self.meta(self.tokens, self.hidden)
         scores = self.meta(self.tokens, self.top_k).float()
         ids = torch.empty(self.tokens, self.top_k, dtype=torch.int64, device="meta")
         with Recorder() as recorder:
-            routing = triton_mlp.route(ids, None, weights)
+            routing = triton_mlp.route(ids, None, weights, rows)
             out, pre = triton_mlp.forward(rows, scores, weights, routing, self.formula, True)
-            trained = ADAPTERS if self.rank else MATRICES_AND_BIASES
+            trained = ADAPTERS if self.rank or self.quantised else MATRICES_AND_BIASES
             need = {"rows", "weights", *trained.intersection(weights.named_tensors())}
             step = (out, rows, scores, weights, routing, pre, self.formula)
             _, finish = triton_mlp.backward(*step, grad_scale=0.5, need=need, later=True)
@@ -128,16 +129,25 @@ class Case:
                 finish(grads)
         return recorder.launches
 
-    def adapters(self, pre_size: int) -> list[Tensor | None]:
+    def matrix(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
+        """The matrices `name` of all experts, or their bytes with scales."""
+        shape = (self.experts, rows, columns)
+        if self.quantised:
+            return empty_stack(shape, Quantisation(self.quantised), "meta").by_name(name)
+        if self.transposed:
+            return {name: self.meta(self.experts, columns, rows).transpose(1, 2)}
+        return {name: self.meta(*shape)}
+
+    def adapters(self, pre_size: int) -> dict[str, Tensor]:
         """Factors a and b of up and of down, beside a frozen base."""
         if not self.rank:
-            return [None] * 4
-        return [
-            self.meta(self.experts, self.rank, self.hidden),
-            self.meta(self.experts, pre_size, self.rank),
-            self.meta(self.experts, self.rank, self.ffn),
-            self.meta(self.experts, self.hidden, self.rank),
-        ]
+            return {}
+        return {
+            "up_a": self.meta(self.experts, self.rank, self.hidden),
+            "up_b": self.meta(self.experts, pre_size, self.rank),
+            "down_a": self.meta(self.experts, self.rank, self.ffn),
+            "down_b": self.meta(self.experts, self.hidden, self.rank),
+        }
 
     def meta(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -289,14 +299,23 @@ def cases() -> list[Case]:
         Case("gelu_tanh", ExpertFormula(activation="gelu_tanh")),
         Case("gpt-oss in halves", in_halves),
         Case("privacy filter", in_halves, bias=True, transposed=True),
+        # Frozen bytes; gpt-oss has columns that no block divides.
+        Case("qwen3-30b nf4", quantised="nf4"),
+        Case("qwen3-30b nf4 r=16", quantised="nf4", rank=16),
+        Case("qwen3-30b nf4 few rows", quantised="nf4", tokens=512),
+        Case("qwen3-30b nf4 r=16 fp32", quantised="nf4", rank=16, dtype=torch.float32),
+        Case("gpt-oss-20b nf4", gpt_oss, 2880, 2880, 32, 4, bias=True, quantised="nf4"),
+        Case("qwen3-30b fp8 r=16", quantised="fp8", rank=16),
+        Case("qwen3-30b fp8 few rows", quantised="fp8", tokens=512),
+        Case("qwen3-30b fp8 r=16 fp32", quantised="fp8", rank=16, dtype=torch.float32),
     ]
 
 
 # What sm_120 (RTX 50xx) takes: the rows of sm_80, since its shared memory is as small.
 ROWS_OF = {80: "sm_80", 90: "sm_90", 120: "sm_80"}
 # The cases of each generation that stand for all: together they have every kernel, the longest
-# epilogue (clamped, interleaved, biased) and adapters.
-SOME = {80: ("qwen3-30b r=16",), 90: ("gpt-oss-20b", "qwen3-30b r=16")}
+# epilogue (clamped, interleaved, biased), adapters and bytes.
+SOME = {80: ("qwen3-30b r=16",), 90: ("gpt-oss-20b", "qwen3-30b r=16", "qwen3-30b nf4 r=16")}
 
 
 @dataclass(frozen=True)
@@ -326,7 +345,8 @@ def jobs(some: bool) -> list[Job]:
             place = " ".join(part for part in (kernel, launch.role()) if part)
             taken[place] += 1
             name = f"{case.name} | {place} | {taken[place]}"
-            key = [kernel, arch, bool(launch.arguments.get("RANK"))]
+            arguments = launch.arguments
+            key = [kernel, arch, bool(arguments.get("RANK")), bool(arguments.get("KIND"))]
             if not some:
                 key += [launch.options, _shape_of(launch)]
             found.setdefault(repr(key), Job([], arch, index, number)).names.append(name)
@@ -394,9 +414,13 @@ if __name__ == "__main__":
     reports = []
     with multiprocessing.Pool(2) as pool:
         chosen = candidate_jobs() if "--candidates" in sys.argv else jobs("--some" in sys.argv)
+        if "--new" in sys.argv:
+            chosen = [job for job in chosen if not on_file(job.names, job.arch)]
         for report in pool.imap(run_job, chosen):
             reports.append(report)
             if "--write" not in sys.argv:
                 print(json.dumps(report), flush=True)
     if "--write" in sys.argv:
+        if "--new" in sys.argv:
+            reports += [asdict(job) for job in jobs(False) if on_file(job.names, job.arch)]
         record(reports, "before" if "--before" in sys.argv else "now")

@@ -290,7 +290,7 @@ def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> Non
     need = {"rows", "weights", *ADAPTERS}
     # Below the operator, which hides from the watch what it does.
     with largest:
-        routing = implementation.route(case.ids_RK(), case.counts_L(), experts)
+        routing = implementation.route(case.ids_RK(), case.counts_L(), experts, rows)
         out, pre = implementation.forward(rows, weights, experts, routing, case.formula, True)
         grads, _ = implementation.backward(
             grad_RH, rows, weights, experts, routing, pre, case.formula, grad_scale=1.0, need=need

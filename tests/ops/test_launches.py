@@ -44,7 +44,7 @@ def _step(
     ids_RK = torch.empty(rows, TOP_K, dtype=torch.int64, device=device)
     counts_L = [pairs - 3 * (pairs // 4), *[pairs // 4] * 3]
     formula = ExpertFormula()
-    routing = triton_mlp.route(ids_RK, counts_L, experts)
+    routing = triton_mlp.route(ids_RK, counts_L, experts, rows_RH)
     out_RH, pre_AG = triton_mlp.forward(rows_RH, weights_RK, experts, routing, formula, True)
     _, finish = triton_mlp.backward(
         out_RH,

@@ -24,7 +24,7 @@ def test_backward_lets_go_of_what_the_experts_gradients_are_not_made_of(
     inputs = adapted(case, 2, torch.float32, device)
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
     experts = ExpertWeights(**inputs)
-    routing = triton_mlp.route(case.ids_RK(device), case.counts_L(), experts)
+    routing = triton_mlp.route(case.ids_RK(device), case.counts_L(), experts, rows_RH)
     call = (rows_RH, weights_RK, experts, routing)
     out_RH, pre_AG = triton_mlp.forward(*call, case.formula, True)
     made: list[tuple[str, weakref.ref[torch.Tensor]]] = []

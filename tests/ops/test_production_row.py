@@ -90,7 +90,7 @@ def _launch(size: int, tokens: int, experts: int) -> None:
 
     weights = ExpertWeights(empty(experts, 2 * size, size), None, empty(experts, size, size), None)
     rows_RH, weights_RK = empty(tokens, size), empty(tokens, 1)
-    routing = triton_mlp.route(weights_RK.long(), None, weights)
+    routing = triton_mlp.route(weights_RK.long(), None, weights, rows_RH)
     call = (rows_RH, weights_RK, weights, routing)
     out_RH, pre_AG = triton_mlp.forward(*call, ExpertFormula(), True)
     triton_mlp.backward(

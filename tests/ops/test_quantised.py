@@ -234,9 +234,9 @@ def run(
     rows, weights = leaves.pop("rows"), leaves.pop("weights")
     assert rows is not None and weights is not None
     experts = ExpertWeights(**leaves, up_scale=0.5, down_scale=2.0, quantised=kind)
-    ids = case.ids_RK()
+    ids = case.ids_RK(str(rows.device))
     torch.manual_seed(7)
-    grad_RH = torch.randn(rows.shape, dtype=rows.dtype)
+    grad_RH = torch.randn(rows.shape, dtype=rows.dtype).to(rows.device)
     outs = []
     for part in range(chunks):
         if late:
@@ -338,7 +338,7 @@ def test_no_tensor_of_the_size_of_the_dequantised_experts(
         need = {"rows", "weights", *ADAPTERS}
         # Below the operator, which hides from the watch what it does.
         with watch:
-            routing = torch_mlp.route(case.ids_RK(), case.counts_L(), experts)
+            routing = torch_mlp.route(case.ids_RK(), case.counts_L(), experts, rows)
             _, pre = torch_mlp.forward(rows, weights, experts, routing, case.formula, True)
             torch_mlp.backward(
                 rows,

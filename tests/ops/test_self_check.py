@@ -22,6 +22,7 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights, WeightGrads
 from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, up
 from hf_moe_ep.ops.kernels.reduce import combine
+from hf_moe_ep.ops.quantised import Quantisation, empty_stack
 from hf_moe_ep.ops.self_check import Kind, check_once
 from hf_moe_ep.ops.spec import ExpertSpec
 from hf_moe_ep.ops.sum_check import Sums, check_sums_once, self_check_sums, unweighted_sums
@@ -50,6 +51,8 @@ LORA = replace(
 )
 INFERENCE = replace(FROZEN, trained=(), keep_pre=False)
 RECOMPUTED = replace(FROZEN, keep_pre=False)
+SCALES = ("up_block_scale", "down_block_scale")
+BYTES = replace(LORA, tensors=(*MATRICES, *ADAPTERS, *SCALES), hidden=64, ffn=64, quantised="nf4")
 KINDS = {"base": KIND, "frozen": FROZEN, "lora": LORA}
 KINDS |= {"inference": INFERENCE, "recomputed": RECOMPUTED}
 
@@ -67,6 +70,33 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_right_kernels_pass(name: str) -> None:
     assert check_once(KINDS[name]) == ""
+
+
+def test_wrong_scales_of_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one matrix in another order; right ones pass, without bitsandbytes."""
+    monkeypatch.setattr(self_check, "_short", lambda size: size)
+    monkeypatch.setattr("hf_moe_ep.ops.quantised._functional", None)
+    assert check_once(BYTES) == ""
+    check_once.cache_clear()
+    right = triton_mlp._down
+
+    def wrong(experts: ExpertWeights) -> Any:
+        matrices = right(experts)
+        return replace(matrices, scale=matrices.scale.flip(1))
+
+    monkeypatch.setattr(triton_mlp, "_down", wrong)
+    with pytest.raises(RuntimeError, match="compute wrong numbers"):
+        check_once(BYTES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_right_kernels_of_bytes_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an adapter, in fp16: against values that are rounded to it as the kernels round."""
+    monkeypatch.setattr(self_check, "_short", lambda size: size)
+    size = {"nf4": 64, "fp8": 128}[kind]
+    frozen = replace(FROZEN, tensors=(*MATRICES, *SCALES), dtype=torch.float16, quantised=kind)
+    assert check_once(replace(frozen, hidden=size, ffn=size)) == ""
 
 
 def _wrong(
@@ -183,8 +213,8 @@ def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Kind:
         experts = _experts(hidden, rank)
         spec = ExpertSpec(ExpertFormula(), tuple(experts.named_tensors()), keep_pre=keep_pre)
-        weights_RK = torch.empty(7, 2, dtype=dtype)
-        self_check.self_check(weights_RK, pairs, experts, spec, trained)
+        rows_RH, weights_RK = torch.empty(7, hidden), torch.empty(7, 2, dtype=dtype)
+        self_check.self_check(rows_RH, weights_RK, pairs, experts, spec, trained)
         return kinds[-1]
 
     assert call(pairs=4000) == call()
@@ -298,6 +328,24 @@ LAUNCHED = {
         ffn=2880,
     ),
     "fp32": replace(REAL, dtype=torch.float32),
+    "nf4, lora": replace(
+        REAL,
+        tensors=(*MATRICES, *ADAPTERS, *SCALES),
+        trained=("rows", "weights", *ADAPTERS),
+        ranks=(16, 16),
+        quantised="nf4",
+    ),
+    "fp8, frozen": replace(
+        REAL, tensors=(*MATRICES, *SCALES), trained=("rows", "weights"), quantised="fp8"
+    ),
+    "nf4, sizes of gpt-oss": replace(
+        REAL,
+        tensors=(*MATRICES, *SCALES),
+        trained=("rows", "weights"),
+        hidden=2880,
+        ffn=2880,
+        quantised="nf4",
+    ),
 }
 
 
@@ -367,12 +415,15 @@ def _launch(kind: Kind) -> None:
         "down_a": empty(kind.num_experts, down_rank, ffn),
         "down_b": empty(kind.num_experts, hidden, down_rank),
     }
+    for name in MATRICES if kind.quantised else ():
+        stack = empty_stack(tuple(tensors[name].shape), Quantisation(kind.quantised), "meta")
+        tensors |= stack.by_name(name)
     named = dict.fromkeys(tensors) | {name: tensors[name] for name in kind.tensors}
-    experts = ExpertWeights(**named)
+    experts = ExpertWeights(**named, quantised=kind.quantised)
     rows = 333 if kind.few else 33_333
     rows_RH = empty(rows, hidden)
     weights_RK = empty(rows, kind.top_k).to(kind.weights_dtype)
-    routing = triton_mlp.route(weights_RK.long(), None, experts)
+    routing = triton_mlp.route(weights_RK.long(), None, experts, rows_RH)
     call = (rows_RH, weights_RK, experts, routing)
     out_RH, pre_AG = triton_mlp.forward(*call, kind.formula, kind.keep_pre)
     if kind.trained:

@@ -218,10 +218,15 @@ def generation(device: torch.device) -> str:
     return next((name for name, needed in SHARED_BYTES.items() if needed <= there), "sm_80")
 
 
-def choose_blocks(up_LGH: Tensor, num_pairs: int) -> Blocks:
-    """The row for `num_pairs` pairs over the experts of `up_LGH`, in its dtype."""
-    bucket = "few" if num_pairs < FEW_ROWS * up_LGH.shape[0] else "many"
-    return TABLE[(generation(up_LGH.device), up_LGH.element_size(), bucket)]
+def converts_fp8(device: torch.device) -> bool:
+    """Whether every GPU of the device's rows has an instruction that converts from fp8."""
+    return generation(device) == "sm_90"
+
+
+def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int) -> Blocks:
+    """The row for `num_pairs` pairs over so many experts, computed in the dtype of `rows`."""
+    bucket = "few" if num_pairs < FEW_ROWS * num_experts else "many"
+    return TABLE[(generation(rows.device), rows.element_size(), bucket)]
 
 
 def rank_block(rank: int, most: int) -> int:

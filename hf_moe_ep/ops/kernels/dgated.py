@@ -21,6 +21,12 @@ from torch import Tensor
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import Blocks, dot_precision, options, rank_block
+from hf_moe_ep.ops.kernels.dequantise import (
+    Matrices,
+    byte_product,
+    matrix_arguments,
+    matrix_constants,
+)
 from hf_moe_ep.ops.kernels.gate import activate_backward, add_low_rank, halves
 from hf_moe_ep.ops.kernels.product import tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
@@ -71,7 +77,7 @@ def _back_through_gate(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def dgated_kernel(
-    grad, pair_of_position, row_of_position, offsets, tiles, weights, down, pre,
+    grad, pair_of_position, row_of_position, offsets, tiles, weights, down, down_scale, pre,
     grad_pre, act, partial,
     hidden, ffn, num_pairs,
     grad_stride, down_stride_l, down_stride_h, down_stride_f,
@@ -79,6 +85,7 @@ def dgated_kernel(
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     NEED_ACT: tl.constexpr, NEED_PARTIAL: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr,
     RANK: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -90,10 +97,17 @@ def dgated_kernel(
     # What lies behind the expert's last pair reads that pair again, and is not stored.
     position = start + tl.minimum(o_m, left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    grad_act = tile_product(
-        grad, row_of_position, grad_stride, down, down_stride_l, down_stride_h, down_stride_f,
-        expert, position, hidden, o_n, ffn, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
-    )  # fmt: skip
+    if KIND:
+        grad_act = byte_product(
+            grad, row_of_position, grad_stride, down, down_scale,
+            expert, position, hidden, o_n, column, ffn,
+            KIND, NATIVE, True, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+        )  # fmt: skip
+    else:
+        grad_act = tile_product(
+            grad, row_of_position, grad_stride, down, down_stride_l, down_stride_h, down_stride_f,
+            expert, position, hidden, o_n, ffn, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+        )  # fmt: skip
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
         grad_act = add_low_rank(
@@ -158,7 +172,7 @@ def bias_dots_kernel(
 def dgated(
     grad_RH: Tensor,
     weights_RK: Tensor,
-    down_LHF: Tensor,
+    down_LHF: Matrices,
     down_bias_LH: Tensor | None,
     pre_AG: Tensor,
     routing: Routing,
@@ -186,12 +200,13 @@ def dgated(
     partial_CA = pre_AG.new_empty(
         (columns + has_bias, num_pairs) if need_weights else (0,), dtype=torch.float32
     )
+    values, scales, *strides = matrix_arguments(down_LHF)
     dgated_kernel[(routing.tiles.shape[0] * columns,)](
         grad_RH, routing.pair_A, routing.row_A, routing.offsets, routing.tiles, weights_RK,
-        down_LHF, pre_AG, grad_pre_AG, act_AF, partial_CA,
-        hidden, ffn, num_pairs, grad_RH.stride(0), *down_LHF.stride(), *low.kernel_arguments(),
+        values, scales, pre_AG, grad_pre_AG, act_AF, partial_CA,
+        hidden, ffn, num_pairs, grad_RH.stride(0), *strides, *low.kernel_arguments(),
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
-        NEED_ACT=need_act, NEED_PARTIAL=need_weights,
+        NEED_ACT=need_act, NEED_PARTIAL=need_weights, **matrix_constants(down_LHF),
         RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,

@@ -18,6 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, options, rank_block
+from hf_moe_ep.ops.kernels.dequantise import (
+    ByteMatrices,
+    Matrices,
+    byte_product,
+    matrix_arguments,
+    matrix_constants,
+)
 from hf_moe_ep.ops.kernels.gate import add_low_rank
 from hf_moe_ep.ops.kernels.product import block_product, tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
@@ -25,12 +32,12 @@ from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 @triton.jit
 def grouped_mm_kernel(
-    rows, row_of_position, offsets, tiles, matrix, bias, out,
+    rows, row_of_position, offsets, tiles, matrix, matrix_scale, bias, out,
     inner, width, row_stride,
     matrix_stride_l, matrix_stride_k, matrix_stride_n, bias_stride_l,
     low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_n, scale,
     HAS_BIAS: tl.constexpr, RANK: tl.constexpr, BLOCK_P: tl.constexpr, SCALED: tl.constexpr,
-    BY_BLOCKS: tl.constexpr,
+    BY_BLOCKS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, BACK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -45,6 +52,12 @@ def grouped_mm_kernel(
         sums = block_product(
             rows, matrix, start, expert * inner, column * BLOCK_N, inner,
             BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        )  # fmt: skip
+    elif KIND:
+        sums = byte_product(
+            rows, row_of_position, row_stride, matrix, matrix_scale,
+            expert, position, inner, o_n, column, width,
+            KIND, NATIVE, BACK, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
         )  # fmt: skip
     else:
         sums = tile_product(
@@ -71,7 +84,7 @@ def grouped_mm_kernel(
 
 def grouped_mm(
     rows_AI: Tensor,
-    matrix_LIO: Tensor,
+    matrix_LIO: Matrices,
     bias_LO: Tensor | None,
     routing: Routing,
     blocks: Blocks,
@@ -79,7 +92,7 @@ def grouped_mm(
     *,
     back: bool = False,
 ) -> Tensor:
-    """out_AO in the dtype of `rows_AI`, which is contiguous; the matrix has any strides.
+    """out_AO in the dtype of `rows_AI`, which is contiguous; of a tensor any strides.
 
     With `back` the rows are gradients of up's output; otherwise they go forward through down.
     """
@@ -112,7 +125,7 @@ def thin_mm(
 def _launch(
     rows: Tensor,
     row_A: Tensor | None,
-    matrix_LIO: Tensor,
+    matrix_LIO: Matrices,
     bias_LO: Tensor | None,
     out_AO: Tensor,
     routing: Routing,
@@ -123,21 +136,23 @@ def _launch(
     scale: float | None = None,
 ) -> None:
     inner, width = matrix_LIO.shape[1:]
-    strides = rows.stride(0), *matrix_LIO.stride()
-    sides: tuple[Tensor | TensorDescriptor, ...] = rows, matrix_LIO
-    by_blocks = block.tma and row_A is None and _fits_descriptors(rows, matrix_LIO, block)
+    values, scales, *strides = matrix_arguments(matrix_LIO)
+    sides: tuple[Tensor | TensorDescriptor, ...] = rows, values
+    by_blocks = block.tma and row_A is None and scales is None
+    by_blocks = by_blocks and _fits_descriptors(rows, values, block)
     if by_blocks:
         sides = (
             TensorDescriptor.from_tensor(rows, [blocks.m, block.k]),
-            TensorDescriptor.from_tensor(matrix_LIO.flatten(0, 1), [block.k, block.n]),
+            TensorDescriptor.from_tensor(values.flatten(0, 1), [block.k, block.n]),
         )
     grid = (routing.tiles.shape[0] * triton.cdiv(width, block.n),)
     grouped_mm_kernel[grid](
-        sides[0], row_A, routing.offsets, routing.tiles, sides[1], bias_LO, out_AO,
-        inner, width, *strides, 0 if bias_LO is None else bias_LO.stride(0),
+        sides[0], row_A, routing.offsets, routing.tiles, sides[1], scales, bias_LO, out_AO,
+        inner, width, rows.stride(0), *strides, 0 if bias_LO is None else bias_LO.stride(0),
         *low.kernel_arguments(), 1.0 if scale is None else scale,
         HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
-        SCALED=scale is not None, BY_BLOCKS=by_blocks,
+        SCALED=scale is not None, BY_BLOCKS=by_blocks, **matrix_constants(matrix_LIO),
+        BACK=isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.turned,
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=width % block.n == 0, EVEN_K=inner % block.k == 0,
         PRECISION=dot_precision(rows), **options(block),

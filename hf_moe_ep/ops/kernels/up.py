@@ -17,6 +17,12 @@ from torch import Tensor
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, options, rank_block
+from hf_moe_ep.ops.kernels.dequantise import (
+    Matrices,
+    byte_product,
+    matrix_arguments,
+    matrix_constants,
+)
 from hf_moe_ep.ops.kernels.gate import activate, add_low_rank, halves
 from hf_moe_ep.ops.kernels.product import tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
@@ -24,13 +30,13 @@ from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 @triton.jit
 def up_kernel(
-    rows, row_of_position, offsets, tiles, weight, bias, pre, act,
+    rows, row_of_position, offsets, tiles, weight, weight_scale, bias, pre, act,
     hidden, ffn,
     row_stride, weight_stride_l, weight_stride_g, weight_stride_h, bias_stride_l,
     low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_g,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    HAS_BIAS: tl.constexpr, KEEP_PRE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
     RANK: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -50,11 +56,18 @@ def up_kernel(
         o_g = column * BLOCK_N + o_w % BLOCK_N + (o_w // BLOCK_N) * ffn
     else:
         o_g = column * WIDTH + o_w
-    sums = tile_product(
-        rows, row_of_position, row_stride, weight,
-        weight_stride_l, weight_stride_h, weight_stride_g,
-        expert, position, hidden, o_g, pre_size, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
-    )  # fmt: skip
+    if KIND:
+        sums = byte_product(
+            rows, row_of_position, row_stride, weight, weight_scale,
+            expert, position, hidden, o_g, column, pre_size,
+            KIND, NATIVE, False, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+        )  # fmt: skip
+    else:
+        sums = tile_product(
+            rows, row_of_position, row_stride, weight,
+            weight_stride_l, weight_stride_h, weight_stride_g,
+            expert, position, hidden, o_g, pre_size, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+        )  # fmt: skip
     if RANK:
         low_b += expert.to(tl.int64) * low_b_stride_l
         sums = add_low_rank(
@@ -99,7 +112,7 @@ def up_kernel(
 
 def up(
     rows_RH: Tensor,
-    weight_LGH: Tensor,
+    weight_LGH: Matrices,
     bias_LG: Tensor | None,
     routing: Routing,
     formula: ExpertFormula,
@@ -115,14 +128,15 @@ def up(
     act_AF = rows_RH.new_empty(num_pairs, ffn)
     pre_AG = rows_RH.new_empty((num_pairs, pre_size) if keep_pre else (0,))
     block: Block = (low.rank and blocks.up_adapted) or blocks.up
+    values, scales, *strides = matrix_arguments(weight_LGH)
     grid = (routing.tiles.shape[0] * triton.cdiv(ffn, block.n),)
     up_kernel[grid](
-        rows_RH, routing.row_A, routing.offsets, routing.tiles, weight_LGH, bias_LG, pre_AG,
+        rows_RH, routing.row_A, routing.offsets, routing.tiles, values, scales, bias_LG, pre_AG,
         act_AF, hidden, ffn,
-        rows_RH.stride(0), *weight_LGH.stride(), 0 if bias_LG is None else bias_LG.stride(0),
+        rows_RH.stride(0), *strides, 0 if bias_LG is None else bias_LG.stride(0),
         *low.kernel_arguments(),
         GATED=formula.gated, INTERLEAVED=formula.interleaved, **formula.kernel_constants(),
-        HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre,
+        HAS_BIAS=bias_LG is not None, KEEP_PRE=keep_pre, **matrix_constants(weight_LGH),
         RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=ffn % block.n == 0, EVEN_K=hidden % block.k == 0,

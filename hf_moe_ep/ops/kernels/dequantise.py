@@ -1,0 +1,186 @@
+"""The same loop as `product.py`'s over matrices that are held as bytes (`ops/quantised.py`).
+
+A tile [O, I] of a matrix is read as it lies, dequantised in registers, and turned where the sum
+runs along I: forward. Backward it runs along O, over the same bytes. What a byte stands for times
+its scale is formed in fp32 and rounded once, to the dtype of the rows.
+
+    nf4    two codes a byte, the first in its upper half. Each row of a block of 64 first makes the
+           16 values that its codes can stand for; a code then picks one, which is a shuffle between
+           threads, no memory
+    fp8    converted by GPUs that can (sm_90), elsewhere its bits are put where fp32 has them
+
+Steps along the sum are never longer than a block along I, so a row of a tile has one scale in it
+forward, and one per block of columns backward. Sizes are multiples of a block: no step is masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_moe_ep.ops.kernels.blocks import converts_fp8
+from hf_moe_ep.ops.quantised import NF4_CODES
+
+_CODES = tl.constexpr(NF4_CODES)
+# Bit 31 and bits 0 to 26.
+_SIGN_AND_LOW_EXPONENT = tl.constexpr(-0x78000001)
+_TWO_TO_120 = tl.constexpr(2.0**120)
+
+
+@dataclass(frozen=True)
+class ByteMatrices:
+    """Matrices [L, O, I] as bytes, in place of the tensor that a launcher takes.
+
+    Attributes:
+        values: contiguous bytes of `ops/quantised.py`.
+        scale: contiguous, fp32: nested ones have been dequantised.
+        turned: the transposes are meant, [L, I, O].
+    """
+
+    values: Tensor
+    scale: Tensor
+    kind: str
+    turned: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """As of a tensor."""
+        experts, rows, in_bytes = self.values.shape
+        columns = in_bytes * (2 if self.kind == "nf4" else 1)
+        return (experts, columns, rows) if self.turned else (experts, rows, columns)
+
+    def transpose(self, first: int, second: int) -> ByteMatrices:
+        """As of a tensor, of its last two dims."""
+        assert {first, second} == {1, 2}
+        return replace(self, turned=not self.turned)
+
+
+Matrices = Tensor | ByteMatrices
+
+
+def matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int, int, int]:
+    """Values, scales and strides as a kernel takes them: bytes are contiguous and need none."""
+    if isinstance(matrix, ByteMatrices):
+        return matrix.values, matrix.scale, 0, 0, 0
+    stride_l, stride_k, stride_n = matrix.stride()
+    return matrix, None, stride_l, stride_k, stride_n
+
+
+def matrix_constants(matrix: Matrices) -> dict[str, Any]:
+    """What a kernel is compiled for: the format, and whether the GPU converts fp8 itself."""
+    if not isinstance(matrix, ByteMatrices):
+        return {"KIND": "", "NATIVE": False}
+    native = matrix.kind == "fp8" and converts_fp8(matrix.values.device)
+    return {"KIND": matrix.kind, "NATIVE": native}
+
+
+@triton.jit
+def byte_product(
+    rows, row_of_position, row_stride, values, scale,
+    expert, position, inner, o_n, column, limit_n,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, BACK: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[M, N]: as `tile_product`, of rows `o_n` of the matrix; with BACK of its columns.
+
+    Those are all of block `column`, one behind the other.
+    """
+    tl.static_assert(EVEN_K)
+    BLOCK_N: tl.constexpr = o_n.shape[0]
+    kind = rows.dtype.element_ty
+    num_o = inner if BACK else limit_n
+    num_i = limit_n if BACK else inner
+    o_row = position if row_of_position is None else tl.load(row_of_position + position)  # [M]
+    o_k = tl.arange(0, BLOCK_K)
+    p_x = rows + o_row.to(tl.int64)[:, None] * row_stride + o_k[None, :]  # [M, K]
+    sums = tl.zeros([position.shape[0], BLOCK_N], tl.float32)
+    # As in `tile_product`.
+    tl.assume(inner > 0)
+    for step in range(0, inner, BLOCK_K):
+        b_x = tl.load(p_x)  # [M, K]
+        if BACK:
+            b_w = dequantised_tile(
+                values, scale, expert, step + o_k, column * BLOCK_N, num_o, num_i,
+                KIND, NATIVE, BLOCK_N, EVEN_N, kind,
+            )  # [K, N]  # fmt: skip
+        else:
+            b_w = tl.trans(dequantised_tile(
+                values, scale, expert, o_n, step, num_o, num_i,
+                KIND, NATIVE, BLOCK_K, EVEN_N, kind,
+            ))  # [K, N]  # fmt: skip
+        sums = tl.dot(b_x, b_w, sums, input_precision=PRECISION)
+        p_x += BLOCK_K
+    return sums
+
+
+@triton.jit
+def dequantised_tile(
+    values, scale, expert, o_o, first, num_o, num_i,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+    OUT: tl.constexpr,
+):  # fmt: skip
+    """[O, TILE] in OUT: rows `o_o` of an expert's matrix [num_o, num_i], columns from `first` on.
+
+    Not all of it is in the matrix unless WHOLE; what is not is 0.
+    """
+    PER_BYTE: tl.constexpr = 2 if KIND == "nf4" else 1
+    BLOCK_O: tl.constexpr = 1 if KIND == "nf4" else 128
+    BLOCK_I: tl.constexpr = 64 if KIND == "nf4" else 128
+    # Scales of a row of the tile, and the columns that each is for.
+    SCALES: tl.constexpr = (TILE + BLOCK_I - 1) // BLOCK_I
+    SPAN: tl.constexpr = TILE // SCALES
+    tl.static_assert(SPAN <= BLOCK_I)  # both are powers of 2
+    ROWS: tl.constexpr = o_o.shape[0]
+    in_bytes = num_i // PER_BYTE
+    in_scales = num_i // BLOCK_I
+    values += expert.to(tl.int64) * num_o * in_bytes
+    scale += expert.to(tl.int64) * (num_o // BLOCK_O) * in_scales
+    o_byte = first // PER_BYTE + tl.arange(0, TILE // PER_BYTE)
+    o_scale = first // BLOCK_I + tl.arange(0, SCALES)
+    p_byte = values + o_o[:, None] * in_bytes + o_byte[None, :]  # [O, bytes of TILE]
+    p_scale = scale + (o_o // BLOCK_O)[:, None] * in_scales + o_scale[None, :]  # [O, SCALES]
+    if WHOLE:
+        b_byte = tl.load(p_byte)  # [O, bytes of TILE]
+        b_scale = tl.load(p_scale)  # [O, SCALES]
+    else:
+        m_o = (o_o < num_o)[:, None]
+        b_byte = tl.load(p_byte, mask=m_o & (o_byte < in_bytes)[None, :], other=0)
+        b_scale = tl.load(p_scale, mask=m_o & (o_scale < in_scales)[None, :], other=0.0)
+    if KIND == "nf4":
+        code = tl.reshape(b_byte, (ROWS, SCALES, SPAN // 2)).to(tl.int32)
+        b_16 = (_nf4_codes()[None, None, :] * b_scale[:, :, None]).to(OUT)  # [O, SCALES, 16]
+        tile = tl.join(tl.gather(b_16, code >> 4, 2), tl.gather(b_16, code & 15, 2))
+    else:
+        tl.static_assert(KIND == "fp8")
+        b_value = tl.reshape(e4m3(b_byte, NATIVE), (ROWS, SCALES, SPAN))
+        tile = (b_value * b_scale[:, :, None]).to(OUT)
+    return tl.reshape(tile, (ROWS, TILE))
+
+
+@triton.jit
+def _nf4_codes():
+    """[16]: what the codes stand for."""
+    o_code = tl.arange(0, 16)
+    codes = tl.zeros([16], tl.float32)
+    for code in tl.static_range(16):
+        codes = tl.where(o_code == code, _CODES[code], codes)
+    return codes
+
+
+@triton.jit
+def e4m3(byte, NATIVE: tl.constexpr):
+    """fp32 values of bytes of float8_e4m3fn."""
+    if NATIVE:
+        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        # Sign, exponent and mantissa where fp32 has them: the exponent is short of 127 - 7, for
+        # values below the least normal one as well.
+        code = byte.to(tl.int32)
+        bits = ((code << 24) >> 4) & _SIGN_AND_LOW_EXPONENT
+        value = bits.to(tl.float32, bitcast=True) * _TWO_TO_120
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    return value

@@ -1,0 +1,336 @@
+"""The Triton kernels over matrices that are held as bytes: same bits as over dequantised ones.
+
+Every product is the same sum in the same order, so nothing is left to a tolerance. On a CPU in
+Triton's interpreter, whose small blocks make several tiles, steps and columns of these sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from expert_cases import ADAPTERS, GPT_OSS, TRITON, Case, adapted, random_ids
+from support.close import assert_close
+from support.largest_tensor import LargestTensor
+from test_quantised import FORMATS, dequantised, run, weights_of
+from torch import Tensor
+
+from hf_moe_ep.ops import reference, triton_mlp
+from hf_moe_ep.ops.expert_mlp import expert_mlp
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.kernels.blocks import TABLE, generation
+from hf_moe_ep.ops.kernels.dequantise import dequantised_tile, e4m3
+from hf_moe_ep.ops.quantised import (
+    KINDS,
+    NF4_CODES,
+    Quantised,
+    dequantise,
+    plain_scales,
+    quantise_stack,
+)
+from hf_moe_ep.ops.self_check import some_bytes
+
+# Two tiles and more of some experts, and one that has no rows; in nf4 sizes that are no multiples
+# of a block of columns, two blocks of scales along either sum.
+_IDS = random_ids(23, 2, 3, seed=2)
+SMALL = {"nf4": (64, 64), "nf4 nested": (64, 64), "fp8": (128, 128)}
+LARGE = {"nf4": (192, 320), "nf4 nested": (192, 128), "fp8": (256, 384)}
+FORMULAS = {
+    "silu": {},
+    "gpt-oss": {"formula": GPT_OSS, "bias": True},
+    "no gate": {"formula": ExpertFormula(gated=False, activation="relu2")},
+}
+EDGES = {
+    "empty experts": ([[3, 1], [1, 3], [3, 5]], 5),
+    "all rows on one expert": ([[2, 4], [2, 4], [4, 2]] * 9, 4),
+    "nothing here": ([[3, 3], [3, 3]], 3),
+    "one pair": ([[1]], 2),
+    "no rows": ([], 3),
+}
+
+
+def _case(name: str, sizes: dict[str, tuple[int, int]], ids: Any = _IDS, experts: int = 3) -> Case:
+    hidden, ffn = sizes[name]
+    return Case(ids, experts, hidden, ffn)
+
+
+def _same_bits(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw: Any) -> None:
+    quantisation = FORMATS[name]
+    named = adapted(case, rank, dtype)
+    if not rank:
+        named |= dict.fromkeys(ADAPTERS)
+    want = run(case, dequantised(named, quantisation, dtype), "", backend="triton", **kw)
+    as_bytes = weights_of(named, quantisation, dtype)
+    got = run(case, as_bytes, quantisation.kind, backend="triton", **kw)
+    assert got.keys() == want.keys() and "rows" in got
+    for tensor, value in want.items():
+        assert torch.equal(got[tensor], value), (name, kw, tensor)
+    # And no two of them are the same because nothing was computed.
+    if sum(case.counts_L()):
+        assert all(value.any() for value in want.values())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_same_bits_as_over_dequantised_matrices(name: str) -> None:
+    """Output, gradients of rows, routing weights and adapters."""
+    _same_bits(_case(name, SMALL), name, torch.float32)
+
+
+_INTERPRETED = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the real kernels run instead"),
+]
+ON_DEVICES = [
+    pytest.param("cpu", torch.float32, marks=_INTERPRETED),
+    *(
+        pytest.param("cuda", dtype, marks=pytest.mark.gpu)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype"), ON_DEVICES)
+@pytest.mark.parametrize("sizes", [(192, 320), (256, 384), (1024, 768)])
+@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_and_their_values_on_a_device(
+    kind: str, rank: int, sizes: tuple[int, int], device: str, dtype: torch.dtype
+) -> None:
+    """Without bitsandbytes: bytes are drawn, and their values are those of `reference`."""
+    if (device == "cpu" and sizes == (1024, 768)) or (kind == "fp8" and sizes == (192, 320)):
+        pytest.skip("too large for the interpreter, or no multiple of a block")
+    rows = 21 if device == "cpu" else 700
+    case = Case(random_ids(rows, 2, 3, seed=5), 3, *sizes)
+    named = adapted(case, rank or 1, dtype, device)
+    if not rank:
+        named |= dict.fromkeys(ADAPTERS)
+    generator = torch.Generator(device).manual_seed(0)
+    as_bytes, values = dict(named), dict(named)
+    for name in ("up", "down"):
+        matrix = named[name]
+        assert matrix is not None
+        stack = some_bytes(matrix, kind, generator)
+        as_bytes |= stack.by_name(name)
+        values[name] = reference.matrices(stack, kind, dtype)
+    want = run(case, values, "", backend="triton")
+    got = run(case, as_bytes, kind, backend="triton")
+    # Equal operands and steps; a compiler may yet add in another order, as in `self_check`.
+    roundings = 64 if dtype == torch.float32 else 2
+    budget = 0.0 if device == "cpu" else roundings * torch.finfo(dtype).eps
+    for tensor, value in want.items():
+        assert_close(tensor, got[tensor], value, budget)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_sizes_that_are_no_multiples_of_a_block_of_columns(
+    name: str, formula: str, dtype: torch.dtype
+) -> None:
+    """Every layout of gate and up, biases, in fp32 and fp16, without an adapter."""
+    case = replace(_case(name, LARGE), **FORMULAS[formula])
+    _same_bits(case, name, dtype, rank=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kw", [{"recompute": True}, {"late": True}, {"late": True, "chunks": 2}])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_way_of_backward(name: str, kw: dict[str, Any]) -> None:
+    """Pre-activations computed again, gradients of adapters later, rows in chunks."""
+    _same_bits(_case(name, SMALL), name, torch.float32, **kw)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", ["nf4", "fp8"])
+def test_edges(name: str, edge: str) -> None:
+    _same_bits(_case(name, SMALL, *EDGES[edge]), name, torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", ["nf4", "fp8"])
+def test_columns_of_several_scales(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks as wide as a GPU's, backward: a row of a tile has one scale for each 64 or 128.
+
+    The last of 320 or 384 columns is not full.
+    """
+    for bucket, itemsize in itertools.product(("many", "few"), (2, 4)):
+        key = (generation(torch.device("cpu")), itemsize, bucket)
+        row = TABLE[key]
+        wide = {x: replace(getattr(row, x), n=width, k=64) for x in ("rows", "dgated", "down")}
+        monkeypatch.setitem(TABLE, key, replace(row, **wide))
+    case = _case(name, {"nf4": (320, 192), "fp8": (384, 128)}, [[0, 1], [1, 2]], 3)
+    _same_bits(case, name, torch.float32, rank=0)
+
+
+@triton.jit
+def _tile_kernel(
+    values, scale, out, expert, first_o, first_i, num_o, num_i,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    o_o = first_o + tl.arange(0, ROWS)
+    tile = dequantised_tile(
+        values, scale, expert, o_o, first_i, num_o, num_i, KIND, NATIVE, TILE, False,
+        out.dtype.element_ty,
+    )  # fmt: skip
+    tl.store(out + tl.arange(0, ROWS)[:, None] * TILE + tl.arange(0, TILE)[None, :], tile)
+
+
+def _tile(
+    stack: Quantised, kind: str, place: tuple[int, int, int], shape: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """A tile of [rows, columns] at (expert, row, column)."""
+    _, num_o, in_bytes = stack.values.shape
+    out = torch.empty(shape, dtype=dtype, device=stack.values.device)
+    num_i = in_bytes * (2 if kind == "nf4" else 1)
+    args = (stack.values, plain_scales(stack), out, *place, num_o, num_i)
+    _tile_kernel[(1,)](*args, KIND=kind, NATIVE=False, ROWS=shape[0], TILE=shape[1])
+    return out
+
+
+@pytest.mark.parametrize(("backend", "device"), TRITON)
+def test_a_tile_of_nf4_by_hand(backend: str, device: str) -> None:
+    """Two experts of 2 x 128: all codes, the upper half of a byte first, a scale for each 64."""
+    values = torch.zeros(2, 2, 64, dtype=torch.uint8, device=device)
+    # Of the second expert's second row the first 16 columns are codes 0 .. 15.
+    values[1, 1, :8] = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF])
+    scale = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]], device=device)
+    stack = Quantised(values, scale)
+    got = _tile(stack, "nf4", (1, 0, 0), (2, 128))
+    want = torch.tensor([[-5.0] * 64 + [-6.0] * 64, [-7.0] * 64 + [-8.0] * 64])
+    want[1, :16] = 7 * torch.tensor(NF4_CODES)
+    assert torch.equal(got.cpu(), want)
+    # A tile within a block of scales; one that ends outside.
+    assert torch.equal(_tile(stack, "nf4", (1, 0, 96), (2, 16)).cpu(), want[:, 96:112])
+    over = _tile(stack, "nf4", (1, 1, 64), (2, 128)).cpu()
+    assert (over[0, :64] == -8).all() and not over[0, 64:].any() and not over[1].any()
+
+
+@pytest.mark.parametrize(("backend", "device"), TRITON)
+def test_every_byte_of_fp8(backend: str, device: str) -> None:
+    """As torch converts them: subnormal ones, both zeros and what is not a number included.
+
+    By bits, and where the GPU converts by its own instruction; the interpreter has both.
+    """
+    kinds = [False, True] if device == "cpu" or generation(torch.device(device)) == "sm_90" else [0]
+    byte = torch.arange(256, dtype=torch.uint8, device=device)
+    want = byte.view(torch.float8_e4m3fn).float()
+    for native in kinds:
+        got = torch.empty(256, device=device)
+        _convert_kernel[(1,)](byte, got, NATIVE=bool(native))
+        assert torch.equal(got.isnan(), want.isnan()) and got.isnan().sum() == 2
+        # Bits, since -0 equals 0.
+        real = ~want.isnan()
+        assert torch.equal(got[real].view(torch.int32), want[real].view(torch.int32)), native
+
+
+@triton.jit
+def _convert_kernel(byte, out, NATIVE: tl.constexpr):
+    o = tl.arange(0, 256)
+    tl.store(out + o, e4m3(tl.load(byte + o), NATIVE))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested scales and the plain truth: to the bit what bitsandbytes makes of the same bytes."""
+    quantisation = FORMATS[name]
+    torch.manual_seed(0)
+    # 320 scales of an expert are a block of 256 and a part of one.
+    shape = (3, 128, 256) if quantisation.kind == "fp8" else (3, 80, 256)
+    stack = quantise_stack(torch.randn(shape) * 3, quantisation)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    want = {
+        dtype: torch.stack([dequantise(stack.of(e), quantisation.kind, dtype) for e in range(3)])
+        for dtype in dtypes
+    }
+    monkeypatch.setattr("hf_moe_ep.ops.quantised._functional", None)
+    for dtype in dtypes:
+        assert torch.equal(reference.matrices(stack, quantisation.kind, dtype), want[dtype])
+        columns = shape[2]
+        for expert, row in ((0, 0), (2, 64)):
+            got = _tile(stack, quantisation.kind, (expert, row, 0), (64, columns), dtype)
+            kept = min(64, shape[1] - row)
+            assert torch.equal(got[:kept], want[dtype][expert, row : row + kept]), dtype
+
+
+def _experts(name: str, case: Case) -> tuple[dict[str, Tensor | None], ExpertWeights]:
+    quantisation = FORMATS[name]
+    named = weights_of(adapted(case, 2, torch.float32), quantisation, torch.float32)
+    weights = {key: x for key, x in named.items() if key not in ("rows", "weights")}
+    return named, ExpertWeights(**weights, quantised=quantisation.kind)
+
+
+@pytest.mark.parametrize("name", ["nf4 nested", "fp8"])
+def test_no_tensor_of_the_size_of_a_dequantised_matrix(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels make none, forward and backward; one that is made is seen."""
+    case = _case(name, {"nf4 nested": (128, 128), "fp8": (128, 128)}, [[0, 1]], 6)
+    named, experts = _experts(name, case)
+    rows, weights = named["rows"], named["weights"]
+    assert rows is not None and weights is not None
+
+    def largest() -> int:
+        watch = LargestTensor(x for x in named.values() if x is not None)
+        # Launches are not watched, since they compute with numpy: what they are handed is.
+        with watch:
+            routing = triton_mlp.route(case.ids_RK(), case.counts_L(), experts, rows)
+            call = (rows, weights, experts, routing)
+            _, pre = triton_mlp.forward(*call, case.formula, True)
+            need = {"rows", "weights", *ADAPTERS}
+            kw = {"grad_scale": 1.0, "need": need}
+            triton_mlp.backward(rows, *call, pre, case.formula, **kw)
+        return watch.elements
+
+    # Nested scales are the most: 6 x 256 x 2 of them, padded to whole blocks.
+    assert 0 < largest() < 128 * 128
+
+    def hoard(values: Tensor, scale: Tensor | None, kind: str) -> Tensor:
+        assert scale is not None
+        return reference.matrices(Quantised(values, scale), kind, torch.float32)
+
+    monkeypatch.setattr(triton_mlp, "_matrices", hoard)
+    assert largest() >= 6 * 128 * 128
+
+
+def test_bytes_in_any_strides() -> None:
+    """What a gather hands over need not be contiguous."""
+    case = _case("nf4", SMALL)
+    named, experts = _experts("nf4", case)
+    rows, weights = named["rows"], named["weights"]
+    args = (rows, case.ids_RK(), weights)
+    want = expert_mlp(*args, experts, case.formula, backend="triton", counts_L=case.counts_L())
+    turned = {
+        name: getattr(experts, name).transpose(1, 2).contiguous().transpose(1, 2)
+        for name in ("up", "down", "up_block_scale", "down_block_scale")
+    }
+    assert not turned["up"].is_contiguous()
+    other = replace(experts, **turned)
+    got = expert_mlp(*args, other, case.formula, backend="triton", counts_L=case.counts_L())
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8"])
+def test_no_worse_than_the_torch_path(name: str) -> None:
+    """Against fp64 over the same values: at most twice the error that torch makes in fp32."""
+    quantisation = FORMATS[name]
+    case = _case(name, SMALL, [[0, 1], [1, 2], [0, 2]], 3)
+    named = adapted(case, 5, torch.float32)
+    as_bytes = weights_of(named, quantisation, torch.float32)
+    values = dequantised(named, quantisation, torch.float32)
+    truth = run(case, {n: None if x is None else x.double() for n, x in values.items()}, "")
+    plain = run(case, as_bytes, quantisation.kind)
+    got = run(case, as_bytes, quantisation.kind, backend="triton")
+    for tensor, want in truth.items():
+        # Sums of 64 to 256 products: torch's own error is a few roundings, by luck none.
+        budget = 2 * float((plain[tensor] - want).abs().max() / want.abs().max()) + 1e-6
+        assert_close(tensor, got[tensor].double(), want, budget)
