@@ -201,7 +201,8 @@ class Layer:
 
     def table_row(self) -> Blocks:
         sizes = self.sizes
-        return table.choose_blocks(self.rows, sizes.experts, sizes.tokens * sizes.top_k)
+        num_pairs = sizes.tokens * sizes.top_k
+        return table.choose_blocks(self.rows, sizes.experts, num_pairs, sizes.quantised)
 
     def calls(self, row: Blocks) -> list[Call]:
         """What one forward and backward calls under a row of the table, in order."""

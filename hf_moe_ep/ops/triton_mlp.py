@@ -106,7 +106,7 @@ def forward(
         pre_shape = (0, experts.up.shape[1])
         return rows_RH.new_zeros(rows_RH.shape), rows_RH.new_empty(pre_shape)
     experts = _as_kernels_read_them(experts)
-    blocks = choose_blocks(rows_RH, experts.up.shape[0], num_pairs)
+    blocks = choose_blocks(rows_RH, experts.up.shape[0], num_pairs, experts.quantised)
     rows_RH = _with_contiguous_rows(rows_RH)
     act_AF, pre_AG = _activations(rows_RH, experts, routing, formula, blocks, keep_pre)
     low = _low_rows(act_AF, experts.down_adapter, routing, blocks)
@@ -138,7 +138,7 @@ def backward(
     if num_pairs == 0:
         return _grads_of_no_pairs(rows_RH, weights_RK, experts, need, later=later)
     experts = _as_kernels_read_them(experts)
-    blocks = choose_blocks(rows_RH, experts.up.shape[0], num_pairs)
+    blocks = choose_blocks(rows_RH, experts.up.shape[0], num_pairs, experts.quantised)
     rows_RH = _with_contiguous_rows(rows_RH)
     grad_RH = _with_contiguous_rows(grad_RH)
     weights_RK = weights_RK.contiguous()

@@ -1,5 +1,6 @@
 """Which row of the table of block sizes a GPU gets, and in what fp32 products are computed."""
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from transformers.utils.import_utils import enable_tf32
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ops.kernels import blocks
 from hf_moe_ep.ops.kernels.blocks import dot_precision, generation
 
 # Shared memory that a block may opt in to, by compute capability: CUDA's programming guide.
@@ -40,6 +42,18 @@ def test_a_gpu_gets_a_row_that_fits_into_its_shared_memory(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert generation(torch.device("cuda", 0)) == row
+
+
+@pytest.mark.parametrize("num_pairs", [100, 10_000])
+def test_bytes_have_tiles_of_as_many_rows(num_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The routing is made, and promised to torch.compile, before anybody asks what it is for."""
+    for row, dtype in itertools.product(("sm_80", "sm_90"), (torch.float32, torch.bfloat16)):
+        monkeypatch.setattr(blocks, "generation", lambda device, row=row: row)
+        rows = torch.empty(1, dtype=dtype)
+        usual = blocks.choose_blocks(rows, 8, num_pairs)
+        of_bytes = blocks.choose_blocks(rows, 8, num_pairs, "nf4")
+        assert of_bytes.m == usual.m
+        assert (of_bytes == usual) == (dtype != torch.float32)
 
 
 def test_a_cpu_gets_the_rows_of_the_interpreter() -> None:

@@ -154,6 +154,20 @@ for _generation in ("sm_80", "sm_90"):
 for _itemsize, _bucket in ((2, "few"), (4, "many"), (4, "few")):
     TABLE[("interpreter", _itemsize, _bucket)] = TABLE[("interpreter", 2, "many")]
 
+# Rows for matrices that are held as bytes, where those of the table would spill: exact products
+# over what is dequantised want more registers, so their steps are half as long. Tiles are as many.
+FOR_BYTES: dict[tuple[str, int, str], Blocks] = {
+    (_generation, 4, _bucket): replace(
+        _FP32,
+        up=Block(n=32, k=16, warps=4, stages=3),
+        down=Block(n=64, k=16, warps=4, stages=3),
+        rows=Block(n=64, k=16, warps=4, stages=3),
+        dgated=Block(n=64, k=16, warps=4, stages=3),
+    )
+    for _generation in ("sm_80", "sm_90")
+    for _bucket in ("many", "few")
+}
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -223,10 +237,14 @@ def converts_fp8(device: torch.device) -> bool:
     return generation(device) == "sm_90"
 
 
-def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int) -> Blocks:
-    """The row for `num_pairs` pairs over so many experts, computed in the dtype of `rows`."""
+def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int, quantised: str = "") -> Blocks:
+    """The row for `num_pairs` pairs over so many experts, computed in the dtype of `rows`.
+
+    `quantised` names the format of their matrices; how many rows a tile has does not depend on it.
+    """
     bucket = "few" if num_pairs < FEW_ROWS * num_experts else "many"
-    return TABLE[(generation(rows.device), rows.element_size(), bucket)]
+    key = generation(rows.device), rows.element_size(), bucket
+    return FOR_BYTES[key] if quantised and key in FOR_BYTES else TABLE[key]
 
 
 def rank_block(rank: int, most: int) -> int:

@@ -135,7 +135,8 @@ def dequantised_tile(
     SPAN: tl.constexpr = TILE // SCALES
     tl.static_assert(SPAN <= BLOCK_I)  # both are powers of 2
     ROWS: tl.constexpr = o_o.shape[0]
-    in_bytes = num_i // PER_BYTE
+    # Rows are whole blocks.
+    in_bytes = tl.multiple_of(num_i // PER_BYTE, 32)
     in_scales = num_i // BLOCK_I
     values += expert.to(tl.int64) * num_o * in_bytes
     scale += expert.to(tl.int64) * (num_o // BLOCK_O) * in_scales

@@ -97,7 +97,7 @@ def dgated_kernel(
     # What lies behind the expert's last pair reads that pair again, and is not stored.
     position = start + tl.minimum(o_m, left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    if KIND:
+    if KIND != "":
         grad_act = byte_product(
             grad, row_of_position, grad_stride, down, down_scale,
             expert, position, hidden, o_n, column, ffn,

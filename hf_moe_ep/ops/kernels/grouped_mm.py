@@ -53,7 +53,7 @@ def grouped_mm_kernel(
             rows, matrix, start, expert * inner, column * BLOCK_N, inner,
             BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
         )  # fmt: skip
-    elif KIND:
+    elif KIND != "":
         sums = byte_product(
             rows, row_of_position, row_stride, matrix, matrix_scale,
             expert, position, inner, o_n, column, width,

@@ -56,7 +56,7 @@ def up_kernel(
         o_g = column * BLOCK_N + o_w % BLOCK_N + (o_w // BLOCK_N) * ffn
     else:
         o_g = column * WIDTH + o_w
-    if KIND:
+    if KIND != "":
         sums = byte_product(
             rows, row_of_position, row_stride, weight, weight_scale,
             expert, position, hidden, o_g, column, pre_size,
