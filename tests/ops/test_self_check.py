@@ -52,7 +52,9 @@ LORA = replace(
 INFERENCE = replace(FROZEN, trained=(), keep_pre=False)
 RECOMPUTED = replace(FROZEN, keep_pre=False)
 SCALES = ("up_block_scale", "down_block_scale")
-BYTES = replace(LORA, tensors=(*MATRICES, *ADAPTERS, *SCALES), hidden=64, ffn=64, quantised="nf4")
+BYTES = replace(
+    FROZEN, tensors=(*MATRICES, *SCALES), top_k=1, num_experts=2, hidden=64, ffn=64, quantised="nf4"
+)
 KINDS = {"base": KIND, "frozen": FROZEN, "lora": LORA}
 KINDS |= {"inference": INFERENCE, "recomputed": RECOMPUTED}
 
@@ -75,6 +77,7 @@ def test_right_kernels_pass(name: str) -> None:
 def test_wrong_scales_of_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one matrix in another order; right ones pass, without bitsandbytes."""
     monkeypatch.setattr(self_check, "_short", lambda size: size)
+    monkeypatch.setattr(self_check, "FEW_ROWS", 8)
     monkeypatch.setattr("hf_moe_ep.ops.quantised._functional", None)
     assert check_once(BYTES) == ""
     check_once.cache_clear()
