@@ -36,9 +36,9 @@ from hf_moe_ep.ops.quantised import (
 )
 from hf_moe_ep.ops.self_check import some_bytes
 
-# Two tiles and more of some experts, and one that has no rows; in nf4 sizes that are no multiples
-# of a block of columns, two blocks of scales along either sum.
-_IDS = random_ids(19, 2, 3, seed=2)
+# Two tiles of two experts, the second of a few rows, and one that has none.
+_IDS = [[0, 1], [1, 0]] * 8 + [[3, 1], [0, 3], [0, 1]]
+# One block of scales along a sum, and several: of columns that no block of theirs divides.
 SMALL = {"nf4": (64, 64), "nf4 nested": (64, 64), "fp8": (128, 128)}
 LARGE = {"nf4": (192, 320), "nf4 nested": (192, 128), "fp8": (256, 384)}
 FORMULAS = {
