@@ -216,6 +216,19 @@ def test_a_tile_of_nf4_by_hand(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
+def test_a_tile_of_fp8_by_hand(backend: str, device: str) -> None:
+    """A scale for each 128 x 128; what is behind the end of a row is not the next row."""
+    values = torch.full((2, 256, 256), 0x7F, dtype=torch.uint8, device=device)  # no numbers
+    values[1, 130] = 0x38  # 1
+    scale = torch.tensor([[[2.0, 3.0], [4.0, 5.0]], [[6.0, 7.0], [8.0, 9.0]]], device=device)
+    stack = Quantised(values, scale)
+    got = _tile(stack, "fp8", (1, 130, 0), (1, 256)).cpu()
+    assert torch.equal(got, torch.tensor([[8.0] * 128 + [9.0] * 128]))
+    over = _tile(stack, "fp8", (1, 130, 128), (1, 256)).cpu()
+    assert torch.equal(over, torch.tensor([[9.0] * 128 + [0.0] * 128]))
+
+
+@pytest.mark.parametrize(("backend", "device"), TRITON)
 def test_every_byte_of_fp8(backend: str, device: str) -> None:
     """As torch converts them: subnormal ones, both zeros and what is not a number included.
 
