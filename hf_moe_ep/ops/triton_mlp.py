@@ -110,7 +110,7 @@ def forward(
     rows_RH = _with_contiguous_rows(rows_RH)
     act_AF, pre_AG = _activations(rows_RH, experts, routing, formula, blocks, keep_pre)
     low = _low_rows(act_AF, experts.down_adapter, routing, blocks)
-    down_LFH = _down(experts).transpose(1, 2)
+    down_LFH = _down_matrices(experts).transpose(1, 2)
     y_AH = grouped_mm(act_AF, down_LFH, experts.down_bias, routing, blocks, low)
     return combine(y_AH, routing.slots_RK, weights_RK.contiguous()), pre_AG
 
@@ -213,7 +213,7 @@ def _back_through_down(
     grad_pre_AG, act_AF, partial_CA = dgated(
         grad_RH,
         weights_RK,
-        _down(experts),
+        _down_matrices(experts),
         experts.down_bias,
         pre_AG,
         routing,
@@ -239,7 +239,9 @@ def _back_to_rows(
         low = _low_rows(grad_pre_AG, adapter, routing, blocks)
     if "rows" not in need:
         return None, low
-    grad_x_AH = grouped_mm(grad_pre_AG, _up(experts), None, routing, blocks, low, back=True)
+    grad_x_AH = grouped_mm(
+        grad_pre_AG, _up_matrices(experts), None, routing, blocks, low, back=True
+    )
     return combine(grad_x_AH, routing.slots_RK, None), low
 
 
@@ -255,7 +257,7 @@ def _activations(
     low = _low_rows(rows_RH, experts.up_adapter, routing, blocks, gather=True)
     return up(
         rows_RH,
-        _up(experts),
+        _up_matrices(experts),
         experts.up_bias,
         routing,
         formula,
@@ -388,11 +390,11 @@ def _as_kernels_read_them(experts: ExpertWeights) -> ExpertWeights:
     return replace(experts, **made)
 
 
-def _up(experts: ExpertWeights) -> Matrices:
+def _up_matrices(experts: ExpertWeights) -> Matrices:
     return _matrices(experts.up, experts.up_block_scale, experts.quantised)
 
 
-def _down(experts: ExpertWeights) -> Matrices:
+def _down_matrices(experts: ExpertWeights) -> Matrices:
     return _matrices(experts.down, experts.down_block_scale, experts.quantised)
 
 

@@ -81,13 +81,13 @@ def test_wrong_scales_of_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("hf_moe_ep.ops.quantised._functional", None)
     assert check_once(BYTES) == ""
     check_once.cache_clear()
-    right = triton_mlp._down
+    right = triton_mlp._down_matrices
 
     def wrong(experts: ExpertWeights) -> Any:
         matrices = right(experts)
         return replace(matrices, scale=matrices.scale.flip(1))
 
-    monkeypatch.setattr(triton_mlp, "_down", wrong)
+    monkeypatch.setattr(triton_mlp, "_down_matrices", wrong)
     with pytest.raises(RuntimeError, match="compute wrong numbers"):
         check_once(BYTES)
 
