@@ -66,7 +66,6 @@ CASES = [
 ] + [
     in_fp32(held("nf4", "ep 2, ep_fsdp 2", 4, 2)),
     in_fp32(held("fp8", "ep 2", 2, 2)),
-    in_fp32(held("nested", "ep 2, kernels", 2, 2, config={"experts_backend": "triton"})),
     held("nf4", "ep 4", 4, 4),
     held("nf4", "ep 1 on three ranks", 3, 1, budget=FP32_INSIDE),
     held("nf4", "ep 2, HSDP", 4, 2, 2),
