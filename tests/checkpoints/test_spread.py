@@ -22,7 +22,7 @@ from hf_moe_ep.checkpoints.storage import part_files
 from hf_moe_ep.checkpoints.storage.boxes import local_box
 from hf_moe_ep.checkpoints.storage.part_files import write_parts
 from hf_moe_ep.checkpoints.storage.spread import Spread, choose_replicas
-from hf_moe_ep.checkpoints.training import folder
+from hf_moe_ep.checkpoints.training import folder, save
 from hf_moe_ep.checkpoints.training.state_file import StateFile, TensorForm
 from hf_moe_ep.checkpoints.training.tensors import collect
 from hf_moe_ep.upstream.process_groups import fake_group
@@ -65,6 +65,29 @@ def test_what_nobody_can_know_is_refused() -> None:
         summands = DTensor.from_local(torch.zeros(2, 3), mesh, [Partial()], run_check=False)
         with pytest.raises(ValueError, match=r"w is .* over ranks, which is no part of it"):
             Spread.of("w", summands, 4)
+
+
+def test_nothing_is_gathered_to_save(tmp_path: Path) -> None:
+    """Rank 0 of 64 writes its part; before the manifest it asks if all agree, and nothing else."""
+    with fake_group(0, 64):
+        model = apply_ep_fsdp2(tiny(num_hidden_layers=1), ep_size=4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        refuse = mock.Mock(side_effect=AssertionError("gathers objects"))
+        verbs = ("all_gather_object", "gather_object", "scatter_object_list")
+        with (
+            mock.patch.multiple(dist, **dict.fromkeys(verbs, refuse)),
+            mock.patch.object(save.manifest, "write") as write,
+            mock.patch.object(save, "check_everyone_calls"),  # there is no store
+        ):
+            save.save_checkpoint(tmp_path / "one", model, optimizer)
+    (name,) = write.call_args.kwargs["told"]
+    (file,) = (tmp_path / "one" / folder.TENSORS).iterdir()
+    assert file.name == Path(name).name == "shard-00001-model-00001-of-00001.safetensors"
+    saved = folder.state_file.read(tmp_path / "one" / folder.STATE)
+    of_embedding = saved.tensors["model.model.embed_tokens.weight"]
+    assert of_embedding.spread == Spread((64,), tuple(range(64)), (0,))
+    table = part_files.read_table(file)[0]
+    assert table["model.model.embed_tokens.weight"]["shape"] == [-(-97 // 64), 32]
 
 
 def _state(forms: dict[str, TensorForm]) -> StateFile:
