@@ -6,6 +6,7 @@
     hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
     hf-moe-ep verify out/model
     hf-moe-ep inspect --plan out/config.json --world 64 --ep 8
+    hf-moe-ep plan out/config.json --gpus 64 --gpu-memory 80 --seq 4096 --batch 64
 
 One file per command: each module has `add_parser(subparsers)` and `run(options) -> int`, the exit
 code. A wrong argument or folder ends with exit code 2 and one line on stderr, Ctrl-C with 130.
@@ -55,11 +56,13 @@ def _other_commands() -> tuple[ModuleType, ...]:
         export_adapter_command,
         inspect_command,
         merge_adapter_command,
+        plan_command,
         verify_command,
     )
 
     return (
         inspect_command,
+        plan_command,
         verify_command,
         convert_command,
         export_adapter_command,

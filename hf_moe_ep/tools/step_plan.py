@@ -9,13 +9,13 @@ is patched and sharded as in training, and its own forward, backward and optimiz
 tensors without memory (`fake_step.py`) while every storage is counted (`tensor_memory.py`).
 
 Layers that are all alike are not all run. A step is cut into stretches, which end where a layer
-begins or has its gradients. The first and the last layer have neighbours of their own; of all
-others one is like the next, but for what layers before it have left behind. So each stretch's peak
-grows by the same for every layer that a model has more, whether it is counted from the front or
-from the end, and of those in the middle the first or the last one has most:
+begins or has its gradients. The first and the last layer, and those beside them, have neighbours of
+their own; of all others one is like the next, but for what layers before it have left behind. So
+each stretch's peak grows by the same for every layer that a model has more, whether it is counted
+from the front or from the end, and of those in the middle none has more than both ends of it:
 
     n layers     forward 0  1 ..  -2  -1  head | backward head  -1  -2 ..  1  0 | optimizer
-    each         value(n) = value(3) + (n - 3) * (value(4) - value(3));  the peak is the largest
+    each         value(n) = value(4) + (n - 4) * (value(5) - value(4));  the peak is the largest
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hf_moe_ep.upstream.modules import own_buffers
 from hf_moe_ep.upstream.process_groups import fake_group
 
 # Numbers of layers that are run where a model has more, all alike.
-FEW = (3, 4)
+FEW = (4, 5)
 NOT_COUNTED = (
     "what kernels and communication libraries need inside",
     "the CUDA context",
@@ -206,7 +206,7 @@ class Counted:
     def from_ends(self) -> dict[str, tuple[str, int]]:
         """Return stretches and their peaks; layers from 1 on by their number from either end.
 
-        In the middle one has two names, or is left out because it lies between two others.
+        What lies between the second and the last but one is left out.
         """
         found: dict[str, tuple[str, int]] = {}
         for name, size in self.peaks().items():
