@@ -86,9 +86,9 @@ def load_checkpoint(
     check_base(path, model)
 
     def compare() -> tuple[StateFile, dict[str, Tensor]]:
+        saved = folder.read_state(path)
         if is_first():
             folder.check_only_ours(path)
-        saved = folder.read_state(path)
         check_model(model, saved, str(path))
         if optimizer is not None:
             check_optimizer(model, optimizer, saved.optimizer, str(path))
