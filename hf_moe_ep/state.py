@@ -44,6 +44,7 @@ keyword) to search for in FILE.
     -- what sharding leaves on a model, for its life --
     sharding/values.py | data setattr | parameters become DTensors, in place
     upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks that others read
+    upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers stay packed as they are
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 made
     upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward is done
     integrations/optimizers.py | step | of an optimizer made of DTensors, for its life

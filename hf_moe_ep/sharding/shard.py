@@ -67,6 +67,7 @@ from hf_moe_ep.sharding.values import (
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.experts_interface import post_expert_norm
+from hf_moe_ep.upstream.models import keep_packing
 from hf_moe_ep.upstream.module_names import canonical_name
 from hf_moe_ep.upstream.sharded_models import (
     bytes_as_parameters,
@@ -105,6 +106,7 @@ def shard_units(
     places = find_places(model, units.all_experts, state.plan, options)
     check_quantised_frozen(model, places)
     check_packed(model, options)
+    keep_packing(model)
     for experts in units.all_experts:
         _check_shared(experts, places, state)
         _check_expert_shard_dim(experts, places, state, meshes)

@@ -85,6 +85,17 @@ def packed_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
 
 
+def keep_packing(model: nn.Module) -> None:
+    """Let 4-bit Linear layers on a CPU not pack their weights another way when they are evaluated.
+
+    They would do so in place, in memory that a gather fills anew, and note it for ever
+    (bitsandbytes/nn/modules.py, Linear4bit.forward).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  mypy: no such field
+
+
 def is_quantized(model: Any) -> bool:
     """Return whether `model`, or the one inside PEFT's wrapper, was loaded quantized.
 

@@ -106,6 +106,19 @@ def as_stock_in_fp32(rank: int, world: int, folder: str) -> None:
                 assert_close(f"{name}, {way}, {key}", tensor, want[key], FP32_BUDGET)
 
 
+def evaluated_between_steps(rank: int, world: int, folder: str) -> None:
+    """On a CPU with AVX512-BF16 the layers would pack their weights anew, and be wrong then."""
+    _written(rank, folder)
+    for storage in STORAGE.values():
+        model = _sharded_by("own loop", in_4_bits(folder, storage, torch.float32), 2)
+        inputs, losses = batch(model, 2, 9), []
+        for training in (True, False, False, True):
+            with torch.no_grad():
+                losses.append(model.train(training)(**inputs).loss)
+        for loss in losses[1:]:
+            assert_close("loss", loss, losses[0], FP32_BUDGET)
+
+
 def in_bf16_as_far_from_fp32_as_stock(rank: int, world: int, folder: str) -> None:
     """Of the first step; bytes kept as bf16 are not taken for the dtype of a model in fp32."""
     _written(rank, folder)
@@ -136,6 +149,7 @@ def bytes_that_would_be_rounded_are_refused(rank: int, world: int, folder: str) 
 
 CHECKS = (
     as_stock_in_fp32,
+    evaluated_between_steps,
     in_bf16_as_far_from_fp32_as_stock,
     bytes_that_would_be_rounded_are_refused,
 )
