@@ -90,10 +90,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (not n.startswith("ep 2"))) for n in LAYOUTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_few_layers_tell_many(name: str) -> None:
     """Of 7 layers 4 and 5 are run; to the byte what all of them have, in sum and in parts."""
     parallel, options, checkpointing = LAYOUTS[name]

@@ -244,9 +244,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch
         device: of the parameters.
     """
     allocate_meta(model, device)
-    computed_on = patched_state(model).device
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     as_bytes = held_as_bytes(model)
+    computed_on = patched_state(model).device if as_bytes else device
     sizes = {
         name: as_bytes[name].num_bytes if name in as_bytes else _bytes(held[name])
         for name in weights
