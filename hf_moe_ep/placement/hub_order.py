@@ -117,5 +117,5 @@ class NotInHubOrder(Ours):
                 f"{type(owner).__name__} would hold or take them in another order than files do; "
                 f"save and load with save_pretrained, save_checkpoint, load_checkpoint, the "
                 f"Trainer or Accelerate, which see to it, or put this into "
-                f"`with experts_experts_in_hub_order(model, optimizer):`"
+                f"`with experts_in_hub_order(model, optimizer):`"
             )
