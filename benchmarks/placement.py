@@ -54,7 +54,7 @@ class Sizes:
 
     tokens: int = 2048
     hidden: int = 256
-    expert: int = 256
+    expert: int = 512
     pairs: int = 9
 
 
