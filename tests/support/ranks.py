@@ -179,6 +179,8 @@ def _collect(ranks: list[BaseProcess], job: _Job) -> dict[int, Outcome]:
             outcomes[rank] = torch.load(job.outcome_file(rank), weights_only=False)
         elif not process.is_alive():
             message = f"exit code {process.exitcode}, its stderr may say more"
+            if job.stack_file(rank).exists():
+                message += f"\n{job.stack_file(rank).read_text()}".rstrip()
             outcomes[rank] = Outcome(False, math.inf, None, "ProcessDied", message)
     return outcomes
 
@@ -219,6 +221,8 @@ def _child(rank: int, job: _Job) -> None:
     os.environ.clear()  # the server's, from when it started
     os.environ.update(job.environment)
     with open(job.stack_file(rank), "w") as stack_file:
+        # Where this rank dies of a signal: what each of its threads was at.
+        faulthandler.enable(stack_file)
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
         try:
             _join_group(rank, job)

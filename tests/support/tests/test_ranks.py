@@ -44,6 +44,11 @@ def _one_dies(rank: int, world_size: int) -> None:
         os._exit(7)
 
 
+def _one_aborts(rank: int, world_size: int) -> None:
+    if rank == 0:
+        os.abort()
+
+
 def test_values_come_back_in_rank_order() -> None:
     results = run_ranks(_values, 2, torch.tensor([1.0, 10.0]))
     for rank, result in enumerate(results):
@@ -79,3 +84,6 @@ def test_a_hang_names_the_rank_and_the_line() -> None:
 def test_a_dead_process_is_an_error() -> None:
     with pytest.raises(RankError, match="rank 0 of 2 raised ProcessDied: exit code 7"):
         run_ranks(_one_dies, 2)
+    with pytest.raises(RankError, match=r"rank 0 of 2 raised ProcessDied: exit code -6") as caught:
+        run_ranks(_one_aborts, 2)
+    assert "in _one_aborts" in str(caught.value)
