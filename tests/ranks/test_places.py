@@ -1,6 +1,7 @@
 """What a rank that is aborted, or whose peer is gone, says of where it was."""
 
 import ctypes
+import faulthandler
 import os
 import threading
 import time
@@ -38,6 +39,7 @@ def _aborted_while_it_waits(rank: int, world: int, folder: str) -> None:
         return
     os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     places._SECONDS = 0.05
+    faulthandler.disable()  # run_ranks has it on, into a file of its own; a user's rank has it off
     tell_on_abort(CPU)
     tell_on_abort(CPU)  # once
     threading.Timer(1, _abort_from_a_thread_of_its_own).start()
