@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hf_moe_ep.ranks.missing import name_the_missing
 from hf_moe_ep.ranks.together import one_line, this_rank, world_size
+from hf_moe_ep.upstream.process_groups import default_timeout
 
 _logger = logging.getLogger("hf_moe_ep")
 
@@ -74,6 +76,25 @@ class SaveHandle:
             raise thread.failure
 
 
+def _own_group(directory: Path, device: torch.device) -> dist.ProcessGroup:
+    """Make the group of all ranks; waits for a rank no longer than the default group does.
+
+    Not when the model is sharded: each rank connects to each, which most runs would never use.
+    """
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            backend="gloo", timeout=default_timeout(device), group_desc="hf_moe_ep_saves"
+        )
+    except RuntimeError as error:
+        missing = name_the_missing("the group of saves", None)
+        raise RuntimeError(
+            f"saving {directory} in the background: the group in which ranks meet for that could "
+            f"not be made; {missing} stopped, or did not come within the process group's timeout "
+            f"({error})"
+        ) from error
+    return group
+
+
 @dataclass
 class Saver:
     """The background saves of one model, one at a time."""
@@ -98,7 +119,7 @@ class Saver:
     ) -> SaveHandle:
         """Run `write(group)` in a thread; every rank calls this."""
         if self.group is None and world_size() > 1:
-            self.group = dist.new_group(backend="gloo")
+            self.group = _own_group(directory, device)
         thread = _SaveThread(directory, write, self.group, device)
         thread.start()
         self.handle = SaveHandle(directory, thread)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_moe_ep.ranks.missing import name_the_missing
 from hf_moe_ep.ranks.places import Place, enter
 
 # Renamed in torch 2.13, where the old name warns at every call.
@@ -42,8 +43,8 @@ def _naming(place: Place) -> Iterator[None]:
     except RuntimeError as error:
         place.leave()
         raise RuntimeError(
-            f"{place}, could not be exchanged; one of these ranks stopped, or never reached this "
-            f"layer within the process group's timeout ({error})"
+            f"{place}, could not be exchanged; {name_the_missing(str(place), place.group)} "
+            f"stopped, or never reached this layer within the process group's timeout ({error})"
         ) from error
 
 

@@ -38,7 +38,7 @@ class Place:
     """An exchange of `what` over `group`, somewhere in the model."""
 
     def __init__(self, where: str, what: str, group: dist.ProcessGroup) -> None:
-        self._where, self._what, self._group = where, what, group
+        self._where, self._what, self.group = where, what, group
         self._ended: bool | torch.cuda.Event = False
 
     def leave(self, on_gpu: bool = False) -> None:
@@ -58,7 +58,7 @@ class Place:
             return False
 
     def __str__(self) -> str:
-        return f"{self._where}: {self._what}, {describe_group(self._group)}"
+        return f"{self._where}: {self._what}, {describe_group(self.group)}"
 
 
 def enter(where: str, what: str, group: dist.ProcessGroup) -> Place:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hf_moe_ep.ranks.missing import name_the_missing
 from hf_moe_ep.upstream.process_groups import default_store, device_of_objects
 
 # How far ranks may be apart when they begin to save.
@@ -137,13 +138,23 @@ def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | No
         failures = gather(tried.failure, group) if failed else []
     except RuntimeError as error:
         if tried.failure is None:
-            raise
+            raise _not_met(what, group, error) from error
         raise RuntimeError(
             f"{what} failed on rank {this_rank()}: {tried.failure.text}; ranks did not meet after "
             f"that, they wait for this one in a collective: {error}"
         ) from tried.cause
     _raise_any(what, failures, tried.cause)
     return tried.value
+
+
+def _not_met(what: str, group: dist.ProcessGroup | None, error: RuntimeError) -> RuntimeError:
+    """Say who did not come, in a group that still is one."""
+    if not is_distributed():
+        return error
+    return RuntimeError(
+        f"{what}: ranks did not meet; {name_the_missing(what, group)} stopped, or did not come "
+        f"within the process group's timeout ({error})"
+    )
 
 
 def everyone(

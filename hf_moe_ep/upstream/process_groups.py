@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,17 +41,26 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
         return None
 
 
-def take_default_timeout(mesh: DeviceMesh) -> None:
-    """Give the groups of `mesh` the timeout of the default group (distributed_c10d.py).
+def default_timeout(device: torch.device) -> timedelta | None:
+    """Return the timeout of the default group; None of a backend that has none.
 
-    torch gives them its own, 30 minutes under gloo and 10 under NCCL, whatever the user said.
+    torch gives other groups its own, 30 minutes under gloo and 10 under NCCL, whatever the user
+    said (distributed_c10d.py).
     """
-    device, world = torch.device(mesh.device_type), dist.distributed_c10d._get_default_group()
-    backend: Any = world._get_backend(device)
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
     if backend.name() not in ("gloo", "nccl"):
+        return None
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+def take_default_timeout(mesh: DeviceMesh) -> None:
+    """Give the groups of `mesh` the timeout of the default group (distributed_c10d.py)."""
+    timeout = default_timeout(torch.device(mesh.device_type))
+    if timeout is None:
         return
     for group in mesh.get_all_groups():
-        dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextmanager

@@ -69,12 +69,16 @@ class Agents:
     As whatever looks after a machine does, what an agent left behind there is ended first.
 
     Attributes:
+        servers: where the ranks' servers are (`support/preloaded.py`).
+        ranks: of a node.
         starts: how often each node's agent was started.
     """
 
     nodes: Nodes
     folder: Path
     script: list[str]
+    servers: Path
+    ranks: int = 2
     restarts: int = 100
     starts: list[int] = field(default_factory=list)
     _running: list["subprocess.Popen[bytes]"] = field(default_factory=list)
@@ -113,7 +117,8 @@ class Agents:
 
     def _start(self, node: int) -> "subprocess.Popen[bytes]":
         self.starts[node] += 1
-        start = ["--no-python", *client(self.folder, node), *self.script]
-        command = torchrun(self.nodes, node, *start, restarts=self.restarts)
+        start = ["--no-python", *client(self.servers, node), *self.script]
+        restarts = self.restarts
+        command = torchrun(self.nodes, node, *start, ranks=self.ranks, restarts=restarts)
         own = ENVIRONMENT | {MARK: self._mark(node)}
         return self.nodes.start(node, *command, output=self.output(node), **own)

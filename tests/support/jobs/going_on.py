@@ -5,7 +5,12 @@
 
 FOLDER gets checkpoints and `losses`, a line for each step of rank 0: its number, loss, and which
 start of the ranks this was. A file `FOLDER/die-RANK-STEP` makes that rank do at that step what the
-file says, once: "rank" or "agent" is killed (SIGKILL), "stall" waits for ever in front of a router.
+file says, once, and renames it to `done-RANK-STEP`:
+
+    rank, agent      is killed (SIGKILL)
+    stop             is stopped (SIGSTOP)
+    stall            waits for ever in front of a router
+    stall in save    the same while it writes the checkpoint of that step
 """
 
 import argparse
@@ -21,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_moe_ep import load_checkpoint, newest_checkpoint, save_checkpoint
+from hf_moe_ep.checkpoints.training import folder as training_folder
 from support.jobs.resume import Layout, start, step
 
 SMALL = {"num_hidden_layers": 1}
@@ -31,8 +37,19 @@ def misfortune(folder: Path, rank: int, number: int, model: nn.Module) -> None:
     order = folder / f"die-{rank}-{number}"
     if not order.exists():
         return
-    what = order.read_text()
-    order.rename(folder / f"done-{rank}-{number}")
+    what, done = order.read_text(), folder / f"done-{rank}-{number}"
+    if what == "stall in save":
+
+        def stall(*_: Any) -> None:
+            order.rename(done)
+            time.sleep(3600)
+
+        training_folder.write_json = stall
+        return
+    order.rename(done)
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
     if what == "stall":
         router = next(module for name, module in model.named_modules() if name.endswith("mlp.gate"))
         router.register_forward_pre_hook(lambda *_: time.sleep(3600))
@@ -76,7 +93,7 @@ def own_loop(folder: Path, args: argparse.Namespace) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     run = start("full", Layout("nodes", world, config_of(args)), **SMALL)
     parts = (run.model, run.optimizer, run.scheduler)
-    first = 0
+    first, handle = 0, None
     if (newest := newest_checkpoint(folder)) is not None:
         first = load_checkpoint(newest, *parts)["step"]
     for number in range(first, args.steps):
@@ -88,7 +105,14 @@ def own_loop(folder: Path, args: argparse.Namespace) -> None:
         loss = step(run, number)
         if rank == 0:
             note(folder, number, loss)
-        save_checkpoint(folder / f"step-{number + 1}", *parts, progress={"step": number + 1})
+        handle = save_checkpoint(
+            folder / f"step-{number + 1}",
+            *parts,
+            progress={"step": number + 1},
+            asynchronous=args.background,
+        )
+    if handle is not None:
+        handle.wait()
     dist.destroy_process_group()
 
 
@@ -130,6 +154,7 @@ def main() -> None:
     parser.add_argument("--replicate", type=int, default=1)
     parser.add_argument("--until_told", action="store_true", help="by FOLDER/stop")
     parser.add_argument("--patience", type=float, default=60, help="of the process group, in s")
+    parser.add_argument("--background", action="store_true", help="save there")
     parser.add_argument("--trainer", action="store_true")
     args, rest = parser.parse_known_args()
     if args.trainer:

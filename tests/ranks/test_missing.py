@@ -1,0 +1,90 @@
+"""Ranks that stay away: the others give up in time, and name them."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from hf_moe_ep.ranks import missing
+from hf_moe_ep.ranks.background import Saver
+from hf_moe_ep.ranks.collectives import gather_counts
+from hf_moe_ep.ranks.together import together
+from hf_moe_ep.upstream.process_groups import default_store
+
+PATIENCE = 2.0
+MOMENT = 0.5
+PLACES = ("counts", "together", "saves")
+
+
+def _wait_there(place: str, group: dist.ProcessGroup) -> None:
+    if place == "counts":
+        gather_counts(torch.ones(2, dtype=torch.int64), group, where="MoE layer 0 of forward 1")
+    elif place == "together":
+        together("saving out/step-1", lambda: None, group)
+    else:
+        Saver().start(Path("out/step-1"), lambda _: None, torch.device("cpu"))
+
+
+def _without(rank: int, world: int, gone: int) -> dict[str, tuple[str, float]]:
+    """What each place says on a rank of which `gone` is none, and after how many seconds."""
+    patience = timedelta(seconds=PATIENCE)
+    groups = {place: dist.new_group(timeout=patience, group_desc=place) for place in PLACES}
+    if rank == gone:
+        default_store().wait([f"done {other}" for other in range(world) if other != gone])
+        return {}
+    found = {}
+    with mock.patch.object(missing, "_MOMENT", MOMENT):
+        for place, group in groups.items():
+            began = time.monotonic()
+            with pytest.raises(RuntimeError) as caught:
+                _wait_there(place, group)
+            found[place] = (str(caught.value), time.monotonic() - began)
+    default_store().set(f"done {rank}", "")
+    return found
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, tuple[str, float]]]:
+    return run_ranks(_without, 3, 1, group_timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_rank_that_stays_away_is_named(
+    said: list[dict[str, tuple[str, float]]], place: str
+) -> None:
+    """In an exchange of a layer, where ranks meet, and where a save makes its group of ranks."""
+    for rank in (0, 2):
+        text, seconds = said[rank][place]
+        assert "rank 1 stopped, or " in text, text
+        # Those who wait need not have begun together.
+        assert seconds < 3 * (PATIENCE + MOMENT), (text, seconds)
+
+
+def _silent(rank: int, world: int) -> tuple[str, str, str]:
+    """Of ranks that all gave up; at two places; and where the store does not answer."""
+    nobody = missing.name_the_missing("here", None)
+    two = dist.new_group([0, 1], group_desc="two")
+    elsewhere = missing.name_the_missing(f"place {rank}", two)
+
+    class Silent:
+        def append(self, *_: object) -> None:
+            time.sleep(60)
+
+    with (
+        mock.patch.object(missing, "default_store", Silent),
+        mock.patch.object(missing, "_SILENT", 0.2),
+    ):
+        return nobody, elsewhere, missing.name_the_missing("here", None)
+
+
+def test_when_nobody_is_missing_or_nobody_answers() -> None:
+    first, second = run_ranks(_silent, 2)
+    nobody = "none of these ranks, but the network between them,"
+    keeper = "rank 0, or whoever else keeps the store where ranks meet,"
+    assert first == (nobody, "rank 1 (place 1)", keeper)
+    assert second == (nobody, "rank 0 (place 0)", keeper)
