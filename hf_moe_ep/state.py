@@ -19,7 +19,7 @@ keyword) to search for in FILE.
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
     moe/layer.py | forward_number | counts forwards
     placement/move.py | placement | where experts lie, from the first balance_experts on
-    placement/hub_order.py | guards_state_dicts _hf_moe_ep_guarded | on a model, on its optimizers
+    placement/hub_order.py | guards_state_dicts _hf_moe_ep_guarded | on a model, experts, optimizers
     moe/counting.py | choice_counts | how many tokens chose each expert, from the first one on
     moe/counting.py | leads_to_gradients | of the forward that runs
     routing/bias.py | correction data | the bias of a layer's router; in fp32 from patch on

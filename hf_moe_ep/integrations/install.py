@@ -276,7 +276,8 @@ WRAPPED = (
     Wrap(
         "torch.optim.optimizer:Optimizer.__init__",
         optimizers.init,
-        "the same in loops without Accelerate, for those that are given DTensors",
+        "the same in loops without Accelerate, for those that are given DTensors; no state dict "
+        "of experts that have moved",
     ),
     Wrap(
         "accelerate.optimizer:AcceleratedOptimizer.step",

@@ -20,6 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hf_moe_ep.placement.hub_order import guard_new_optimizer
 from hf_moe_ep.routing.bias import update_biases
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
@@ -48,9 +49,11 @@ def init(
 ) -> None:
     """`Optimizer.__init__`: what is given DTensors, and is none of `WORKING`, names itself.
 
-    For loops without Accelerate, where an optimizer is made of a sharded model's parameters.
+    For loops without Accelerate, where an optimizer is made of a sharded model's parameters. Made
+    of experts that have moved, it gives no state dict of their order.
     """
     original(self, params, defaults)
+    guard_new_optimizer(self)
     known = type(self) in (getattr(torch.optim, name) for name in WORKING)
     if not known and _holds_dtensors(self):
         # Of the instance, and a method as schedulers expect one.

@@ -19,7 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from hf_moe_ep.placement.assign import balanced, busiest
 from hf_moe_ep.placement.hub_order import guard_state_dicts
 from hf_moe_ep.placement.move import (
+    ExpertTensors,
     check_movable,
+    check_same_company,
     check_trained,
     find_expert_tensors,
     move_experts,
@@ -60,30 +62,33 @@ def balance_experts(
 
     Raises:
         ValueError: on every rank, before anything moves: a model without ep, or the load of
-            another one; other counts on another rank; an optimizer of other parameters, or with
-            state that cannot be cut by experts; a step that is half done.
+            another one; other counts on another rank, or another optimizer; an optimizer of other
+            parameters, or with state that cannot be cut by experts; a step that is half done.
         RuntimeError: some rank has not called this within five minutes.
     """
     model = unwrap(model)
     state = patched_state(model)
     check_has_ep(state, "balance_experts")
     check_everyone_calls("balance_experts", alone=ALONE)
-    optimizers = _listed(optimizer)
-    check_alike("balance_experts", threshold=threshold, load=_digest(load))
+    optimizers = together("balance_experts", lambda: _listed(optimizer))
     reshard(model)
 
-    def check() -> None:
+    def check() -> list[ExpertTensors]:
         _check_load(load, state)
+        _check_threshold(threshold)
         _check_between_steps(model)
         tensors = find_expert_tensors(model)
         check_trained(tensors, optimizers)
         check_movable(tensors, optimizers)
+        return tensors
 
-    together("balance_experts", check)
-    guard_state_dicts(model, state, optimizers)
+    tensors = together("balance_experts", check)
+    check_alike("balance_experts", threshold=threshold, load=_digest(load))
+    check_same_company("balance_experts", tensors, optimizers)
+    guard_state_dicts(model, state, tensors, optimizers)
     assert state.meshes is not None
     ranks = state.meshes.ep_size
-    for one in find_expert_tensors(model):
+    for one in tensors:
         now_E = slots_of(one.layer.placement, state.num_experts)
         load_E: list[int] = load.counts[one.layer.index].tolist()
         if not _is_uneven(load_E, now_E, ranks, threshold):
@@ -107,14 +112,32 @@ def check_has_ep(state: ModelState, what: str) -> None:
 def _listed(optimizer: Any) -> Sequence[Any]:
     if optimizer is None:
         return []
-    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for one in given:
+        if not hasattr(one, "param_groups"):
+            raise ValueError(
+                f"optimizer is a {type(one).__name__}, which has no parameters; pass the optimizer "
+                f"of the model, several in a list, or None where none has been made yet"
+            )
+    return given
 
 
 def _digest(load: ExpertLoad) -> str:
     return hashlib.sha256(repr(load.counts.tolist()).encode()).hexdigest()[:12]
 
 
+def _check_threshold(threshold: float) -> None:
+    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not (number and threshold >= 1):
+        raise ValueError(
+            f"threshold is what the busiest rank may have over the mean of all, so 1 or more, got "
+            f"{threshold!r}; try 1.2"
+        )
+
+
 def _check_load(load: ExpertLoad, state: ModelState) -> None:
+    if not isinstance(load, ExpertLoad):
+        raise ValueError(f"load is a {type(load).__name__}; pass expert_load(model)")
     wanted = (len(state.moe_layers), state.num_experts)
     if tuple(load.counts.shape) != wanted:
         raise ValueError(

@@ -19,7 +19,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_moe_ep.placement.move import check_movable, find_expert_tensors, move_experts
+from hf_moe_ep.placement.move import (
+    ExpertTensors,
+    check_movable,
+    check_same_company,
+    find_expert_tensors,
+    move_experts,
+)
+from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours, find_state
 
@@ -80,26 +87,52 @@ def _place(
     held = [optimizer for optimizer in optimizers if optimizer is not None]
     tensors = find_expert_tensors(model)
     # What was loaded into an optimizer since experts moved may be of another making.
-    check_movable(tensors, held)
+    together("experts_in_hub_order", lambda: check_movable(tensors, held))
+    check_same_company("experts_in_hub_order", tensors, held)
     for one in tensors:
         move_experts(one, placements[one.layer.index], state.meshes, held)
 
 
-def guard_state_dicts(model: nn.Module, state: ModelState, optimizers: Iterable[Any]) -> None:
-    """Refuse state dicts of a model and its optimizers while experts lie elsewhere; once each."""
-    hook = NotInHubOrder(state)
+def guard_state_dicts(
+    model: nn.Module,
+    state: ModelState,
+    tensors: Iterable[ExpertTensors],
+    optimizers: Iterable[Any],
+) -> None:
+    """Refuse state dicts of a model and its optimizers while experts lie elsewhere; once each.
+
+    Its experts' parameters tell optimizers that are made of them later (`guard_new_optimizer`).
+    """
     if not state.guards_state_dicts:
         state.guards_state_dicts = True
+        hook = NotInHubOrder(state)
         for module in model.modules():
             if isinstance(vars(module).get(STATE), MoELayer):
                 module.register_state_dict_pre_hook(hook)
                 module.register_load_state_dict_pre_hook(hook)
+    for one in tensors:
+        for parameter in one.parameters.values():
+            setattr(parameter, _GUARDED, state)
     for optimizer in optimizers:
-        stock = getattr(optimizer, "optimizer", optimizer)  # behind Accelerate's wrapper
-        if getattr(stock, _GUARDED, None) is not state:
-            setattr(stock, _GUARDED, state)
-            stock.register_state_dict_pre_hook(hook)
-            stock.register_load_state_dict_pre_hook(hook)
+        _guard(optimizer, state)
+
+
+def guard_new_optimizer(optimizer: Any) -> None:
+    """Refuse state dicts of an optimizer that was made of experts which had moved by then."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = getattr(parameter, _GUARDED, None)
+            if state is not None:
+                _guard(optimizer, state)
+
+
+def _guard(optimizer: Any, state: ModelState) -> None:
+    stock = getattr(optimizer, "optimizer", optimizer)  # behind Accelerate's wrapper
+    if getattr(stock, _GUARDED, None) is not state:
+        setattr(stock, _GUARDED, state)
+        hook = NotInHubOrder(state)
+        stock.register_state_dict_pre_hook(hook)
+        stock.register_load_state_dict_pre_hook(hook)
 
 
 class NotInHubOrder(Ours):

@@ -14,7 +14,9 @@ stays.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -28,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_moe_ep.ranks.collectives import start_all_to_all
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, Meshes
+from hf_moe_ep.ranks.together import check_alike
 from hf_moe_ep.state import STATE, MoELayer
 
 
@@ -130,8 +133,10 @@ def move_experts(
     after_E = slots_of(after, layer.model.num_experts)
     moves = [Move(old, new) for old, new in zip(before_E, after_E, strict=True) if old != new]
     for name, parameter in one.parameters.items() if moves else ():
-        for tensor in _with_company(parameter, optimizers):
-            _exchange(tensor, moves, meshes, f"moving experts of {name}")
+        where = f"moving experts of {name}"
+        _exchange(parameter, moves, meshes, where)
+        for _, tensor in _company(parameter, optimizers):
+            _exchange(tensor, moves, meshes, where)
     layer.placement = after
 
 
@@ -143,14 +148,36 @@ def slots_of(placement: Tensor | None, num_experts: int) -> list[int]:
     return slots
 
 
-def _with_company(parameter: DTensor, optimizers: Sequence[Any]) -> Iterator[DTensor]:
-    yield parameter
+def check_same_company(
+    what: str, tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]
+) -> None:
+    """Raise on every rank where one would send of an expert what another does not wait for.
+
+    Raises:
+        ValueError: it names two ranks, and what moves with the experts of each.
+    """
+    names = [
+        f"{key} of {name}"
+        for one in tensors
+        for name, parameter in one.parameters.items()
+        for key, _ in _company(parameter, optimizers)
+    ]
+    kinds = Counter(name.partition(" of ")[0] for name in names)
+    counted = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    digest = hashlib.sha256(repr(names).encode()).hexdigest()[:12]
+    check_alike(what, optimizer=f"{counted or 'nothing'} ({digest}) beside its experts")
+
+
+def _company(parameter: DTensor, optimizers: Sequence[Any]) -> Iterator[tuple[str, DTensor]]:
+    """Yield what lies like a parameter: each tensor once, whoever else is given it."""
+    seen = set()
     if isinstance(parameter.grad, DTensor):
-        yield parameter.grad
+        yield "grad", parameter.grad
     for optimizer in optimizers:
-        for value in optimizer.state.get(parameter, {}).values():
-            if _lies_like(value, parameter):
-                yield value
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if _lies_like(value, parameter) and id(value) not in seen:
+                seen.add(id(value))
+                yield key, value
 
 
 class Move(NamedTuple):

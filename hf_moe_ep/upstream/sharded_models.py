@@ -177,10 +177,17 @@ def is_gathered(unit: FSDPModule) -> bool:
 
 
 def holds_unreduced_grads(unit: FSDPModule) -> bool:
-    """Return whether a unit keeps gradients that no other rank has seen: of micro-batches before
-    the last one of a step (_fsdp_param.py).
+    """Return whether a unit keeps gradients of micro-batches before the last one of a step.
+
+    They wait gathered, in the dtype of the reduction where that is another one, or with replicas
+    behind the first of two sums (_fsdp_param.py, _fsdp_param_group.py).
     """
     group = unit._get_fsdp_state()._fsdp_param_group
-    return group is not None and any(
-        parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params
+    if group is None:
+        return False
+    return group._partial_reduce_output is not None or any(
+        parameter.unsharded_accumulated_grad is not None
+        # There is none before the first gather.
+        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+        for parameter in group.fsdp_params
     )

@@ -401,6 +401,103 @@ def test_a_skewed_router_ends_even(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
+def _plain() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return _made(Case("", 2, {"ep_size": 2}), seed=0)
+
+
+def micro_batches_that_wait_are_an_error(rank: int, world: int) -> None:
+    """Gathered gradients, in the dtype that they are reduced in: of experts where they lie now."""
+    model, optimizer = _plain()
+    model.set_requires_gradient_sync(False)
+    model(**batch(model, 2, 8, seed=rank)).loss.backward()
+    with pytest.raises(ValueError, match="micro-batches wait for the last one of their step"):
+        _balance(model, optimizer, FIRST)
+    model.set_requires_gradient_sync(True)
+    model(**batch(model, 2, 8, seed=rank)).loss.backward()
+    here = _numbers(model, optimizer)
+    _balance(model, optimizer, FIRST)
+    assert_equal(_numbers(model, optimizer), here)
+
+
+def an_optimizer_that_is_listed_twice_moves_once(rank: int, world: int) -> None:
+    model, optimizer = _plain()
+    _step(model, optimizer, 0)
+    here = _numbers(model, optimizer)
+    balance_experts(model, [optimizer, optimizer], _random_load(model, FIRST))
+    assert_equal(_numbers(model, optimizer), here)
+
+
+def ranks_with_other_optimizers_are_told(rank: int, world: int) -> None:
+    """One sent nothing of moments that the other waited for, or took weights for them."""
+    model, optimizer = _plain()
+    _step(model, optimizer, 0)
+    mine, load = optimizer if rank else None, _random_load(model, FIRST)
+    with pytest.raises(ValueError, match=r"with another optimizer: rank 0 with '4 grad \("):
+        balance_experts(model, mine, load)
+    _balance(model, optimizer, FIRST)
+    here = _as_they_lie(model, optimizer)
+    with (
+        pytest.raises(ValueError, match=r"experts_in_hub_order with another optimizer"),
+        experts_in_hub_order(model, mine),
+    ):
+        pass
+    assert_equal(_as_they_lie(model, optimizer), here)
+
+
+def an_optimizer_of_moved_experts_gives_no_state_dict(rank: int, world: int) -> None:
+    model, _ = _plain()
+    balance_experts(model, None, _random_load(model, FIRST))
+    optimizer = AdamW(model.parameters())
+    _step(model, optimizer, 0)
+    with pytest.raises(ValueError, match=r"state dict of AdamW would hold"):
+        optimizer.state_dict()
+    with experts_in_hub_order(model, optimizer):
+        optimizer.state_dict()
+
+
+def tensors_on_their_way_to_an_engine_do_not_change_owners(rank: int, world: int) -> None:
+    model, optimizer = _plain()
+    tensors = hub_tensors(model, max_bytes=2**12)
+    next(tensors)
+    _balance(model, optimizer, FIRST)
+    with pytest.raises(RuntimeError, match="has moved experts while hub_tensors sent them"):
+        next(tensors)
+
+
+def what_is_no_load_threshold_or_optimizer_is_named(rank: int, world: int) -> None:
+    """On the other rank too, where one alone was given it."""
+    model, optimizer = _plain()
+    load = _random_load(model, FIRST)
+    for threshold in (float("nan"), 0.5, "1.2", True):
+        given = threshold if rank else 1.2
+        with pytest.raises(ValueError, match=r"so 1 or more, got .*; try 1.2"):
+            balance_experts(model, optimizer, load, threshold=given)
+    with pytest.raises(ValueError, match=r"load is a Tensor; pass expert_load\(model\)"):
+        balance_experts(model, optimizer, load if rank else load.counts)
+    with pytest.raises(ValueError, match=r"optimizer is a ConstantLR, which has no parameters"):
+        balance_experts(model, torch.optim.lr_scheduler.ConstantLR(optimizer), load)
+
+
+REFUSED: list[Any] = [
+    *on_ranks(2, micro_batches_that_wait_are_an_error),
+    *on_ranks(
+        2,
+        an_optimizer_that_is_listed_twice_moves_once,
+        ranks_with_other_optimizers_are_told,
+        an_optimizer_of_moved_experts_gives_no_state_dict,
+        tensors_on_their_way_to_an_engine_do_not_change_owners,
+        what_is_no_load_threshold_or_optimizer_is_named,
+        slow=True,
+    ),
+]
+
+
+@pytest.mark.parametrize("claim", REFUSED)
+def test_what_would_mix_experts_up(found: Found, claim: Check) -> None:
+    """On 2 ranks with ep 2: an error on both, or nothing that was mixed up."""
+    found.raise_if_failed(claim)
+
+
 @pytest.mark.parametrize("claim", checks())
 def test_moved_experts_change_nothing_but_where_they_lie(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

@@ -65,11 +65,11 @@ def hub_tensors(
     model's own memory. Nothing of the model changes.
 
     Every rank has to iterate, to the end, and in step: each tensor is gathered from all of them.
-    Do not run the model in between. Where a rank stops early (`break`, `close()`, an error that is
-    handled) the others get a RuntimeError that names it with their next tensor; if all stop, all
-    do. An error that is kept (`last = error`) keeps an iterator that a variable holds, and the
-    others wait: write the loop into `with contextlib.closing(tensors):`. An error that nobody
-    handles ends the process, and with it the others.
+    Do not run the model in between, nor move its experts. Where a rank stops early (`break`,
+    `close()`, an error that is handled) the others get a RuntimeError that names it with their next
+    tensor; if all stop, all do. An error that is kept (`last = error`) keeps an iterator that a
+    variable holds, and the others wait: write the loop into `with contextlib.closing(tensors):`. An
+    error that nobody handles ends the process, and with it the others.
 
     Args:
         model: patched, sharded or not, with adapters or not.
@@ -86,7 +86,8 @@ def hub_tensors(
         ValueError: the model is not patched, has no values, has adapters that are not merged, or
             some that cannot be, or are switched off, or experts that are held quantised; on every
             rank, where ranks disagree about the arguments.
-        RuntimeError: some rank has not begun to iterate within five minutes, or has stopped early.
+        RuntimeError: some rank has not begun to iterate within five minutes, or has stopped early;
+            `balance_experts` has moved experts since the first tensor.
     """
     model = unwrap(model)
     state = patched_state(model)
@@ -128,15 +129,27 @@ def _iterate(
             max_bytes=max_bytes,
         )
         still_here = StillHere("hub_tensors", state.device)
+    lie = [layer.placement for layer in state.moe_layers]
     try:
         for source in _sources(model, state, dtype, max_bytes // _SLABS):
-            yield from _tensors_of(source, still_here)
+            for named in _tensors_of(source, still_here):
+                yield named
+                _check_unmoved(lie, state)
     except GeneratorExit:
         if still_here is not None:
             still_here.leave()
         raise
     if still_here is not None:
         still_here.end()
+
+
+def _check_unmoved(before: list[Tensor | None], state: ModelState) -> None:
+    """Raise where what is sent of experts would no longer be theirs; all ranks move them."""
+    if any(layer.placement is not lie for layer, lie in zip(state.moe_layers, before, strict=True)):
+        raise RuntimeError(
+            "balance_experts has moved experts while hub_tensors sent them; iterate to the end, "
+            "and move them behind that"
+        )
 
 
 def _sources(
