@@ -34,6 +34,7 @@ from hf_moe_ep.routing.load import ExpertLoad
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import (
     OperatorMode,
+    dtensor_shapes,
     fake_tensors,
     is_fake,
     on_real_tensors,
@@ -158,6 +159,7 @@ def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool) -> Iterator[None]
     with ExitStack() as swapped:
         swapped.enter_context(_instead(collectives, "_all_gather", _gather_own))
         swapped.enter_context(_instead(torch_mlp.Block, "split", split_in_two))
+        swapped.enter_context(_instead(*dtensor_shapes()))
         if like_gpu:
             swapped.enter_context(_instead(torch_mlp, "_BLOCK", sys.maxsize))
         with fake_tensors(), ChoicesAreReal(choices):

@@ -1,7 +1,8 @@
 """What sees every operator that runs, and tensors that have a shape and no memory.
 
-torch/utils/_python_dispatch.py, torch/utils/_pytree.py, torch/_subclasses/fake_tensor.py, and
-torch/csrc/Storage.cpp for what tells storages apart.
+torch/utils/_python_dispatch.py, torch/utils/_pytree.py, torch/_subclasses/fake_tensor.py,
+torch/csrc/Storage.cpp for what tells storages apart, and torch/distributed/tensor/_sharding_prop.py
+for how a DTensor finds out the shape of a result.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
 __all__ = [
     "NoValue",
     "OperatorMode",
+    "dtensor_shapes",
     "fake_tensors",
     "is_fake",
     "on_real_tensors",
@@ -57,6 +62,22 @@ def on_real_tensors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """Call a function of tensors that have memory, for others that have: outside of that mode."""
     with unset_fake_temporarily():
         return function(*args, **kwargs)
+
+
+def dtensor_shapes() -> tuple[type, str, Callable[..., Any]]:
+    """Return where DTensors find out shapes by an operator on whole fake tensors, and a new way.
+
+    Where fake tensors are being made already they take that mode, and every mode above it sees
+    operators and sizes that are no part of the program. The new way is the old one without modes.
+    """
+    name = "_propagate_tensor_meta_non_cached"
+    stock = vars(ShardingPropagator)[name]
+
+    def unseen(*args: Any) -> Any:
+        with hidden_from_modes():
+            return stock(*args)
+
+    return ShardingPropagator, name, unseen
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
