@@ -26,6 +26,7 @@ import torch
 from figures import setting, spread
 from ranks import spawn
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
 from hf_moe_ep import (
@@ -46,7 +47,7 @@ from hf_moe_ep.tools.step_plan import (
     make_optimizer,
     plan_step,
 )
-from hf_moe_ep.upstream.models import checkpoint_layers
+from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers
 
 WORLD = 4
 
@@ -91,6 +92,8 @@ class Configuration:
     batch: int = 1
     lora_rank: int | None = None
     lora_targets: str = "both"
+    masters: str = "fp32"
+    fused_head: bool = False
     optimizer: str = "adamw"
 
     def planned(self, sizes: Sizes, world: int = WORLD, load: ExpertLoad | None = None) -> StepPlan:
@@ -99,8 +102,9 @@ class Configuration:
             sizes.config(),
             ParallelConfig(**self.parallel),
             world_size=world,
-            batch=Batch(sizes.seq, self.batch, self.checkpointing),
+            batch=Batch(sizes.seq, self.batch, self.checkpointing, fused_head=self.fused_head),
             dtype=self.dtype,
+            masters=self.masters,
             optimizer=self.optimizer,
             lora_rank=self.lora_rank,
             lora_targets=self.lora_targets,
@@ -154,15 +158,19 @@ def measure(one: Configuration, sizes: Sizes) -> Measured:
     # Buffers stay in fp32, as a model is loaded.
     model: nn.Module = AutoModelForCausalLM.from_config(sizes.config(), dtype=one.dtype)
     patch(model, **one.parallel)
+    head = add_fused_head(model) if one.fused_head else {}
+    in_fp32 = one.masters == "fp32"
     if one.lora_rank is not None:
         plan = getattr(model, STATE).plan
-        model = attach_lora(model, plan, one.lora_rank, one.lora_targets, device="cpu")
+        model = attach_lora(
+            model, plan, one.lora_rank, one.lora_targets, device="cpu", fp32=in_fp32
+        )
     layers = find_parts(model).layers
-    apply_ep_fsdp2(model).train()
+    apply_ep_fsdp2(model, mp_policy=None if in_fp32 else MixedPrecisionPolicy()).train()
     if one.checkpointing:
         checkpoint_layers(model)
     optimizer = make_optimizer(one.optimizer, model.parameters())
-    batch = make_batch(sizes, one.batch, data_parallel_rank(model))
+    batch = make_batch(sizes, one.batch, data_parallel_rank(model)) | head
     model(**batch).loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -27,10 +27,11 @@ from hf_moe_ep.ops.quantised import KINDS
 from hf_moe_ep.tools.architecture import lines, look_at
 from hf_moe_ep.tools.memory_plan import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
 from hf_moe_ep.tools.printing import print_found
-from hf_moe_ep.tools.published_models import LORA_TARGETS, known_shapes
+from hf_moe_ep.tools.published_models import LORA_TARGETS, find_config, known_shapes
 from hf_moe_ep.tools.shrink import shrink
 from hf_moe_ep.tools.step_plan import NOT_COUNTED as STEP_NOT_COUNTED
 from hf_moe_ep.tools.step_plan import Batch, StepPlan, plan_step
+from hf_moe_ep.upstream.models import has_fused_head, is_causal_lm
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DEFAULT = "default: %(default)s"
@@ -68,6 +69,7 @@ def add_parser(subparsers: Any) -> None:
         add("--seq", type=int, metavar="S", help="plan a whole step on sequences of S tokens"),
         add("--batch", type=int, default=1, metavar="B", help=f"of each data rank; {_DEFAULT}"),
         add("--checkpointing", action="store_true", help="backward computes layers again"),
+        add("--fused-head", action="store_true", help="no whole logits, as TRL's SFTTrainer"),
         add("--memory", type=float, metavar="GIB", help="of one GPU: say whether it fits"),
     ]
     parser.set_defaults(run=run, of_plan=of_plan)
@@ -111,8 +113,13 @@ def run(options: argparse.Namespace) -> int:
             f"--experts-dtype {options.experts_dtype} holds frozen experts, and full weights are "
             f"planned; add --lora-rank 16, or leave it out"
         )
-    if options.seq is None and (options.checkpointing or options.batch != 1):
-        given = "--checkpointing" if options.checkpointing else f"--batch {options.batch}"
+    of_step = {
+        "--checkpointing": options.checkpointing,
+        "--fused-head": options.fused_head,
+        f"--batch {options.batch}": options.batch != 1,
+    }
+    if options.seq is None and any(of_step.values()):
+        given = next(flag for flag, is_given in of_step.items() if is_given)
         raise ValueError(
             f"{given} matters to a step, and none is planned without the length of its sequences; "
             f"add --seq 4096"
@@ -152,13 +159,16 @@ def _layout(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step(shape: str, asked: Mapping[str, Any]) -> StepPlan:
-    batch = Batch(asked["seq"], asked["batch"], asked["checkpointing"])
+    batch = Batch(
+        asked["seq"], asked["batch"], asked["checkpointing"], fused_head=asked["fused_head"]
+    )
     return plan_step(shape, batch=batch, **_layout(asked))
 
 
 def _step_table(step: StepPlan, asked: Mapping[str, Any]) -> list[str]:
     run = " and ".join(map(str, step.layers_run))
     checkpointing = ", checkpointing" if asked["checkpointing"] else ""
+    checkpointing += ", TRL's fused head" if asked["fused_head"] else ""
     return [
         "",
         f"one step on {asked['batch']} x {asked['seq']} tokens of each data rank{checkpointing}",
@@ -190,7 +200,10 @@ def _say_what_fits(step: StepPlan, options: argparse.Namespace) -> None:
         known = peaks.get(str(dict(asked)))
         return _step(options.plan, asked).peak if known is None else known
 
-    for change, peak in shrink(vars(options), limit, peak_of):
+    # TRL's head is for what transformers has a causal model of.
+    has_head = has_fused_head() and is_causal_lm(find_config(options.plan))
+    without = () if has_head else ("fused_head",)
+    for change, peak in shrink(vars(options), limit, peak_of, without=without):
         fits = "fits" if peak <= limit else f"{_gib(peak - limit)} GiB are missing"
         print(f"  {change.flag:<28}{_gib(peak):>9} GiB, {fits}", flush=True)
 

@@ -141,12 +141,13 @@ def plan_memory(
         parallel: as for `patch`.
         dtype: what the model is loaded in, and computes in.
         masters: "fp32" as `apply_ep_fsdp2` does by default: a low-precision model trains with
-            fp32 parameters, gradients and optimizer state. "model" keeps all in `dtype`.
+            fp32 parameters, gradients and optimizer state. "model" keeps all in `dtype`, adapters
+            too, as PEFT makes them with autocast_adapter_dtype=False.
         optimizer: "adamw", "adamw_fused" (as much between steps), "sgd" (with momentum), or "none"
             for one without state.
         lora_rank: train adapters of this rank alone, on `lora_targets`: "experts", "attention",
-            "both". Like PEFT's they are fp32 beside a low-precision model. What
-            `parallel.experts_dtype` holds as bytes cannot be trained: it wants adapters.
+            "both". What `parallel.experts_dtype` holds as bytes cannot be trained: it wants
+            adapters.
 
     Raises:
         ValueError: an unknown choice, a process group that exists already, and what `patch` and
@@ -218,7 +219,13 @@ class Unsharded:
         patch(model, request.parallel)
         state: ModelState = getattr(model, STATE)
         if request.lora_rank is not None:
-            model = attach_lora(model, state.plan, request.lora_rank, request.lora_targets)
+            model = attach_lora(
+                model,
+                state.plan,
+                request.lora_rank,
+                request.lora_targets,
+                fp32=request.masters == "fp32",
+            )
         policy, fp32_masters = MixedPrecisionPolicy(), False
         if request.masters == "fp32":
             policy, fp32_masters = default_policy(model)

@@ -113,9 +113,17 @@ def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def attach_lora(
-    model: nn.Module, plan: ModelPlan, rank: int, targets: str, *, device: str = "meta"
+    model: nn.Module,
+    plan: ModelPlan,
+    rank: int,
+    targets: str,
+    *,
+    device: str = "meta",
+    fp32: bool = True,
 ) -> nn.Module:
     """Put PEFT's LoRA on a patched model: on stacked experts, attention projections, or both.
+
+    With `fp32` adapters of a low-precision model are that, as PEFT makes them by default.
 
     Raises:
         ValueError: no such targets; a rank below 1; PEFT is not installed.
@@ -138,7 +146,14 @@ def attach_lora(
     with torch.device(device), warnings.catch_warnings():
         # PEFT asks every model for a name that transformers has given up.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
-        return get_peft_model(model, config)
+        adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32)
+    if not fp32:
+        # PEFT does so too, but for adapters on the meta device.
+        dtype = next(p.dtype for p in adapted.parameters() if not p.requires_grad)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+    return adapted
 
 
 def _projections(model: nn.Module, plan: ModelPlan) -> list[str]:

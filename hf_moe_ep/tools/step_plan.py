@@ -37,9 +37,10 @@ from hf_moe_ep.tools.fake_step import Choices, alone_on_fake_tensors
 from hf_moe_ep.tools.memory_plan import PlanRequest, Unsharded
 from hf_moe_ep.tools.published_models import find_config
 from hf_moe_ep.tools.tensor_memory import BEFORE, RESIZED, Lived, TensorMemory, count_tensors
+from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import NoValue
-from hf_moe_ep.upstream.models import checkpoint_layers, text_config
+from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers, text_config
 from hf_moe_ep.upstream.modules import own_buffers
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -60,12 +61,15 @@ class Batch:
     Attributes:
         checkpointing: backward computes layers again.
         accumulates: gradients of an earlier micro-batch are there already.
+        fused_head: the loss is TRL's, whose SFTTrainer never has the logits of all tokens. What
+            runs is its path without Triton; its kernels take less.
     """
 
     seq: int
     batch: int = 1
     checkpointing: bool = False
     accumulates: bool = False
+    fused_head: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq", "batch"):
@@ -252,6 +256,7 @@ def _count(request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu
     if state.config.ep_outside:
         rank *= request.world_size // (state.config.dp_replicate_size or 1)
         rank //= state.config.ep_size or 1
+    head = add_fused_head(without_adapters(found.model)) if batch.fused_head else {}
     with fake_group(rank, request.world_size):
         meshes = found.shard()
         state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
@@ -265,7 +270,7 @@ def _count(request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu
             if batch.accumulates:
                 _give_grads(optimizer)
             ids = torch.randint(config.vocab_size, (batch.batch, batch.seq))
-            inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+            inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **head}
             try:
                 return count_step(found.model, found.units.layers, optimizer, inputs)
             except NoValue as error:

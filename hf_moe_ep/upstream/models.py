@@ -11,8 +11,10 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, cast
 
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -22,6 +24,7 @@ from hf_moe_ep.upstream.replaced_forwards import forward_functions
 IGNORED_LABEL = -100
 _AUX_LOSS, _AUX_COEFFICIENT = "load_balancing_loss_func", "router_aux_loss_coef"
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
+_FUSED_HEAD_SINCE = Version("1.15")
 _CORRECTION_BIAS = re.compile(r"(correction|expert|balancing)_bias(es)?$")
 
 
@@ -150,6 +153,33 @@ def is_fused_head(kwargs: dict[str, Any]) -> bool:
     trl/trainer/utils.py, since 1.15.
     """
     return bool(kwargs.get("fused_lm_head"))
+
+
+def has_fused_head() -> bool:
+    """Return whether a TRL with such a head is installed."""
+    try:
+        return Version(version("trl")) >= _FUSED_HEAD_SINCE
+    except PackageNotFoundError:
+        return False
+
+
+def add_fused_head(model: nn.Module) -> dict[str, Any]:
+    """Give a model TRL's fused head, as its SFTTrainer does; returns what asks a forward for it.
+
+    trl/trainer/utils.py.
+
+    Raises:
+        ValueError: TRL is not installed, or is too old.
+    """
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError as error:
+        raise ValueError(
+            f"a loss without whole logits is TRL's, and there is no such head here ({error}); "
+            f"pip install 'trl>=1.15'"
+        ) from error
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    return {"fused_lm_head": True}
 
 
 def fused_head_globals() -> dict[str, Any]:

@@ -62,6 +62,7 @@ THIRD_PARTY = {
     "tools.requirements": "packaging",
     "upstream": "accelerate huggingface_hub peft transformers trl",
     "upstream.grpo": "numpy",
+    "upstream.models": "packaging",
 }
 WITHOUT_TORCH = {"config", "plan"}
 READS_ENVIRONMENT = {"config"}

@@ -36,6 +36,7 @@ def with_lora(
     parameters: tuple[str, ...] = EXPERTS,
     modules: tuple[str, ...] = ATTENTION,
     seed: int | None = None,
+    fp32: bool = True,
     **options: Any,
 ) -> PeftModel:
     """Random factors: PEFT's own lora_B begins with zeros, and lora_A would have no gradient."""
@@ -49,4 +50,4 @@ def with_lora(
         init_lora_weights=False,
         **options,
     )
-    return get_peft_model(model, config)
+    return get_peft_model(model, config, autocast_adapter_dtype=fp32)

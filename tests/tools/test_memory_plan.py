@@ -150,7 +150,8 @@ def largest_gathered(model: Any, case: Case) -> int:
 def one_step(case: Case) -> dict[str, int]:
     model = patch(case.stock(), **case.parallel)
     if case.lora is not None:
-        model = with_lora(model, r=case.options["lora_rank"], **case.lora)
+        low = case.options.get("masters") == "model"
+        model = with_lora(model, r=case.options["lora_rank"], fp32=not low, **case.lora)
     policy = MixedPrecisionPolicy() if case.options.get("masters") == "model" else None
     apply_ep_fsdp2(model, mp_policy=policy)
     if case.model.get("name"):

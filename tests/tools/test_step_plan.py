@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hf_moe_ep.tools.cli import main
 from hf_moe_ep.tools.fake_step import Choices
 from hf_moe_ep.tools.shrink import CHANGES, Asked, shrink
 from hf_moe_ep.tools.step_plan import Batch, plan_step
+from hf_moe_ep.upstream.models import has_fused_head
 
 SIZES_OF_BENCH = bench.Sizes(
     seq=96, hidden=128, layers=2, experts=8, top_k=2, intermediate=128, vocab=200
@@ -64,6 +66,26 @@ def test_on_one_rank_to_the_byte(name: str) -> None:
     off = {key: (planned.peaks[key], size) for key, size in measured.items()}
     assert planned.peak == max(measured.values()), off
     assert sum(planned.parts.values()) == planned.peak
+
+
+@pytest.mark.skipif(not has_fused_head(), reason="needs TRL 1.15")
+def test_trls_head_and_adapters_in_bf16() -> None:
+    """Where TRL's head has the peak, a plan has the ids that one router chose twice, no byte more.
+
+    Adapters in fp32 are seen to be planned as more.
+    """
+    head = replace(
+        ON_ONE_RANK["bf16, nf4, adapters, checkpointing"], masters="model", fused_head=True
+    )
+    planned = head.planned(SIZES_OF_BENCH, world=1)
+    with alone():
+        measured = max(bench.measure(head, SIZES_OF_BENCH).peaks.values())
+    ids = head.batch * SIZES_OF_BENCH.seq * SIZES_OF_BENCH.top_k * 8
+    assert planned.where == "backward, head"
+    assert planned.peak - measured == ids, (planned.peak, measured)
+    in_fp32 = replace(head, masters="fp32").planned(SIZES_OF_BENCH, world=1)
+    assert planned.parts["optimizer state"] < 0.6 * in_fp32.parts["optimizer state"]
+    assert planned.peak < in_fp32.peak
 
 
 def _measured(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
@@ -165,6 +187,8 @@ def test_shrinking_keeps_what_helps_until_it_fits() -> None:
         "double_quant": False,
         "lora_rank": 4,
         "lora_targets": "both",
+        "masters": "model",
+        "fused_head": True,
     }
 
     def peak_of(asked: Asked) -> int:
@@ -176,6 +200,18 @@ def test_shrinking_keeps_what_helps_until_it_fits() -> None:
     assert [peak for _, peak in shrink(asked, 95, peak_of)] == [90]
     assert not list(shrink(asked, 100, peak_of))
     assert {change.name for change in CHANGES} <= asked.keys()
+    large = asked | {"fused_head": False, "masters": "fp32"}
+    tried = []
+
+    def all_help(asked: Asked) -> int:
+        tried.append(asked)
+        return 100 - len(tried)
+
+    flags = [change.flag for change, _ in shrink(large, 0, all_help)]
+    assert flags[0] == "--fused-head"
+    assert flags[-2:] == ["--masters model", "--lora-targets attention"]
+    without = [change.flag for change, _ in shrink(large, 0, all_help, without=["fused_head"])]
+    assert without == flags[1:]
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +235,7 @@ def test_command_says_what_would_make_it_fit(
     assert f"{less.peak / 2**30:.3f} GiB" in out and f"in: {plan.where}" in out
 
 
-@pytest.mark.parametrize("given", [["--checkpointing"], ["--batch", "2"]])
+@pytest.mark.parametrize("given", [["--checkpointing"], ["--batch", "2"], ["--fused-head"]])
 def test_a_step_wants_a_length(
     given: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
