@@ -150,9 +150,10 @@ def attach_lora(
     if not fp32:
         # PEFT does so too, but for adapters on the meta device.
         dtype = next(p.dtype for p in adapted.parameters() if not p.requires_grad)
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
+        for module in adapted.modules():
+            own = list(module.parameters())
+            if own and all(parameter.requires_grad for parameter in own):
+                module.to(dtype)
     return adapted
 
 
