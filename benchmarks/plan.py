@@ -4,7 +4,7 @@
     python benchmarks/plan.py --write benchmarks/results   also as Markdown
 
 Eight configurations on four gloo ranks. Each rank builds the model, patches it, attaches adapters,
-shards, makes one step to warm up and counts the next one: the bytes of all tensors that are alive,
+shards, makes two steps to warm up and counts the next one: the bytes of all tensors that are alive,
 operator by operator (`hf_moe_ep/tools/tensor_memory.py`). The plan counts the same in one process,
 on tensors without memory, with every rank like the first (`hf_moe_ep/tools/step_plan.py`).
 
@@ -47,6 +47,7 @@ from hf_moe_ep.tools.step_plan import (
     make_optimizer,
     plan_step,
 )
+from hf_moe_ep.tools.step_work import StepWork
 from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers
 
 WORLD = 4
@@ -136,9 +137,10 @@ CONFIGURATIONS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's step: its peaks by stretch, and the load of experts over all ranks."""
+    """One rank's step: its peaks by stretch, its work, and the load of experts over all ranks."""
 
     peaks: dict[str, int]
+    work: StepWork
     load: ExpertLoad
 
     @property
@@ -149,7 +151,7 @@ class Measured:
 def measure_rank(
     rank: int, sizes: Sizes, configurations: Sequence[Configuration]
 ) -> list[Measured]:
-    """One rank's second step in each configuration."""
+    """One rank's third step in each configuration."""
     return [measure(one, sizes) for one in configurations]
 
 
@@ -171,12 +173,14 @@ def measure(one: Configuration, sizes: Sizes) -> Measured:
         checkpoint_layers(model)
     optimizer = make_optimizer(one.optimizer, model.parameters())
     batch = make_batch(sizes, one.batch, data_parallel_rank(model)) | head
-    model(**batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    # Two: the first step of an optimizer is another one.
+    for _ in range(2):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     expert_load(model, reset=True)
     counted = count_step(model, layers, optimizer, batch)
-    return Measured(counted.peaks(), expert_load(model))
+    return Measured(counted.peaks(), counted.work, expert_load(model))
 
 
 def make_batch(sizes: Sizes, batch: int, data_rank: int) -> dict[str, Any]:

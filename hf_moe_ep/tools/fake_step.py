@@ -12,7 +12,8 @@ step. Two things of it depend on values, which fake tensors have not:
 So a rank receives what it would send to one like itself: D times the rows that it sends there.
 On a GPU the torch path computes all pairs of a layer as one block, on a CPU some at a time. Of a
 block's experts, which come one after the other and let go of what they took, the two with the
-most pairs are run.
+most pairs are run, and before them the one with fewest: work of all others lies on the line between
+it and the largest.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.ops import quantised, torch_mlp
 from hf_moe_ep.ranks import collectives
 from hf_moe_ep.routing.load import ExpertLoad
+from hf_moe_ep.tools.step_work import Operator, WorkCounter
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import (
     OperatorMode,
@@ -154,11 +157,23 @@ def _makes_whole_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @contextmanager
-def alone_on_fake_tensors(choices: Choices, *, like_gpu: bool) -> Iterator[None]:
-    """Let this rank run on fake tensors, inside the block; see the module."""
+def alone_on_fake_tensors(
+    choices: Choices, *, like_gpu: bool, work: WorkCounter | None = None
+) -> Iterator[None]:
+    """Let this rank run on fake tensors, inside the block; see the module.
+
+    `work` is told what the experts do that are not run.
+    """
+    work = work or WorkCounter()
+
+    def split(block: torch_mlp.Block, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        return split_in_three(block, *tensors, work=work)
+
+    # Of the fake group: it fills what it is given with what this rank tells.
+    gather = vars(collectives)["_all_gather"]
     with ExitStack() as swapped:
-        swapped.enter_context(_instead(collectives, "_all_gather", _gather_own))
-        swapped.enter_context(_instead(torch_mlp.Block, "split", split_in_two))
+        swapped.enter_context(_instead(collectives, "_all_gather", partial(_gather_own, gather)))
+        swapped.enter_context(_instead(torch_mlp.Block, "split", split))
         swapped.enter_context(_instead(*dtensor_shapes()))
         if like_gpu:
             swapped.enter_context(_instead(torch_mlp, "_BLOCK", sys.maxsize))
@@ -179,22 +194,23 @@ def _instead(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, stock)
 
 
-def split_in_two(
-    block: torch_mlp.Block, *tensors: Tensor
+def split_in_three(
+    block: torch_mlp.Block, *tensors: Tensor, work: WorkCounter
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Yield the two experts of a block that have most pairs, as `Block.split` yields all."""
-    largest = sorted(range(len(block.sizes)), key=lambda index: -block.sizes[index])[:2]
-    for index in sorted(largest):
-        start = sum(block.sizes[:index])
+    """Yield three experts of a block, as `Block.split` yields all: least pairs, then the most."""
+    order = sorted(range(len(block.sizes)), key=lambda index: -block.sizes[index])
+    largest = sorted(order[:2])
+    ran: dict[int, list[Operator]] = {}
+    for index in largest if len(order) < 3 else (order[-1], *largest):
+        start, since = sum(block.sizes[:index]), work.number
         part = slice(start, start + block.sizes[index])
         yield block.experts[index], tuple(tensor[part] for tensor in tensors)
+        ran[block.sizes[index]] = work.take(since)
+    if ran:
+        work.stand_for(ran, block.sizes)
 
 
-class _Done:
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-
-def _gather_own(out: Tensor, mine: Tensor, **_: Any) -> _Done:
+def _gather_own(gather: Any, out: Tensor, mine: Tensor, **given: Any) -> Any:
+    done = gather(out, mine, **given)
     out.view(-1, mine.numel()).copy_(mine.view(1, -1))
-    return _Done()
+    return done

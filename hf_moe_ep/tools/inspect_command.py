@@ -227,7 +227,7 @@ def as_json(
     found["all_ranks"] = {name: plan.all_ranks(name) for name in _ROWS}
     found["not_counted"] = list(NOT_COUNTED)
     if step is not None:
-        found["step"] = asdict(step) | {"peak": step.peak, "where": step.where}
+        found["step"] = step.as_json() | {"peak": step.peak, "where": step.where}
         found["step"]["not_counted"] = list(STEP_NOT_COUNTED)
     if memory is not None:
         held = _left(plan, memory)

@@ -97,7 +97,8 @@ def as_json(found: Found) -> dict[str, Any]:
     """Turn what was found into plain data."""
 
     def plain(one: Planned) -> dict[str, Any]:
-        return asdict(one) | {"peak": one.step.peak}
+        plain = {"layout": asdict(one.layout), "step": one.step.as_json(), "left": one.left}
+        return plain | {"peak": one.step.peak}
 
     return {
         "fit": [plain(one) for one in found.fit],

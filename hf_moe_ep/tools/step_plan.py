@@ -23,19 +23,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, is_tensor, nn
 
-from hf_moe_ep.architectures import experts_per_token
+from hf_moe_ep.architectures import experts_per_token, find_parts
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.routing.load import ExpertLoad
+from hf_moe_ep.state import patched_state
 from hf_moe_ep.tools.fake_step import Choices, alone_on_fake_tensors
 from hf_moe_ep.tools.memory_plan import PlanRequest, Unsharded
 from hf_moe_ep.tools.published_models import find_config
+from hf_moe_ep.tools.step_work import StepWork, WorkCounter, of_more_layers
 from hf_moe_ep.tools.tensor_memory import BEFORE, RESIZED, Lived, TensorMemory, count_tensors
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
@@ -46,6 +48,7 @@ from hf_moe_ep.upstream.process_groups import fake_group
 
 # Numbers of layers that are run where a model has more, all alike.
 FEW = (4, 5)
+OPTIMIZER = "optimizer"
 NOT_COUNTED = (
     "what kernels and communication libraries need inside",
     "the CUDA context",
@@ -85,12 +88,14 @@ class StepPlan:
         peaks: by stretch of the step, in their order.
         parts: what the largest of them is made of.
         layers, layers_run: of the model, and those of the models that were run for it.
+        work: what the rank computes, moves and sends in the step.
     """
 
     peaks: dict[str, int]
     parts: dict[str, int]
     layers: int
     layers_run: tuple[int, ...]
+    work: StepWork = field(default_factory=StepWork, repr=False)
 
     @property
     def peak(self) -> int:
@@ -100,6 +105,12 @@ class StepPlan:
     def where(self) -> str:
         """The stretch of the step with the peak."""
         return max(self.peaks, key=self.peaks.__getitem__)
+
+    def as_json(self) -> dict[str, Any]:
+        """Turn it into plain data: its memory, without the thousands of operators."""
+        found = asdict(replace(self, work=StepWork()))
+        del found["work"]
+        return found
 
 
 def plan_step(
@@ -146,14 +157,15 @@ def plan_step(
         ]
     if len(few) == 1:
         (only,) = counted
-        return StepPlan(only.peaks(), only.parts(), layers, few)
+        return StepPlan(only.peaks(), only.parts(), layers, few, only.work)
     stretches = [one.from_ends() for one in counted]
     peaks = {name: _further([one[name][1] for one in stretches], layers) for name in stretches[0]}
     where = max(peaks, key=peaks.__getitem__)
     of_few = [one.parts(ends[where][0]) for one, ends in zip(counted, stretches, strict=True)]
     names = dict.fromkeys(name for parts in of_few for name in parts)
     parts = {name: _further([one.get(name, 0) for one in of_few], layers) for name in names}
-    return StepPlan(peaks, parts, layers, few)
+    work = of_more_layers([one.work for one in counted], FEW, layers)
+    return StepPlan(peaks, parts, layers, few, work)
 
 
 def count_step(
@@ -161,8 +173,13 @@ def count_step(
     layers: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     inputs: dict[str, Any],
+    work: WorkCounter | None = None,
 ) -> Counted:
-    """Count one step of a sharded model, on this rank; a real one is to have made a step before."""
+    """Count one step of a sharded model, on this rank; a real one is to have made a step before.
+
+    `work` is what counts its work: `make_counter` makes one.
+    """
+    work = work or make_counter(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     held: dict[str, list[Any]] = {
         "parameters": [*model.parameters()],
@@ -180,28 +197,43 @@ def count_step(
             memory.watch(tensors)
             kinds |= {life: kind for life in map(memory.storage, tensors) if life is not None}
             del tensors
-        with _stretches_of_layers(layers, memory):
-            memory.begin("forward, before layers")
+
+        def begin(stretch: str) -> None:
+            memory.begin(stretch)
+            work.begin(stretch)
+
+        with work, _stretches_of_layers(layers, begin):
+            begin("forward, before layers")
             loss = model(**inputs).loss
-            memory.begin("backward, head")
+            begin("backward, head")
             loss.backward()
         grads = [p.grad for p in trained if p.grad is not None]
         kinds |= {life: "gradients" for life in map(memory.storage, grads) if life is not None}
         del grads
-        memory.begin("optimizer")
-        optimizer.step()
+        begin(OPTIMIZER)
+        with work:
+            optimizer.step()
         del loss
         optimizer.zero_grad()
-    return Counted(memory, kinds, len(layers))
+    return Counted(memory, kinds, len(layers), work.counted())
+
+
+def make_counter(model: nn.Module, *, grouped: bool = False) -> WorkCounter:
+    """Make what counts the work of a sharded model; `grouped` as kernels compute experts."""
+    experts = find_parts(model).adapted_experts.values()
+    trained = any(p.requires_grad for of in experts for one in of for p in one.parameters())
+    chunks = patched_state(model).config.dispatch_chunks
+    return WorkCounter(chunks=chunks, experts_train=trained, grouped=grouped)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A step that was counted, and what storages are for, where their tensors told."""
+    """A step that was counted, its work, and what storages are for, where their tensors told."""
 
     memory: TensorMemory
     kinds: dict[Lived, str]
     layers: int
+    work: StepWork
 
     def peaks(self) -> dict[str, int]:
         """Return the peak of each stretch of the step."""
@@ -260,7 +292,8 @@ def _count(request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu
     with fake_group(rank, request.world_size):
         meshes = found.shard()
         state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
-        with alone_on_fake_tensors(choices, like_gpu=like_gpu):
+        work = make_counter(found.model, grouped=like_gpu)
+        with alone_on_fake_tensors(choices, like_gpu=like_gpu, work=work):
             _materialise(found.model)
             found.model.train()
             if batch.checkpointing:
@@ -272,7 +305,7 @@ def _count(request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu
             ids = torch.randint(config.vocab_size, (batch.batch, batch.seq))
             inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **head}
             try:
-                return count_step(found.model, found.units.layers, optimizer, inputs)
+                return count_step(found.model, found.units.layers, optimizer, inputs, work)
             except NoValue as error:
                 raise ValueError(
                     f"a forward of {config.model_type} asks for the value of an activation "
@@ -289,9 +322,14 @@ def _materialise(model: nn.Module) -> None:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state, as it does in its first step."""
-    _give_grads(optimizer)
-    optimizer.step()
+    """Let an optimizer make its state, as it does in its first step.
+
+    The second one takes momentum in, as all later ones: what DTensor runs before an operator that
+    it has not seen is no work of a step.
+    """
+    for _ in range(2):
+        _give_grads(optimizer)
+        optimizer.step()
     optimizer.zero_grad()
 
 
@@ -302,7 +340,9 @@ def _give_grads(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def _stretches_of_layers(layers: Sequence[nn.Module], memory: TensorMemory) -> Iterator[None]:
+def _stretches_of_layers(
+    layers: Sequence[nn.Module], begin: Callable[[str], None]
+) -> Iterator[None]:
     """Begin a stretch where a layer's forward begins, and where its gradients arrive."""
     handles = []
 
@@ -310,13 +350,13 @@ def _stretches_of_layers(layers: Sequence[nn.Module], memory: TensorMemory) -> I
         def hook(*_: Any) -> None:
             # A checkpoint that computes the layer again is part of the backward.
             if not backward_is_running():
-                memory.begin(f"forward, layer {number}")
+                begin(f"forward, layer {number}")
 
         return hook
 
     def leave(number: int) -> Callable[..., None]:
         def arrived(_: Tensor) -> None:
-            memory.begin(f"backward, layer {number}")
+            begin(f"backward, layer {number}")
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
@@ -325,7 +365,7 @@ def _stretches_of_layers(layers: Sequence[nn.Module], memory: TensorMemory) -> I
             if hidden.requires_grad:
                 hidden.register_hook(arrived)
             if number == len(layers) - 1:
-                memory.begin("forward, head")
+                begin("forward, head")
 
         return hook
 

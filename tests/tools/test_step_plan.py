@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support.quantised import SIZES
 from support.ranks import run_ranks
 from support.tiny_models import tiny
+from torch import Tensor
 
 from hf_moe_ep import ParallelConfig
 from hf_moe_ep.ops import torch_mlp
@@ -24,6 +25,7 @@ from hf_moe_ep.tools.cli import main
 from hf_moe_ep.tools.fake_step import Choices
 from hf_moe_ep.tools.shrink import CHANGES, Asked, shrink
 from hf_moe_ep.tools.step_plan import Batch, plan_step
+from hf_moe_ep.tools.step_work import PURPOSES, StepWork, WorkCounter
 from hf_moe_ep.upstream.models import has_fused_head
 
 SIZES_OF_BENCH = bench.Sizes(
@@ -58,14 +60,23 @@ ON_ONE_RANK = {
 
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_on_one_rank_to_the_byte(name: str) -> None:
-    """Without ep only counts per expert are unknown; the low rows of adapters depend on them."""
+    """Without ep only counts per expert are unknown; the low rows of adapters depend on them.
+
+    Work does not: operations and launches are those of the real step.
+    """
     one = ON_ONE_RANK[name]
     planned = one.planned(SIZES_OF_BENCH, world=1)
     with alone():
-        measured = bench.measure(one, SIZES_OF_BENCH).peaks
+        found = bench.measure(one, SIZES_OF_BENCH)
+    measured = found.peaks
     off = {key: (planned.peaks[key], size) for key, size in measured.items()}
     assert planned.peak == max(measured.values()), off
     assert sum(planned.parts.values()) == planned.peak
+    for kind in ("matmul", "grouped", "attention"):
+        assert planned.work.flops(kind) == found.work.flops(kind) > 0, kind
+    assert planned.work.launches() == found.work.launches()
+    # Some copies of frozen weights into FSDP2's buffers read another dtype.
+    assert planned.work.nbytes() == pytest.approx(found.work.nbytes(), rel=0.01)
 
 
 @pytest.mark.skipif(not has_fused_head(), reason="needs TRL 1.15")
@@ -96,13 +107,44 @@ def _measured(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
 @pytest.mark.slow
 def test_on_four_ranks_within_5_percent() -> None:
     """With ep ranks differ by what routers choose, and the plan is told how often that was."""
-    names = ["ep 2, sp 2, two sequences", "ep 4, checkpointing"]
+    names = ["ep 1", "ep 2, sp 2, two sequences", "ep 4, checkpointing"]
     measured = run_ranks(_measured, bench.WORLD, names, timeout=500.0)
     for index, name in enumerate(names):
         one = next(one for one in bench.CONFIGURATIONS if one.name == name)
         most = max(rank[index].peak for rank in measured)
-        peak = one.planned(bench.Sizes(layers=3), load=measured[0][index].load).peak
+        planned = one.planned(bench.Sizes(layers=3), load=measured[0][index].load)
+        peak = planned.peak
         assert abs(peak / most - 1) <= 0.05, f"{name}: planned {peak}, measured {most}"
+        _same_work(name, one.planned(bench.Sizes(layers=3)).work, [r[index].work for r in measured])
+
+
+def _same_work(name: str, planned: StepWork, counted: list[StepWork]) -> None:
+    """Compare what does not depend on routes: to the last byte; all ranks' experts in sum."""
+    world = len(counted)
+    of_experts = sum(one.flops("grouped") for one in counted)
+    # Of the same number of pairs a few go to other ranks than an even choice would send them to.
+    assert planned.flops("grouped") * world == pytest.approx(of_experts, rel=0.02), name
+    for one in counted:
+        for kind in ("matmul", "attention"):
+            assert planned.flops(kind) == one.flops(kind) > 0, (name, kind)
+        for purpose in PURPOSES:
+            # All on one node, and each on a node of its own.
+            for node_size in (world, 1):
+                sent, real = planned.sent(purpose, node_size), one.sent(purpose, node_size)
+                if purpose != "rows":
+                    assert sent == real, (name, purpose)
+    sent_rows = [_sent_rows(one) for one in counted]
+    # A router that prefers some experts has more of a token's on one rank.
+    assert _sent_rows(planned) * world == pytest.approx(sum(sent_rows), rel=0.1), name
+
+
+def _sent_rows(work: StepWork) -> int:
+    return sum(
+        one.nbytes * number
+        for stretch in work.stretches.values()
+        for one, number in stretch.collectives
+        if one.purpose == "rows"
+    )
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -115,7 +157,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_few_layers_tell_many(name: str) -> None:
-    """Of 7 layers 4 and 5 are run; to the byte what all of them have, in sum and in parts."""
+    """Of 7 layers 4 and 5 are run; to the byte what all of them have, in sum, in parts, as work."""
     parallel, options, checkpointing = LAYOUTS[name]
     model = tiny(num_hidden_layers=7, **(SIZES["nf4"] if name == "nf4" else {}))
     few, whole = (
@@ -131,18 +173,36 @@ def test_few_layers_tell_many(name: str) -> None:
     )
     assert (few.layers_run, whole.layers_run) == ((4, 5), (7,))
     assert few.peak == whole.peak and few.parts == whole.parts
+    for kind in ("matmul", "grouped", "attention"):
+        assert few.work.flops(kind) == whole.work.flops(kind) > 0, kind
+    assert few.work.launches() == whole.work.launches()
+    assert few.work.nbytes() == whole.work.nbytes()
+    for purpose in PURPOSES:
+        assert few.work.sent(purpose, 2) == whole.work.sent(purpose, 2), purpose
     assert set(few.peaks.values()) <= set(whole.peaks.values())
 
 
 def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a block's experts two are run; all of them have the same peak, to the byte."""
+    """Of a block's experts three are run; all have the same peak and the same work, to the byte."""
     config = tiny(num_hidden_layers=2, **SIZES["fp8"]).config
     found = []
-    for split in (fake_step.split_in_two, torch_mlp.Block.split):
-        monkeypatch.setattr(fake_step, "split_in_two", split)
+    stock = torch_mlp.Block.split
+
+    def split_in_all(block: torch_mlp.Block, *tensors: Tensor, work: WorkCounter) -> Any:
+        return stock(block, *tensors)
+
+    for split in (fake_step.split_in_three, split_in_all):
+        monkeypatch.setattr(fake_step, "split_in_three", split)
         parallel = ParallelConfig(experts_dtype="fp8")
-        found.append(plan_step(config, parallel, world_size=1, batch=Batch(96), lora_rank=4))
-    assert found[0].peaks == found[1].peaks
+        found.append(
+            plan_step(config, parallel, world_size=1, batch=Batch(96), lora_rank=4, like_gpu=False)
+        )
+    few, whole = found
+    assert few.peaks == whole.peaks
+    for kind in ("matmul", "grouped", "attention"):
+        assert few.work.flops(kind) == whole.work.flops(kind) > 0, kind
+    assert few.work.nbytes() == whole.work.nbytes()
+    assert few.work.launches() == whole.work.launches()
 
 
 def test_choices_are_as_often_as_a_load_says() -> None:
