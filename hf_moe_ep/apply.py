@@ -11,20 +11,20 @@ one saves memory there too.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_weights
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.patch import check_unsharded, patch
-from hf_moe_ep.ranks.together import together
+from hf_moe_ep.ranks.together import is_distributed, together
 from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
@@ -60,6 +60,31 @@ def apply_ep_fsdp2(
             would share a GPU; missing weights; a checkpoint that is not whole or does not fit; and
             all that `patch` raises.
     """
+    # First: under NCCL no other collective gets through where ranks share a GPU.
+    device = default_device() if is_distributed() else torch.device("cpu")
+
+    def prepare() -> tuple[ModelState, ShardOptions, list[str]]:
+        state = _patched(model, config, overrides)
+        _check_group("apply_ep_fsdp2")
+        empty = {n: p for n, p in model.named_parameters() if p.is_meta and weights is not None}
+        if weights is not None:
+            _prepare_to_read(model, weights, empty)
+        return state, _options(model, state, empty.values(), mp_policy, offload_policy), [*empty]
+
+    # What is wrong on one rank alone, such as a package that it lacks, is told to all.
+    state, options, empty = together("apply_ep_fsdp2", prepare)
+    if weights is None:
+        return shard_model(model, state, options, device)
+    found = find_weights(model, weights, state.plan, empty)
+    shard_model(model, state, options, device)
+    offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
+    load_weights(model, found, torch.device("cpu") if offloaded else device)
+    return model
+
+
+def _patched(
+    model: nn.Module, config: ParallelConfig | None, overrides: dict[str, Any]
+) -> ModelState:
     state: ModelState | None = getattr(model, STATE, None)
     if state is None or config is not None or overrides:
         patch(model, config, **overrides)
@@ -67,22 +92,32 @@ def apply_ep_fsdp2(
     else:
         check_unsharded(model)
     assert state is not None
-    _check_group("apply_ep_fsdp2")
+    return state
+
+
+def _options(
+    model: nn.Module,
+    state: ModelState,
+    empty: Iterable[nn.Parameter],
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
+) -> ShardOptions:
     policy, fp32_masters = default_policy(model)
     if mp_policy is not None:
         policy, fp32_masters = mp_policy, mp_policy.param_dtype is not None
-    empty = {n: p for n, p in model.named_parameters() if p.is_meta and weights is not None}
-    options = ShardOptions(
+    return ShardOptions(
         mp_policy=policy,
         offload_policy=offload_policy or OffloadPolicy(),
         fp32_masters=fp32_masters,
         reshard_after_forward=state.config.reshard_after_forward,
         ignored_params=kept_whole(model),
-        empty_params=frozenset(empty.values()),
+        empty_params=frozenset(empty),
     )
-    device = default_device()
-    if weights is None:
-        return shard_model(model, state, options, device)
+
+
+def _prepare_to_read(
+    model: nn.Module, weights: str | os.PathLike[str], empty: dict[str, nn.Parameter]
+) -> None:
     if not empty:
         raise ValueError(
             f"weights={os.fspath(weights)!r} is for a model on the meta device, and every "
@@ -91,11 +126,6 @@ def apply_ep_fsdp2(
     # A config that a folder was read into by hand; what is quantized there is read decoded.
     config_of_model = getattr(without_adapters(model), "config", None)
     forget_quantization(config_of_model, os.fspath(weights))
-    found = find_weights(model, weights, state.plan, empty)
-    shard_model(model, state, options, device)
-    offloaded = isinstance(options.offload_policy, CPUOffloadPolicy)
-    load_weights(model, found, torch.device("cpu") if offloaded else device)
-    return model
 
 
 def from_pretrained(
@@ -151,7 +181,7 @@ def from_pretrained(
 
 
 def _check_group(caller: str) -> None:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         raise ValueError(
             f"{caller} shards over a process group and there is none; start the script with "
             "torchrun or accelerate launch and call torch.distributed.init_process_group()"

@@ -4,12 +4,15 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
@@ -243,6 +246,19 @@ def ranks_that_disagree(rank: int, world: int) -> None:
     del os.environ["HF_MOE_EP_EP_SIZE"]
 
 
+def what_one_rank_cannot_patch(rank: int, world: int) -> None:
+    """A size of its own, a package that it lacks: the others are told before they wait for it."""
+    config = ParallelConfig(ep_size=2 + rank)
+    text = r"ep_size \(3\).*num_experts \(8\)"
+    _everywhere(text, lambda: apply_ep_fsdp2(tiny(), config))
+    model = with_lora(tiny(hidden_size=64, moe_intermediate_size=64))
+    lacks = mock.patch("importlib.util.find_spec", return_value=None)
+    with lacks if rank == 1 else nullcontext():
+        text = r"apply_ep_fsdp2 failed on rank 1: ImportError: .*bitsandbytes"
+        call = lambda: apply_ep_fsdp2(model, ep_size=2, experts_dtype="nf4")  # noqa: E731
+        _everywhere(text, call, RuntimeError)
+
+
 def ranks_in_other_places_of_the_model(rank: int, world: int) -> None:
     """Ranks in other places of the model: an error that names both, on both."""
     model = apply_ep_fsdp2(tiny(), ep_size=2)
@@ -276,6 +292,7 @@ ON_TWO_RANKS = [
     a_model_inside_ddp,
     weights_on_meta,
     ranks_that_disagree,
+    what_one_rank_cannot_patch,
     ranks_in_other_places_of_the_model,
     impossible_worlds_and_a_second_sharding,
     the_remedy_of_a_refused_sharding_works_on_the_same_model,
@@ -285,10 +302,6 @@ ON_TWO_RANKS = [
 @pytest.mark.parametrize("claim", on_ranks(2, *ON_TWO_RANKS))
 def test_errors_on_every_rank(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
-
-
-def _one_rank_cannot_patch(rank: int, world: int) -> None:
-    apply_ep_fsdp2(tiny(), ParallelConfig(ep_size=2 + rank))
 
 
 def _wait_for_peers(seconds: float) -> None:
@@ -338,7 +351,6 @@ def _buffers_on_meta(rank: int, world: int) -> None:
 # A broken group cannot be used again, so each of these has a spawn of its own. Matches per rank;
 # None: this rank may end as it likes, but it ends.
 BROKEN: dict[str, tuple[Callable[..., None], list[str | None]]] = {
-    "one rank cannot patch": (_one_rank_cannot_patch, ["", r"ep_size \(3\).*num_experts \(8\)"]),
     "a layer not reached": (_experts_alone, ["MoE layer 1 of forward 1 .*never reached", None]),
     # FSDP2's first all-gather waits there, and its error cannot know of layers.
     "a forward skipped": (_one_rank_skips, ["[Tt]ime(d )?out", None]),
