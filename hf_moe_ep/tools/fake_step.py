@@ -13,13 +13,14 @@ So a rank receives what it would send to one like itself: D times the rows that 
 On a GPU the torch path computes all pairs of a layer as one block, on a CPU some at a time. Of a
 block's experts, which come one after the other and let go of what they took, the two with the
 most pairs are run, and before them the one with fewest: work of all others lies on the line between
-it and the largest.
+it and the largest. What is cut into MANY equal parts, as FSDP2 cuts what it has gathered from so
+many ranks, is the first of them many times: a thousand views take longer than the layer.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +45,9 @@ from hf_moe_ep.upstream.dispatch_modes import (
     tensors_in,
 )
 
+MANY = 32
 _TOPK = torch.ops.aten.topk.default
+_CAT, _CAT_OUT = torch.ops.aten.cat.default, torch.ops.aten.cat.out
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -118,6 +121,8 @@ class ChoicesAreReal(OperatorMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if func in (_CAT, _CAT_OUT) and _is_one_many_times(args[0]):
+            return _joined(args[0], *args[1:], **kwargs)
         given = tensors_in((args, kwargs))
         if any(is_fake(tensor) or tensor.is_meta for tensor in given):
             out = func(*args, **kwargs)
@@ -156,6 +161,30 @@ def _makes_whole_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return name == "randint" or (bool(numbers) and not any(isinstance(n, float) for n in numbers))
 
 
+def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Sequence[Tensor]:
+    """Cut as torch.chunk does; see the module."""
+    length, left = divmod(x.shape[dim], chunks)
+    if chunks < MANY or left or not length or torch.is_grad_enabled() or not is_fake(x):
+        return _stock_chunk(x, chunks, dim)
+    return [x.narrow(dim, 0, length)] * chunks
+
+
+_stock_chunk = torch.chunk
+
+
+def _is_one_many_times(tensors: Sequence[Tensor]) -> bool:
+    return len(tensors) >= MANY and is_fake(tensors[0]) and all(x is tensors[0] for x in tensors)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> Tensor:
+    """Join parts that are one and the same, for the memory that this takes."""
+    if out is not None:
+        return out
+    shape = list(parts[0].shape)
+    shape[dim] *= len(parts)
+    return parts[0].new_empty(shape)
+
+
 @contextmanager
 def alone_on_fake_tensors(
     choices: Choices, *, like_gpu: bool, work: WorkCounter | None = None
@@ -175,6 +204,7 @@ def alone_on_fake_tensors(
         swapped.enter_context(_instead(collectives, "_all_gather", partial(_gather_own, gather)))
         swapped.enter_context(_instead(torch_mlp.Block, "split", split))
         swapped.enter_context(_instead(*dtensor_shapes()))
+        swapped.enter_context(_instead(torch, "chunk", _chunk))
         if like_gpu:
             swapped.enter_context(_instead(torch_mlp, "_BLOCK", sys.maxsize))
         with fake_tensors(), ChoicesAreReal(choices):

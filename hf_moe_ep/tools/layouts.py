@@ -29,7 +29,14 @@ import torch
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.tools.memory_plan import PlanRequest, Unsharded
 from hf_moe_ep.tools.published_models import find_config
-from hf_moe_ep.tools.step_plan import FEW, Batch, StepPlan, plan_step, with_layers
+from hf_moe_ep.tools.step_plan import (
+    FEW,
+    Batch,
+    StepPlan,
+    layers_to_run,
+    plan_step,
+    with_layers,
+)
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
@@ -110,14 +117,15 @@ def find_layouts(asked: Asked) -> Found:
     Raises:
         ValueError: none of them is legal, with what the first one is refused for.
     """
-    found = Found([], [], {})
+    found, few = Found([], [], {}), None
     for sp in [1, *_powers(min(asked.gpus, NODE))] if asked.sp is None else [asked.sp]:
         for smallest in _grids(asked, sp):
             reason = refusal(smallest, asked)
             if reason:
                 found.illegal[smallest] = reason
                 continue
-            planned = _plan(smallest, asked)
+            few = few or layers_to_run(_request(smallest, asked))
+            planned = _plan(smallest, asked, few)
             (found.fit if planned.left >= 0 else found.too_large).append(planned)
         if found.fit:
             break
@@ -125,7 +133,7 @@ def find_layouts(asked: Asked) -> Found:
         raise ValueError(next(iter(found.illegal.values()), "no layout was tried"))
     for grid in sorted(found.fit, key=lambda one: -one.left)[:CLOSER_LOOK]:
         for layout in _larger(grid.layout):
-            planned = _plan(layout, asked)
+            planned = _plan(layout, asked, few)
             (found.fit if planned.left >= 0 else found.too_large).append(planned)
     found.fit.sort(key=lambda one: (one.layout.checkpointing, -one.layout.per_forward, -one.left))
     found.too_large.sort(key=lambda one: -one.left)
@@ -141,14 +149,9 @@ def refusal(layout: Layout, asked: Asked) -> str:
             f"sp_size {layout.sp} = {data_ranks}); try {data_ranks} or {2 * data_ranks}"
         )
     try:
-        config = find_config(asked.shape)
-        layers = min(text_config(config).num_hidden_layers, FEW[-1])
-        request = PlanRequest(
-            with_layers(config, layers),
-            ParallelConfig(**layout.sizes(), **asked.parallel),
-            asked.gpus,
-            **({"dtype": torch.bfloat16} | _DEFAULTS | asked.options),
-        )
+        request = _request(layout, asked)
+        layers = min(text_config(request.config).num_hidden_layers, FEW[-1])
+        request = replace(request, config=with_layers(request.config, layers))
         with torch.random.fork_rng(devices=[]):
             found = Unsharded.of(request)
             with fake_group(0, asked.gpus):
@@ -156,6 +159,15 @@ def refusal(layout: Layout, asked: Asked) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _request(layout: Layout, asked: Asked) -> PlanRequest:
+    return PlanRequest(
+        find_config(asked.shape),
+        ParallelConfig(**layout.sizes(), **asked.parallel),
+        asked.gpus,
+        **({"dtype": torch.bfloat16} | _DEFAULTS | asked.options),
+    )
 
 
 _DEFAULTS = {"masters": "fp32", "optimizer": "adamw", "lora_rank": None, "lora_targets": "both"}
@@ -186,12 +198,13 @@ def _larger(smallest: Layout) -> Iterator[Layout]:
                 yield layout
 
 
-def _plan(layout: Layout, asked: Asked) -> Planned:
+def _plan(layout: Layout, asked: Asked, few: tuple[int, ...] | None) -> Planned:
     step = plan_step(
         asked.shape,
         ParallelConfig(**layout.sizes(), **asked.parallel),
         world_size=asked.gpus,
         batch=Batch(asked.seq, layout.per_forward, layout.checkpointing, layout.accumulated > 1),
+        few=few,
         **asked.options,
     )
     return Planned(layout, step, asked.limit - step.peak)

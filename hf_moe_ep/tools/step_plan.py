@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.architectures import experts_per_token, find_parts
 from hf_moe_ep.config import ParallelConfig
@@ -127,6 +128,7 @@ def plan_step(
     load: ExpertLoad | None = None,
     like_gpu: bool = True,
     all_layers: bool = False,
+    few: tuple[int, ...] | None = None,
 ) -> StepPlan:
     """Plan the peak of a training step on one rank; other arguments as for `plan_memory`.
 
@@ -139,6 +141,7 @@ def plan_step(
             None: all are chosen as often, and it is rank 0.
         like_gpu: the experts' torch path computes in one block, as on a GPU.
         all_layers: run them all.
+        few: what `layers_to_run` says of this model, so that many plans ask once.
 
     Raises:
         ValueError: as `plan_memory`; a model whose forward asks for values of its activations.
@@ -148,8 +151,10 @@ def plan_step(
         config, parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets
     )
     layers = text_config(config).num_hidden_layers
-    all_layers = all_layers or load is not None or layers <= FEW[-1]
-    few = FEW if not all_layers and _all_alike(request) else (layers,)
+    if all_layers or load is not None:
+        few = (layers,)
+    elif few is None:
+        few = layers_to_run(request)
     with torch.random.fork_rng(devices=[]):
         counted = [
             _count(replace(request, config=with_layers(config, number)), batch, load, like_gpu)
@@ -168,10 +173,16 @@ def plan_step(
     return StepPlan(peaks, parts, layers, few, work)
 
 
+def layers_to_run(request: PlanRequest) -> tuple[int, ...]:
+    """Tell of how many layers models are to be run for a plan of this one, in any layout."""
+    layers: int = text_config(request.config).num_hidden_layers
+    return FEW if layers > FEW[-1] and _all_alike(request) else (layers,)
+
+
 def count_step(
     model: nn.Module,
     layers: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | OwnParts,
     inputs: dict[str, Any],
     work: WorkCounter | None = None,
 ) -> Counted:
@@ -276,6 +287,40 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim
     return torch.optim.AdamW(trained, lr=1e-4, foreach=not fused, fused=fused)
 
 
+class OwnParts:
+    """An optimizer of a rank's own parts of DTensors, each a tensor by itself.
+
+    It takes the memory that one of the DTensors does: theirs step part by part. How to carry out
+    an operator of many DTensors takes torch longer to find than the rest of a step on fake ones.
+    """
+
+    def __init__(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
+        self._whole = [p for p in parameters if p.requires_grad]
+        self._parts = [nn.Parameter(_own_part(p.detach())) for p in self._whole]
+        self._inner = make_optimizer(name, self._parts)
+        self.state = self._inner.state
+
+    def step(self) -> None:
+        """Step with the gradients of the DTensors."""
+        for whole, part in zip(self._whole, self._parts, strict=True):
+            part.grad = None if whole.grad is None else _own_part(whole.grad)
+        self._inner.step()
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients."""
+        for parameter in (*self._whole, *self._parts):
+            parameter.grad = None
+
+    def give_grads(self) -> None:
+        """Give zeros for gradients."""
+        for whole in self._whole:
+            whole.grad = torch.zeros_like(whole)
+
+
+def _own_part(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def _count(request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu: bool) -> Counted:
     """Count a step of one rank on fake tensors."""
     found = Unsharded.of(request)
@@ -298,10 +343,13 @@ def _count(request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu
             found.model.train()
             if batch.checkpointing:
                 checkpoint_layers(found.model)
-            optimizer = make_optimizer(request.optimizer, found.model.parameters())
-            _make_state(optimizer)
+            optimizer = OwnParts(request.optimizer, found.model.parameters())
+            # As in its first step.
+            optimizer.give_grads()
+            optimizer.step()
+            optimizer.zero_grad()
             if batch.accumulates:
-                _give_grads(optimizer)
+                optimizer.give_grads()
             ids = torch.randint(config.vocab_size, (batch.batch, batch.seq))
             inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **head}
             try:
@@ -319,24 +367,6 @@ def _materialise(model: nn.Module) -> None:
     model.to_empty(device="cpu")
     for module, buffers in values:
         own_buffers(module).update(buffers)
-
-
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state, as it does in its first step.
-
-    The second one takes momentum in, as all later ones: what DTensor runs before an operator that
-    it has not seen is no work of a step.
-    """
-    for _ in range(2):
-        _give_grads(optimizer)
-        optimizer.step()
-    optimizer.zero_grad()
-
-
-def _give_grads(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
 
 
 @contextmanager
