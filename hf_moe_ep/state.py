@@ -81,7 +81,7 @@ keyword) to search for in FILE.
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/unpickle.py | read_metadata | torch's reader of checkpoints, process-wide
     checkpoints/convert.py | read_metadata | of one reader, for its life
-    tools/fake_step.py | setattr | who gathers counts, blocks and codes of the torch path: a plan
+    tools/fake_step.py | setattr | who gathers counts, blocks and codes, torch.chunk: in a plan
     tools/tensor_memory.py | resize_ | torch's, for storages, while tensors are counted
     -- threads --
     ranks/background.py | _SaveThread | the list of threads tells which saves still run

@@ -302,8 +302,8 @@ class OwnParts:
 
     def step(self) -> None:
         """Step with the gradients of the DTensors."""
-        for whole, part in zip(self._whole, self._parts, strict=True):
-            part.grad = None if whole.grad is None else _own_part(whole.grad)
+        for whole, parameter in zip(self._whole, self._parts, strict=True):
+            parameter.grad = None if whole.grad is None else _own_part(whole.grad)
         self._inner.step()
 
     def zero_grad(self) -> None:
@@ -313,8 +313,8 @@ class OwnParts:
 
     def give_grads(self) -> None:
         """Give zeros for gradients."""
-        for whole in self._whole:
-            whole.grad = torch.zeros_like(whole)
+        for parameter in self._whole:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _own_part(x: Tensor) -> Tensor:
