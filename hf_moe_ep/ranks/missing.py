@@ -20,8 +20,10 @@ import torch.distributed as dist
 
 from hf_moe_ep.upstream.process_groups import default_store
 
-# Seconds that others have to give up too, and until a store that is silent counts as gone.
-_MOMENT, _SILENT = 3.0, 8.0
+# Seconds without news after which a rank counts as missing, and the store as gone.
+_MOMENT, _SILENT = 3.0, 12.0
+# How often others may come in that time.
+_MOMENTS = 3
 
 
 def name_the_missing(place: str, group: dist.ProcessGroup | None) -> str:
@@ -46,16 +48,28 @@ def _ask(place: str, group: dist.ProcessGroup | None) -> str:
     name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
     store, key = default_store(), f"hf_moe_ep/gave up/{name}"
     store.append(key, f"{dist.get_rank()} {place}\n")
-    until = time.monotonic() + _MOMENT
+    places = _read(store.get(key))
+    began = since = time.monotonic()
+    # Whoever keeps the store must not go while others still come.
     while True:
-        lines = [line.split(" ", 1) for line in store.get(key).decode().splitlines()]
-        places = {int(rank): at for rank, at in lines}
-        missing = [rank for rank in ranks if rank not in places]
-        if not missing or time.monotonic() > until:
+        patience = _MOMENT if set(ranks) - places.keys() else _MOMENT / 4
+        if time.monotonic() > min(since + patience, began + _MOMENTS * _MOMENT):
             break
-        time.sleep(0.2)
+        time.sleep(min(0.1, _MOMENT / 4))
+        try:
+            now = _read(store.get(key))
+        except RuntimeError:  # its keeper has seen enough
+            break
+        places, since = now, since if now == places else time.monotonic()
+    missing = [rank for rank in ranks if rank not in places]
     if missing:
         several = "s" if len(missing) > 1 else ""
         return f"rank{several} {', '.join(map(str, missing))}"
     elsewhere = [f"rank {rank} ({places[rank]})" for rank in ranks if places[rank] != place]
     return elsewhere[0] if elsewhere else "none of these ranks, but the network between them,"
+
+
+def _read(text: bytes) -> dict[int, str]:
+    """Read which rank gave up at which place."""
+    lines = (line.split(" ", 1) for line in text.decode().splitlines())
+    return {int(rank): place for rank, place in lines}

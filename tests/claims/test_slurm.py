@@ -4,6 +4,7 @@ Two machines are two agents of this one, with two ranks each. Whatever dies, nob
 and every loss is that of a run to which nothing happened.
 """
 
+import re
 import signal
 import subprocess
 import time
@@ -17,7 +18,10 @@ from support.slurm import run_sbatch
 SLURM = ROOT / "examples" / "slurm"
 JOB = ROOT / "tests" / "support" / "jobs" / "going_on.py"
 STEPS = 4
-WAYS = {"torchrun": [], "accelerate": ["--trainer", "--use_cpu"]}
+WAYS = {
+    "torchrun": ["--patience", "30"],
+    "accelerate": ["--trainer", "--use_cpu", "--ddp_timeout", "30"],
+}
 
 
 def _arguments(way: str, folder: Path) -> list[str]:
@@ -35,8 +39,9 @@ def _losses(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_and_agents_that_die(tmp_path: Path, way: str) -> None:
-    """A rank at step 1: torchrun starts the ranks anew; an agent at step 3: srun ends the others
-    and is started again.
+    """A rank at step 1, and one that stalls at step 2, which the others name at the timeout of the
+    process group: torchrun starts the ranks anew. An agent at step 3: srun ends the others and is
+    started again.
     """
     file = SLURM / f"{way}.sbatch"
     said = {}
@@ -45,6 +50,7 @@ def test_ranks_and_agents_that_die(tmp_path: Path, way: str) -> None:
         folder.mkdir()
         if name == "dying":
             (folder / "die-3-1").write_text("rank")
+            (folder / "die-2-2").write_text("stall")
             (folder / "die-1-3").write_text("agent")
         code = run_sbatch(file, *_arguments(way, folder), folder=folder, CONFIG=str(CPU_4))
         said[name] = (folder / "output").read_text()
@@ -52,8 +58,8 @@ def test_ranks_and_agents_that_die(tmp_path: Path, way: str) -> None:
     assert _losses(tmp_path / "dying") == _losses(tmp_path / "whole")
     # None twice: a run that begins anew has the same losses.
     assert steps_taken(tmp_path / "dying") == list(range(STEPS))
-    assert (tmp_path / "dying" / "done-3-1").exists()
-    assert (tmp_path / "dying" / "done-1-3").exists()
+    assert all((tmp_path / "dying" / f"done-{at}").exists() for at in ("3-1", "2-2", "1-3"))
+    assert re.search(r"MoE layer 0 .* could not be exchanged; rank 2 stopped", said["dying"])
     assert "start 1 ended with an error" in said["dying"], said["dying"][-6000:]
     assert "start 2 ended" not in said["dying"] and "ended with an error" not in said["whole"]
 

@@ -22,14 +22,24 @@ ENVIRONMENT = {
 }
 
 
-def torchrun(nodes: Nodes, node: int, *script: str, ranks: int = 2, restarts: int = 0) -> list[str]:
-    """Make the command of a node's agent; node 0 keeps the store in which agents meet."""
+def torchrun(
+    nodes: Nodes,
+    node: int,
+    *script: str,
+    ranks: int = 2,
+    restarts: int = 0,
+    num_nodes: str | None = None,
+) -> list[str]:
+    """Make the command of a node's agent; node 0 keeps the store in which agents meet.
+
+    `num_nodes` is torchrun's `--nnodes`, by default all; "1:2" is one at least.
+    """
     return [
-        *[sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes.count}"],
+        *[sys.executable, "-m", "torch.distributed.run", f"--nnodes={num_nodes or nodes.count}"],
         *[f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", f"--max-restarts={restarts}"],
         f"--rdzv-endpoint={nodes.address(0)}:{PORT}",
         # Agents are known to be dead after three seconds.
-        f"--rdzv-conf=is_host={int(node == 0)},keep_alive_interval=1",
+        f"--rdzv-conf=is_host={int(node == 0)},keep_alive_interval=1,last_call_timeout=3",
         *script,
     ]
 
@@ -71,6 +81,8 @@ class Agents:
     Attributes:
         servers: where the ranks' servers are (`support/preloaded.py`).
         ranks: of a node.
+        num_nodes: torchrun's `--nnodes`.
+        used: nodes that have an agent.
         starts: how often each node's agent was started.
     """
 
@@ -79,16 +91,18 @@ class Agents:
     script: list[str]
     servers: Path
     ranks: int = 2
+    num_nodes: str | None = None
+    used: list[int] = field(default_factory=lambda: [0, 1])
     restarts: int = 100
     starts: list[int] = field(default_factory=list)
-    _running: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    _running: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
 
     def output(self, node: int) -> Path:
         return self.folder / f"node{node}.txt"
 
     def start(self) -> None:
         self.starts = [0] * self.nodes.count
-        self._running = [self._start(node) for node in range(self.nodes.count)]
+        self._running = {node: self._start(node) for node in self.used}
 
     def kill(self, node: int) -> None:
         """Kill a node's agent by SIGKILL, and it alone."""
@@ -97,17 +111,22 @@ class Agents:
 
     def look(self) -> bool:
         """Start again what failed; return whether all have ended well."""
-        for node, agent in enumerate(self._running):
+        for node, agent in self._running.items():
             if agent.poll():
                 self._end_what_is_left(node)
                 self._running[node] = self._start(node)
-        return all(agent.poll() == 0 for agent in self._running)
+        return all(agent.poll() == 0 for agent in self._running.values())
+
+    def lose(self, node: int) -> None:
+        """Lose a node, whose agent nobody starts again."""
+        self.kill(node)
+        self._end_what_is_left(node)
+        del self._running[node]
 
     def end(self) -> None:
         """Kill whatever runs."""
-        for node in range(self.nodes.count):
-            self.kill(node)
-            self._end_what_is_left(node)
+        for node in list(self._running):
+            self.lose(node)
 
     def _mark(self, node: int) -> str:
         return f"{self.folder}-{node}"
@@ -119,6 +138,13 @@ class Agents:
         self.starts[node] += 1
         start = ["--no-python", *client(self.servers, node), *self.script]
         restarts = self.restarts
-        command = torchrun(self.nodes, node, *start, ranks=self.ranks, restarts=restarts)
+        command = torchrun(
+            self.nodes,
+            node,
+            *start,
+            ranks=self.ranks,
+            restarts=restarts,
+            num_nodes=self.num_nodes,
+        )
         own = ENVIRONMENT | {MARK: self._mark(node)}
         return self.nodes.start(node, *command, output=self.output(node), **own)

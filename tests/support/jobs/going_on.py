@@ -8,8 +8,7 @@ start of the ranks this was. A file `FOLDER/die-RANK-STEP` makes that rank do at
 file says, once, and renames it to `done-RANK-STEP`:
 
     rank, agent      is killed (SIGKILL)
-    stop             is stopped (SIGSTOP)
-    stall            waits for ever in front of a router
+    stall, stop      waits for ever in front of a router; is stopped there (SIGSTOP)
     stall in save    the same while it writes the checkpoint of that step
 """
 
@@ -18,6 +17,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +39,23 @@ def misfortune(folder: Path, rank: int, number: int, model: nn.Module) -> None:
         return
     what, done = order.read_text(), folder / f"done-{rank}-{number}"
     if what == "stall in save":
+        stock = training_folder.write_json
 
-        def stall(*_: Any) -> None:
-            order.rename(done)
-            time.sleep(3600)
+        def stall(path: Path, value: Any) -> None:
+            if path.parent.name == f"step-{number + 1}":  # the one before may still be written
+                order.rename(done)
+                time.sleep(3600)
+            stock(path, value)
 
         training_folder.write_json = stall
         return
     order.rename(done)
-    if what == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return
-    if what == "stall":
+    if what in ("stall", "stop"):
         router = next(module for name, module in model.named_modules() if name.endswith("mlp.gate"))
-        router.register_forward_pre_hook(lambda *_: time.sleep(3600))
+        wait = partial(time.sleep, 3600)
+        if what == "stop":
+            wait = partial(os.kill, os.getpid(), signal.SIGSTOP)
+        router.register_forward_pre_hook(lambda *_: wait())
         return
     os.kill(os.getpid() if what == "rank" else os.getppid(), signal.SIGKILL)
     if what == "agent":
