@@ -13,7 +13,9 @@ The network is not measured; what it would bring to a rank is counted.
     agreeing    bytes that a rank receives where ranks compare model, config and state. Before:
                 every rank gathered every value
     planning    which rank writes what. Before: torch.distributed.checkpoint gathers a plan of every
-                rank on rank 0, which makes one of all and sends it back; here rank 0 is shown
+                rank on rank 0, which makes one of all and sends it back; here rank 0 is shown.
+                `by Accelerate`: rank 0's work for a save by it or the Trainer, whose files are
+                those of torch.distributed.checkpoint, and what ranks tell rank 0 for it
     finding     where the tensors of a checkpoint lie, and reading them. Before: as DCP reads
                 metadata, all headers at once on every rank. `as saved`: by as many ranks;
                 `half`: by the last of half as many; `older`: the same, of a checkpoint that does
@@ -56,6 +58,7 @@ from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.checkpoints.hub.read import find_weights
 from hf_moe_ep.checkpoints.storage import part_files
 from hf_moe_ep.checkpoints.storage.part_files import Part, file_name, own_first, write_parts
+from hf_moe_ep.checkpoints.storage.planner import SpreadPlanner
 from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
 from hf_moe_ep.checkpoints.storage.spread import Spread
 from hf_moe_ep.checkpoints.training.folder import ranks_needed
@@ -158,7 +161,15 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
             layout = {"world_size": world}
             content = StateFile(layout, {}, None, forms, named.scalars, named.optimizer).to_json()
             of_state = digest(content)
+        state = {"model": dict(model.named_parameters()), "optimizer": named_moments(optimizer)}
+        planner = SpreadPlanner()
+        with Watch() as by_accelerate:
+            planner.set_up_planner(state, None, True)
+            plan = planner.create_local_plan()
+            planner.create_global_plan([plan] * world)
     return {
+        "by Accelerate": (by_accelerate.took, by_accelerate.grew),
+        "told for it": len(pickle.dumps(plan)) * world,
         "tensors": len(forms),
         "sharding": (sharding.took, sharding.grew),
         "groups": groups[0],
@@ -166,6 +177,12 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
         "agreed": 2 * 64 + 8,
         "planning": (planning.took, planning.grew),
     }
+
+
+def named_moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What an optimizer keeps, under names."""
+    kept = enumerate(optimizer.state.values())
+    return {f"{number}.{key}": value for number, of_one in kept for key, value in of_one.items()}
 
 
 def groups_of_torch(world: int) -> int:
@@ -357,6 +374,8 @@ def report(found: dict[int, dict[str, Any]], hub: tuple[float, float, int]) -> s
             [_size(row["dcp plan"]["gathered"]) if row["dcp plan"] else "not run" for row in rows],
         ),
         line("planning a save, nothing gathered", [_cost(row["planning"]) for row in rows]),
+        line("planning by Accelerate (rank 0)", [_cost(row["by Accelerate"]) for row in rows]),
+        line("told for it (rank 0)", [_size(row["told for it"]) for row in rows]),
         line("finding, before (headers alone)", [_cost(row.get("dcp")) for row in rows]),
         line("finding and reading, as saved", [_cost(row["as saved"]) for row in rows]),
         line("finding and reading, half", [_cost(row["half"]) for row in rows]),

@@ -80,6 +80,7 @@ keyword) to search for in FILE.
     upstream/sharded_models.py | nn | what FSDP2 makes parameters with, while it takes bytes
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/unpickle.py | read_metadata | torch's reader of checkpoints, process-wide
+    checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate makes to save
     checkpoints/convert.py | read_metadata | of one reader, for its life
     tools/fake_step.py | setattr | who gathers counts, blocks and codes, torch.chunk: in a plan
     tools/tensor_memory.py | resize_ | torch's, for storages, while tensors are counted

@@ -32,6 +32,7 @@ import transformers
 from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.storage.planner import planned_by_each
 from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
 from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
@@ -67,7 +68,8 @@ def save_checkpoint(
         save_configs(self.model, folder)
 
     on_first(f"saving {folder}", begin)
-    with _held_back(self) as held, experts_in_hub_order(self.model, self.optimizer):
+    in_order = experts_in_hub_order(self.model, self.optimizer)
+    with _held_back(self) as held, in_order, planned_by_each():
         together(f"saving {folder}", lambda: original(self, model, trial))
     if state.config.experts_dtype is not None:
         reshard(self.model)
@@ -147,8 +149,10 @@ def load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def save_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.save_state`, with all experts in hub order."""
-    with _all_in_hub_order(self):
+    """`Accelerator.save_state`, with all experts in hub order, planned by each rank."""
+    if not any(find_state(model) is not None for model in prepared_models(self)):
+        return original(self, *args, **kwargs)
+    with _all_in_hub_order(self), planned_by_each():
         return original(self, *args, **kwargs)
 
 

@@ -26,7 +26,7 @@ from transformers import Trainer, TrainingArguments
 from hf_moe_ep import load_checkpoint, patch
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage import unpickle as restricted
-from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
+from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, metadata_alone
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
 
@@ -92,6 +92,19 @@ def test_each_checkpoint_is_complete(runs: Results, folder: Path) -> None:
     named = found["files"]
     assert "trainer_state.json" in named and "optimizer_0/.metadata" in named
     assert "scheduler.pt" in named and "rng_state_3.pth" in named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0"])
+def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -> None:
+    """Tensors that lie alike share a list of parts in `.metadata`, where torch writes one of each.
+
+    No plan is gathered then: `tests/checkpoints/test_planner.py`.
+    """
+    reader = MetadataReader(folder / "half" / "checkpoint-3" / part)
+    of_all = reader.read_metadata().state_dict_metadata.values()
+    tensors = [of_one for of_one in of_all if hasattr(of_one, "chunks")]
+    assert 1 < len({id(of_one.chunks) for of_one in tensors}) < len(tensors) / 2
 
 
 @pytest.mark.slow
