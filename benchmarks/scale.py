@@ -19,7 +19,7 @@ The network is not measured; what it would bring to a rank is counted.
     finding     where the tensors of a checkpoint lie, and reading them. Before: as DCP reads
                 metadata, all headers at once on every rank. `as saved`: by as many ranks;
                 `half`: by the last of half as many; `older`: the same, of a checkpoint that does
-                not tell who wrote what
+                not tell who wrote what, and has the nearest ranks' headers read first
     manifest    bytes received by rank 0 and by another when a checkpoint is committed. Before: all
                 lists were gathered by all ranks
     hub         `from_pretrained` finds 36,000 tensors of a hub's files; it does not depend on ranks
@@ -57,7 +57,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.checkpoints.hub.read import find_weights
 from hf_moe_ep.checkpoints.storage import part_files
-from hf_moe_ep.checkpoints.storage.part_files import Part, file_name, own_first, write_parts
+from hf_moe_ep.checkpoints.storage.part_files import Part, file_name, nearest_first, write_parts
 from hf_moe_ep.checkpoints.storage.planner import SpreadPlanner
 from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
 from hf_moe_ep.checkpoints.storage.spread import Spread
@@ -270,7 +270,7 @@ def read_ours(
             if ranks is not None:
                 names = [name for name in names if part_files.of_rank(name) in ranks]
             number = part_files.read_parts(
-                (folder / name for name in own_first(names, rank)), targets
+                (folder / name for name in nearest_first(names, rank, world)), targets
             )
     return watch.took, watch.grew, number
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hf_moe_ep.checkpoints.storage import part_files
 from hf_moe_ep.checkpoints.storage.boxes import local_box
-from hf_moe_ep.checkpoints.storage.part_files import file_name, own_first, read_parts
+from hf_moe_ep.checkpoints.storage.part_files import file_name, nearest_first, read_parts
 from hf_moe_ep.upstream.process_groups import fake_group
 
 WORLD = 4
@@ -60,7 +60,7 @@ def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
         cut = {name: Shard(dim) if name != "whole" else Replicate() for name in SIZES}
         targets = {name: _empty(SIZES[name], cut[name], rank, world) for name in SIZES}
         by_name = {file.name: file for file in files}
-        ordered = [by_name[name] for name in own_first(by_name, rank)]
+        ordered = [by_name[name] for name in nearest_first(by_name, rank, world)]
         with mock.patch.object(part_files, "read_table", wraps=part_files.read_table) as read:
             assert read_parts(ordered, targets) == read.call_count
         for name, target in targets.items():
@@ -69,12 +69,12 @@ def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
         return read.call_count
 
 
-def test_a_rank_that_lies_as_before_reads_its_own_header_first(tmp_path: Path) -> None:
-    """By hand: rank 2 has all in its own file; the others find what all hold behind 0 and 1."""
+def test_headers_of_ranks_near_by_are_read_first(tmp_path: Path) -> None:
+    """By hand: rank 2 has all in its own file, and what all hold; a neighbour needs one more."""
     files = _written_by_four(tmp_path)
-    assert [_read(files, rank, WORLD, 0) for rank in range(WORLD)] == [3, 3, 1, 4]
+    assert [_read(files, rank, WORLD, 0) for rank in range(WORLD)] == [3, 2, 1, 2]
     # 0.. 1, 2, 3 halves of it; along columns everybody needs everybody
-    assert [_read(files, rank, 2, 0) for rank in range(2)] == [3, 4]
+    assert [_read(files, rank, 2, 0) for rank in range(2)] == [3, 2]
     assert [_read(files, rank, 3, 1) for rank in range(3)] == [4, 4, 4]
     assert _read(files, 0, 1, 0) == 4
 

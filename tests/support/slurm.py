@@ -21,7 +21,8 @@ sys.path.insert(0, os.fspath(Path(__file__).parents[1]))
 from support.marked import MARK, kill_marked
 from support.scripts import ROOT
 
-OPTIONS = ["--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+CPUS = 2
+OPTIONS = ["--ntasks-per-node=1", f"--cpus-per-task={CPUS}", "--kill-on-bad-exit=1"]
 HOSTS = "nodes[0-1]"
 
 
@@ -59,6 +60,7 @@ def run_sbatch(
         "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_JOB_NODELIST": HOSTS,
         "SLURM_GPUS_ON_NODE": str(gpus),
+        "SLURM_CPUS_ON_NODE": str(CPUS),
         "SLURM_FOLDER": os.fspath(folder),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -8,7 +8,7 @@ holds rows 4 to 8 of w. The form is that of torch.distributed.checkpoint (hf_sto
 reads what the other wrote. Its reader has every rank read all headers and keep what they say: of
 3384 tensors by 128 ranks 433,000 parts. A rank here reads the headers of files that it needs, one
 after the other, and stops where nothing is missing; `spread.py` tells which files these are. Where
-nobody noted that (files of torch), its own comes first, in case it lies as it was saved.
+nobody noted that (files of torch), those of ranks near it come first, its own among them.
 """
 
 from __future__ import annotations
@@ -78,10 +78,16 @@ def of_rank(name: str) -> int:
     return int(match[1]) - 1
 
 
-def own_first(names: Iterable[str], rank: int) -> list[str]:
-    """Sort names of files, with those first that this rank has written if it lies as it did."""
-    own = f"shard-{rank + 1:05d}-"
-    return sorted(names, key=lambda name: (not name.startswith(own), name))
+def nearest_first(names: Iterable[str], rank: int, world: int) -> list[str]:
+    """Sort names of files by how near those who wrote them were to a rank, of so many.
+
+    Its own first where as many ranks wrote as now read. Else those that had the same place among
+    more or fewer of them: ranks lie in order, so what is looked for is there or not far from it,
+    and with fewer readers rather behind it.
+    """
+    writers = {name: of_rank(name) for name in names}
+    place = rank * (1 + max(writers.values(), default=0)) // world
+    return sorted(writers, key=lambda name: (abs(writers[name] - place), -writers[name], name))
 
 
 @dataclass

@@ -27,8 +27,8 @@ from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.part_files import (
     Part,
+    nearest_first,
     of_rank,
-    own_first,
     read_parts,
     write_parts,
 )
@@ -116,7 +116,8 @@ def read_tensors(path: Path, targets: dict[str, Tensor], saved: StateFile) -> No
     ranks = ranks_needed(targets, saved)
     if ranks is not None:
         names = [name for name in names if of_rank(name) in ranks]
-    read_parts((path / TENSORS / name for name in own_first(names, this_rank())), targets)
+    ordered = nearest_first(names, this_rank(), world_size())
+    read_parts((path / TENSORS / name for name in ordered), targets)
 
 
 def ranks_needed(targets: dict[str, Tensor], saved: StateFile) -> set[int] | None:

@@ -84,8 +84,9 @@ def save_checkpoint(
         scheduler: with `state_dict()`, or None.
         progress: where training stands (step, epoch, position in the data): numbers, strings,
             lists, tuples, dicts and small tensors; rank 0's is kept.
-        asynchronous: return when the state is copied to host memory; write in the background. A
-            later save waits for it, and raises its error. Call `wait()` before the process ends.
+        asynchronous: return when the state is copied to host memory; write in the background, where
+            ranks wait for each other no longer than the process group's timeout. A later save waits
+            for it, and raises its error. Call `wait()` before the process ends.
 
     Returns:
         A handle; without `asynchronous` its `wait()` has nothing left to do.

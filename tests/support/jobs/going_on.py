@@ -92,7 +92,7 @@ def steps_taken(folder: Path) -> list[int]:
 
 
 def own_loop(folder: Path, args: argparse.Namespace) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=args.patience))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.patience or 60))
     rank, world = dist.get_rank(), dist.get_world_size()
     run = start("full", Layout("nodes", world, config_of(args)), **SMALL)
     parts = (run.model, run.optimizer, run.scheduler)
@@ -136,7 +136,10 @@ def with_trainer(folder: Path, args: argparse.Namespace, rest: list[str]) -> Non
 
     options = ["--output_dir", str(folder), "--max_steps", str(args.steps), "--save_steps", "1"]
     options += ["--logging_steps", "1", "--save_total_limit", "2", "--report_to", "none", *rest]
-    (training,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(options)
+    parser = HfArgumentParser(TrainingArguments)
+    if args.patience:  # TrainingArguments ignores its ddp_timeout where it has use_cpu
+        dist.init_process_group("gloo", timeout=timedelta(seconds=args.patience))
+    (training,) = parser.parse_args_into_dataclasses(options)
     model = tiny(**SMALL)
     patch(model, **config_of(args))
     trainer = Trainer(
@@ -156,7 +159,7 @@ def main() -> None:
     parser.add_argument("--dispatcher", default="all_to_all")
     parser.add_argument("--replicate", type=int, default=1)
     parser.add_argument("--until_told", action="store_true", help="by FOLDER/stop")
-    parser.add_argument("--patience", type=float, default=60, help="of the process group, in s")
+    parser.add_argument("--patience", type=float, help="of the process group, in s")
     parser.add_argument("--background", action="store_true", help="save there")
     parser.add_argument("--trainer", action="store_true")
     args, rest = parser.parse_known_args()
