@@ -306,7 +306,8 @@ def _nested_codes(device: torch.device) -> Tensor:
     """Return the 256 numbers that bytes of nested scales stand for, least first.
 
     0 and 1, and for each power of ten from 1e-6 to 1 the middles of 1, 2, 4 .. 64 parts of 0.1 to
-    1 times it, of either sign (arXiv 1511.04561, "dynamic tree").
+    1 times it, of either sign (arXiv 1511.04561, "dynamic tree"). bitsandbytes' own table is no
+    source: up to 0.49 its CPU code sets the first number to -1, for the process alone.
     """
     found = [torch.tensor([0.0, 1.0], device="cpu")]
     for bits in range(7):

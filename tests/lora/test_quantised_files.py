@@ -1,11 +1,13 @@
 """Quantised experts of a sharded model: bytes held and gathered, files, resuming, refusals."""
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -26,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from hf_moe_ep import (
     apply_ep_fsdp2,
     describe,
+    from_pretrained,
     hub_tensors,
     load_checkpoint,
     patch,
@@ -321,7 +324,41 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
         unpatch(model)
 
 
+def what_is_missing_or_of_another_kind_is_refused(rank: int, world: int, folder: str) -> None:
+    """Both ranks raise alike before either waits for the other: the group is of use afterwards."""
+    found = importlib.util.find_spec
+
+    def without(name: str, *args: Any) -> Any:
+        return None if name == "bitsandbytes" else found(name, *args)
+
+    said = r"bitsandbytes, which is not installed: pip install .*\"fp8\" needs torch alone"
+    base = Path(folder, "base")
+    if rank == 0:
+        tiny(**LARGE).save_pretrained(base)
+        config = json.loads((base / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+        shutil.copytree(base, base / "gptq")
+        (base / "gptq/config.json").write_text(json.dumps(config))
+    dist.barrier()
+    for kind in ("nf4", "nested"):
+        with mock.patch.object(importlib.util, "find_spec", without):
+            with pytest.raises(ImportError, match=said):
+                sharded(kind, ep_size=2)
+            with pytest.raises(ImportError, match=said):
+                from_pretrained(base, ep_size=2, **HELD[kind])
+    words = "quantized by gptq, which cannot be trained here; .*bf16 checkpoint.*mxfp4 or fp8"
+    for config in HELD.values():
+        with pytest.raises(ValueError, match=words):
+            from_pretrained(base / "gptq", ep_size=2, **config)
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    assert ranks.item() == world
+    with mock.patch.object(importlib.util, "find_spec", without):
+        sharded("fp8", ep_size=2)
+
+
 CHECKS = [
+    what_is_missing_or_of_another_kind_is_refused,
     bytes_held,
     bytes_gathered_fall_alike,
     hashes_do_not_know_a_layout,

@@ -24,6 +24,10 @@ def nf4_values(weight_OI: Tensor, nested: bool = False) -> Tensor:
     packed, state = functional.quantize_4bit(
         wide, blocksize=64, quant_type="nf4", compress_statistics=nested
     )
+    if nested:
+        # Up to 0.49 the first number of this table becomes -1 for a process that has quantised on
+        # a CPU (csrc/cpu_ops.cpp); on a GPU, since 0.50 and in another process it is -0.993.
+        state.state2.code = functional.create_dynamic_map()
     return functional.dequantize_4bit(packed, state)
 
 
