@@ -48,17 +48,40 @@ def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
     Args:
         model: patched or not; nothing happens where no experts were moved.
         optimizers: whose state is read or replaced in the block; None among them are skipped.
+
+    Raises:
+        ValueError: on every rank: inside a block of the same model without these optimizers.
     """
     state = find_state(model)
+    if state is not None:
+        for optimizer in optimizers:
+            _check_at_home(optimizer, state)
     if state is None or not is_placed(state):
         yield
         return
     before = [layer.placement for layer in state.moe_layers]
     _place(model, state, [None] * len(before), optimizers)
+    state.at_home = [_stock(optimizer) for optimizer in optimizers]
     try:
         yield
     finally:
+        state.at_home = None
         _place(model, state, before, optimizers)
+
+
+def _check_at_home(optimizer: Any, state: ModelState) -> None:
+    """Raise in a block that this optimizer was not given to: what it keeps was left behind."""
+    if optimizer is None or state.at_home is None:
+        return
+    if all(one is not _stock(optimizer) for one in state.at_home):
+        raise ValueError(
+            f"experts are in hub order here, and what {type(optimizer).__name__} keeps of them is "
+            f"not: write experts_in_hub_order(model, optimizer), with the optimizer too"
+        )
+
+
+def _stock(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)  # behind Accelerate's wrapper
 
 
 def is_placed(state: ModelState) -> bool:
@@ -127,7 +150,7 @@ def guard_new_optimizer(optimizer: Any) -> None:
 
 
 def _guard(optimizer: Any, state: ModelState) -> None:
-    stock = getattr(optimizer, "optimizer", optimizer)  # behind Accelerate's wrapper
+    stock = _stock(optimizer)
     if getattr(stock, _GUARDED, None) is not state:
         setattr(stock, _GUARDED, state)
         hook = NotInHubOrder(state)
@@ -142,6 +165,8 @@ class NotInHubOrder(Ours):
         self.state = state
 
     def __call__(self, owner: Any, *args: Any) -> None:
+        if not isinstance(owner, nn.Module):
+            _check_at_home(owner, self.state)
         # With keep_vars one asks for the parameters themselves, not for values to be kept.
         wants_variables = isinstance(owner, nn.Module) and args[1:] == (True,)
         if is_placed(self.state) and not wants_variables:

@@ -455,6 +455,23 @@ def an_optimizer_of_moved_experts_gives_no_state_dict(rank: int, world: int) -> 
         optimizer.state_dict()
 
 
+def moments_that_stayed_behind_are_not_saved(rank: int, world: int, folder: str) -> None:
+    model, optimizer = _plain()
+    _step(model, optimizer, 0)
+    _balance(model, optimizer, FIRST)
+    here = _as_they_lie(model, optimizer)
+    for save in (optimizer.state_dict, partial(save_checkpoint, folder, model, optimizer)):
+        with (
+            pytest.raises(ValueError, match=r"what AdamW keeps of them is not: write experts_in"),
+            experts_in_hub_order(model),
+        ):
+            save()
+    assert_equal(_as_they_lie(model, optimizer), here)
+    with experts_in_hub_order(model, optimizer):
+        optimizer.state_dict()
+        save_checkpoint(folder, model, optimizer)
+
+
 def tensors_on_their_way_to_an_engine_do_not_change_owners(rank: int, world: int) -> None:
     model, optimizer = _plain()
     tensors = hub_tensors(model, max_bytes=2**12)
@@ -485,6 +502,7 @@ REFUSED: list[Any] = [
         an_optimizer_that_is_listed_twice_moves_once,
         ranks_with_other_optimizers_are_told,
         an_optimizer_of_moved_experts_gives_no_state_dict,
+        moments_that_stayed_behind_are_not_saved,
         tensors_on_their_way_to_an_engine_do_not_change_owners,
         what_is_no_load_threshold_or_optimizer_is_named,
         slow=True,
