@@ -16,7 +16,7 @@ from support.modalities import modality_by_step
 from support.needs import VISION_MODEL
 from support.parity import Case, on_ranks
 from support.quantised import SIZES, dequantise_experts
-from support.tiny_models import QWEN3_VL_MOE
+from support.tiny_models import QWEN3_VL_MOE, batch
 
 from hf_moe_ep import apply_ep_fsdp2
 
@@ -88,6 +88,42 @@ CASES = [
         model=PICTURES, budget=FP32_INSIDE, needs=VISION_MODEL
     ),
 ]
+
+
+def _few_tokens(model: Any, rank: int, world: int, step: int) -> list[dict[str, Any]]:
+    """An interpreter takes its time for each tile, of which every expert with a token has one."""
+    return [batch(model, 1, 4 + rank, seed=10 * step + rank)]
+
+
+def by_kernels(kind: str) -> Case:
+    """One layer of the least size that a format and the kernels take."""
+    smallest = {"nf4": 64, "fp8": 128}[KINDS[kind]["experts_dtype"]]
+    model = {
+        "hidden_size": smallest,
+        "moe_intermediate_size": smallest,
+        "num_hidden_layers": 1,
+        "dtype": torch.float32,
+    }
+    of_kernels = {"experts_backend": "triton"}
+    return held(
+        kind,
+        "ep 2, kernels, fp32",
+        2,
+        2,
+        config=of_kernels,
+        model=model,
+        micro_batches=_few_tokens,
+        budget=FP32_MODEL,
+    )
+
+
+KERNELS = [by_kernels(kind) for kind in ("nested", "fp8")]
+
+
+@pytest.mark.parametrize("claim", on_ranks(KERNELS, slow=True, alone=True, timeout=480.0))
+def test_kernels_equal_one_process(found: Found, claim: Check) -> None:
+    """As below, by the Triton kernels in the interpreter, forward and backward, on two ranks."""
+    found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize("claim", on_ranks(CASES, slow=True))
