@@ -1,7 +1,8 @@
-"""What a plan says of a training step's memory, against what real ranks count in theirs.
+"""What a plan says of a training step's memory and time, against what real ranks count and take.
 
     python benchmarks/plan.py                              the table, to the terminal
     python benchmarks/plan.py --write benchmarks/results   also as Markdown
+    python benchmarks/plan.py --calibrate rates.json       also the rates that seconds are made of
 
 Eight configurations on four gloo ranks. Each rank builds the model, patches it, attaches adapters,
 shards, makes two steps to warm up and counts the next one: the bytes of all tensors that are alive,
@@ -11,12 +12,20 @@ on tensors without memory, with every rank like the first (`hf_moe_ep/tools/step
     planned, evenly    the peak of the plan, every expert chosen as often
     planned, load      the same with the load of experts of the very step that was measured
     measured           the peak of each rank's step; ratios are to the rank with the most
+
+Then every configuration makes a step, one after the other, ROUNDS times; a step takes what the
+slowest rank takes. Rates of this machine are measured in one of them, CALIBRATED
+(`hf_moe_ep/tools/calibrate.py`), and make seconds of the work of every plan. What is claimed is the
+order: Spearman's correlation of predicted and measured seconds. Configurations whose measured
+quartiles overlap are as fast as each other there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +48,7 @@ from hf_moe_ep import (
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.routing.load import ExpertLoad
 from hf_moe_ep.state import STATE
+from hf_moe_ep.tools.calibrate import measure_rates, record_of, timed
 from hf_moe_ep.tools.published_models import attach_lora
 from hf_moe_ep.tools.step_plan import (
     Batch,
@@ -47,10 +57,14 @@ from hf_moe_ep.tools.step_plan import (
     make_optimizer,
     plan_step,
 )
+from hf_moe_ep.tools.step_time import StepTime, step_time
 from hf_moe_ep.tools.step_work import StepWork
 from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers
 
 WORLD = 4
+ROUNDS = 7
+
+CALIBRATED = "ep 4"
 
 
 @dataclass(frozen=True)
@@ -137,25 +151,66 @@ CONFIGURATIONS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's step: its peaks by stretch, its work, and the load of experts over all ranks."""
+    """One rank's step: its peaks by stretch, its work, and the load of experts over all ranks.
+
+    Beside them the seconds of further steps, and of CALIBRATED this machine's rates.
+    """
 
     peaks: dict[str, int]
     work: StepWork
     load: ExpertLoad
+    seconds: list[float] = field(default_factory=list)
+    rates: dict[str, Any] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
         return max(self.peaks.values())
 
 
+@dataclass
+class Training:
+    """A model that is trained on this rank."""
+
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer
+    batch: dict[str, Any]
+
+    def step(self) -> None:
+        """Make a step."""
+        self.model(**self.batch).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def measure_rank(
-    rank: int, sizes: Sizes, configurations: Sequence[Configuration]
+    rank: int,
+    sizes: Sizes,
+    configurations: Sequence[Configuration],
+    rounds: int = 0,
+    calibrated: str = CALIBRATED,
 ) -> list[Measured]:
-    """One rank's third step in each configuration."""
-    return [measure(one, sizes) for one in configurations]
+    """One rank's third step in each configuration, and the seconds of `rounds` more."""
+    trained = [prepare(one, sizes) for one in configurations]
+    found = [count(one) for one in trained]
+    if not rounds:
+        return found
+    for one, training, measured in zip(configurations, trained, found, strict=True):
+        if one.name == calibrated:
+            measured.rates.update(measure_rates(training.model, training.step, node_size=WORLD))
+    for _ in range(rounds):
+        for training, measured in zip(trained, found, strict=True):
+            measured.seconds.append(timed(training.step, torch.device("cpu")))
+    return found
 
 
 def measure(one: Configuration, sizes: Sizes) -> Measured:
+    """Make a rank's third step in one configuration."""
+    return count(prepare(one, sizes))
+
+
+def prepare(one: Configuration, sizes: Sizes) -> Training:
+    """Build a model, shard it, and make two steps: the first one of an optimizer is another."""
     torch.manual_seed(0)
     # Buffers stay in fp32, as a model is loaded.
     model: nn.Module = AutoModelForCausalLM.from_config(sizes.config(), dtype=one.dtype)
@@ -173,13 +228,17 @@ def measure(one: Configuration, sizes: Sizes) -> Measured:
         checkpoint_layers(model)
     optimizer = make_optimizer(one.optimizer, model.parameters())
     batch = make_batch(sizes, one.batch, data_parallel_rank(model)) | head
-    # Two: the first step of an optimizer is another one.
+    training = Training(model, layers, optimizer, batch)
     for _ in range(2):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        training.step()
+    return training
+
+
+def count(training: Training) -> Measured:
+    """Count a step."""
+    model = training.model
     expert_load(model, reset=True)
-    counted = count_step(model, layers, optimizer, batch)
+    counted = count_step(model, training.layers, training.optimizer, training.batch)
     return Measured(counted.peaks(), counted.work, expert_load(model))
 
 
@@ -197,7 +256,7 @@ def report(
     sizes: Sizes,
 ) -> str:
     lines = [
-        "# The memory of a step: planned, and counted on four ranks\n",
+        "# The memory and the time of a step: planned, and counted on four ranks\n",
         *about,
         f"- model: Qwen3-MoE, {sizes.layers} layers, hidden {sizes.hidden}, top-{sizes.top_k} of "
         f"{sizes.experts} experts of {sizes.intermediate}, vocabulary {sizes.vocab}; sequences of "
@@ -222,23 +281,114 @@ def report(
     return "\n".join(lines) + "\n"
 
 
+def predict(
+    configurations: Sequence[Configuration],
+    plans: Sequence[StepPlan],
+    rates: dict[str, Any],
+    sizes: Sizes,
+) -> list[StepTime]:
+    """Say how long a step of each configuration takes on this machine."""
+    hardware = record_of(rates)
+    return [
+        step_time(
+            plan,
+            hardware,
+            micro_batches=1,
+            tokens=one.batch * sizes.seq // one.parallel.get("sp_size", 1),
+        )
+        for one, plan in zip(configurations, plans, strict=True)
+    ]
+
+
+def seconds_by_round(measured: Sequence[Sequence[Measured]], index: int) -> list[float]:
+    """Return what the slowest rank took in each round."""
+    return [max(of_ranks) for of_ranks in zip(*(rank[index].seconds for rank in measured))]
+
+
+def ranks_of(values: Sequence[Sequence[float]]) -> Tensor:
+    """Rank spreads of measurements; those whose quartiles overlap share the mean of their ranks."""
+    quartiles = [torch.tensor(v, dtype=torch.float64).quantile(QUARTILES) for v in values]
+    order = sorted(range(len(values)), key=lambda index: float(quartiles[index][1]))
+    ranks = torch.empty(len(values), dtype=torch.float64)
+    group: list[int] = []
+    for place, index in enumerate(order):
+        if group and quartiles[index][0] > max(quartiles[other][2] for other in group):
+            group = []
+        group.append(index)
+        ranks[group] = place - (len(group) - 1) / 2
+    return ranks
+
+
+def spearman(first: Tensor, second: Tensor) -> float:
+    """Return the correlation of two lists of ranks; nan where one of them is all ties."""
+    return float(torch.corrcoef(torch.stack([first, second]))[0, 1])
+
+
+QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+
+
+def agreement(times: Sequence[StepTime], seconds: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return Spearman's correlation of predicted and measured seconds: with ties, and without."""
+    predicted = ranks_of([[time.seconds] for time in times])
+    medians = ranks_of([[statistics.median(one)] for one in seconds])
+    return spearman(predicted, ranks_of(seconds)), spearman(predicted, medians)
+
+
+def report_seconds(
+    configurations: Sequence[Configuration],
+    times: Sequence[StepTime],
+    seconds: Sequence[Sequence[float]],
+) -> str:
+    parts = dict.fromkeys(name for time in times for name in time.parts)
+    lines = [
+        "\n## Seconds\n",
+        f'Rates were measured in "{CALIBRATED}", and its own seconds with them.\n',
+        f"| configuration | measured, s | predicted | / measured | {' | '.join(parts)} |",
+        "|---" * (4 + len(parts)) + "|",
+    ]
+    for one, time, measured in zip(configurations, times, seconds, strict=True):
+        cells = [spread(list(measured)), f"{time.seconds:.2f}"]
+        cells.append(f"{time.seconds / statistics.median(measured):.2f}")
+        cells += [f"{time.parts.get(name, 0.0):.3f}" for name in parts]
+        lines.append(f"| {one.name} | {' | '.join(cells)} |")
+    with_ties, without = agreement(times, seconds)
+    rounds = [
+        spearman(ranks_of([[one[i]] for one in seconds]), ranks_of(seconds))
+        for i in range(len(seconds[0]))
+    ]
+    lines.append(
+        f"\nSpearman's correlation of predicted and measured: {with_ties:.2f} "
+        f"({without:.2f} of medians, without ties). A single round and all of them: "
+        f"{spread(rounds)}. Parts are seconds of the prediction; the ranks share the cores of one "
+        f"machine, so nothing travels behind computation."
+    )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--write", type=Path, help="also write plan-cpu.md there")
+    parser.add_argument("--calibrate", type=Path, metavar="OUT", help="write measured rates there")
     args = parser.parse_args()
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     load_before = os.getloadavg()[0]
-    measured = spawn(measure_rank, WORLD, sizes, CONFIGURATIONS, timeout=1800.0)
+    measured = spawn(measure_rank, WORLD, sizes, CONFIGURATIONS, ROUNDS, timeout=1800.0)
     loads = [one.load for one in measured[0]]
     plans = [
         (one.planned(sizes), one.planned(sizes, load=load))
         for one, load in zip(CONFIGURATIONS, loads, strict=True)
     ]
+    rates = next(one.rates for one in measured[0] if one.rates)
+    times = predict(CONFIGURATIONS, [evenly for evenly, _ in plans], rates, sizes)
+    seconds = [seconds_by_round(measured, index) for index in range(len(CONFIGURATIONS))]
     about = setting("benchmarks/plan.py", load_before, WORLD)
     text = report(CONFIGURATIONS, plans, measured, about, sizes)
+    text += report_seconds(CONFIGURATIONS, times, seconds)
     print(text)
+    if args.calibrate:
+        args.calibrate.write_text(json.dumps(rates, indent=2) + "\n")
     if args.write:
         args.write.mkdir(parents=True, exist_ok=True)
         (args.write / "plan-cpu.md").write_text(text)

@@ -26,6 +26,7 @@ from typing import Any
 # What a part of a peak is reached by: products of one matrix each, of one per expert, attention;
 # operators that only move bytes; the two links.
 KINDS = ("matmul", "grouped", "attention", "memory", "in_node", "between_nodes")
+PRODUCTS = ("matmul", "grouped", "attention")
 ASSUMED = "assumption"
 
 
@@ -51,7 +52,8 @@ class Hardware:
             longer of both. False, as on a CPU: it takes their sum.
         overlap: of what could travel behind computation the part that does, 0 .. 1.
         fractions: by each of KINDS the part of its peak that is reached, 0 < f <= 1; an
-            assumption, if `sources` does not name a measurement.
+            assumption, if `sources` does not name a measurement. For products in one dtype
+            another may stand beside it, as "grouped float32".
         sources: by the name of a field where its number is from: a page, or ASSUMED.
     """
 
@@ -77,6 +79,9 @@ class Hardware:
             if not (number and math.isfinite(value) and fits(value)):
                 raise ValueError(f"{name} ({value!r}) of hardware {self.name!r} must be {what}")
         for name in self.fractions:
+            kind, _, dtype = name.partition(" ")
+            if kind in PRODUCTS and dtype in self.matmul_flops:
+                continue
             _known(name, KINDS, f"fractions of hardware {self.name!r}")
         if missing := [kind for kind in KINDS if kind not in self.fractions]:
             raise ValueError(
@@ -87,6 +92,10 @@ class Hardware:
             raise ValueError(f"matmul_flops of hardware {self.name!r} names no dtype")
         if not isinstance(self.host_ahead, bool):
             raise ValueError(f"host_ahead ({self.host_ahead!r}) must be true or false")
+
+    def reached(self, kind: str, dtype: str) -> float:
+        """Return the fraction of a kind of products, in a dtype."""
+        return self.fractions.get(f"{kind} {dtype}", self.fractions[kind])
 
     def _numbers(self) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []

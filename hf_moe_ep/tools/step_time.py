@@ -124,7 +124,8 @@ def operator_seconds(operator: Operator, hardware: Hardware) -> float:
     moving = operator.nbytes / (hardware.memory_bandwidth * hardware.fractions["memory"])
     if not operator.flops:
         return moving
-    rate = matmul_rate(operator.dtype, hardware.matmul_flops) * hardware.fractions[operator.kind]
+    rate = matmul_rate(operator.dtype, hardware.matmul_flops)
+    rate *= hardware.reached(operator.kind, operator.dtype)
     return max(operator.flops / rate, moving)
 
 

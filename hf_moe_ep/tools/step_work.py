@@ -156,6 +156,14 @@ class StepWork:
         """Count what the host launches, collectives without."""
         return self._sum(lambda one: one.launches)
 
+    def messages(self) -> int:
+        """Count collectives."""
+        return sum(
+            number * stretch.times
+            for stretch in self.stretches.values()
+            for _, number in stretch.collectives
+        )
+
     def sent(self, purpose: str, node_size: int) -> tuple[float, float]:
         """Sum the bytes that this rank sends for a purpose: inside its node, to others."""
         inside = outside = 0.0
@@ -188,7 +196,7 @@ class WorkCounter(OperatorMode):
         self, *, chunks: int = 1, experts_train: bool = True, grouped: bool = False
     ) -> None:
         super().__init__()
-        self._chunks, self._experts_train, self._grouped = chunks, experts_train, grouped
+        self.chunks, self.experts_train, self._grouped = chunks, experts_train, grouped
         self._operators: dict[str, list[Operator]] = {}
         self._collectives: dict[str, list[Collective]] = {}
         self.begin("before")
@@ -224,8 +232,10 @@ class WorkCounter(OperatorMode):
                 return inside(*args, **kwargs)
         kind = collective_of(func)
         if kind is not None:
-            self._sent.append(self._collective(kind, func, args))
-            return self.run(func, args, kwargs)
+            one = self._collective(kind, func, args)
+            out = self.run_collective(func, args, kwargs)
+            self.note(one, func, args)
+            return out
         if is_made_of_others(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -233,12 +243,23 @@ class WorkCounter(OperatorMode):
         flops = count_flops(func, args, kwargs, out)
         nbytes = moved_bytes(func, args, kwargs, out)
         if flops or nbytes:
-            self._now.append(_operator(func, args, flops, nbytes))
+            self.note(_operator(func, args, flops, nbytes), func, args)
         return out
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator."""
+        """Run an operator; whoever times them does so here."""
         return func(*args, **kwargs)
+
+    def run_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a collective, likewise."""
+        return func(*args, **kwargs)
+
+    def note(self, one: Operator | Collective, func: Any, args: tuple[Any, ...]) -> None:
+        """Count what has run, on what it was given."""
+        if isinstance(one, Operator):
+            self._now.append(one)
+        else:
+            self._sent.append(one)
 
     def take(self, since: int) -> list[Operator]:
         """Take back the operators of this stretch from the `since`-th on."""
@@ -308,9 +329,9 @@ class WorkCounter(OperatorMode):
                 purpose = _PURPOSES.get(name, purpose)
         if purpose != "rows":
             return purpose, 0.0
-        if "send_row_grads" in names and self._experts_train:
+        if "send_row_grads" in names and self.experts_train:
             return purpose, 1.0
-        return purpose, (self._chunks - 1) / self._chunks
+        return purpose, (self.chunks - 1) / self.chunks
 
 
 def of_more_layers(few: list[StepWork], numbers: tuple[int, int], layers: int) -> StepWork:
