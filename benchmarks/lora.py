@@ -2,6 +2,7 @@
 
     python benchmarks/lora.py                              the table, to the terminal
     python benchmarks/lora.py --write benchmarks/results   also as Markdown
+    python benchmarks/lora.py --experts-dtype nf4 fp8 --layers 2 --steps 3      experts as bytes
 
 The same model, adapters and batches, the base frozen. On one process stock PEFT stands against
 `patch(model)`; on four gloo ranks the stock model with each layer under FSDP2 (no expert
@@ -13,6 +14,12 @@ parallelism) against `apply_ep_fsdp2(model, ep_size=4)`.
     training       what of it the model itself, sharded or not, does not take
     step           forward, backward and AdamW, until the slowest rank is done; the two take turns
                    in one process, so a busy machine slows both
+
+With `--experts-dtype` two ranks (ep_fsdp 2) hold the base in bf16, and its experts in each format:
+
+    held           bytes of matrices of experts and their scales on both ranks, per parameter
+    gathered       bytes of the units of experts that FSDP2 gathers on a rank in one step
+    peak           the most bytes of all tensors that are alive in one step, operator by operator
 """
 
 from __future__ import annotations
@@ -241,8 +248,12 @@ def report_held(sizes: Sizes, ranks: list[dict[str, Held]], about: list[str]) ->
         cells += [f"{peak / bf16_peak:.2f}", spread(first.seconds)]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     lines.append(
-        "\nBytes are of one step; seconds median (min .. max) over steps. Every figure is "
-        "explained at the top of `benchmarks/lora.py`."
+        "\nBytes are of one step; seconds median (min .. max) over steps. What is held counts "
+        "matrices of experts with their scales. What is gathered has their adapters beside them, "
+        "in bf16 for experts in bf16 and as they lie, in fp32, for the others; the peak has all "
+        "adapters, their moments, the dense part and activations: alike for every format, so "
+        "neither falls as far as what is held. Every figure is explained at the top of "
+        "`benchmarks/lora.py`."
     )
     return "\n".join(lines) + "\n"
 

@@ -1,5 +1,8 @@
 """Loading experts quantised: beside what a rank holds, one matrix of one expert and what is read.
 
+The limit is what a load takes that quantises nothing, and one matrix, its bytes and scales, and
+what quantising some of its rows takes.
+
 Resident memory of each of two ranks (ep 2) at its peak. A matrix of an expert has 8 MiB in bf16,
 those of a layer on a rank 32 MiB. What a load takes with other code is seen to be more: the matrix
 before alive while the next is read, and a layer's matrices at once.
@@ -28,7 +31,7 @@ from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.quantised import HeldAsBytes
 from hf_moe_ep.checkpoints.storage.boxes import local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
-from hf_moe_ep.ops.quantised import quantise_stack
+from hf_moe_ep.ops.quantised import _VALUES, Quantisation, empty_stack, quantise_stack
 
 MIB = 2**20
 SIZES = {
@@ -39,15 +42,13 @@ SIZES = {
     "head_dim": 16,
 }
 MATRIX = 2 * 1024 * 2048 * 2
-# Gate or up, or down: what the files have in one tensor, as it is read or decoded.
-IN_ONE_TENSOR = MATRIX // 2
-# Objects of Python, buffers of gloo, headers of files, some rows in fp32, and what glibc's heap
-# keeps of blocks below 1 MiB: a load that quantises nothing takes 5 MiB of it here.
-LITTLE = 8 * MIB
+# Some rows are quantised at a time, and take 20 bytes for each of their values meanwhile.
+SOME_ROWS = 20 * _VALUES
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"experts_dtype": "nf4"},
     "nested": {"experts_dtype": "nf4", "experts_double_quant": True},
     "fp8": {"experts_dtype": "fp8"},
+    "as they are": {},
 }
 
 
@@ -72,6 +73,13 @@ def _beyond_what_is_held(files: Path, kind: str) -> int:
         model = from_pretrained(files, ep_size=2, peft_config=lora, **KINDS[kind])
     held = [local_tensor(t).untyped_storage().nbytes() for t in model.parameters()]
     return resident.grown - sum(held)
+
+
+def _one_matrix(kind: str) -> int:
+    """Bytes and scales of one matrix, before they are copied to their place."""
+    held = Quantisation("fp8" if kind == "fp8" else "nf4")
+    tensors = empty_stack((1, 2048, 2048), held, "meta").by_name("").values()
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 @contextmanager
@@ -111,11 +119,19 @@ def loads(rank: int, world: int, folder: str) -> None:
         two = _beyond_what_is_held(Path(folder, "bf16"), "nf4")
     with mock.patch.object(HeldAsBytes, "read", _at_once):
         layer = _beyond_what_is_held(Path(folder, "bf16"), "nf4")
-    seen = {case: f"{taken / MIB:.1f}" for case, taken in takes.items()}
+    seen = {str(case): f"{taken / MIB:.1f}" for case, taken in takes.items()}
+    seen |= {"matrix before": f"{two / MIB:.1f}", "layer": f"{layer / MIB:.1f}"}
+    # What is read of a file at a time, objects of Python, buffers of gloo, headers of files, and
+    # what glibc's heap keeps of blocks below 1 MiB: a load takes these that quantises nothing.
+    plain = {files: takes.pop((files, "as they are")) for files in ("bf16", "fp8")}
     assert takes.pop(("fp8", "fp8")) < MATRIX, seen
-    limit = IN_ONE_TENSOR + MATRIX + LITTLE
-    assert max(takes.values()) <= limit, seen
-    assert limit < two < layer, (limit / MIB, two / MIB, layer / MIB)
+    limits = {
+        (files, kind): plain[files] + MATRIX + _one_matrix(kind) + SOME_ROWS
+        for files, kind in takes
+    }
+    over = {case: limits[case] / MIB for case, taken in takes.items() if taken > limits[case]}
+    assert not over, (over, seen)
+    assert limits["bf16", "nf4"] < two < layer, (over, seen)
 
 
 @pytest.mark.parametrize("claim", on_ranks(2, loads, slow=True))
