@@ -1,27 +1,46 @@
-"""`hf-moe-ep plan`: which layouts of a model fit on some GPUs, and how to launch them.
+"""`hf-moe-ep plan`: which layouts of a model fit on some GPUs, how fast, and how to launch them.
 
-    hf-moe-ep plan Qwen3-30B-shape --gpus 16 --gpu-memory 80 --seq 4096 --batch 64 --write fsdp.yaml
+    hf-moe-ep plan Qwen3-30B-shape --gpus 16 --gpu h100 --seq 4096 --batch 64 --write fsdp.yaml
 
-Memory is planned as `hf-moe-ep inspect --plan ... --seq` does; seconds are not.
+Memory is planned as `hf-moe-ep inspect --plan ... --seq` does. Seconds are those of a model of the
+hardware (`step_time.py`), where `--gpu` names one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hf_moe_ep.ops.quantised import KINDS
+from hf_moe_ep.tools.hardware import ASSUMED, Hardware, calibrated
+from hf_moe_ep.tools.hardware_table import TABLE, find_hardware
 from hf_moe_ep.tools.layouts import NODE, Asked, Found, Layout, Planned, find_layouts
 from hf_moe_ep.tools.memory_plan import OPTIMIZERS
 from hf_moe_ep.tools.published_models import LORA_TARGETS, known_shapes
 from hf_moe_ep.tools.step_plan import NOT_COUNTED
+from hf_moe_ep.tools.step_work import PURPOSES
+from hf_moe_ep.upstream.hub import counting_bar
 
 _BEST = 5
 _GIB = 2**30
 _DEFAULT = "default: %(default)s"
+# Parts of `StepTime`, in words.
+_WORDS = {
+    "matmul": "products",
+    "grouped": "experts",
+    "memory": "operators that move bytes",
+    "parameters": "gathers of parameters",
+    "gradients": "reductions of gradients",
+    "rows": "tokens on their way",
+    "counts": "counts of tokens",
+    "sequence": "slices of sequences",
+    "numbers": "numbers of all ranks",
+    "host": "the host",
+}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,13 +50,18 @@ def add_parser(subparsers: Any) -> None:
         help="which layouts of a model fit on so many GPUs",
         description="Try layouts of a model on some GPUs: which of them training would accept, and "
         "how much memory a whole step takes in each. Nothing is downloaded and nothing runs but "
-        "the model's own step on tensors without memory. How fast a layout is it does not say.",
+        "the model's own step on tensors without memory. With --gpu it says how fast they are, by "
+        "a model of that GPU and its links: their order is worth more than their seconds.",
     )
     add = parser.add_argument
     shapes = ", ".join(known_shapes())
     add("shape", help=f"a folder, a config.json, or one of {shapes}")
     add("--gpus", type=int, required=True, metavar="N", help="one process each")
-    add("--gpu-memory", type=float, required=True, metavar="GIB", help="of one GPU")
+    add("--gpu", metavar="NAME", help=f"for seconds; one of {', '.join(TABLE)}")
+    add(
+        "--calibrate", type=Path, metavar="FILE", help="JSON of measured rates, in place of --gpu's"
+    )
+    add("--gpu-memory", type=float, metavar="GIB", help="of one GPU; default: that of --gpu")
     add("--seq", type=int, required=True, metavar="S", help="tokens of a sequence")
     add("--batch", type=int, required=True, metavar="B", help="sequences of a step, of all GPUs")
     add("--ep", type=int, metavar="N", help=f"ep_size; default: powers of two up to {NODE}")
@@ -47,6 +71,7 @@ def add_parser(subparsers: Any) -> None:
     add("--lora-targets", choices=LORA_TARGETS, default="both", help=_DEFAULT)
     add("--experts-dtype", choices=KINDS, help="hold frozen experts as bytes, under LoRA")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help=_DEFAULT)
+    add("--train-tokens", type=float, metavar="N", help="of the whole training, for its hours")
     add("--write", type=Path, metavar="FILE", help="of the first one, for accelerate launch")
     add("--json", action="store_true", help="for programs; sizes in bytes")
     parser.set_defaults(run=run)
@@ -58,18 +83,24 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: wrong arguments; no layout that training would accept.
     """
-    for name in ("gpus", "gpu_memory", "seq", "batch"):
-        if not getattr(options, name) > 0:
+    for name in ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "dp_replicate", "train_tokens"):
+        given = getattr(options, name)
+        if given is not None and not given > 0:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} ({getattr(options, name):g}) must be more than 0")
+            raise ValueError(f"{flag} ({given:g}) must be more than 0")
+    hardware = _hardware(options)
+    if options.gpu_memory is None:
+        assert hardware is not None
+        memory = {"gpu_memory": hardware.memory_bytes / _GIB}
+        options = argparse.Namespace(**(vars(options) | memory))
     if options.experts_dtype is not None and options.lora_rank is None:
         raise ValueError(
             f"--experts-dtype {options.experts_dtype} holds frozen experts, and full weights are "
             f"planned; add --lora-rank 16, or leave it out"
         )
     more = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
-    found = find_layouts(
-        Asked(
+    with counting_bar("plan", "layouts", sys.stderr.isatty()) as bar:
+        asked = Asked(
             options.shape,
             options.gpus,
             int(options.gpu_memory * _GIB),
@@ -80,41 +111,66 @@ def run(options: argparse.Namespace) -> int:
             options.dp_replicate,
             {name: getattr(options, name) for name in ("optimizer", "lora_rank", "lora_targets")},
             more,
+            hardware,
+            lambda _: bar.update(),
         )
-    )
+        found = find_layouts(asked)
     if options.json:
-        print(json.dumps(as_json(found), indent=2))
+        print(json.dumps(as_json(found, asked), indent=2))
     else:
-        print("\n".join(_lines(found, options, more)))
+        print("\n".join(_lines(found, options, asked)))
     if not found.fit:
         return 1
     if options.write is not None:
-        options.write.write_text(launch_config(found.fit[0].layout, options.gpus, **more))
+        best = found.fit[0].layout
+        options.write.write_text(launch_config(best, options.gpus, asked.node, **more))
     return 0
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def _hardware(options: argparse.Namespace) -> Hardware | None:
+    if options.gpu is None:
+        for flag in ("calibrate", "train_tokens"):
+            if getattr(options, flag) is not None:
+                raise ValueError(
+                    f"--{flag.replace('_', '-')} is of seconds, which want a GPU; add --gpu NAME, "
+                    f"one of {', '.join(TABLE)}"
+                )
+        if options.gpu_memory is None:
+            raise ValueError(f"say --gpu-memory GIB, or --gpu NAME of {', '.join(TABLE)}")
+        return None
+    hardware = find_hardware(options.gpu)
+    if options.calibrate is None:
+        return hardware
+    if not options.calibrate.is_file():
+        raise ValueError(f"--calibrate {options.calibrate} is no file")
+    return calibrated(hardware, options.calibrate)
+
+
+def as_json(found: Found, asked: Asked) -> dict[str, Any]:
     """Turn what was found into plain data."""
 
     def plain(one: Planned) -> dict[str, Any]:
         plain = {"layout": asdict(one.layout), "step": one.step.as_json(), "left": one.left}
-        return plain | {"peak": one.step.peak}
+        plain |= {"peak": one.step.peak, "why": _why(one, found, asked)}
+        return plain if one.time is None else plain | {"time": asdict(one.time)}
 
+    given = None if asked.hardware is None else asdict(asked.hardware)
     return {
+        "hardware": given,
         "fit": [plain(one) for one in found.fit],
         "too_large": [plain(one) for one in found.too_large],
         "illegal": [asdict(layout) | {"reason": why} for layout, why in found.illegal.items()],
     }
 
 
-def launch_config(layout: Layout, gpus: int, **more: Any) -> str:
+def launch_config(layout: Layout, gpus: int, node: int = NODE, **more: Any) -> str:
     """Write what `accelerate launch --config_file` takes for such a layout.
 
     `more` is what `patch` is given beside its sizes.
     """
-    machines = -(-gpus // NODE)
+    machines = -(-gpus // node)
     several = [
-        f"# {machines} machines of {NODE}: add --machine_rank and --main_process_ip on each",
+        f"# {machines} machines of {node}: add --machine_rank and --main_process_ip on each",
         "rdzv_backend: static",
         "same_network: true",
         "main_process_port: 29500",
@@ -142,41 +198,92 @@ def launch_config(layout: Layout, gpus: int, **more: Any) -> str:
     )
 
 
-def _lines(found: Found, options: argparse.Namespace, more: dict[str, Any]) -> list[str]:
+def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]:
+    timed = asked.hardware is not None
     heading = (
-        f"{options.shape} on {options.gpus} GPUs of {options.gpu_memory:g} GiB, {options.batch} "
+        f"{options.shape} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
         f"sequences of {options.seq} tokens a step"
     )
-    rows: list[tuple[str, ...]] = [
-        ("ep", "sp", "replicas", "sequences", "layers run", "peak, GiB", "left, GiB")
-    ]
+    names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
+    names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
     shown = [*found.fit[:_BEST], *found.too_large[:_BEST]]
-    rows += [_row(one) for one in shown]
-    table = ["".join(f"{cell:>12}" for cell in row) for row in rows]
-    lines = [heading, "", *table, ""]
+    rows = [tuple(names), *(_row(one) for one in shown)]
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    lines = [heading, ""]
+    for row, why in zip(rows, ["", *(_why(one, found, asked) for one in shown)], strict=True):
+        cells = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"{cells}   {why}".rstrip())
+    lines.append("")
     more_fit = len(found.fit) - _BEST
     if more_fit > 0:
         lines.append(f"{more_fit} more fit, and are behind the first {_BEST}")
     if found.illegal:
         why = next(iter(found.illegal.values()))
         lines.append(f"{len(found.illegal)} would be refused, the first one because: {why}")
-    lines += [
-        f"not counted: {', '.join(NOT_COUNTED)}; seconds are not planned.",
-        "Order: layers run once before twice, more sequences at a time, then by what is left.",
-    ]
-    if found.fit:
-        lines += ["", f"the first one: {found.fit[0].layout.patch_line(**more)}"]
+    lines.append(f"not counted: {', '.join(NOT_COUNTED)}")
+    if asked.hardware is None:
+        lines += [
+            "seconds are not planned; --gpu NAME does that",
+            "Order: layers run once before twice, more sequences at a time, then by what is left.",
+        ]
     else:
-        lines += ["", "none fits; `hf-moe-ep inspect --plan ... --memory` says what would help"]
+        lines += _about_seconds(asked.hardware)
+    if not found.fit:
+        return [
+            *lines,
+            "",
+            "none fits; `hf-moe-ep inspect --plan ... --memory` says what would help",
+        ]
+    best = found.fit[0]
+    lines += ["", f"the first one: {best.layout.patch_line(**asked.parallel)}"]
+    if best.time is not None and options.train_tokens is not None:
+        rate = best.time.tokens_per_second_per_gpu * options.gpus
+        hours = options.train_tokens / rate / 3600
+        lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} a second: {hours:.1f} hours")
     return lines
+
+
+def _about_seconds(hardware: Hardware) -> list[str]:
+    assumed = [name for name, source in hardware.sources.items() if source == ASSUMED]
+    measured = [name for name, source in hardware.sources.items() if source.startswith("measured")]
+    return [
+        f"Seconds are a model's of a {hardware.name}, not measured; experts are chosen evenly.",
+        f"measured: {', '.join(measured) or 'nothing'}",
+        f"assumed: {', '.join(assumed) or 'nothing'}; the rest is published",
+    ]
 
 
 def _row(one: Planned) -> tuple[str, ...]:
     layout = one.layout
-    return (
-        *(str(size) for size in layout.sizes().values()),
+    cells = (
+        f"{layout.ep}" + " by node" * (layout.node_size is not None),
+        *(str(size) for size in (layout.sp, layout.dp_replicate, layout.chunks)),
         f"{layout.per_forward} x {layout.accumulated}",
         "twice" if layout.checkpointing else "once",
         f"{one.step.peak / _GIB:.3f}",
         f"{one.left / _GIB:.3f}",
     )
+    if one.time is None:
+        return cells
+    exposed = sum(one.time.parts.get(purpose, 0.0) for purpose in PURPOSES) / one.time.seconds
+    rate = f"{one.time.tokens_per_second_per_gpu:.4g}"
+    return (*cells, f"{one.time.seconds:.4g}", rate, f"{exposed:.0%}")
+
+
+def _why(one: Planned, found: Found, asked: Asked) -> str:
+    """Say what is against a layout: memory, or what takes it longer than the first one."""
+    if one.left < 0:
+        return f"does not fit by {-one.left / _GIB:.1f} GiB"
+    best = found.fit[0]
+    if one is best or one.time is None or best.time is None:
+        return ""
+    longer = {
+        part: seconds - best.time.parts.get(part, 0.0) for part, seconds in one.time.parts.items()
+    }
+    part = max(longer, key=longer.__getitem__)
+    slower = one.time.seconds / best.time.seconds - 1
+    if longer[part] <= 0:
+        return "as fast"
+    assert asked.hardware is not None
+    crosses = part in PURPOSES and one.step.work.sent(part, asked.hardware.node_size)[1] > 0
+    return f"{slower:.1%} slower: {_WORDS.get(part, part)}{' between nodes' * crosses}"
