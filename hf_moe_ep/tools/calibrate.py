@@ -9,7 +9,7 @@
     if torch.distributed.get_rank() == 0:
         Path("rates.json").write_text(json.dumps(rates, indent=2))
 
-Some steps are timed as they are. Then one runs with every operator and collective timed by itself:
+Some steps are timed as they are. Then STEPS run with each operator and collective timed by itself:
 the device is waited for before and behind it, and ranks meet in front of each collective, so that
 none is timed while it waits for a late one. Rates are what was done over the time that it took:
 
@@ -20,9 +20,10 @@ none is timed while it waits for a late one. Rates are what was done over the ti
                         of, what a whole step takes beyond all of the above
     overlap             what a whole step takes less than the sum of the above, of what could hide
 
-Of each kind of product the largest is timed in other dtypes too, for those that the step does not
-have: how much slower it is there, all of its kind are taken to be. On one node there is nothing to
-say of links between nodes; a record's own numbers stay.
+In the first of them, behind each product and each operator that moves LARGE bytes or more, the same
+is timed again in each of DTYPES, for those that the step does not have: how much slower all of a
+kind are there, in sum, every one is taken to be. On one node there is nothing to say of links
+between nodes; a record's own numbers stay.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from hf_moe_ep.upstream.dispatch_modes import tensors_in
 from hf_moe_ep.upstream.operators import group_of, operator_name, work_of
 
 LARGE = 2**16
-_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = ("float32", "bfloat16")
+STEPS = 3
 _WARM_UP = 2
 
 
@@ -64,22 +66,21 @@ class OperatorTimer(WorkCounter):
 
     Attributes:
         samples: in the order in which they ran.
-        largest: by kind the product of most operations, with copies of what it was given.
+        again: by kind of operator and dtype, operations or bytes that ran again, and their seconds.
     """
 
-    def __init__(self, like: WorkCounter, device: torch.device) -> None:
+    def __init__(self, like: WorkCounter, device: torch.device, *, runs_again: bool) -> None:
         super().__init__(chunks=like.chunks, experts_train=like.experts_train)
         self.samples: list[Sample] = []
-        self.largest: dict[str, _Call] = {}
+        self._runs_again = runs_again
+        self._kwargs: dict[str, Any] = {}
+        self.again: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._seconds = 0.0
         self._device = device
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _wait_for(self._device)
-        start = time.perf_counter()
-        out = func(*args, **kwargs)
-        _wait_for(self._device)
-        self._seconds = time.perf_counter() - start
+        out, self._seconds = self._timed(func, args, kwargs)
+        self._kwargs = kwargs
         return out
 
     def run_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,38 +96,56 @@ class OperatorTimer(WorkCounter):
     def note(self, one: Operator | Collective, func: Any, args: tuple[Any, ...]) -> None:
         super().note(one, func, args)
         self.samples.append(Sample(one, self._seconds))
-        if isinstance(one, Collective) or one.kind not in PRODUCTS:
+        if isinstance(one, Collective) or not self._runs_again:
             return
-        before = self.largest.get(one.kind)
-        # What a backward of attention is given is not all of one dtype.
-        alike = len({x.dtype for x in tensors_in(args)}) == 1
-        backward = "backward" in operator_name(func)
-        if alike and not backward and (before is None or one.flops > before.flops):
-            copies = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
-            self.largest[one.kind] = _Call(func, copies, one.flops)
+        if not _can_run_again(one, func, args, self._kwargs):
+            return
+        kwargs = {name: value for name, value in self._kwargs.items() if name != "out"}
+        for dtype in DTYPES:
+            copies = [_copy_in(x, dtype) for x in args]
+            # The first run in a dtype prepares what the others use.
+            for _ in range(2):
+                # Of several overloads the one without a place for the result.
+                seconds = self._timed(func.overloadpacket, copies, kwargs)[1]
+            done = self.again[one.kind, dtype]
+            done[0] += one.flops or one.nbytes * _itemsize(dtype) / _itemsize(one.dtype)
+            done[1] += seconds
+
+    def _timed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, float]:
+        _wait_for(self._device)
+        start = time.perf_counter()
+        out = func(*args, **kwargs)
+        _wait_for(self._device)
+        return out, time.perf_counter() - start
 
 
-@dataclass(frozen=True)
-class _Call:
-    """An operator with what it was given, results not among it."""
+def _can_run_again(one: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an operator can be given the same in another dtype.
 
-    func: Any
-    args: tuple[Any, ...]
-    flops: int
+    A backward of attention is given sums in fp32 beside what is to be converted; what converts by
+    itself is told its dtype; lists of tensors and FSDP2's own operators are left out.
+    """
+    floats = {x.dtype for x in tensors_in(args) if x.is_floating_point()}
+    return (
+        func.namespace == "aten"
+        and len(floats) == 1
+        and one.dtype in DTYPES
+        and not any(isinstance(x, list | tuple) and tensors_in(x) for x in args)
+        and "dtype" not in kwargs
+        and not ("attention" in operator_name(func) and "backward" in operator_name(func))
+        and (one.kind in PRODUCTS or (one.nbytes >= LARGE and "out" not in kwargs))
+    )
 
-    def rate(self, dtype: torch.dtype, device: torch.device) -> float:
-        """Return operations per second, in another dtype."""
-        # Of several overloads the one without a place for the result.
-        func = self.func.overloadpacket
-        args = [x.to(dtype) if isinstance(x, Tensor) else x for x in self.args]
-        seconds = []
-        for _ in range(15):
-            _wait_for(device)
-            start = time.perf_counter()
-            func(*args)
-            _wait_for(device)
-            seconds.append(time.perf_counter() - start)
-        return self.flops / statistics.median(seconds)
+
+def _copy_in(x: Any, dtype: str) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return x.detach().to(getattr(torch, dtype) if x.is_floating_point() else x.dtype, copy=True)
+
+
+def _itemsize(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size
 
 
 def measure_rates(
@@ -144,23 +163,22 @@ def measure_rates(
     for _ in range(_WARM_UP):
         step()
     seconds = [timed(step, device) for _ in range(repeat)]
-    timer = OperatorTimer(make_counter(model), device)
-    timer.begin("all")
-    with timer:
-        step()
-    other = {
-        kind: {str(dtype).removeprefix("torch."): call.rate(dtype, device) for dtype in _DTYPES}
-        for kind, call in timer.largest.items()
-    }
+    timers = []
+    for number in range(STEPS):
+        timers.append(OperatorTimer(make_counter(model), device, runs_again=number == 0))
+        timers[-1].begin("all")
+        with timers[-1]:
+            step()
+    samples = [sample for timer in timers for sample in timer.samples]
     launched = _launched(make_counter(model), step) if device.type == "cuda" else 0.0
-    mine = timer.samples, other, statistics.median(seconds), launched
+    mine = samples, dict(timers[0].again), statistics.median(seconds), launched
     told = everyone("measuring rates", lambda: mine)
     return fit(
-        [sample for samples, *_ in told for sample in samples],
-        timer.counted(),
+        [sample for found, *_ in told for sample in found],
+        timers[0].counted(),
         seconds=max(one[2] for one in told),
         node_size=node_size,
-        alone=_mean_rates([one[1] for one in told]),
+        again=_rates_of([one[1] for one in told]),
         launched=statistics.mean(one[3] for one in told),
         host_ahead=device.type == "cuda",
     )
@@ -172,7 +190,7 @@ def fit(
     *,
     seconds: float,
     node_size: int,
-    alone: dict[str, dict[str, float]] | None = None,
+    again: dict[str, dict[str, float]] | None = None,
     launched: float = 0.0,
     host_ahead: bool = False,
 ) -> dict[str, Any]:
@@ -181,7 +199,7 @@ def fit(
     Args:
         samples: of all ranks.
         work: of one rank's step, all of it in one stretch; `seconds`: of that step as it runs.
-        alone: by kind of product and dtype the rate of one of them.
+        again: by kind of operators the rate in each dtype of what ran in all of them.
         launched: seconds of the host for an operator, where it goes ahead of a device.
 
     Raises:
@@ -189,7 +207,7 @@ def fit(
     """
     found = list(samples)
     flops: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    moved = [0.0, 0.0]
+    moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     links: dict[str, list[tuple[float, float]]] = {"in_node": [], "between_nodes": []}
     for one in found:
         of = one.of
@@ -204,22 +222,25 @@ def fit(
             total[0] += of.flops
             total[1] += one.seconds
         elif of.nbytes >= LARGE:
-            moved[0] += of.nbytes
-            moved[1] += one.seconds
-    if not flops or not moved[1]:
+            total = moved[of.dtype]
+            total[0] += of.nbytes
+            total[1] += one.seconds
+    nbytes = sum(done for done, _ in moved.values())
+    if not flops or not nbytes:
         raise ValueError(
-            f"{len(flops)} kinds of products were timed, and {moved[0]:.0f} bytes moved by "
+            f"{len(flops)} kinds of products were timed, and {nbytes:.0f} bytes moved by "
             f"operators of {LARGE} or more; rates need some of both: measure a larger batch"
         )
-    rates, fractions = _products(flops, alone or {})
+    rates, fractions = _products(flops, again or {})
+    bandwidth, of_memory = _memory(moved, (again or {}).get("memory", {}))
     result: dict[str, Any] = {
         "matmul_flops": rates,
-        "memory_bandwidth": moved[0] / moved[1],
+        "memory_bandwidth": bandwidth,
         "node_size": node_size,
         "host_ahead": host_ahead,
         "host_seconds": launched,
         "overlap": 0.0,
-        "fractions": {**fractions, "memory": 1.0},
+        "fractions": {**fractions, **of_memory},
     }
     for link, points in links.items():
         if points:
@@ -241,7 +262,7 @@ def timed(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def _products(
-    flops: dict[tuple[str, str], list[float]], alone: dict[str, dict[str, float]]
+    flops: dict[tuple[str, str], list[float]], again: dict[str, dict[str, float]]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the rate of each dtype's fastest kind, and the fractions of it that kinds reach."""
     reached: dict[tuple[str, str], float] = {
@@ -251,9 +272,9 @@ def _products(
     for kind in {kind for kind, _ in reached}:
         of_kind = {dtype: flops[kind, dtype][0] for k, dtype in reached if k == kind}
         main = mains[kind] = max(of_kind, key=of_kind.__getitem__)
-        for dtype, rate in alone.get(kind, {}).items():
+        for dtype, rate in again.get(kind, {}).items():
             if (kind, dtype) not in reached:
-                reached[kind, dtype] = reached[kind, main] * rate / alone[kind][main]
+                reached[kind, dtype] = reached[kind, main] * rate / again[kind][main]
     rates: dict[str, float] = {}
     for (_, dtype), rate in reached.items():
         rates[dtype] = max(rates.get(dtype, 0.0), rate)
@@ -261,17 +282,36 @@ def _products(
     return rates, fractions | {kind: fractions[f"{kind} {main}"] for kind, main in mains.items()}
 
 
-def _mean_rates(told: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Average rates over the ranks that had such a product."""
-    kinds = {kind for one in told for kind in one}
+def _memory(
+    moved: dict[str, list[float]], again: dict[str, float]
+) -> tuple[float, dict[str, float]]:
+    """Return the bandwidth in the fastest dtype, and the fractions of it that dtypes reach.
+
+    What has no dtype moves as all do together.
+    """
+    known = {dtype: done for dtype, done in moved.items() if dtype in DTYPES}
+    rates = {dtype: done / seconds for dtype, (done, seconds) in known.items()}
+    if known:
+        main = max(known, key=lambda dtype: known[dtype][0])
+        for dtype, rate in again.items():
+            rates.setdefault(dtype, rates[main] * rate / again[main])
+    nbytes, seconds = (sum(part) for part in zip(*moved.values(), strict=True))
+    fastest = max(*rates.values(), nbytes / seconds, 0.0)
+    fractions = {f"memory {dtype}": rate / fastest for dtype, rate in rates.items()}
+    return fastest, {**fractions, "memory": nbytes / seconds / fastest}
+
+
+def _rates_of(told: list[dict[tuple[str, str], list[float]]]) -> dict[str, dict[str, float]]:
+    """Sum over ranks what ran again, and return its rates by kind and dtype."""
+    sums: dict[str, dict[str, list[float]]] = defaultdict(dict)
+    for one in told:
+        for (kind, dtype), (done, seconds) in one.items():
+            total = sums[kind].setdefault(dtype, [0.0, 0.0])
+            total[0] += done
+            total[1] += seconds
     return {
-        kind: {
-            str(dtype).removeprefix("torch."): statistics.mean(
-                one[kind][str(dtype).removeprefix("torch.")] for one in told if kind in one
-            )
-            for dtype in _DTYPES
-        }
-        for kind in kinds
+        kind: {dtype: done / seconds for dtype, (done, seconds) in of_kind.items()}
+        for kind, of_kind in sums.items()
     }
 
 

@@ -52,8 +52,8 @@ class Hardware:
             longer of both. False, as on a CPU: it takes their sum.
         overlap: of what could travel behind computation the part that does, 0 .. 1.
         fractions: by each of KINDS the part of its peak that is reached, 0 < f <= 1; an
-            assumption, if `sources` does not name a measurement. For products in one dtype
-            another may stand beside it, as "grouped float32".
+            assumption, if `sources` does not name a measurement. For what computes or moves one
+            dtype another may stand beside it, as "grouped float32" or "memory bfloat16".
         sources: by the name of a field where its number is from: a page, or ASSUMED.
     """
 
@@ -80,7 +80,7 @@ class Hardware:
                 raise ValueError(f"{name} ({value!r}) of hardware {self.name!r} must be {what}")
         for name in self.fractions:
             kind, _, dtype = name.partition(" ")
-            if kind in PRODUCTS and dtype in self.matmul_flops:
+            if kind in (*PRODUCTS, "memory") and dtype in self.matmul_flops:
                 continue
             _known(name, KINDS, f"fractions of hardware {self.name!r}")
         if missing := [kind for kind in KINDS if kind not in self.fractions]:
@@ -94,7 +94,7 @@ class Hardware:
             raise ValueError(f"host_ahead ({self.host_ahead!r}) must be true or false")
 
     def reached(self, kind: str, dtype: str) -> float:
-        """Return the fraction of a kind of products, in a dtype."""
+        """Return the fraction of a kind of operators, in a dtype."""
         return self.fractions.get(f"{kind} {dtype}", self.fractions[kind])
 
     def _numbers(self) -> list[tuple[str, Any]]:

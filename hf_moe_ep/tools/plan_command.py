@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def add_parser(subparsers: Any) -> None:
     add("--experts-dtype", choices=KINDS, help="hold frozen experts as bytes, under LoRA")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help=_DEFAULT)
     add("--train-tokens", type=float, metavar="N", help="of the whole training, for its hours")
+    add("--plot", type=Path, metavar="PNG", help="of the memory of the first one over a step")
     add("--write", type=Path, metavar="FILE", help="of the first one, for accelerate launch")
     add("--json", action="store_true", help="for programs; sizes in bytes")
     parser.set_defaults(run=run)
@@ -99,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
             f"planned; add --lora-rank 16, or leave it out"
         )
     more = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
+    draw = None if options.plot is None else _drawer()
     with counting_bar("plan", "layouts", sys.stderr.isatty()) as bar:
         asked = Asked(
             options.shape,
@@ -119,12 +122,33 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(as_json(found, asked), indent=2))
     else:
         print("\n".join(_lines(found, options, asked)))
+    if draw is not None:
+        drawn = (found.fit or found.too_large)[0]
+        title = f"{options.shape}, {options.gpus} GPUs: {_in_words(drawn.layout, more)}"
+        draw(drawn.step, options.plot, title=title, limit=asked.limit)
     if not found.fit:
         return 1
     if options.write is not None:
         best = found.fit[0].layout
         options.write.write_text(launch_config(best, options.gpus, asked.node, **more))
     return 0
+
+
+def _drawer() -> Callable[..., None]:
+    """Import what draws; before minutes of planning it says that matplotlib is missing."""
+    try:
+        from hf_moe_ep.tools.memory_picture import draw_memory
+    except ImportError as error:
+        raise ValueError(f"--plot: {error}") from error
+    return draw_memory
+
+
+def _in_words(layout: Layout, more: dict[str, Any]) -> str:
+    layers = "twice" if layout.checkpointing else "once"
+    return (
+        f"{layout.patch_line(**more)}, {layout.per_forward} x {layout.accumulated} sequences, "
+        f"layers run {layers}"
+    )
 
 
 def _hardware(options: argparse.Namespace) -> Hardware | None:

@@ -87,13 +87,13 @@ class StepPlan:
 
     Attributes:
         peaks: by stretch of the step, in their order.
-        parts: what the largest of them is made of.
+        made_of: what each of them is made of, by kind.
         layers, layers_run: of the model, and those of the models that were run for it.
         work: what the rank computes, moves and sends in the step.
     """
 
     peaks: dict[str, int]
-    parts: dict[str, int]
+    made_of: dict[str, dict[str, int]]
     layers: int
     layers_run: tuple[int, ...]
     work: StepWork = field(default_factory=StepWork, repr=False)
@@ -107,11 +107,16 @@ class StepPlan:
         """The stretch of the step with the peak."""
         return max(self.peaks, key=self.peaks.__getitem__)
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """What the peak is made of."""
+        return self.made_of[self.where]
+
     def as_json(self) -> dict[str, Any]:
         """Turn it into plain data: its memory, without the thousands of operators."""
         found = asdict(replace(self, work=StepWork()))
         del found["work"]
-        return found
+        return found | {"parts": self.parts}
 
 
 def plan_step(
@@ -162,13 +167,15 @@ def plan_step(
         ]
     if len(few) == 1:
         (only,) = counted
-        return StepPlan(only.peaks(), only.parts(), layers, few, only.work)
+        return StepPlan(only.peaks(), only.made_of(), layers, few, only.work)
     stretches = [one.from_ends() for one in counted]
-    peaks = {name: _further([one[name][1] for one in stretches], layers) for name in stretches[0]}
-    where = max(peaks, key=peaks.__getitem__)
-    of_few = [one.parts(ends[where][0]) for one, ends in zip(counted, stretches, strict=True)]
-    names = dict.fromkeys(name for parts in of_few for name in parts)
-    parts = {name: _further([one.get(name, 0) for one in of_few], layers) for name in names}
+    made_of = [one.made_of() for one in counted]
+    peaks, parts = {}, {}
+    for name in stretches[0]:
+        peaks[name] = _further([one[name][1] for one in stretches], layers)
+        of_few = [of[ends[name][0]] for of, ends in zip(made_of, stretches, strict=True)]
+        kinds = dict.fromkeys(kind for one in of_few for kind in one)
+        parts[name] = {k: _further([one.get(k, 0) for one in of_few], layers) for k in kinds}
     work = of_more_layers([one.work for one in counted], FEW, layers)
     return StepPlan(peaks, parts, layers, few, work)
 
@@ -266,14 +273,10 @@ class Counted:
             found |= dict.fromkeys(ends, (name, size))
         return found
 
-    def parts(self, stretch: str | None = None) -> dict[str, int]:
-        """Return what there is at the peak of a stretch, by kind; None: where there is most."""
-        peaks = self.peaks()
-        parts: dict[str, int] = {}
-        for life in self.memory.alive_at_peak(stretch or max(peaks, key=peaks.__getitem__)):
-            kind = self.kinds.get(life) or _kind(life)
-            parts[kind] = parts.get(kind, 0) + life.nbytes
-        return parts
+    def made_of(self) -> dict[str, dict[str, int]]:
+        """Return what there is at the peak of each stretch, by kind."""
+        found = self.memory.sums_at_peaks(lambda life: self.kinds.get(life) or _kind(life))
+        return {name: parts for name, parts in found.items() if name != BEFORE}
 
 
 def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

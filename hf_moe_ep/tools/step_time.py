@@ -121,7 +121,8 @@ def stretch_parts(stretch: Stretch, hardware: Hardware) -> dict[str, float]:
 
 def operator_seconds(operator: Operator, hardware: Hardware) -> float:
     """Say how long one operator takes: to compute or to move bytes, whichever is longer."""
-    moving = operator.nbytes / (hardware.memory_bandwidth * hardware.fractions["memory"])
+    reached = hardware.reached("memory", operator.dtype)
+    moving = operator.nbytes / (hardware.memory_bandwidth * reached)
     if not operator.flops:
         return moving
     rate = matmul_rate(operator.dtype, hardware.matmul_flops)

@@ -25,7 +25,6 @@ What a collective is for is told from who calls it:
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -64,7 +63,7 @@ class Operator:
 
     Attributes:
         kind: "matmul"; "grouped": of the experts; "attention"; "memory": it only moves bytes.
-        dtype: of what it reads, as "bfloat16"; of products alone.
+        dtype: of what it reads, as "bfloat16"; empty where that is of several, or whole numbers.
         flops, nbytes: of one run; bytes are read and written.
         launches: of the host for one run.
     """
@@ -371,10 +370,13 @@ def _on_a_line(first: Any, second: Any, steps: int) -> Any:
 
 
 def _operator(func: Any, args: tuple[Any, ...], flops: int, nbytes: int) -> Operator:
+    given = tensors_in(args)
     if not flops:
-        return Operator("memory", "", 0, nbytes)
+        kinds = {x.dtype for x in given if x.is_floating_point()}
+        name = str(kinds.pop()).removeprefix("torch.") if len(kinds) == 1 else ""
+        return Operator("memory", name, 0, nbytes)
     # The last one: the first may be what is added, in a wider dtype.
-    dtype = str(tensors_in(args)[-1].dtype).removeprefix("torch.")
+    dtype = str(given[-1].dtype).removeprefix("torch.")
     if "attention" in operator_name(func):
         return Operator("attention", dtype, flops, nbytes)
     return Operator("grouped" if _is_of_experts() else "matmul", dtype, flops, nbytes)
@@ -382,8 +384,7 @@ def _operator(func: Any, args: tuple[Any, ...], flops: int, nbytes: int) -> Oper
 
 def _is_of_experts() -> bool:
     """Tell whether the experts' path called the operator that is dispatched now."""
-    nearest = itertools.islice(_callers(), 8)
-    return any(module == torch_mlp.__name__ for module, _ in nearest)
+    return any(module == torch_mlp.__name__ for module, _ in _callers())
 
 
 def _callers() -> Iterator[tuple[str, str]]:

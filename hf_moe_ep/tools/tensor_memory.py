@@ -52,14 +52,12 @@ class TensorMemory(OperatorMode):
     Attributes:
         now: bytes that are alive.
         peaks: the most bytes at a time in each stretch, in the order in which they began.
-        over_time: bytes that were alive behind each change.
     """
 
     def __init__(self, alive: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now = 0
         self.peaks: dict[str, int] = {}
-        self.over_time: list[int] = []
         # What began (or, False, ended) at each change, and how many there were at each peak.
         self._changes: list[tuple[Lived, bool]] = []
         self._peak_at: dict[str, int] = {}
@@ -95,6 +93,18 @@ class TensorMemory(OperatorMode):
             else:
                 del alive[life]
         return sorted(alive, key=lambda life: -life.nbytes)
+
+    def sums_at_peaks(self, kind_of: Callable[[Lived], str]) -> dict[str, dict[str, int]]:
+        """Sum by kind what was alive at the peak of each stretch, in the order they began."""
+        sums: dict[str, int] = {}
+        at: dict[int, dict[str, int]] = {0: {}}
+        wanted = set(self._peak_at.values())
+        for number, (life, began) in enumerate(self._changes, start=1):
+            kind = kind_of(life)
+            sums[kind] = sums.get(kind, 0) + (life.nbytes if began else -life.nbytes)
+            if number in wanted:
+                at[number] = {kind: size for kind, size in sums.items() if size}
+        return {stretch: at[self._peak_at[stretch]] for stretch in self.peaks}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -142,7 +152,6 @@ class TensorMemory(OperatorMode):
     def _change(self, life: Lived, *, began: bool) -> None:
         self.now += life.nbytes if began else -life.nbytes
         self._changes.append((life, began))
-        self.over_time.append(self.now)
 
     def _note(self) -> None:
         if self.now > self.peaks.get(self._stretch, -1):

@@ -16,8 +16,10 @@ from torch.utils.flop_counter import flop_registry
 from hf_moe_ep.upstream.dispatch_modes import storage_id, tensors_in
 
 _ATEN = torch.ops.aten
-# Attention of a CPU, which the registry lacks: its shapes come in the same order.
+# Attention of a CPU and products in place, which the registry lacks: shapes in the same order.
 _LIKE = {
+    "addmm_": _ATEN.addmm,
+    "baddbmm_": _ATEN.baddbmm,
     "_scaled_dot_product_flash_attention_for_cpu": _ATEN._scaled_dot_product_flash_attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
         _ATEN._scaled_dot_product_flash_attention_backward

@@ -58,6 +58,7 @@ THIRD_PARTY = {
     "ops": "triton",
     "ops.quantised": "bitsandbytes",
     "routing.heat_map": "matplotlib",
+    "tools.memory_picture": "matplotlib",
     "tools.published_models": "peft transformers",
     "tools.requirements": "packaging",
     "upstream": "accelerate huggingface_hub peft transformers trl",

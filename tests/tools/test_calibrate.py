@@ -68,13 +68,28 @@ def test_rates_come_out_again() -> None:
     fractions = {name: found["fractions"][name] for name in RATES["fractions"]}
     for name, rate in RATES.items():
         assert (found | {"fractions": fractions})[name] == pytest.approx(rate, rel=1e-6), name
-    # No expert was seen in bfloat16: alone one of them ran 3 times as fast as in float32.
-    alone = {"grouped": {"float32": 7.0, "bfloat16": 21.0}}
-    more = fit(samples, work, seconds=seconds, node_size=2, alone=alone)
+    # No expert was seen in bfloat16: those of float32 ran again 3 times as fast.
+    again = {"grouped": {"float32": 7.0, "bfloat16": 21.0}}
+    more = fit(samples, work, seconds=seconds, node_size=2, again=again)
     thrice = record_of(more)
     assert thrice.reached("grouped", "bfloat16") * 8e9 == pytest.approx(3 * 0.5 * 2e9)
     product = Operator("grouped", "bfloat16", 3 * 10**9, 1)
     assert operator_seconds(product, thrice) == pytest.approx(1.0)
+    # What moved float32 moved bfloat16 at half the rate; what has no dtype at that of all.
+    known = [replace(one, dtype="float32") if one.kind == "memory" else one for one in OPERATORS]
+    samples += [Sample(one, operator_seconds(one, machine)) for one in known]
+    half = record_of(
+        fit(
+            samples,
+            work,
+            seconds=seconds,
+            node_size=2,
+            again=again | {"memory": {"float32": 6.0, "bfloat16": 3.0}},
+        )
+    )
+    for dtype, wanted in (("float32", 1.0), ("bfloat16", 2.0), ("", 1.0)):
+        took = operator_seconds(Operator("memory", dtype, 0, 10**9), half)
+        assert took == pytest.approx(wanted), dtype
     ahead = replace(machine, host_ahead=True, overlap=0.5, host_seconds=0.0)
     seconds = time_of_work(work, ahead).seconds
     found = fit(samples, work, seconds=seconds, node_size=2, host_ahead=True)

@@ -81,6 +81,20 @@ def test_experts_are_counted_whole() -> None:
     assert grouped(checkpointing=True) == layers * 12 * matrix
 
 
+def test_adapters_of_experts_are_products_too() -> None:
+    """Frozen experts forward and back; factors of rank r forward, back, and for both gradients.
+
+    Some are a `matmul` or an `addmm_`, which torch's formulas do not know.
+    """
+    tokens, layers, rank = 24, 2, 4
+    config = tiny(num_hidden_layers=layers).config
+    pairs = tokens * config.num_experts_per_tok
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    work = plan_step(config, world_size=1, batch=Batch(tokens), lora_rank=rank).work
+    factors = rank * (2 * hidden + 3 * inner)
+    assert work.flops("grouped") == layers * 2 * pairs * (6 * hidden * inner + 4 * factors)
+
+
 def test_what_is_sent_by_hand() -> None:
     """Eight ranks on two nodes of four, and groups inside a node and of one rank on each."""
     world, node = tuple(range(8)), 4
