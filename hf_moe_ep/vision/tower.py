@@ -140,7 +140,8 @@ class TowerOnce(Ours):
             ValueError: a rank has pixels that do not fit their grids or its text; on every rank.
         """
         claims = list(self._claims(inner, given, device))
-        wrong = sum((left != right for _, left, right in claims), torch.zeros((), device=device))
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        wrong = sum((left != right for _, left, right in claims), none)
         has = [given.get(pixels) is not None for pixels, _, _ in _MODALITIES.values()]
         # The host waits here, once per forward: no rank knows alone.
         mine = torch.cat([wrong[None], torch.tensor(has, device=device).to(wrong.dtype)])

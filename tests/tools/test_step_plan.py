@@ -11,6 +11,7 @@ import plan as bench
 import pytest
 import torch
 import torch.distributed as dist
+from support.needs import needs_vision
 from support.quantised import SIZES
 from support.ranks import run_ranks
 from support.tiny_models import tiny
@@ -226,6 +227,16 @@ def test_layers_that_differ_are_all_run() -> None:
     """A dense layer among MoE layers: no straight line."""
     config = tiny(num_hidden_layers=6, mlp_only_layers=[0]).config
     assert plan_step(config, world_size=1, batch=Batch(8)).layers_run == (6,)
+
+
+@needs_vision
+def test_text_alone_for_a_model_with_a_tower() -> None:
+    """On several ranks a forward asks who has pixels, and the answer counts whole numbers."""
+    config = tiny("qwen3_vl_moe").config
+    on_two, alone = (
+        plan_step(config, world_size=world, batch=Batch(16)).work.flops() for world in (2, 1)
+    )
+    assert on_two == alone > 0
 
 
 def test_nothing_is_left_behind() -> None:
