@@ -43,6 +43,8 @@ PATIENCE = timedelta(minutes=5)
 ALONE = timedelta(seconds=20)
 # When they begin to shard, each after it has loaded a model.
 _LOADING = timedelta(minutes=30)
+# Errors that stay what they are: of an argument, of a package that lacks.
+_OF_USER = (ValueError, ImportError)
 
 Value = TypeVar("Value")
 
@@ -130,6 +132,7 @@ def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | No
 
     Raises:
         ValueError: on every rank, where all errors were ValueErrors (the user's mistake).
+        ImportError: on every rank, where every rank had one.
         RuntimeError: on every rank, naming each rank that failed and why.
     """
     tried = _try(part)
@@ -255,7 +258,7 @@ class _Failure:
     """The text of an error, for the other ranks."""
 
     text: str
-    is_value_error: bool
+    of_user: type[ValueError] | type[ImportError] | None
 
 
 @dataclass(frozen=True)
@@ -272,7 +275,8 @@ def _try(part: Callable[[], Any]) -> _Tried:
         return _Tried(part())
     # Any error: kept to itself it would leave the other ranks waiting. DCP's is no Exception.
     except (Exception, CheckpointException) as error:  # noqa: BLE001
-        failure = _Failure(one_line(error), isinstance(error, ValueError))
+        of_user = next((kind for kind in _OF_USER if isinstance(error, kind)), None)
+        failure = _Failure(one_line(error), of_user)
         return _Tried(failure=failure, cause=error)
 
 
@@ -280,8 +284,13 @@ def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException |
     failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
     if not failures:
         return
-    if all(failure.is_value_error for failure in failures.values()):
-        raise ValueError(next(iter(failures.values())).text) from cause
+    kinds = {failure.of_user for failure in failures.values()}
+    of_user = kinds.pop()
+    # What one machine lacks is told with its rank.
+    everywhere = of_user is ValueError or len(failures) == len(by_rank)
+    if of_user is not None and not kinds and everywhere:
+        text = next(iter(failures.values())).text
+        raise of_user(text.removeprefix(f"{of_user.__name__}: ")) from cause
     texts = {rank: failure.text for rank, failure in failures.items()}
     if len(set(texts.values())) == 1 and cause is not None:  # DCP tells every rank the same
         texts = {min(texts): next(iter(texts.values()))}
