@@ -1,8 +1,8 @@
 """What sees every operator that runs, and tensors that have a shape and no memory.
 
-torch/utils/_python_dispatch.py, torch/utils/_pytree.py, torch/_subclasses/fake_tensor.py,
-torch/csrc/Storage.cpp for what tells storages apart, and torch/distributed/tensor/_sharding_prop.py
-for how a DTensor finds out the shape of a result.
+torch/utils/_python_dispatch.py, torch/_subclasses/fake_tensor.py, torch/csrc/Storage.cpp for what
+tells storages apart, and torch/distributed/tensor/_sharding_prop.py for how a DTensor finds out the
+shape of a result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
@@ -43,8 +42,24 @@ NoValue = DataDependentOutputException
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Collect the tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    """Collect the tensors in nested lists, tuples and dicts, in their order.
+
+    Asked for what every operator is given; `tree_leaves` takes three times as long.
+    """
+    found: list[Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _collect(one, found)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _collect(one, found)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
