@@ -93,12 +93,25 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
+    if "scaled_dot_product" in operator_name(operator):
+        args = _with_all_heads(operator, args)
     flops = int(formula(*args, **kwargs, out_val=out))
     return (
         flops // 2
         if "attention" in operator_name(operator) and _is_causal(operator, args, kwargs)
         else flops
     )
+
+
+def _with_all_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give keys and values as many heads as queries have: formulas of torch 2.11 want that."""
+    place = 1 if "backward" in operator_name(operator) else 0
+    heads = args[place].shape[1]
+    repeated = [
+        x.new_empty((x.shape[0], heads, *x.shape[2:]), device="meta")
+        for x in args[place + 1 : place + 3]
+    ]
+    return (*args[: place + 1], *repeated, *args[place + 3 :])
 
 
 def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
