@@ -66,6 +66,7 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
             unit.set_reshard_after_forward(False, recurse=False)
     kept += [*units.tail[:1], root]
 
+    @torch.compiler.disable  # as FSDP2's own hooks are
     def reshard_kept(*_: Any) -> None:
         if not torch.is_grad_enabled():
             for unit in kept:

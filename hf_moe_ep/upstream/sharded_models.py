@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -116,6 +117,9 @@ def begin_with_root(model: nn.Module) -> None:
         root._get_fsdp_state()._lazy_init()
 
 
+# Compiled, it would be traced through FSDP2's weak dictionary of all states, which loses entries
+# while dynamo reads it.
+@torch.compiler.disable
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     """Tell FSDP2 that `unit` runs a new forward, after its backward has ended: a pre-forward hook.
 
