@@ -35,7 +35,7 @@ import torch
 from figures import setting, spread
 from ranks import spawn
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
 from hf_moe_ep import (
@@ -110,6 +110,7 @@ class Configuration:
     masters: str = "fp32"
     fused_head: bool = False
     optimizer: str = "adamw"
+    offload: bool = False
 
     def planned(self, sizes: Sizes, world: int = WORLD, load: ExpertLoad | None = None) -> StepPlan:
         """Plan it, as on a CPU."""
@@ -123,6 +124,7 @@ class Configuration:
             optimizer=self.optimizer,
             lora_rank=self.lora_rank,
             lora_targets=self.lora_targets,
+            offload=self.offload,
             load=load,
             like_gpu=False,
         )
@@ -161,6 +163,7 @@ class Measured:
     load: ExpertLoad
     seconds: list[float] = field(default_factory=list)
     rates: dict[str, Any] = field(default_factory=dict)
+    host_peak: int = 0
 
     @property
     def peak(self) -> int:
@@ -175,6 +178,7 @@ class Training:
     layers: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     batch: dict[str, Any]
+    offload: bool
 
     def step(self) -> None:
         """Make a step."""
@@ -223,12 +227,16 @@ def prepare(one: Configuration, sizes: Sizes) -> Training:
             model, plan, one.lora_rank, one.lora_targets, device="cpu", fp32=in_fp32
         )
     layers = find_parts(model).layers
-    apply_ep_fsdp2(model, mp_policy=None if in_fp32 else MixedPrecisionPolicy()).train()
+    apply_ep_fsdp2(
+        model,
+        mp_policy=None if in_fp32 else MixedPrecisionPolicy(),
+        offload_policy=CPUOffloadPolicy(pin_memory=False) if one.offload else None,
+    ).train()
     if one.checkpointing:
         checkpoint_layers(model)
-    optimizer = make_optimizer(one.optimizer, model.parameters())
+    optimizer = make_optimizer(one.optimizer, model.parameters(), on_host=one.offload)
     batch = make_batch(sizes, one.batch, data_parallel_rank(model)) | head
-    training = Training(model, layers, optimizer, batch)
+    training = Training(model, layers, optimizer, batch, one.offload)
     for _ in range(2):
         training.step()
     return training
@@ -238,8 +246,11 @@ def count(training: Training) -> Measured:
     """Count a step."""
     model = training.model
     expert_load(model, reset=True)
-    counted = count_step(model, training.layers, training.optimizer, training.batch)
-    return Measured(counted.peaks(), counted.work, expert_load(model))
+    counted = count_step(
+        model, training.layers, training.optimizer, training.batch, offload=training.offload
+    )
+    load, host_peak = expert_load(model), counted.memory.host_peak
+    return Measured(counted.peaks(), counted.work, load, host_peak=host_peak)
 
 
 def make_batch(sizes: Sizes, batch: int, data_rank: int) -> dict[str, Any]:

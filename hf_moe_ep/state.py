@@ -84,6 +84,7 @@ keyword) to search for in FILE.
     checkpoints/convert.py | read_metadata | of one reader, for its life
     tools/fake_step.py | setattr | who gathers counts, blocks and codes, torch.chunk: in a plan
     tools/tensor_memory.py | resize_ | torch's, for storages, while tensors are counted
+    upstream/host_copies.py | to | torch's, for tensors, while those on the host are counted
     -- threads --
     ranks/background.py | _SaveThread | the list of threads tells which saves still run
     ranks/places.py | _Teller enable | on a GPU, has an abort tell the place; faulthandler with it

@@ -148,7 +148,9 @@ class ChoicesAreReal(OperatorMode):
         key = (layer, shape.numel() // self._choices.top_k)
         if key not in self._drawn:
             self._drawn[key] = on_real_tensors(self._choices.draw, *key)
-        return on_real_tensors(self._drawn[key].view, shape)
+        drawn = self._drawn[key]
+        # Each router's are its own, for as long as somebody has them.
+        return on_real_tensors(lambda: drawn.clone().view(shape))
 
 
 def _makes_whole_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

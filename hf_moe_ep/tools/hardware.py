@@ -24,8 +24,17 @@ from pathlib import Path
 from typing import Any
 
 # What a part of a peak is reached by: products of one matrix each, of one per expert, attention;
-# operators that only move bytes; the two links.
-KINDS = ("matmul", "grouped", "attention", "memory", "in_node", "between_nodes")
+# operators that only move bytes; the two links; operators on the host's memory, the link to it.
+KINDS = (
+    "matmul",
+    "grouped",
+    "attention",
+    "memory",
+    "in_node",
+    "between_nodes",
+    "on_host",
+    "host_copy",
+)
 PRODUCTS = ("matmul", "grouped", "attention")
 ASSUMED = "assumption"
 
@@ -48,6 +57,9 @@ class Hardware:
         between_nodes_bandwidth: the same for one GPU's share of the links to other nodes.
         between_nodes_latency: the same.
         host_seconds: of the host for one operator that it launches.
+        host_link_bandwidth: bytes per second between a GPU and its host, in one direction; the
+            peak.
+        host_memory_bandwidth: of the host's memory the share of one GPU's process, likewise.
         host_ahead: the host launches what comes next while the device computes: a step takes the
             longer of both. False, as on a CPU: it takes their sum.
         overlap: of what could travel behind computation the part that does, 0 .. 1.
@@ -67,6 +79,8 @@ class Hardware:
     between_nodes_bandwidth: float
     between_nodes_latency: float
     host_seconds: float
+    host_link_bandwidth: float = 32e9
+    host_memory_bandwidth: float = 40e9
     host_ahead: bool = True
     overlap: float = 1.0
     fractions: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 1.0))

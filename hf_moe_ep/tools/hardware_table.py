@@ -39,10 +39,16 @@ _LINKS = (
     "direction"
 )
 
+_PCIE = (
+    "https://www.exxactcorp.com/blog/HPC/NVIDIA-H100: PCIe 5.0 of 128 GB/s, both directions, twice "
+    "that of 4.0"
+)
+
 _ASSUMPTIONS = (
     "in_node_latency",
     "between_nodes_latency",
     "host_seconds",
+    "host_memory_bandwidth",
     "overlap",
     "fractions",
 )
@@ -57,6 +63,9 @@ _H100_SXM = Hardware(
     between_nodes_bandwidth=50e9,
     between_nodes_latency=20e-6,
     host_seconds=6e-6,
+    host_link_bandwidth=64e9,
+    # Sixteen channels of DDR5-4800 for eight GPUs are 77 GB/s each.
+    host_memory_bandwidth=77e9,
     overlap=0.8,
     fractions={
         "matmul": 0.7,
@@ -65,6 +74,8 @@ _H100_SXM = Hardware(
         "memory": 0.8,
         "in_node": 0.8,  # github.com/NVIDIA/nccl/issues/1264: 380 GB/s of 450 between two GPUs
         "between_nodes": 0.8,
+        "on_host": 0.3,  # torchrun gives a process one thread, unless OMP_NUM_THREADS says more
+        "host_copy": 0.8,
     },
     sources={
         "matmul_flops": _H100,
@@ -72,6 +83,7 @@ _H100_SXM = Hardware(
         "memory_bytes": _H100,
         "in_node_bandwidth": _LINKS,
         "between_nodes_bandwidth": _H100_NET,
+        "host_link_bandwidth": _PCIE,
         **dict.fromkeys(_ASSUMPTIONS, ASSUMED),
     },
 )
@@ -86,6 +98,9 @@ TABLE = {
             memory_bytes=80e9,
             in_node_bandwidth=300e9,
             between_nodes_bandwidth=25e9,
+            host_link_bandwidth=32e9,
+            # Sixteen channels of DDR4-3200.
+            host_memory_bandwidth=51e9,
             sources={
                 **_H100_SXM.sources,
                 **dict.fromkeys(
@@ -106,6 +121,7 @@ TABLE = {
                 **_H100_SXM.sources,
                 **dict.fromkeys(("matmul_flops", "memory_bandwidth", "memory_bytes"), _H200),
                 "between_nodes_bandwidth": _H200_NET,
+                "host_link_bandwidth": f"{_PCIE}; the H200 has the die of the H100",
             },
         ),
         replace(
@@ -121,6 +137,7 @@ TABLE = {
                     ("matmul_flops", "memory_bandwidth", "memory_bytes", "in_node_bandwidth"), _B200
                 ),
                 "between_nodes_bandwidth": _B200_NET,
+                "host_link_bandwidth": ASSUMED,
             },
         ),
     )

@@ -19,9 +19,6 @@ on several ranks is planned with rows in CHUNKS parts. Sequence parallelism is t
 fits without it, or where an sp_size is asked for; an ep_size of more than a node has each
 dispatcher that crosses nodes.
 
-Parameters on the host (`offload_policy`) are not tried: `patch` has no word for it, and storages
-are counted without asking where they lie.
-
 Without hardware those that fit are in this order: layers computed once before twice, more sequences
 at a time before fewer, then by the memory that is left.
 """
@@ -68,7 +65,7 @@ class Asked:
         limit: bytes of one GPU.
         seq, batch: tokens of a sequence; sequences of one optimizer step, over all GPUs.
         ep, sp, dp_replicate: sizes to try; None: those that may make sense.
-        options: of `plan_memory`: dtype, masters, optimizer, lora_rank, lora_targets.
+        options: of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets, offload.
         parallel: other fields of ParallelConfig.
         hardware: its rates, for seconds; None: memory alone.
         on_plan: called with what is planned next.

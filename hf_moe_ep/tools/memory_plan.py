@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.architectures import experts_per_token
@@ -190,6 +190,7 @@ class PlanRequest:
     optimizer: str
     lora_rank: int | None
     lora_targets: str
+    offload: bool = False
 
     def __post_init__(self) -> None:
         check_choice("masters", self.masters, MASTERS)
@@ -229,9 +230,11 @@ class Unsharded:
         policy, fp32_masters = MixedPrecisionPolicy(), False
         if request.masters == "fp32":
             policy, fp32_masters = default_policy(model)
+        # There is no device to pin memory for.
+        offload = CPUOffloadPolicy(pin_memory=False) if request.offload else OffloadPolicy()
         options = ShardOptions(
             mp_policy=policy,
-            offload_policy=OffloadPolicy(),
+            offload_policy=offload,
             fp32_masters=fp32_masters,
             reshard_after_forward=state.config.reshard_after_forward,
             empty_params=frozenset(model.parameters()),

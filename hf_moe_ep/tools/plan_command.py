@@ -27,6 +27,7 @@ from hf_moe_ep.tools.step_work import PURPOSES
 from hf_moe_ep.upstream.hub import counting_bar
 
 _BEST = 5
+_OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
 _GIB = 2**30
 _DEFAULT = "default: %(default)s"
 # Parts of `StepTime`, in words.
@@ -40,6 +41,8 @@ _WORDS = {
     "counts": "counts of tokens",
     "sequence": "slices of sequences",
     "numbers": "numbers of all ranks",
+    "offload": "copies to the host",
+    "on_host": "the optimizer on the host",
     "host": "the host",
 }
 
@@ -72,6 +75,7 @@ def add_parser(subparsers: Any) -> None:
     add("--lora-targets", choices=LORA_TARGETS, default="both", help=_DEFAULT)
     add("--experts-dtype", choices=KINDS, help="hold frozen experts as bytes, under LoRA")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help=_DEFAULT)
+    add("--offload", action="store_true", help="parameters and optimizer state lie on the host")
     add("--train-tokens", type=float, metavar="N", help="of the whole training, for its hours")
     add("--plot", type=Path, metavar="PNG", help="of the memory of the first one over a step")
     add("--write", type=Path, metavar="FILE", help="of the first one, for accelerate launch")
@@ -112,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
             options.ep,
             options.sp,
             options.dp_replicate,
-            {name: getattr(options, name) for name in ("optimizer", "lora_rank", "lora_targets")},
+            {name: getattr(options, name) for name in _OPTIONS},
             more,
             hardware,
             lambda _: bar.update(),
@@ -130,7 +134,8 @@ def run(options: argparse.Namespace) -> int:
         return 1
     if options.write is not None:
         best = found.fit[0].layout
-        options.write.write_text(launch_config(best, options.gpus, asked.node, **more))
+        text = launch_config(best, options.gpus, asked.node, offload=options.offload, **more)
+        options.write.write_text(text)
     return 0
 
 
@@ -187,10 +192,12 @@ def as_json(found: Found, asked: Asked) -> dict[str, Any]:
     }
 
 
-def launch_config(layout: Layout, gpus: int, node: int = NODE, **more: Any) -> str:
+def launch_config(
+    layout: Layout, gpus: int, node: int = NODE, *, offload: bool = False, **more: Any
+) -> str:
     """Write what `accelerate launch --config_file` takes for such a layout.
 
-    `more` is what `patch` is given beside its sizes.
+    `offload`: parameters lie on the host. `more` is what `patch` is given beside its sizes.
     """
     machines = -(-gpus // node)
     several = [
@@ -217,6 +224,7 @@ def launch_config(layout: Layout, gpus: int, node: int = NODE, **more: Any) -> s
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             "  fsdp_reshard_after_forward: true",
             f"  fsdp_activation_checkpointing: {str(layout.checkpointing).lower()}",
+            *["  fsdp_offload_params: true"] * offload,
             "",
         ]
     )
@@ -229,6 +237,7 @@ def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]
         f"sequences of {options.seq} tokens a step"
     )
     names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
+    names += ["host, GiB"] if options.offload else []
     names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
     shown = [*found.fit[:_BEST], *found.too_large[:_BEST]]
     rows = [tuple(names), *(_row(one) for one in shown)]
@@ -252,11 +261,18 @@ def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]
         ]
     else:
         lines += _about_seconds(asked.hardware)
+    if options.offload:
+        of_node = max(one.step.host_peak for one in shown) * asked.node / _GIB
+        lines.append(
+            f"on the host of each GPU: parameters, gradients, optimizer state; of a node, up to "
+            f"{of_node:,.1f} GiB"
+        )
     if not found.fit:
+        offload = "" if options.offload else ", and --offload is another way"
         return [
             *lines,
             "",
-            "none fits; `hf-moe-ep inspect --plan ... --memory` says what would help",
+            f"none fits; `hf-moe-ep inspect --plan ... --memory` says what would help{offload}",
         ]
     best = found.fit[0]
     lines += ["", f"the first one: {best.layout.patch_line(**asked.parallel)}"]
@@ -287,6 +303,8 @@ def _row(one: Planned) -> tuple[str, ...]:
         f"{one.step.peak / _GIB:.3f}",
         f"{one.left / _GIB:.3f}",
     )
+    if one.step.host_peak:
+        cells = (*cells, f"{one.step.host_peak / _GIB:.3f}")
     if one.time is None:
         return cells
     exposed = sum(one.time.parts.get(purpose, 0.0) for purpose in PURPOSES) / one.time.seconds

@@ -16,13 +16,18 @@ from the front or from the end, and of those in the middle none has more than bo
 
     n layers     forward 0  1 ..  -2  -1  head | backward head  -1  -2 ..  1  0 | optimizer
     each         value(n) = value(4) + (n - 4) * (value(5) - value(4));  the peak is the largest
+
+With `offload` parameters, gradients and optimizer state lie on the host, where FSDP2's
+CPUOffloadPolicy keeps them: a unit's shards are copied to the device before they are gathered,
+reduced gradients are copied back, and the optimizer steps on the host. Device and host are both
+this CPU then, and bytes are told apart by what they were made of.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -43,6 +48,7 @@ from hf_moe_ep.tools.tensor_memory import BEFORE, RESIZED, Lived, TensorMemory, 
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.dispatch_modes import NoValue
+from hf_moe_ep.upstream.host_copies import host_copies
 from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers, text_config
 from hf_moe_ep.upstream.modules import own_buffers
 from hf_moe_ep.upstream.process_groups import fake_group
@@ -50,6 +56,7 @@ from hf_moe_ep.upstream.process_groups import fake_group
 # Numbers of layers that are run where a model has more, all alike.
 FEW = (4, 5)
 OPTIMIZER = "optimizer"
+_GATHERED = "gathered units, FSDP2's copies"
 NOT_COUNTED = (
     "what kernels and communication libraries need inside",
     "the CUDA context",
@@ -90,6 +97,7 @@ class StepPlan:
         made_of: what each of them is made of, by kind.
         layers, layers_run: of the model, and those of the models that were run for it.
         work: what the rank computes, moves and sends in the step.
+        host_peak: the most memory of the host, where parameters lie there.
     """
 
     peaks: dict[str, int]
@@ -97,6 +105,7 @@ class StepPlan:
     layers: int
     layers_run: tuple[int, ...]
     work: StepWork = field(default_factory=StepWork, repr=False)
+    host_peak: int = 0
 
     @property
     def peak(self) -> int:
@@ -130,6 +139,7 @@ def plan_step(
     optimizer: str = "adamw",
     lora_rank: int | None = None,
     lora_targets: str = "both",
+    offload: bool = False,
     load: ExpertLoad | None = None,
     like_gpu: bool = True,
     all_layers: bool = False,
@@ -141,6 +151,7 @@ def plan_step(
         batch: of each data rank.
         optimizer: "adamw" steps as torch does on a GPU by default, on all parameters at once, which
             takes memory for one moment more; "adamw_fused" does not.
+        offload: parameters, gradients and optimizer state lie on the host.
         load: how often each expert of each layer is chosen (`expert_load`), of a run of this model;
             the rank that is planned has the experts with most tokens, and all layers are run.
             None: all are chosen as often, and it is rank 0.
@@ -153,7 +164,7 @@ def plan_step(
     """
     config = find_config(shape)
     request = PlanRequest(
-        config, parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets
+        config, parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets, offload
     )
     layers = text_config(config).num_hidden_layers
     if all_layers or load is not None:
@@ -167,7 +178,7 @@ def plan_step(
         ]
     if len(few) == 1:
         (only,) = counted
-        return StepPlan(only.peaks(), only.made_of(), layers, few, only.work)
+        return StepPlan(only.peaks(), only.made_of(), layers, few, only.work, only.memory.host_peak)
     stretches = [one.from_ends() for one in counted]
     made_of = [one.made_of() for one in counted]
     peaks, parts = {}, {}
@@ -177,7 +188,8 @@ def plan_step(
         kinds = dict.fromkeys(kind for one in of_few for kind in one)
         parts[name] = {k: _further([one.get(k, 0) for one in of_few], layers) for k in kinds}
     work = of_more_layers([one.work for one in counted], FEW, layers)
-    return StepPlan(peaks, parts, layers, few, work)
+    host_peak = _further([one.memory.host_peak for one in counted], layers)
+    return StepPlan(peaks, parts, layers, few, work, host_peak)
 
 
 def layers_to_run(request: PlanRequest) -> tuple[int, ...]:
@@ -192,10 +204,13 @@ def count_step(
     optimizer: torch.optim.Optimizer | OwnParts,
     inputs: dict[str, Any],
     work: WorkCounter | None = None,
+    *,
+    offload: bool = False,
 ) -> Counted:
     """Count one step of a sharded model, on this rank; a real one is to have made a step before.
 
-    `work` is what counts its work: `make_counter` makes one.
+    `work` is what counts its work: `make_counter` makes one. `offload`: FSDP2 has a
+    CPUOffloadPolicy for this model.
     """
     work = work or make_counter(model)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -212,7 +227,7 @@ def count_step(
         for kind in list(held):
             # Let go of: nobody may keep a gradient alive.
             tensors = held.pop(kind)
-            memory.watch(tensors)
+            memory.watch(tensors, on_host=offload and kind != "buffers")
             kinds |= {life: kind for life in map(memory.storage, tensors) if life is not None}
             del tensors
 
@@ -220,7 +235,8 @@ def count_step(
             memory.begin(stretch)
             work.begin(stretch)
 
-        with work, _stretches_of_layers(layers, begin):
+        copies = _copies(memory, work, kinds) if offload else nullcontext()
+        with copies, work, _stretches_of_layers(layers, begin):
             begin("forward, before layers")
             loss = model(**inputs).loss
             begin("backward, head")
@@ -234,6 +250,25 @@ def count_step(
         del loss
         optimizer.zero_grad()
     return Counted(memory, kinds, len(layers), work.counted())
+
+
+def _copies(
+    memory: TensorMemory, work: WorkCounter, kinds: dict[Lived, str]
+) -> AbstractContextManager[Any]:
+    """Make and count FSDP2's copies between host and device."""
+
+    def copy(x: Tensor, *, to_host: bool) -> Tensor:
+        since = work.number
+        out = memory.copy(x, to_host=to_host)
+        work.take(since)
+        work.note_copy(x.nbytes)
+        life = memory.storage(out)
+        if not to_host and life is not None:
+            kinds[life] = _GATHERED
+        return out
+
+    work.tell_host_apart(memory.is_on_host)
+    return host_copies(copy)
 
 
 def make_counter(model: nn.Module, *, grouped: bool = False) -> WorkCounter:
@@ -279,15 +314,20 @@ class Counted:
         return {name: parts for name, parts in found.items() if name != BEFORE}
 
 
-def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make one of `OPTIMIZERS` as torch makes it for a GPU, for what is to be trained."""
+def make_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], *, on_host: bool = False
+) -> torch.optim.Optimizer:
+    """Make one of `OPTIMIZERS` as torch makes it for a GPU, for what is to be trained.
+
+    `on_host`: for parameters that lie there; torch steps one after the other then.
+    """
     trained = [p for p in parameters if p.requires_grad]
     if name == "sgd":
-        return torch.optim.SGD(trained, lr=1e-4, momentum=0.9, foreach=True)
+        return torch.optim.SGD(trained, lr=1e-4, momentum=0.9, foreach=not on_host)
     if name == "none":
-        return torch.optim.SGD(trained, lr=1e-4, foreach=True)
+        return torch.optim.SGD(trained, lr=1e-4, foreach=not on_host)
     fused = name == "adamw_fused"
-    return torch.optim.AdamW(trained, lr=1e-4, foreach=not fused, fused=fused)
+    return torch.optim.AdamW(trained, lr=1e-4, foreach=not (fused or on_host), fused=fused)
 
 
 class OwnParts:
@@ -297,10 +337,12 @@ class OwnParts:
     an operator of many DTensors takes torch longer to find than the rest of a step on fake ones.
     """
 
-    def __init__(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, name: str, parameters: Iterable[nn.Parameter], *, on_host: bool = False
+    ) -> None:
         self._whole = [p for p in parameters if p.requires_grad]
         self._parts = [nn.Parameter(_own_part(p.detach())) for p in self._whole]
-        self._inner = make_optimizer(name, self._parts)
+        self._inner = make_optimizer(name, self._parts, on_host=on_host)
         self.state = self._inner.state
 
     def step(self) -> None:
@@ -346,7 +388,8 @@ def _count(request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu
             found.model.train()
             if batch.checkpointing:
                 checkpoint_layers(found.model)
-            optimizer = OwnParts(request.optimizer, found.model.parameters())
+            trained = found.model.parameters()
+            optimizer = OwnParts(request.optimizer, trained, on_host=request.offload)
             # As in its first step.
             optimizer.give_grads()
             optimizer.step()
@@ -356,7 +399,10 @@ def _count(request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu
             ids = torch.randint(config.vocab_size, (batch.batch, batch.seq))
             inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **head}
             try:
-                return count_step(found.model, found.units.layers, optimizer, inputs, work)
+                layers = found.units.layers
+                return count_step(
+                    found.model, layers, optimizer, inputs, work, offload=request.offload
+                )
             except NoValue as error:
                 raise ValueError(
                     f"a forward of {config.model_type} asks for the value of an activation "
@@ -420,7 +466,7 @@ def _further(of_few: list[int], layers: int) -> int:
 
 def _kind(life: Lived) -> str:
     if life.made_by == RESIZED or (len(life.shape) == 1 and "aten.empty" in life.made_by):
-        return "gathered units, FSDP2's copies"
+        return _GATHERED
     return "activations, logits, transients"
 
 

@@ -13,6 +13,7 @@ travel behind computation does so for `Hardware.overlap` of it, and what remains
                  longer than both, the rest of its time
     FSDP2's      hide behind all that the stretch computes
     rows         hide, as far as `step_work.py` says, behind the experts alone
+    the host     computes where parameters lie there, at the rate of its memory; nothing hides that
 
 Micro-batches but the last are forward and backward; FSDP2 reduces gradients in each of them. The
 optimizer steps once.
@@ -32,7 +33,14 @@ from dataclasses import dataclass
 
 from hf_moe_ep.tools.hardware import Hardware
 from hf_moe_ep.tools.step_plan import OPTIMIZER, StepPlan
-from hf_moe_ep.tools.step_work import Collective, Operator, StepWork, Stretch
+from hf_moe_ep.tools.step_work import (
+    HOST_COPY,
+    ON_HOST,
+    Collective,
+    Operator,
+    StepWork,
+    Stretch,
+)
 
 _WIDER = {
     "float8_e4m3fn": "bfloat16",
@@ -40,7 +48,7 @@ _WIDER = {
     "bfloat16": "float32",
     "float32": "float64",
 }
-_OF_FSDP = ("parameters", "gradients")
+_OF_FSDP = ("parameters", "gradients", "offload")
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,9 @@ class StepTime:
         seconds: of the whole step.
         tokens_per_second_per_gpu: of the tokens that were given.
         parts: seconds by what takes them; they add up to `seconds`. "matmul", "grouped" (experts),
-            "attention", "memory" (operators that only move bytes); what is exposed of collectives,
-            by their purpose; "host": what it takes beyond all that.
+            "attention", "memory" (operators that only move bytes); "on_host": an optimizer that
+            steps there; what is exposed of collectives, by their purpose; "host": what it takes to
+            launch beyond all that.
     """
 
     seconds: float
@@ -99,7 +108,7 @@ def stretch_parts(stretch: Stretch, hardware: Hardware) -> dict[str, float]:
     for operator, number in stretch.operators:
         parts[operator.kind] += number * operator_seconds(operator, hardware)
         launches += number * operator.launches
-    computed = sum(parts.values())
+    computed = sum(parts.values()) - parts.get(ON_HOST, 0.0)
     sent: dict[str, float] = defaultdict(float)
     hideable: dict[str, float] = defaultdict(float)
     for one, number in stretch.collectives:
@@ -121,6 +130,8 @@ def stretch_parts(stretch: Stretch, hardware: Hardware) -> dict[str, float]:
 
 def operator_seconds(operator: Operator, hardware: Hardware) -> float:
     """Say how long one operator takes: to compute or to move bytes, whichever is longer."""
+    if operator.kind == ON_HOST:
+        return operator.nbytes / (hardware.host_memory_bandwidth * hardware.fractions[ON_HOST])
     reached = hardware.reached("memory", operator.dtype)
     moving = operator.nbytes / (hardware.memory_bandwidth * reached)
     if not operator.flops:
@@ -143,6 +154,8 @@ def matmul_rate(dtype: str, rates: Mapping[str, float]) -> float:
 
 def collective_seconds(one: Collective, hardware: Hardware) -> float:
     """Say how long a collective takes that waits for nobody."""
+    if one.kind == HOST_COPY:
+        return one.nbytes / (hardware.host_link_bandwidth * hardware.fractions[HOST_COPY])
     if len(one.ranks) == 1:
         return 0.0
     inside, outside = one.links(hardware.node_size)

@@ -19,6 +19,8 @@ What a collective is for is told from who calls it:
     parameters, gradients   FSDP2, which fetches ahead and reduces behind: behind any computation
     rows                    tokens to their experts and home. Of `chunks` parts all but one travel
                             behind experts; the gradients of rows behind those of experts' weights
+    offload                 copies between host and device, of parameters that lie on the host:
+                            FSDP2 fetches those ahead, too
     counts, sequence, numbers   before whatever needs them: behind nothing
 """
 
@@ -54,7 +56,9 @@ _PURPOSES = {
     "swap_slices": "sequence",
     "all_gather": "sequence",
 }
-PURPOSES = ("parameters", "gradients", "rows", "counts", "sequence", "numbers")
+PURPOSES = ("parameters", "gradients", "rows", "counts", "sequence", "numbers", "offload")
+# Kinds of an operator that the host computes, and of a copy between it and the device.
+ON_HOST, HOST_COPY = "on_host", "host_copy"
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Operator:
     """One that ran.
 
     Attributes:
-        kind: "matmul"; "grouped": of the experts; "attention"; "memory": it only moves bytes.
+        kind: "matmul"; "grouped": of the experts; "attention"; "memory": it only moves bytes;
+            ON_HOST: on tensors that lie there.
         dtype: of what it reads, as "bfloat16"; empty where that is of several, or whole numbers.
         flops, nbytes: of one run; bytes are read and written.
         launches: of the host for one run.
@@ -80,7 +85,8 @@ class Collective:
     """One that ran.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast" or "all_to_all".
+        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast" or "all_to_all"; HOST_COPY:
+            this rank's alone.
         purpose: of PURPOSES.
         ranks: of its group, by their number in the world; `rank`: this one, likewise.
         nbytes: of the whole tensor: what is gathered, scattered or reduced.
@@ -196,9 +202,14 @@ class WorkCounter(OperatorMode):
     ) -> None:
         super().__init__()
         self.chunks, self.experts_train, self._grouped = chunks, experts_train, grouped
+        self._is_on_host: Callable[[Any], bool] = lambda _: False
         self._operators: dict[str, list[Operator]] = {}
         self._collectives: dict[str, list[Collective]] = {}
         self.begin("before")
+
+    def tell_host_apart(self, is_on_host: Callable[[Any], bool]) -> None:
+        """Ask whether the host has what an operator is given; it computes that one then."""
+        self._is_on_host = is_on_host
 
     def begin(self, stretch: str) -> None:
         """Begin a stretch of what runs; the name of an earlier one goes on with it."""
@@ -242,7 +253,8 @@ class WorkCounter(OperatorMode):
         flops = count_flops(func, args, kwargs, out)
         nbytes = moved_bytes(func, args, kwargs, out)
         if flops or nbytes:
-            self.note(_operator(func, args, flops, nbytes), func, args)
+            ran = _operator(func, args, flops, nbytes)
+            self.note(replace(ran, kind=ON_HOST) if self._is_on_host(args) else ran, func, args)
         return out
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -259,6 +271,11 @@ class WorkCounter(OperatorMode):
             self._now.append(one)
         else:
             self._sent.append(one)
+
+    def note_copy(self, nbytes: int) -> None:
+        """Count a copy between host and device."""
+        me = dist.get_rank()
+        self._sent.append(Collective(HOST_COPY, "offload", (me,), me, nbytes, hideable=1.0))
 
     def take(self, since: int) -> list[Operator]:
         """Take back the operators of this stretch from the `since`-th on."""

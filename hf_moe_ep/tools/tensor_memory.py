@@ -13,6 +13,9 @@ an operator needs inside itself is not seen; that of the experts is opened, so i
 FSDP2 gives the memory of gathered units, and takes it, by `UntypedStorage.resize_`, which is no
 operator: while this counts, a function that tells stands there.
 
+Tensors that are watched as the host's have an account of their own, as have those that operators
+make of them; only `copy` makes one on the other side. Host and device may both be this CPU.
+
 Torch's own `MemTracker` (torch/distributed/_tools/mem_tracker.py) does the like by hooks on every
 module, and sees the experts' operator from outside.
 """
@@ -44,20 +47,24 @@ class Lived:
     nbytes: int
     made_by: str
     shape: tuple[int, ...]
+    on_host: bool = False
 
 
 class TensorMemory(OperatorMode):
     """A mode that keeps account of the storages of tensors; see the module.
 
     Attributes:
-        now: bytes that are alive.
+        now: bytes that are alive, those of the host left out.
         peaks: the most bytes at a time in each stretch, in the order in which they began.
+        on_host, host_peak: bytes of the host that are alive, and the most at a time.
     """
 
     def __init__(self, alive: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.now = 0
+        self.now = self.on_host = self.host_peak = 0
         self.peaks: dict[str, int] = {}
+        # Where tensors lie that are made now; None: where those lie that they are made of.
+        self._made_on_host: bool | None = None
         # What began (or, False, ended) at each change, and how many there were at each peak.
         self._changes: list[tuple[Lived, bool]] = []
         self._peak_at: dict[str, int] = {}
@@ -74,10 +81,29 @@ class TensorMemory(OperatorMode):
         self._stretch = stretch
         self._note()
 
-    def watch(self, tensors: Iterable[Tensor]) -> None:
+    def watch(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
         """Count tensors that were there before."""
-        for tensor in tensors:
-            self._see(tensor, BEFORE)
+        with self._made(on_host=on_host):
+            for tensor in tensors:
+                self._see(tensor, BEFORE, on_host=on_host)
+
+    def is_on_host(self, values: Any) -> bool:
+        """Tell whether the host has a tensor of nested lists, tuples and dicts."""
+        if not self.host_peak:
+            return False
+        known = map(self.storage, tensors_in(values))
+        return any(life is not None and life.on_host for life in known)
+
+    def copy(self, x: Tensor, *, to_host: bool) -> Tensor:
+        """Copy a tensor to the host or to the device."""
+        with self._made(on_host=to_host):
+            return x.clone()
+
+    @contextmanager
+    def _made(self, *, on_host: bool) -> Iterator[None]:
+        self._made_on_host = on_host
+        yield
+        self._made_on_host = None
 
     def storage(self, tensor: Tensor) -> Lived | None:
         """Return what is known of the storage of a tensor that is alive."""
@@ -117,8 +143,11 @@ class TensorMemory(OperatorMode):
             with self:
                 return inside(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
+        on_host = self._made_on_host
+        if on_host is None:
+            on_host = self.is_on_host((args, kwargs))
         for tensor in tensors_in(out):
-            self._see(tensor, str(func))
+            self._see(tensor, str(func), on_host=on_host)
         return out
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -126,17 +155,16 @@ class TensorMemory(OperatorMode):
         key = storage_id(storage)
         if key in self._alive:
             self._end(key)
-        self._begin(storage, RESIZED, ())
+        self._begin(storage, Lived(storage.nbytes(), RESIZED, ()))
 
-    def _see(self, tensor: Tensor, made_by: str) -> None:
+    def _see(self, tensor: Tensor, made_by: str, *, on_host: bool) -> None:
         local = _local(tensor)
         storage = local.untyped_storage()
         if storage_id(storage) not in self._alive:
-            self._begin(storage, made_by, tuple(local.shape))
+            self._begin(storage, Lived(storage.nbytes(), made_by, tuple(local.shape), on_host))
 
-    def _begin(self, storage: torch.UntypedStorage, made_by: str, shape: tuple[int, ...]) -> None:
+    def _begin(self, storage: torch.UntypedStorage, life: Lived) -> None:
         key = storage_id(storage)
-        life = Lived(storage.nbytes(), made_by, shape)
         self._alive[key] = life, weakref.ref(storage, partial(self._gone, key))
         self._change(life, began=True)
         self._note()
@@ -150,6 +178,10 @@ class TensorMemory(OperatorMode):
         self._change(life, began=False)
 
     def _change(self, life: Lived, *, began: bool) -> None:
+        if life.on_host:
+            self.on_host += life.nbytes if began else -life.nbytes
+            self.host_peak = max(self.host_peak, self.on_host)
+            return
         self.now += life.nbytes if began else -life.nbytes
         self._changes.append((life, began))
 

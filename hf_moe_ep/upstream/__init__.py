@@ -16,6 +16,7 @@ names what is wrapped, as strings. Never: a decision of ours.
     sharded_models        marks of FSDP, DDP and transformers on a model over ranks
     process_groups        the default store, a mesh of one axis over several, a group that is fake
     dispatch_modes        what sees every operator; tensors without memory
+    host_copies           what FSDP2 copies between host and device
     operators             what an operator computes, reads, writes and sends
     autograd_modes        the backward and the checkpoint that run now
     checkpoint_files      files of torch.distributed.checkpoint

@@ -200,6 +200,25 @@ def test_command_prints_and_writes_the_first(
     assert written.read_text().startswith("# patch(model, ep_size=2)\n# 2 sequences per forward")
 
 
+def test_command_for_parameters_on_the_host(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It fits where nothing else does; Accelerate is told, and the host's GiB are."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    arguments = ["plan", str(folder), "--gpus", "1", "--seq", "16", "--batch", "1"]
+    assert main([*arguments, "--gpu-memory", "1", "--json"]) == 0
+    least = min(one["peak"] for one in json.loads(capsys.readouterr().out)["fit"])
+    arguments += ["--gpu", "h100", "--gpu-memory", str((least - 1) / 2**30)]
+    assert main(arguments) == 1
+    assert "and --offload is another way" in capsys.readouterr().out
+    written = tmp_path / "fsdp.yaml"
+    assert main([*arguments, "--offload", "--write", str(written)]) == 0
+    out = capsys.readouterr().out
+    assert "host, GiB" in out and "on the host of each GPU: parameters, gradients" in out
+    assert load_config_from_file(str(written)).fsdp_config["fsdp_offload_params"] is True
+
+
 def test_two_machines_are_launched_as_such(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 

@@ -7,7 +7,14 @@ import pytest
 from hf_moe_ep.tools.hardware import KINDS, Hardware
 from hf_moe_ep.tools.step_plan import OPTIMIZER, StepPlan
 from hf_moe_ep.tools.step_time import step_time, stretch_parts
-from hf_moe_ep.tools.step_work import Collective, Operator, StepWork, Stretch
+from hf_moe_ep.tools.step_work import (
+    HOST_COPY,
+    ON_HOST,
+    Collective,
+    Operator,
+    StepWork,
+    Stretch,
+)
 
 # 50 operations, 4 bytes of memory, 2 in a node and 0.5 between nodes a second are reached.
 HARDWARE = Hardware(
@@ -21,6 +28,8 @@ HARDWARE = Hardware(
     between_nodes_bandwidth=1.0,
     between_nodes_latency=2.0,
     host_seconds=0.0,
+    host_link_bandwidth=2.0,
+    host_memory_bandwidth=4.0,
     fractions=dict.fromkeys(KINDS, 0.5),
 )
 PRODUCT = Operator("matmul", "bfloat16", 500, 8)
@@ -54,6 +63,10 @@ def test_what_travels_behind_what() -> None:
     assert half["rows"] == 7.75 - 3.875 / 2 and half["parameters"] == 10.25 - 10.25 / 2
     none = stretch_parts(stretch, replace(HARDWARE, overlap=0.0))
     assert (none["rows"], none["parameters"]) == (7.75, 10.25)
+    # 12 s from the host, which hide as FSDP2's do; 3 s on the host, behind which nothing hides.
+    copy = Collective(HOST_COPY, "offload", (0,), 0, 12, hideable=1.0)
+    parts = stretch_parts(_stretch(PRODUCT, Operator(ON_HOST, "", 9, 6), sent=(copy,)), HARDWARE)
+    assert (parts["offload"], parts["on_host"]) == (2.0, 3.0)
     # Nobody to send to: no message.
     alone = _stretch(sent=(replace(gather, ranks=(0,)),))
     assert stretch_parts(alone, HARDWARE)["parameters"] == 0.0
