@@ -112,8 +112,15 @@ class Configuration:
     optimizer: str = "adamw"
     offload: bool = False
 
-    def planned(self, sizes: Sizes, world: int = WORLD, load: ExpertLoad | None = None) -> StepPlan:
-        """Plan it, as on a CPU."""
+    def planned(
+        self,
+        sizes: Sizes,
+        world: int = WORLD,
+        load: ExpertLoad | None = None,
+        *,
+        like_gpu: bool = False,
+    ) -> StepPlan:
+        """Plan it, as on a CPU or as on a GPU."""
         return plan_step(
             sizes.config(),
             ParallelConfig(**self.parallel),
@@ -126,7 +133,7 @@ class Configuration:
             lora_targets=self.lora_targets,
             offload=self.offload,
             load=load,
-            like_gpu=False,
+            like_gpu=like_gpu,
         )
 
 

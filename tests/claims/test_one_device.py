@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.adapters import with_lora
 from support.close import assert_close
 from support.hub_files import assert_equal, hub_state, read_all, write_hub
+from support.nccl import join_nccl
 from support.parity import full_tensor
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
@@ -33,18 +33,6 @@ from hf_moe_ep import (
 SIZES: dict[str, Any] = {"moe_intermediate_size": 32, "attention_dropout": 0.2}
 TOLERANCE = 1e-4  # fp32, sums in another order
 State = dict[str, Tensor]
-
-
-def _join_nccl(folder: str) -> None:
-    dist.destroy_process_group()
-    torch.cuda.set_device(0)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        store=dist.FileStore(f"{folder}/store", 1),
-        rank=0,
-        world_size=1,
-        device_id=torch.device("cuda", 0),
-    )
 
 
 def _values(model: nn.Module) -> State:
@@ -138,7 +126,7 @@ def _offloaded(folder: str) -> None:
 
 def _one_process(rank: int, world: int, folder: str, device: str) -> None:
     if device == "cuda":
-        _join_nccl(folder)
+        join_nccl(folder)
     base = tiny(dtype=torch.float32, **SIZES)
     write_hub(Path(folder, "hub"), base)
     save_pretrained(from_pretrained(f"{folder}/hub"), f"{folder}/copy")

@@ -1,0 +1,17 @@
+"""A process group on the first GPU, for ranks that `run_ranks` has given one of gloo."""
+
+import torch
+import torch.distributed as dist
+
+
+def join_nccl(folder: str) -> None:
+    """Be the only rank of a group of NCCL, beside gloo for tensors of the host."""
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        store=dist.FileStore(f"{folder}/store", 1),
+        rank=0,
+        world_size=1,
+        device_id=torch.device("cuda", 0),
+    )
