@@ -26,9 +26,14 @@ _A100_NET = (
 _H100_NET = (
     "https://magicalbits.net/?p=230748, of imbue's cluster: a ConnectX-7 of 400 Gbit/s to each GPU"
 )
-_H200_NET = (
+_H200_SYSTEM = (
     "https://raw.githubusercontent.com/mlcommons/inference_results_v4.1/main/closed/NVIDIA/systems/"
-    "H200-SXM-141GBx8_TRT_MaxQ.json: ports of 400 Gbit/s"
+    "H200-SXM-141GBx8_TRT_MaxQ.json, NVIDIA's own: 18 NVLinks of 900 GB/s, both directions, PCIe "
+    "5.0 x16, ports of 400 Gbit/s"
+)
+_B200_BUS = (
+    "https://github.com/pytorch/ao/pull/4002: 7680 bits at 3996 MHz, twice a cycle, as its driver "
+    "says; data sheets round to 8 TB/s"
 )
 _B200_NET = (
     "https://www.fibermall.com/de/blog/nvidia-hgx-b300-overview.htm: 0.8 TB/s of eight GPUs, both "
@@ -120,22 +125,23 @@ TABLE = {
             sources={
                 **_H100_SXM.sources,
                 **dict.fromkeys(("matmul_flops", "memory_bandwidth", "memory_bytes"), _H200),
-                "between_nodes_bandwidth": _H200_NET,
-                "host_link_bandwidth": f"{_PCIE}; the H200 has the die of the H100",
+                **dict.fromkeys(
+                    ("in_node_bandwidth", "between_nodes_bandwidth", "host_link_bandwidth"),
+                    _H200_SYSTEM,
+                ),
             },
         ),
         replace(
             _H100_SXM,
             name="b200",
             matmul_flops={"float32": 80e12, "bfloat16": 2250e12, "float8_e4m3fn": 4500e12},
-            memory_bandwidth=8e12,
+            memory_bandwidth=7.672e12,
             memory_bytes=192e9,
             in_node_bandwidth=900e9,
             sources={
                 **_H100_SXM.sources,
-                **dict.fromkeys(
-                    ("matmul_flops", "memory_bandwidth", "memory_bytes", "in_node_bandwidth"), _B200
-                ),
+                **dict.fromkeys(("matmul_flops", "memory_bytes", "in_node_bandwidth"), _B200),
+                "memory_bandwidth": _B200_BUS,
                 "between_nodes_bandwidth": _B200_NET,
                 "host_link_bandwidth": ASSUMED,
             },

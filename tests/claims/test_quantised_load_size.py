@@ -110,11 +110,12 @@ def loads(rank: int, world: int, folder: str) -> None:
         _write(Path(folder))
     dist.barrier()
     cases = [(files, kind) for files in ("bf16", "fp8") for kind in KINDS]
-    # The lesser of two: the first pays for imports.
-    takes = {case: _beyond_what_is_held(Path(folder, case[0]), case[1]) for case in cases}
-    for files, kind in cases:
-        again = _beyond_what_is_held(Path(folder, files), kind)
-        takes[files, kind] = min(again, takes[files, kind])
+    # The least of three: the first pays for imports, and on a busy machine the system takes back
+    # late what is freed.
+    takes: dict[tuple[str, str], int] = {}
+    for files, kind in 3 * cases:
+        taken = _beyond_what_is_held(Path(folder, files), kind)
+        takes[files, kind] = min(taken, takes.get((files, kind), taken))
     with _the_matrix_before_is_alive():
         two = _beyond_what_is_held(Path(folder, "bf16"), "nf4")
     with mock.patch.object(HeldAsBytes, "read", _at_once):
