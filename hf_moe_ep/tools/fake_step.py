@@ -203,21 +203,22 @@ def alone_on_fake_tensors(
     # Of the fake group: it fills what it is given with what this rank tells.
     gather = vars(collectives)["_all_gather"]
     with ExitStack() as swapped:
-        swapped.enter_context(_instead(collectives, "_all_gather", partial(_gather_own, gather)))
-        swapped.enter_context(_instead(torch_mlp.Block, "split", split))
-        swapped.enter_context(_instead(*dtensor_shapes()))
-        swapped.enter_context(_instead(torch, "chunk", _chunk))
+        swapped.enter_context(instead(collectives, "_all_gather", partial(_gather_own, gather)))
+        swapped.enter_context(instead(torch_mlp.Block, "split", split))
+        swapped.enter_context(instead(*dtensor_shapes()))
+        swapped.enter_context(instead(torch, "chunk", _chunk))
         if like_gpu:
-            swapped.enter_context(_instead(torch_mlp, "_BLOCK", sys.maxsize))
+            swapped.enter_context(instead(torch_mlp, "_BLOCK", sys.maxsize))
         with fake_tensors(), ChoicesAreReal(choices):
             # Else the table of numbers, which is kept for the process, would be a fake one.
             codes = torch.empty(256)
-            swapped.enter_context(_instead(quantised, "_nested_codes", lambda _: codes))
+            swapped.enter_context(instead(quantised, "_nested_codes", lambda _: codes))
             yield
 
 
 @contextmanager
-def _instead(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+def instead(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+    """Put another value in the place of one, inside the block."""
     stock = vars(owner)[name]
     setattr(owner, name, value)
     try:

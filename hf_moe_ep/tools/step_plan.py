@@ -40,14 +40,14 @@ from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.moe.dispatch.choose import make_dispatcher
 from hf_moe_ep.routing.load import ExpertLoad
 from hf_moe_ep.state import patched_state
-from hf_moe_ep.tools.fake_step import Choices, alone_on_fake_tensors
+from hf_moe_ep.tools.fake_step import Choices, alone_on_fake_tensors, instead
 from hf_moe_ep.tools.memory_plan import PlanRequest, Unsharded
 from hf_moe_ep.tools.published_models import find_config
 from hf_moe_ep.tools.step_work import StepWork, WorkCounter, of_more_layers
 from hf_moe_ep.tools.tensor_memory import BEFORE, RESIZED, Lived, TensorMemory, count_tensors
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
-from hf_moe_ep.upstream.dispatch_modes import NoValue
+from hf_moe_ep.upstream.dispatch_modes import NoValue, dtensor_shapes
 from hf_moe_ep.upstream.host_copies import host_copies
 from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers, text_config
 from hf_moe_ep.upstream.modules import own_buffers
@@ -223,7 +223,8 @@ def count_step(
     }
     held["gradients"] = [p.grad for p in trained if p.grad is not None]
     kinds: dict[Lived, str] = {}
-    with count_tensors() as memory:
+    # DTensors find out shapes by whole fake tensors, which are no part of the step.
+    with instead(*dtensor_shapes()), count_tensors() as memory:
         for kind in list(held):
             # Let go of: nobody may keep a gradient alive.
             tensors = held.pop(kind)

@@ -45,6 +45,23 @@ def test_bytes_by_hand(fake: bool) -> None:
     assert alive[-1][0] == BEFORE
 
 
+def test_host_and_device_are_told_apart() -> None:
+    """What is made of the host's tensors is the host's, until it is copied."""
+    values = torch.ones(4 * KIB)
+    with count_tensors() as memory:
+        memory.watch([values], on_host=True)
+        memory.begin("step")
+        twice = values * 2
+        assert (memory.now, memory.on_host) == (0, 2 * values.nbytes)
+        fetched = memory.copy(twice, to_host=False)
+        rows = fetched[:KIB] + 1
+        assert (memory.now, memory.is_on_host(rows)) == (values.nbytes + rows.nbytes, False)
+        stored = memory.copy(rows, to_host=True)
+        del twice
+        assert memory.is_on_host([stored]) and memory.on_host == values.nbytes + rows.nbytes
+    assert memory.host_peak == 2 * values.nbytes + rows.nbytes
+
+
 def test_resize_is_torchs_own_again() -> None:
     stock = torch.UntypedStorage.resize_
     with pytest.raises(ZeroDivisionError), count_tensors() as memory:
