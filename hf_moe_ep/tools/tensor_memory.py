@@ -102,8 +102,10 @@ class TensorMemory(OperatorMode):
     @contextmanager
     def _made(self, *, on_host: bool) -> Iterator[None]:
         self._made_on_host = on_host
-        yield
-        self._made_on_host = None
+        try:
+            yield
+        finally:
+            self._made_on_host = None
 
     def storage(self, tensor: Tensor) -> Lived | None:
         """Return what is known of the storage of a tensor that is alive."""
