@@ -224,6 +224,11 @@ _LAUNCH_VARIABLES = (
 _OURS = ("HF_MOE_EP_EP_SIZE", "HF_MOE_EP_SP_SIZE")
 
 
+def gloo_interfaces() -> list[str]:
+    """Return the network interfaces that GLOO_SOCKET_IFNAME names; none where it is not set."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
 def launch_environment() -> dict[str, str]:
     """Return the variables of a launch that are set, and all that begin with HF_MOE_EP_."""
     ours = sorted(name for name in os.environ if name.startswith("HF_MOE_EP_"))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hf_moe_ep.ranks.missing import name_the_missing
 from hf_moe_ep.ranks.together import one_line, this_rank, world_size
+from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import default_timeout
 
 _logger = logging.getLogger("hf_moe_ep")
@@ -82,9 +83,10 @@ def _own_group(directory: Path, device: torch.device) -> dist.ProcessGroup:
     Not when the model is sharded: each rank connects to each, which most runs would never use.
     """
     try:
-        group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=default_timeout(device), group_desc="hf_moe_ep_saves"
-        )
+        with one_worker_thread():
+            group: dist.ProcessGroup = dist.new_group(
+                backend="gloo", timeout=default_timeout(device), group_desc="hf_moe_ep_saves"
+            )
     except RuntimeError as error:
         missing = name_the_missing("the group of saves", None)
         raise RuntimeError(

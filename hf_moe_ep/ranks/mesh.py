@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.interpreter_end import let_threads_finish
 from hf_moe_ep.ranks.places import tell_on_abort
+from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import flatten_axes, take_default_timeout
 
 # Names of the axes.
@@ -127,7 +128,15 @@ class Meshes:
 
 
 def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
-    """Create the process groups of `config` over the default group; every rank calls this."""
+    """Create the process groups of `config` over the default group; every rank calls this.
+
+    Groups of gloo have one worker thread each (upstream/gloo.py says why).
+    """
+    with one_worker_thread():
+        return _lay_out_ranks(config, device)
+
+
+def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> Meshes:
     let_threads_finish()
     if device.type == "cuda":
         tell_on_abort(device)
@@ -142,11 +151,12 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
         ranks = ranks.view(replicate, ep, ep_fsdp).transpose(1, 2)
     else:
         ranks = ranks.view(replicate, ep_fsdp, ep)
-    alone = _own_group()
-    experts = _grid(ranks.contiguous(), (DP_REPLICATE, EP_FSDP, EP), device, alone)
+    whole = _group_of_all(device)
+    alone = whole if whole is not None and world_size == 1 else _group_of_one()
+    experts = _grid(ranks.contiguous(), (DP_REPLICATE, EP_FSDP, EP), device, alone, whole)
     everyone = torch.arange(world_size)
-    dense = _grid(everyone.view(replicate, -1), (DP_REPLICATE, FSDP), device, alone)
-    sequence = _grid(everyone.view(-1, sp), (DATA, SP), device, alone)
+    dense = _grid(everyone.view(replicate, -1), (DP_REPLICATE, FSDP), device, alone, whole)
+    sequence = _grid(everyone.view(-1, sp), (DATA, SP), device, alone, whole)
     over_both = flatten_axes(experts, (EP_FSDP, EP))
     for mesh in (experts, dense, sequence, *([over_both] if over_both else [])):
         take_default_timeout(mesh)
@@ -168,10 +178,23 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     )
 
 
-def _own_group() -> dist.ProcessGroup:
-    """Make a group of this rank alone, of which no other hears; the default one is none too many.
+def _group_of_all(device: torch.device) -> dist.ProcessGroup | None:
+    """Create a group of all ranks on CPUs; return None elsewhere.
 
-    For axes of one rank: torch makes as many groups of them as there are ranks, on every rank.
+    A DeviceMesh over all ranks takes the default group. That group is the user's and has two worker
+    threads under gloo (upstream/gloo.py says what they do).
+    """
+    if device.type != "cpu":
+        return None
+    group: dist.ProcessGroup = dist.new_group(group_desc="mesh_of_all_ranks")
+    return group
+
+
+def _group_of_one() -> dist.ProcessGroup:
+    """Create a group of this rank alone, without a word to the other ranks.
+
+    It serves the axes of one rank, for which torch would create a group per rank, on every rank.
+    The default group of a world of one rank serves as well.
     """
     if dist.get_world_size() == 1:
         assert dist.group.WORLD is not None
@@ -183,14 +206,23 @@ def _own_group() -> dist.ProcessGroup:
 
 
 def _grid(
-    ranks: torch.Tensor, names: tuple[str, ...], device: torch.device, alone: dist.ProcessGroup
+    ranks: torch.Tensor,
+    names: tuple[str, ...],
+    device: torch.device,
+    alone: dist.ProcessGroup,
+    whole: dist.ProcessGroup | None,
 ) -> DeviceMesh:
-    """Make a mesh of `ranks`, a dim for each name; `alone` serves the axes of one rank."""
+    """Create a mesh of `ranks`, which are all ranks, with a dim for each name.
+
+    `alone` serves the axes of one rank, and `whole` an axis of all ranks where it is given.
+    """
     wide = tuple(name for name, size in zip(names, ranks.shape, strict=True) if size > 1)
     if len(wide) == len(names):
         return DeviceMesh(device.type, ranks, mesh_dim_names=names)
     groups = dict.fromkeys(names, alone)
-    if wide:
+    if len(wide) == 1 and whole is not None:
+        groups |= {wide[0]: whole}
+    elif wide:
         made = DeviceMesh(device.type, ranks.squeeze(), mesh_dim_names=wide)
         groups |= {name: made.get_group(name) for name in wide}
     return DeviceMesh.from_group(

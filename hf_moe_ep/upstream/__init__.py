@@ -15,6 +15,7 @@ names what is wrapped, as strings. Never: a decision of ours.
     replaced_forwards     who computes a module: its class, Liger, another patcher
     sharded_models        marks of FSDP, DDP and transformers on a model over ranks
     process_groups        the default store, a mesh of one axis over several, a group that is fake
+    gloo                  groups of gloo with one worker thread
     dispatch_modes        what sees every operator; tensors without memory
     host_copies           what FSDP2 copies between host and device
     operators             what an operator computes, reads, writes and sends

@@ -272,7 +272,7 @@ def test_groups_wait_as_long_as_the_default_group() -> None:
 
 
 def test_groups_are_described_by_their_axis() -> None:
-    """NCCL's watchdog prints it; one over all ranks is torch's default group."""
+    """NCCL's watchdog prints it; an axis of all ranks has a group of its own on CPUs."""
     with _as_rank(0, 8):
         meshes = build_meshes(ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2), CPU)
         described = {
@@ -282,9 +282,8 @@ def test_groups_are_described_by_their_axis() -> None:
         }
         axes = ("dp_replicate", "fsdp", "ep_fsdp", "ep", "sp", "ep_fsdp_ep")
         assert described == {axis: f"mesh_{axis}" for axis in axes}
-        assert (
-            build_meshes(ParallelConfig(ep_size=8), CPU).ep.get_group().group_desc == "default_pg"
-        )
+        whole = build_meshes(ParallelConfig(ep_size=8), CPU).ep.get_group()
+        assert whole.group_desc == "mesh_of_all_ranks"
 
 
 def _groups_made(world: int, config: ParallelConfig) -> int:
@@ -299,13 +298,13 @@ def _groups_made(world: int, config: ParallelConfig) -> int:
 
 
 def test_groups_of_one_rank_are_made_by_that_rank_alone() -> None:
-    """By hand: ep groups, ep_fsdp groups, and one of one rank; not one for each rank and axis."""
-    assert _groups_made(64, ParallelConfig(ep_size=8)) == 64 // 8 + 8 + 1
-    assert _groups_made(256, ParallelConfig(ep_size=8)) == 256 // 8 + 8 + 1
-    assert _groups_made(64, ParallelConfig()) == 1
+    """By hand: ep groups, ep_fsdp groups, one of one rank, one of all; none per rank and axis."""
+    assert _groups_made(64, ParallelConfig(ep_size=8)) == 64 // 8 + 8 + 1 + 1
+    assert _groups_made(256, ParallelConfig(ep_size=8)) == 256 // 8 + 8 + 1 + 1
+    assert _groups_made(64, ParallelConfig()) == 1 + 1
     # data groups and sp groups; ep is the world
-    assert _groups_made(64, ParallelConfig(ep_size=64, sp_size=4)) == 4 + 64 // 4 + 1
-    assert _groups_made(1, ParallelConfig()) == 0
+    assert _groups_made(64, ParallelConfig(ep_size=64, sp_size=4)) == 4 + 64 // 4 + 1 + 1
+    assert _groups_made(1, ParallelConfig()) == 1
 
 
 REFUSED = [

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from hf_moe_ep.upstream.gloo import one_worker_thread
 from support.poison import poison_empty
 
 _IMPORTED_ONCE = [
@@ -255,13 +256,14 @@ def _join_group(rank: int, job: _Job) -> None:
     poison_empty()
     # A hook of FSDP2 that an in-place op of the user's would silently drop.
     warnings.filterwarnings("error", message="FSDP2-wrapped module")
-    dist.init_process_group(
-        "gloo",
-        store=dist.TCPStore(_HERE, job.port, is_master=False),
-        rank=rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=job.group_timeout),
-    )
+    with one_worker_thread():
+        dist.init_process_group(
+            "gloo",
+            store=dist.TCPStore(_HERE, job.port, is_master=False),
+            rank=rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.group_timeout),
+        )
 
 
 def _leave(job: _Job, rank: int, outcome: Outcome) -> None:
