@@ -1,7 +1,9 @@
-"""The Triton kernels over matrices that are held as bytes: same bits as over dequantised ones.
+"""The Triton kernels over matrices that are held as bytes equal those over dequantised ones.
 
-Every product is the same sum in the same order, so nothing is left to a tolerance. On a CPU in
-Triton's interpreter, whose small blocks make several tiles, steps and columns of these sizes.
+Every product is a sum of the same terms. The order of the additions is the matrix library's choice:
+it depends on the processor and on how an operand lies in memory. So results are compared to a
+number of roundings, and only tiles, which are moved and not summed, to the bit. On a CPU this runs
+in Triton's interpreter, whose small blocks make several tiles, steps and columns of these sizes.
 """
 
 from __future__ import annotations
@@ -60,7 +62,13 @@ def _case(name: str, sizes: dict[str, tuple[int, int]], ids: Any = _IDS, experts
     return Case(ids, experts, hidden, ffn)
 
 
-def _same_bits(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw: Any) -> None:
+def _budget(dtype: torch.dtype) -> float:
+    """Equal operands and steps, added in another order, as in `self_check`; a byte that is read
+    wrong is off by a percent."""
+    return (64 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
+
+
+def _same_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw: Any) -> None:
     quantisation = FORMATS[name]
     named = adapted(case, rank, dtype)
     if not rank:
@@ -70,16 +78,16 @@ def _same_bits(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw: A
     got = run(case, as_bytes, quantisation.kind, backend="triton", **kw)
     assert got.keys() == want.keys() and "rows" in got
     for tensor, value in want.items():
-        assert torch.equal(got[tensor], value), (name, kw, tensor)
+        assert_close(f"{name}, {kw}, {tensor}", got[tensor], value, _budget(dtype))
     # And no two of them are the same because nothing was computed.
     if sum(case.counts_L()):
         assert all(value.any() for value in want.values())
 
 
 @pytest.mark.parametrize("name", [pytest.param("nf4", marks=pytest.mark.slow), "nf4 nested", "fp8"])
-def test_the_same_bits_as_over_dequantised_matrices(name: str) -> None:
+def test_the_same_values_as_over_dequantised_matrices(name: str) -> None:
     """Output, gradients of rows, routing weights and adapters."""
-    _same_bits(_case(name, SMALL), name, torch.float32)
+    _same_values(_case(name, SMALL), name, torch.float32)
 
 
 _INTERPRETED = [
@@ -120,9 +128,7 @@ def test_bytes_and_their_values_on_a_device(
         values[name] = reference.matrices(stack, kind, dtype)
     want = run(case, values, "", backend="triton")
     got = run(case, as_bytes, kind, backend="triton")
-    # Equal operands and steps; a compiler may yet add in another order, as in `self_check`.
-    roundings = 64 if dtype == torch.float32 else 2
-    budget = 0.0 if device == "cpu" else roundings * torch.finfo(dtype).eps
+    budget = _budget(dtype)
     for tensor, value in want.items():
         assert_close(tensor, got[tensor], value, budget)
 
@@ -136,7 +142,7 @@ def test_sizes_that_are_no_multiples_of_a_block_of_columns(
 ) -> None:
     """Every layout of gate and up, biases, in fp32 and fp16, without an adapter."""
     case = replace(_case(name, LARGE), **FORMULAS[formula])
-    _same_bits(case, name, dtype, rank=0)
+    _same_values(case, name, dtype, rank=0)
 
 
 @pytest.mark.slow
@@ -144,14 +150,14 @@ def test_sizes_that_are_no_multiples_of_a_block_of_columns(
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_way_of_backward(name: str, kw: dict[str, Any]) -> None:
     """Pre-activations computed again, gradients of adapters later, rows in chunks."""
-    _same_bits(_case(name, SMALL), name, torch.float32, **kw)
+    _same_values(_case(name, SMALL), name, torch.float32, **kw)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_edges(name: str, edge: str) -> None:
-    _same_bits(_case(name, SMALL, *EDGES[edge]), name, torch.float32)
+    _same_values(_case(name, SMALL, *EDGES[edge]), name, torch.float32)
 
 
 @pytest.mark.slow
@@ -168,7 +174,7 @@ def test_columns_of_several_scales(name: str, width: int, monkeypatch: pytest.Mo
         wide = {x: replace(getattr(row, x), n=width, k=64) for x in ("rows", "dgated", "down")}
         monkeypatch.setitem(TABLE, key, replace(row, **wide))
     case = _case(name, {"nf4": (320, 192), "fp8": (384, 128)}, [[0, 1], [1, 2]], 3)
-    _same_bits(case, name, torch.float32, rank=0)
+    _same_values(case, name, torch.float32, rank=0)
 
 
 @triton.jit

@@ -1,0 +1,100 @@
+"""One training step on CPU ranks with one worker thread per gloo group, against torch's two.
+
+    python benchmarks/gloo_workers.py
+
+`upstream/gloo.py` says why this package creates its groups with one worker. Both sides are the same
+model on the same batch, each in processes of its own, which take turns. Two micro-batches of rows
+travel at the same time (`dispatch_chunks=2`), because only overlapping collectives of one group can
+be slower with one worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from statistics import median
+from unittest.mock import patch
+
+import torch
+from figures import row, setting
+from models import qwen3_moe
+from ranks import spawn
+
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.ranks import mesh
+
+WORLD = 2
+VOCAB = 512
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int = 256
+    intermediate: int = 128
+    layers: int = 4
+    experts: int = 16
+    top_k: int = 4
+    tokens: int = 512
+    steps: int = 10
+    turns: int = 5
+
+
+def seconds_per_step(rank: int, workers: int, sizes: Sizes) -> tuple[float, float, int]:
+    """Return (median seconds of a step, last loss, workers of the ep group) of this rank."""
+    stock = patch.object(mesh, "one_worker_thread", contextlib.nullcontext)
+    with stock if workers == 2 else contextlib.nullcontext():
+        torch.manual_seed(0)
+        model = qwen3_moe(sizes, VOCAB)
+        apply_ep_fsdp2(model, ep_size=WORLD, dispatch_chunks=2)
+    group = model._hf_moe_ep.meshes.ep.get_group()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(VOCAB, (1, sizes.tokens), generator=generator)
+    taken = []
+    for _ in range(sizes.steps + 2):
+        start = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(time.perf_counter() - start)
+    found = group._get_backend(torch.device("cpu")).options._threads
+    return median(taken[2:]), loss.item(), found
+
+
+def measure(sizes: Sizes) -> dict[int, list[float]]:
+    """Return the seconds of a step by number of workers, one value per turn."""
+    taken: dict[int, list[float]] = {1: [], 2: []}
+    losses = set()
+    for _ in range(sizes.turns):
+        for workers in taken:
+            ranks = spawn(seconds_per_step, WORLD, workers, sizes, timeout=300.0)
+            assert {found for _, _, found in ranks} == {workers}
+            losses.add(tuple(loss for _, loss, _ in ranks))
+            taken[workers].append(max(seconds for seconds, _, _ in ranks))
+    assert len(losses) == 1, f"both sides compute the same, but the losses are {losses}"
+    return taken
+
+
+def report(sizes: Sizes, taken: dict[int, list[float]], machine: list[str]) -> str:
+    lines = [
+        *machine,
+        f"- {sizes}",
+        "",
+        "| | one worker | two workers | one / two |",
+        "|---|---|---|---|",
+        f"| {row('seconds of a step', taken[1], taken[2])} |",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    sizes, load = Sizes(), os.getloadavg()[0]
+    taken = measure(sizes)
+    print(report(sizes, taken, setting("benchmarks/gloo_workers.py", load, WORLD)))
+
+
+if __name__ == "__main__":
+    main()
