@@ -5,14 +5,20 @@
     model = AutoModelForCausalLM.from_pretrained(...)
     patch(model, ep_size=8)          # then Trainer(model=model) or accelerator.prepare(...)
 
-Importing this package changes nothing; `patch` does. Where another package is broken, or of a
-version that lacks what we need, it is the first use of a name that raises: `hf-moe-ep doctor` is in
-this package too, and has to start.
+Importing this package changes nothing and imports nothing else; `patch` does. A public name is
+imported when it is first used, so that `hf-moe-ep --help` does not wait for torch. If another
+package is broken, or its version lacks something that we need, the first use of a name raises an
+ImportError, and `hf-moe-ep doctor`, which is in this package too, can still start.
 """
 
-from typing import NoReturn
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-try:
+from hf_moe_ep.version import __version__
+
+if TYPE_CHECKING:
     from hf_moe_ep.apply import apply_ep_fsdp2, from_pretrained
     from hf_moe_ep.checkpoints.hub.save import save_pretrained
     from hf_moe_ep.checkpoints.hub.tensors import hub_tensors
@@ -34,21 +40,36 @@ try:
     from hf_moe_ep.routing.routes import Routes
     from hf_moe_ep.sharding.clip import clip_grad_norm_
     from hf_moe_ep.vision.positions import PositionCollator
-except Exception as error:  # noqa: BLE001  a broken package may raise anything at import
-    _broken = error
 
-    def _refuse(name: str) -> NoReturn:
-        """Raise the error of the import wherever one of the public names is asked for."""
-        if name not in __all__:
-            raise AttributeError(f"module 'hf_moe_ep' has no attribute {name!r}")
-        raise ImportError(
-            f"hf_moe_ep cannot be used: {type(_broken).__name__}: {_broken}; "
-            f"`hf-moe-ep doctor` says which versions are wrong, or which package is broken"
-        ) from _broken
-
-    # A function that is called __getattr__ would make type checkers accept every name.
-    globals()["__getattr__"] = _refuse
-
+# The module that defines each public name. The imports above say the same to type checkers.
+_DEFINED_IN = {
+    "ExpertLoad": "routing.load",
+    "ExpertLoadCallback": "integrations.expert_load",
+    "ModelPlan": "plan",
+    "ParallelConfig": "config",
+    "PositionCollator": "vision.positions",
+    "ReplayReport": "routing.report",
+    "Routes": "routing.routes",
+    "RoutingReplay": "routing.replay",
+    "apply_ep_fsdp2": "apply",
+    "balance_experts": "placement.balance",
+    "clip_grad_norm_": "sharding.clip",
+    "data_parallel_rank": "data_parallel",
+    "data_parallel_size": "data_parallel",
+    "describe": "describe",
+    "expert_load": "routing.load",
+    "experts_in_hub_order": "placement.hub_order",
+    "from_pretrained": "apply",
+    "global_token_count": "data_parallel",
+    "hub_tensors": "checkpoints.hub.tensors",
+    "load_checkpoint": "checkpoints.training.load",
+    "newest_checkpoint": "checkpoints.newest",
+    "patch": "patch",
+    "save_checkpoint": "checkpoints.training.save",
+    "save_pretrained": "checkpoints.hub.save",
+    "unpatch": "patch",
+    "update_router_bias": "routing.bias",
+}
 
 __all__ = [
     "ExpertLoad",
@@ -59,6 +80,7 @@ __all__ = [
     "ReplayReport",
     "Routes",
     "RoutingReplay",
+    "__version__",
     "apply_ep_fsdp2",
     "balance_experts",
     "clip_grad_norm_",
@@ -79,7 +101,35 @@ __all__ = [
     "update_router_bias",
 ]
 
-if "_broken" in globals():
-    # Some were imported before another failed, and some are names of modules: all are refused.
-    for _name in __all__:
-        globals().pop(_name, None)
+
+class _Package(ModuleType):
+    """This package as a module that imports its public names when they are first used.
+
+    Module-level __getattr__ would not be enough. `patch` and `describe` are functions and also
+    names of submodules, and importing a submodule sets it as an attribute of its package:
+    `from hf_moe_ep import patch` would return the module once anything had imported it.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _DEFINED_IN:
+            raise AttributeError(f"module 'hf_moe_ep' has no attribute {name!r}")
+        try:
+            value = getattr(import_module(f"hf_moe_ep.{_DEFINED_IN[name]}"), name)
+        except Exception as error:  # a broken package may raise anything at import
+            raise ImportError(
+                f"hf_moe_ep cannot be used: {type(error).__name__}: {error}; "
+                f"`hf-moe-ep doctor` says which versions are wrong, or which package is broken"
+            ) from error
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, but never replace a public name with the submodule of that name."""
+        if not (name in _DEFINED_IN and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

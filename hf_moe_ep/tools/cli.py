@@ -9,7 +9,9 @@
     hf-moe-ep plan out/config.json --gpus 64 --gpu-memory 80 --seq 4096 --batch 64
 
 One file per command: each module has `add_parser(subparsers)` and `run(options) -> int`, the exit
-code. A wrong argument or folder ends with exit code 2 and one line on stderr, Ctrl-C with 130.
+code. A module is imported only when its command is named, so that help and typing errors do not
+wait for torch, and so that `doctor` starts where the rest of the package does not. A wrong argument
+or folder ends with exit code 2 and one line on stderr, Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -17,26 +19,30 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from importlib import import_module
 
-from hf_moe_ep.tools import doctor_command
+from hf_moe_ep.version import __version__
 
+# The help line of each command; `export-adapter` is defined in `export_adapter_command.py`.
+_COMMANDS = {
+    "doctor": "would training run here? one screen for an issue report",
+    "inspect": "what a checkpoint is; what can be done with a model, and in how much memory",
+    "plan": "which layouts of a model fit on so many GPUs",
+    "verify": "read a checkpoint and check that it is whole",
+    "convert": "write the model of a training checkpoint in the layout of the hub",
+    "export-adapter": "rewrite LoRA on stacked experts as LoRA on single experts, or back",
+    "merge-adapter": "merge a LoRA adapter into its base model, a few experts in memory at a time",
+}
 _INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, by default that of `sys.argv`; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog="hf-moe-ep",
-        description="Look at, check and rewrite models, checkpoints and adapters, without a "
-        "training job. Of a command: hf-moe-ep COMMAND --help.",
-    )
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    doctor_command.add_parser(subparsers)
-    if arguments[:1] != ["doctor"]:
-        for command in _other_commands():
-            command.add_parser(subparsers)
+    parser = _parser(arguments[0] if arguments else "")
+    if not arguments:
+        parser.print_help()
+        return 0
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -49,25 +55,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _other_commands() -> tuple[ModuleType, ...]:
-    """Import the others: they need the whole package, which fails where a doctor is called."""
-    from hf_moe_ep.tools import (
-        convert_command,
-        export_adapter_command,
-        inspect_command,
-        merge_adapter_command,
-        plan_command,
-        verify_command,
+def _parser(named: str) -> argparse.ArgumentParser:
+    """Build the parser of all commands, with the options of the named command alone."""
+    parser = argparse.ArgumentParser(
+        prog="hf-moe-ep",
+        description="Inspect, check and rewrite models, checkpoints and adapters without a "
+        'training job. Run "hf-moe-ep COMMAND --help" for the options of a command.',
     )
-
-    return (
-        inspect_command,
-        plan_command,
-        verify_command,
-        convert_command,
-        export_adapter_command,
-        merge_adapter_command,
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"hf-moe-ep {__version__}",
+        help="print the version of hf_moe_ep and exit",
     )
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command, summary in _COMMANDS.items():
+        if command == named:
+            module = import_module(f"hf_moe_ep.tools.{command.replace('-', '_')}_command")
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(command, help=summary)
+    return parser
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to those of `cli.py`."""
     parser = subparsers.add_parser(
         "convert",
-        help="write the model of a training checkpoint in the layout of the hub",
         description="Write the model of a training checkpoint (Trainer, accelerator.save_state, "
         "save_checkpoint; any number of ranks) in the layout of the hub, for from_pretrained and "
         "servers. One process, one tensor in memory at a time.",

@@ -21,7 +21,6 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to those of `cli.py`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="would training run here? one screen for an issue report",
         description="Print the versions found and allowed, what the machine has and what follows "
         "from it, and the launch configuration. Exit code 1 where training would fail.",
     )

@@ -18,7 +18,6 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to those of `cli.py`."""
     parser = subparsers.add_parser(
         "export-adapter",
-        help="rewrite LoRA on stacked experts for servers that read single experts, and back",
         description="Rewrite a PEFT adapter folder without loss: LoRA on stacked experts "
         "(target_parameters) as LoRA on single experts (target_modules), or back.",
     )

@@ -42,7 +42,6 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to those of `cli.py`."""
     parser = subparsers.add_parser(
         "inspect",
-        help="what a checkpoint is; what can be done with a model, and in how much memory",
         description="Of a folder: what wrote this checkpoint, and at which layout. With --plan: "
         "the memory that each rank needs to hold a model for training, from its config alone. With "
         "--architecture: where its parts are, and what is granted to it.",

@@ -15,7 +15,6 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to those of `cli.py`."""
     parser = subparsers.add_parser(
         "merge-adapter",
-        help="merge a LoRA adapter into its base model, a few experts in memory at a time",
         description="Write the base model with a LoRA adapter (of ours, PEFT, transformers) "
         "merged into it: what PEFT's merge_and_unload and save_pretrained would write, "
         "without the model in memory; rsLoRA, modules_to_save and biases too. DoRA and its like "

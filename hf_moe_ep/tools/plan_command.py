@@ -51,7 +51,6 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to those of `cli.py`."""
     parser = subparsers.add_parser(
         "plan",
-        help="which layouts of a model fit on so many GPUs",
         description="Try layouts of a model on some GPUs: which of them training would accept, and "
         "how much memory a whole step takes in each. Nothing is downloaded and nothing runs but "
         "the model's own step on tensors without memory. With --gpu it says how fast they are, by "

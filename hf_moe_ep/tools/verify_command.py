@@ -16,7 +16,6 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to those of `cli.py`."""
     parser = subparsers.add_parser(
         "verify",
-        help="read a checkpoint and check that it is whole",
         description="Read every file of a checkpoint, of a model or of training, against its "
         "hashes, its headers and its config.",
     )

@@ -44,7 +44,7 @@ ORDER = (
     "ranks",
     "ops",
     "upstream",
-    "config plan",
+    "config plan version",
 )
 # Besides torch and the standard library; a module has what its folders have.
 THIRD_PARTY = {
