@@ -99,7 +99,12 @@ def run(options: argparse.Namespace) -> int:
             print_found(options.folder, checkpoint)
         return 0
     if options.world is None:
-        raise ValueError("inspect --plan wants --world, the number of processes; try --world 8")
+        missing = "inspect --plan wants --world, the number of processes; try --world 8"
+        try:
+            find_config(options.plan)
+        except ValueError as error:
+            missing = f"{missing}. The model is wrong as well: {error}"
+        raise ValueError(missing)
     if options.memory is not None and not options.memory > 0:
         raise ValueError(f"--memory ({options.memory:g}) is GiB per GPU; try --memory 80")
     if options.lora_rank is None and options.lora_targets != "both":

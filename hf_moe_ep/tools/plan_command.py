@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,10 +20,10 @@ from hf_moe_ep.tools.hardware import ASSUMED, Hardware, calibrated
 from hf_moe_ep.tools.hardware_table import TABLE, find_hardware
 from hf_moe_ep.tools.layouts import NODE, Asked, Found, Layout, Planned, find_layouts
 from hf_moe_ep.tools.memory_plan import OPTIMIZERS
+from hf_moe_ep.tools.progress import Progress
 from hf_moe_ep.tools.published_models import LORA_TARGETS, known_shapes
 from hf_moe_ep.tools.step_plan import NOT_COUNTED
 from hf_moe_ep.tools.step_work import PURPOSES
-from hf_moe_ep.upstream.hub import counting_bar
 
 _BEST = 5
 _OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
@@ -59,14 +58,14 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     shapes = ", ".join(known_shapes())
     add("shape", help=f"a folder, a config.json, or one of {shapes}")
-    add("--gpus", type=int, required=True, metavar="N", help="one process each")
+    add("--gpus", type=int, metavar="N", help="one process each")
     add("--gpu", metavar="NAME", help=f"for seconds; one of {', '.join(TABLE)}")
     add(
         "--calibrate", type=Path, metavar="FILE", help="JSON of measured rates, in place of --gpu's"
     )
     add("--gpu-memory", type=float, metavar="GIB", help="of one GPU; default: that of --gpu")
-    add("--seq", type=int, required=True, metavar="S", help="tokens of a sequence")
-    add("--batch", type=int, required=True, metavar="B", help="sequences of a step, of all GPUs")
+    add("--seq", type=int, metavar="S", help="tokens of a sequence")
+    add("--batch", type=int, metavar="B", help="sequences of a step, of all GPUs")
     add("--ep", type=int, metavar="N", help=f"ep_size; default: powers of two up to {NODE}")
     add("--sp", type=int, metavar="N", help="sp_size; default: 1, more where nothing fits")
     add("--dp-replicate", type=int, metavar="N", help=f"default: 1, and one for {NODE} GPUs")
@@ -88,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: wrong arguments; no layout that training would accept.
     """
+    _check_nothing_is_missing(options)
     for name in ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "dp_replicate", "train_tokens"):
         given = getattr(options, name)
         if given is not None and not given > 0:
@@ -105,22 +105,22 @@ def run(options: argparse.Namespace) -> int:
         )
     more = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
     draw = None if options.plot is None else _drawer()
-    with counting_bar("plan", "layouts", sys.stderr.isatty()) as bar:
-        asked = Asked(
-            options.shape,
-            options.gpus,
-            int(options.gpu_memory * _GIB),
-            options.seq,
-            options.batch,
-            options.ep,
-            options.sp,
-            options.dp_replicate,
-            {name: getattr(options, name) for name in _OPTIONS},
-            more,
-            hardware,
-            lambda _: bar.update(),
-        )
-        found = find_layouts(asked)
+    progress = Progress("layout")
+    asked = Asked(
+        options.shape,
+        options.gpus,
+        int(options.gpu_memory * _GIB),
+        options.seq,
+        options.batch,
+        options.ep,
+        options.sp,
+        options.dp_replicate,
+        {name: getattr(options, name) for name in _OPTIONS},
+        more,
+        hardware,
+        progress.finished,
+    )
+    found = find_layouts(asked)
     if options.json:
         print(json.dumps(as_json(found, asked), indent=2))
     else:
@@ -136,6 +136,16 @@ def run(options: argparse.Namespace) -> int:
         text = launch_config(best, options.gpus, asked.node, offload=options.offload, **more)
         options.write.write_text(text)
     return 0
+
+
+def _check_nothing_is_missing(options: argparse.Namespace) -> None:
+    """Name all missing arguments at once, those that are needed only without --gpu too."""
+    needed = {"gpus": "--gpus N", "seq": "--seq S", "batch": "--batch B"}
+    missing = [flag for name, flag in needed.items() if getattr(options, name) is None]
+    if options.gpu is None and options.gpu_memory is None and missing:
+        missing.append(f"--gpu-memory GIB (or --gpu NAME, one of {', '.join(TABLE)})")
+    if missing:
+        raise ValueError(f"plan needs more arguments; add {', '.join(missing)}")
 
 
 def _drawer() -> Callable[..., None]:

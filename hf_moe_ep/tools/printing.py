@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
+
 from hf_moe_ep.checkpoints.verify import Found
 
 
@@ -10,4 +12,7 @@ def print_found(folder: str, found: Found) -> None:
     print(f"{folder}: {found.what}")
     width = max(map(len, found.facts), default=0)
     for name, value in found.facts.items():
+        if name == "time":
+            written = datetime.fromtimestamp(float(value), timezone.utc)
+            value = f"{written:%Y-%m-%d %H:%M:%S} UTC"
         print(f"  {name:<{width}}  {value}")

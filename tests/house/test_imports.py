@@ -66,7 +66,8 @@ THIRD_PARTY = {
     "upstream.models": "packaging",
 }
 WITHOUT_TORCH = {"config", "plan"}
-READS_ENVIRONMENT = {"config"}
+# tools.progress honours TQDM_DISABLE, which is a switch of tqdm and not of ours.
+READS_ENVIRONMENT = {"config", "tools.progress"}
 BUILDS_MESH = {"ranks.mesh"}
 # TRL takes the aux loss of every architecture from this one.
 ALLOWED = {("upstream", "transformers.models.mixtral.modeling_mixtral")}
