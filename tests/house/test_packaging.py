@@ -1,0 +1,57 @@
+"""What is published: the sdist holds all that its own tests read, and the metadata is complete."""
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_COPIED = (".git", ".venv*", "out", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+BUILD = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+FOLDERS = (".github", "benchmarks", "examples", "hf_moe_ep", "model_patches", "notebooks", "tests")
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Message]:
+    """The names in the archive, without its top folder, and its PKG-INFO."""
+    source = tmp_path_factory.mktemp("sdist") / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    (source / "dist").mkdir()
+    subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=source, check=True, capture_output=True, timeout=120
+    )
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+        (info,) = (name for name in file.getnames() if name.count("/") == 1 and "PKG-INFO" in name)
+        content = file.extractfile(info)
+        assert content is not None
+        return names, email.message_from_bytes(content.read())
+
+
+def test_the_sdist_holds_what_its_tests_read(sdist: tuple[set[str], Message]) -> None:
+    names, _ = sdist
+    top = [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
+    inside = [
+        path
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    wanted = {os.fspath(path.relative_to(ROOT)) for path in [*top, *inside]}
+    assert wanted - names == set()
+
+
+def test_the_metadata_is_complete(sdist: tuple[set[str], Message]) -> None:
+    _, info = sdist
+    assert info["Author"] == "hf_moe_ep contributors"
+    assert info["License-Expression"] == "Apache-2.0" and info["License"] is None
+    assert "mixture-of-experts" in info["Keywords"]
+    versions = {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)}
+    assert versions <= set(info.get_all("Classifier") or ())
