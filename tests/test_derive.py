@@ -248,7 +248,7 @@ def test_the_derived_plan_of_qwen3_vl_moe_is_the_one_that_was_typed() -> None:
 
 def test_a_model_of_235b_is_patched_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     """94 layers on meta: patched in less than 5 s, of which its plan less than 1 s."""
-    model = meta_model(find_config("Qwen3-235B-shape"), torch.bfloat16)
+    model = meta_model(find_config("Qwen/Qwen3-235B-A22B"), torch.bfloat16)
     start = time.perf_counter()
     derive_plan(model)
     derived = time.perf_counter()

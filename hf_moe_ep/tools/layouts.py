@@ -1,6 +1,6 @@
 """Which layouts of a model on N GPUs are legal, and which of them fit.
 
-    found = find_layouts(Asked("Qwen3-30B-shape", gpus=16, limit=80 * 2**30, seq=4096, batch=32))
+    found = find_layouts(Asked("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32))
     found.fit[0].layout.patch_line(), found.fit[0].step.peak
 
 A layout is an ep_size, sp_size and dp_replicate_size, sequences per forward of a data rank (the

@@ -1,6 +1,6 @@
 """A picture of a planned step: what a rank's memory is made of, from stretch to stretch.
 
-    draw_memory(plan_step("Qwen3-30B-shape", world_size=8, batch=Batch(4096)), "step.png")
+    draw_memory(plan_step("Qwen/Qwen3-30B-A3B", world_size=8, batch=Batch(4096)), "step.png")
 
 Each stretch of the step is as wide as any other, whatever time it takes, and as high as its peak.
 Needs matplotlib.

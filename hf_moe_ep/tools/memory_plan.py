@@ -1,6 +1,6 @@
 """How much memory a rank needs to hold a model for training, before there is a GPU to try it on.
 
-    plan = plan_memory("Qwen3-30B-shape", ParallelConfig(ep_size=8), world_size=64)
+    plan = plan_memory("Qwen/Qwen3-30B-A3B", ParallelConfig(ep_size=8), world_size=64)
     plan.largest.held + plan.gathered
 
 The model is built on the meta device, patched, and sharded by the code that shards it in training,

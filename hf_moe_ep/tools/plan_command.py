@@ -1,6 +1,6 @@
 """`hf-moe-ep plan`: which layouts of a model fit on some GPUs, how fast, and how to launch them.
 
-    hf-moe-ep plan Qwen3-30B-shape --gpus 16 --gpu h100 --seq 4096 --batch 64 --write fsdp.yaml
+    hf-moe-ep plan Qwen/Qwen3-30B-A3B --gpus 16 --gpu h100 --seq 4096 --batch 64 --write fsdp.yaml
 
 Memory is planned as `hf-moe-ep inspect --plan ... --seq` does. Seconds are those of a model of the
 hardware (`step_time.py`), where `--gpu` names one.

@@ -3,13 +3,15 @@
 `published_models.json` holds, under a name, a config as its authors published it, reduced to what
 decides the size of a parameter, and the page it is from. Models are built on the meta device,
 where a parameter has a shape and no memory; buffers are a few kilobytes and lie on the CPU,
-because sharding sends them. Nothing is downloaded.
+because sharding sends them. The config of another repository of the hub is fetched, and nothing
+else of it; those of the table need no network.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -34,6 +36,7 @@ from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.hub import on_meta, read_object
 from hf_moe_ep.upstream.models import is_causal_lm, takes_images
 
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 LORA_TARGETS = ("experts", "attention", "both")
 
 
@@ -74,7 +77,7 @@ def find_architecture(shape: str) -> PreTrainedConfig:
     if shape in CONFIG_MAPPING and not os.path.exists(shape):
         config: PreTrainedConfig = AutoConfig.for_model(shape)
         return config
-    if shape not in known_shapes() and not os.path.exists(shape):
+    if shape not in known_shapes() and not (os.path.exists(shape) or _HUB_ID.fullmatch(shape)):
         raise ValueError(
             f"{shape!r} is no model type of the installed transformers, no "
             f"folder with a config.json, and none of {', '.join(known_shapes())}"
@@ -85,10 +88,12 @@ def find_architecture(shape: str) -> PreTrainedConfig:
 
 def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
     file = path / "config.json" if path.is_dir() else path
+    if not path.exists() and _HUB_ID.fullmatch(path.as_posix()):
+        return _fetch_config(path.as_posix(), known)
     if not file.is_file():
         raise ValueError(
             f"{os.fspath(path)!r} is no shape that is known ({', '.join(known)}) and no folder "
-            f"with a config.json; of a model of the hub name the config.json that you downloaded"
+            f"with a config.json; a model of the hub is named OWNER/NAME"
         )
     model_type = read_object(file).get("model_type")
     if model_type is not None and model_type not in CONFIG_MAPPING:
@@ -98,6 +103,18 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
             f"it is registered (AutoConfig.register): hf_moe_ep.tools.cli.main(['inspect', ...])"
         )
     return AutoConfig.from_pretrained(file, local_files_only=True)
+
+
+def _fetch_config(name: str, known: Mapping[str, Any]) -> Any:
+    """Return the config of a repository of the hub, from its cache or the network."""
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"the config of {name!r} was not found on the hub or in its cache ({reason}); download "
+            f"its config.json and name that file, or one of {', '.join(known)}"
+        ) from error
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:

@@ -1,6 +1,7 @@
 """The memory of a whole training step, before there is a GPU to try it on.
 
-    plan = plan_step("Qwen3-30B-shape", ParallelConfig(ep_size=8), world_size=8, seq=4096, batch=1)
+    config = ParallelConfig(ep_size=8)
+    plan = plan_step("Qwen/Qwen3-30B-A3B", config, world_size=8, seq=4096, batch=1)
     plan.peak, plan.parts
 
 Beside what `memory_plan.py` counts this has activations, logits, gathered units with FSDP2's own

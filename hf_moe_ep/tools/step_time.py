@@ -1,6 +1,7 @@
 """Seconds of a training step, from its work and the rates of hardware; a model, not a measurement.
 
-    plan = plan_step("Qwen3-30B-shape", ParallelConfig(ep_size=8), world_size=8, batch=Batch(4096))
+    config = ParallelConfig(ep_size=8)
+    plan = plan_step("Qwen/Qwen3-30B-A3B", config, world_size=8, batch=Batch(4096))
     time = step_time(plan, find_hardware("h100"), micro_batches=4, tokens=4 * 4096)
     time.seconds, time.tokens_per_second_per_gpu, time.parts
 

@@ -272,10 +272,10 @@ def test_bytes_stand_for_the_parameters_of_the_model() -> None:
 # the third, whose four mergers end in 4096 columns instead of 2048.
 _TOWER = 31_070_754_032 - 30_532_122_624 + 4 * (4 * 1152 + 1) * 2048
 PUBLISHED = {
-    "Qwen3-30B-shape": (30_532_122_624, 30.5),
-    "Qwen3-235B-shape": (235_093_634_560, 235.1),
-    "Qwen3-VL-30B-shape": (31_070_754_032, 31.1),
-    "Qwen3-VL-235B-shape": (235_093_634_560 + _TOWER, 235.7),
+    "Qwen/Qwen3-30B-A3B": (30_532_122_624, 30.5),
+    "Qwen/Qwen3-235B-A22B": (235_093_634_560, 235.1),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": (31_070_754_032, 31.1),
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": (235_093_634_560 + _TOWER, 235.7),
 }
 
 
@@ -362,7 +362,10 @@ ERRORS = {
     "no world": (["--plan", "{}"], "wants --world"),
     "no plan": ([], "one of a folder, --plan SHAPE"),
     "both": (["{}", "--plan", "{}", "--world", "2"], "one of a folder, --plan SHAPE"),
-    "no such shape": (["--plan", "Qwen9", "--world", "2"], "'Qwen9' is no shape.*Qwen3-30B-shape"),
+    "no such shape": (
+        ["--plan", "Qwen9", "--world", "2"],
+        "'Qwen9' is no shape.*Qwen/Qwen3-30B-A3B",
+    ),
     "no ranks": (["--plan", "{}", "--world", "0"], r"world_size \(0\)"),
     "experts": (["--plan", "{}", "--world", "6", "--ep", "3"], r"ep_size \(3\) must divide.*\(8\)"),
     "ranks": (["--plan", "{}", "--world", "6", "--ep", "4"], r"ep_size \(4\) must divide.*6 / 1"),

@@ -95,7 +95,7 @@ WRONG = {
 def test_wrong_arguments_are_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     more, words = WRONG[name]
     arguments = ["--gpus", "8", "--seq", "16", "--batch", "8", *more]
-    assert main(["plan", "Qwen3-30B-shape", *arguments]) == 2
+    assert main(["plan", "Qwen/Qwen3-30B-A3B", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -110,7 +110,7 @@ def test_every_number_of_the_table_says_where_it_is_from() -> None:
 @pytest.mark.slow
 def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
     """Qwen3-235B's shape, alone in a process; of what could be tried no more than 14 are."""
-    shape = ["Qwen3-235B-shape", "--gpus", "1024", "--gpu", "h100", "--seq", "4096"]
+    shape = ["Qwen/Qwen3-235B-A22B", "--gpus", "1024", "--gpu", "h100", "--seq", "4096"]
     command = [sys.executable, "-m", "hf_moe_ep", "plan", *shape, "--batch", "2048", "--json"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
     found = json.loads(said)
