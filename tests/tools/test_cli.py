@@ -69,7 +69,6 @@ WRONG = {
     "inspect --plan {}/damaged-model --world 8": "config.json is no JSON or damaged: Expect",
     "inspect --plan {}/nobody-model --world 8": "'nobody', which transformers .* has not",
     "inspect --plan {}/file --world 8": "file is no JSON or damaged",
-    "inspect --plan nobody/nothing --world 8": "config of 'nobody/nothing' was not found on",
     "inspect --plan {}/model --world 0": r"world_size \(0\) must be 1 or more; try 8",
     "inspect --plan {}/model --world 8 --lora-targets experts": "of adapters, .*; add --lora-rank",
     "convert {}/nowhere {}/out": "nowhere is no folder; name that of a training checkpoint",
