@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine: .venv, pinned installs, the work.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo demo-vision test test-full test-oldest architectures lint fmt gpu gpu-rehearsal bench clean
+.PHONY: demo demo-vision test test-full test-oldest test-newest architectures lint fmt gpu gpu-rehearsal bench clean
 
 PIP := -m pip install --quiet --disable-pip-version-check
 EXTRAS := .[peft,demo,test,dev]
@@ -31,6 +31,12 @@ LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy hf_mo
 	.venv-oldest/bin/python $(PIP) -c constraints-oldest.txt -e '$(EXTRAS)'
 	touch $@
 
+# No pins: what the index calls the newest. Delete .venv-newest to hear of newer ones.
+.venv-newest/.done: setup.cfg pyproject.toml
+	python3 -m venv .venv-newest
+	.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -e '$(EXTRAS)'
+	touch $@
+
 demo: .venv/.done
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/run_demo.sh
 
@@ -45,6 +51,9 @@ test-full: .venv/.done
 
 test-oldest: .venv-oldest/.done
 	@$(call timed,.venv-oldest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
+
+test-newest: .venv-newest/.done
+	@$(call timed,.venv-newest/bin/python -m pytest $(TWO_AT_A_TIME) -m 'not slow and not gpu')
 
 # ARCHITECTURES.md, from what the tests of all model types find; the page is written in any case.
 architectures: .venv/.done
@@ -78,4 +87,4 @@ bench: .venv/.done
 		$(BIN)/python $$script; done
 
 clean:
-	rm -rf .venv .venv-oldest out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-oldest .venv-newest out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -61,7 +61,7 @@ keyword) to search for in FILE.
     ops/spec.py | from_text | parsed formulas of the operator
     plan.py | _compiled | patterns of module names
     upstream/code.py | _names_used _arguments | what the code of a class says
-    __init__.py | _broken __getattr__ | what failed at import, and what raises it at first use
+    __init__.py | __class__ | the package: its names are imported at first use
     -- what Accelerate and the Trainer are told, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | how many ranks share a batch
     upstream/grpo.py | setattr | functions of one GRPO trainer and its engine, which replay routing
