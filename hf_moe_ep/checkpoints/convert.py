@@ -4,7 +4,9 @@
     out/step-300                   of save_checkpoint: tensors/, safetensors by DCP
     out/step-300 -> out/model      config, tokenizer, shards, index, as save_pretrained writes them
 
-One tensor is in memory at a time, whatever number of ranks wrote it.
+One tensor is in memory at a time, whatever number of ranks wrote it. Where the checkpoint has a
+manifest, the files that are read are compared with its hashes first. The model is written into a
+folder beside the target, which is renamed to the target when everything is on disk.
 """
 
 from __future__ import annotations
@@ -34,16 +36,24 @@ from hf_moe_ep.checkpoints.hub.write import (
     write_checkpoint,
 )
 from hf_moe_ep.checkpoints.storage import manifest
-from hf_moe_ep.checkpoints.storage.atomic import check_is_free
+from hf_moe_ep.checkpoints.storage.atomic import (
+    check_can_appear,
+    partial_folder,
+    sha256_of,
+    whole_folder,
+)
 from hf_moe_ep.checkpoints.storage.boxes import Box, whole
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS
+from hf_moe_ep.upstream.hub import progress_bar
 
 _OF_ACCELERATE = "pytorch_model_fsdp_0"
 _PREFIX = "model."
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".h5", ".onnx")
+# Accelerate's random_states_0.pkl and custom_checkpoint_0.pkl; no model is described by a pickle.
+_PICKLES = (".pkl", ".pickle")
 
 
 def convert(
@@ -53,27 +63,35 @@ def convert(
     config: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    check_hashes: bool = True,
 ) -> int:
     """Write the model of a training checkpoint in hub layout; returns the bytes of its tensors.
 
     Args:
         source: folder of the Trainer, of `accelerator.save_state` or of `save_checkpoint`.
-        target: missing or empty.
+        target: missing or empty; it appears whole or not at all.
         config: folder of the model that was trained, for its config and tokenizer; None where
             `source` has a config.json.
         dtype: None is the one that the config names.
+        max_shard_size: bytes of a file, or "5GB".
+        check_hashes: compare the files of `source` that are read with the hashes in its manifest,
+            which reads them once more. Without a manifest there is nothing to compare with.
 
     Raises:
-        ValueError: no such checkpoint; one of adapters alone; damaged; it does not fit the config.
+        ValueError: no such checkpoint; one of adapters alone; damaged; it does not fit the config;
+            the target is not free or lies inside the source; the disk has too little room.
     """
-    folder, out = Path(source), Path(target)
-    check_is_free(out)
+    folder, out = Path(source), Path(target).resolve()
+    check_can_appear(out)
     max_bytes = parse_size(max_shard_size)
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name that of a training checkpoint")
+    described = Path(config) if config is not None else folder
+    for read in (folder, described):
+        if read.resolve() in (out, *out.parents):
+            raise ValueError(f"target {target} lies in {read}, which is read; name another folder")
     if manifest.is_ours(folder):
         manifest.check_sizes(folder)
-    described = Path(config) if config is not None else folder
     if not (described / CONFIG).is_file():
         raise ValueError(f"{described} has no {CONFIG}; name the model's folder with --config")
     reader, metadata = _open(folder)
@@ -88,13 +106,62 @@ def convert(
         lambda name, _: _slabs(reader, metadata, name),
     )
     _check_fits(folder, model, metadata)
-    out.mkdir(parents=True, exist_ok=True)
-    for file in described.iterdir():
-        if file.is_file() and is_of_model(file):
-            shutil.copy2(file, out)
-    save_configs(model, out, first_dtype(sources), ())
-    write_checkpoint(out, split_files(sources, max_bytes))
-    return sum(source.bytes for source in sources)
+    small = [file for file in described.iterdir() if file.is_file() and is_of_model(file)]
+    size = sum(source.bytes for source in sources)
+    check_room(out, size + sum(file.stat().st_size for file in small))
+    if check_hashes and manifest.is_ours(folder):
+        _check_files_read(folder, [file.name for file in small] if described == folder else [])
+    with whole_folder(out) as beside:
+        for file in small:
+            shutil.copy2(file, beside)
+        save_configs(model, beside, first_dtype(sources), ())
+        for file in beside.iterdir():
+            with file.open("rb") as copied:
+                os.fsync(copied.fileno())
+        what = f"converting into {target}"
+        write_checkpoint(beside, split_files(sources, max_bytes), what=what)
+    return size
+
+
+def _check_files_read(folder: Path, small: list[str]) -> None:
+    """Compare the weights of a checkpoint and its files `small` with the hashes in its manifest.
+
+    The optimizer state, which is the larger part of a checkpoint, is not read.
+    """
+    weights = f"{_OF_ACCELERATE if (folder / _OF_ACCELERATE).is_dir() else TENSORS}/"
+    files = {
+        name: entry
+        for name, entry in manifest.read(folder)["files"].items()
+        if name.startswith(weights) or name in small
+    }
+    size = sum(entry["size"] for entry in files.values())
+    with progress_bar(size, f"checking {folder}", True) as progress:
+        for name, entry in files.items():
+            found = sha256_of(folder / name, progress.update)
+            if found != entry["sha256"]:
+                raise ValueError(
+                    f"{folder / name} has changed since it was written: sha256 {found}, "
+                    f"{manifest.MANIFEST} says {entry['sha256']}; convert an older checkpoint"
+                )
+
+
+def check_room(out: Path, needed: int) -> None:
+    """Raise ValueError where the disk of a folder to be written has less than `needed` bytes."""
+    there = next(path for path in (out, *out.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        old = left_behind(out)
+        raise ValueError(
+            f"{out} needs {needed:,} bytes, and {there} has room for {free:,}; make room, or name "
+            f"another disk" + (f"; {old} is of a run that was killed, and can go" if old else "")
+        )
+
+
+def left_behind(out: Path) -> str:
+    """Name the folders that killed runs left beside a folder; "" where there are none."""
+    names = os.listdir(out.parent) if out.parent.is_dir() else []
+    found = [name for name in names if name.startswith(partial_folder(out))]
+    return ", ".join(os.fspath(out.parent / name) for name in sorted(found))
 
 
 def _open(folder: Path) -> tuple[Any, Metadata]:
@@ -163,4 +230,4 @@ def is_of_model(file: Path) -> bool:
     """Tell a file that describes a model from weights, and what a training run leaves there."""
     ours = (manifest.MANIFEST, manifest.STARTED, STATE, "trainer_state.json", INDEX)
     of_run = file.name in ours or file.name.startswith(("random-", "rng_state", "adapter_"))
-    return file.suffix not in _WEIGHTS and not of_run
+    return file.suffix not in (*_WEIGHTS, *_PICKLES) and not of_run

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.convert import is_of_model
+from hf_moe_ep.checkpoints.convert import check_room, is_of_model, left_behind
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.gather import slabs_for_all
 from hf_moe_ep.checkpoints.hub.in_files import InFiles
@@ -49,11 +49,7 @@ from hf_moe_ep.checkpoints.hub.read import (
     find_weights,
 )
 from hf_moe_ep.checkpoints.hub.write import Source, sources_of, write_checkpoint
-from hf_moe_ep.checkpoints.storage.atomic import (
-    check_can_appear,
-    partial_folder,
-    whole_folder,
-)
+from hf_moe_ep.checkpoints.storage.atomic import check_can_appear, whole_folder
 from hf_moe_ep.checkpoints.storage.boxes import Box, local_box
 from hf_moe_ep.checkpoints.storage.safetensors_file import Entry, Reader, read_index
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
@@ -154,7 +150,7 @@ def merge_adapter(
             model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, one: merging.slabs(one)
         )
         size = sum(source.bytes for source in sources)
-        _check_room(out, size + sum(path.stat().st_size for path in small))
+        check_room(out, size + sum(path.stat().st_size for path in small))
         files = _in_files_of_base(sources, stored.values())
         with whole_folder(out) as beside:
             what = f"merging into {target}"
@@ -297,24 +293,6 @@ def _in_files_of_base(
     return files
 
 
-def _check_room(out: Path, needed: int) -> None:
-    there = next(path for path in (out, *out.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if free < needed:
-        old = _left_behind(out)
-        raise ValueError(
-            f"{out} needs {needed:,} bytes, and {there} has room for {free:,}; make room, or name "
-            f"another disk" + (f"; {old} is of a run that was killed, and can go" if old else "")
-        )
-
-
-def _left_behind(out: Path) -> str:
-    """Name what killed runs left beside a folder, "" without any."""
-    names = os.listdir(out.parent) if out.parent.is_dir() else []
-    found = [name for name in names if name.startswith(partial_folder(out))]
-    return ", ".join(os.fspath(out.parent / name) for name in sorted(found))
-
-
 def _small_files(folder: Path) -> list[Path]:
     """List what describes a model beside its weights, config.json last: without it nothing loads.
 
@@ -355,6 +333,6 @@ def _notes(folder: Path, learnt_in: Path, small: list[Path], out: Path) -> list[
         other = learnt_in / path.relative_to(folder)
         if path.name != "README.md" and other.is_file() and not cmp(path, other, shallow=False):
             notes.append(f"{path.name} is that of the base; the adapter's folder has another one")
-    if old := _left_behind(out):
+    if old := left_behind(out):
         notes.append(f"{old} is of a run that was killed, and can go")
     return notes

@@ -1,7 +1,12 @@
 """`hf-moe-ep convert`, `verify` and `inspect FOLDER`, on what real ranks wrote."""
 
+import errno
 import json
+import os
+import shutil
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, patch, save_checkpoint, save_pretrained
 from hf_moe_ep.checkpoints.convert import convert
-from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX
+from hf_moe_ep.checkpoints.hub.write import _HubWriter
+from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.tools import cli
 
@@ -130,6 +136,90 @@ def test_what_cannot_be_converted(
         assert _run("convert", *arguments) == 2, words
         assert words in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+def _damaged(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+
+
+def _ours(folder: Path) -> Path:
+    """A complete checkpoint of one process."""
+    model = patch(tiny(dtype=torch.float32))
+    save_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
+    return folder
+
+
+def test_a_damaged_checkpoint_is_not_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of a weight: `verify` of the new model could not find it, as its hashes are new."""
+    source, out = _ours(tmp_path / "training"), tmp_path / "model"
+    piece = next((source / "tensors").iterdir())
+    _damaged(piece)
+    assert _run("convert", source, out) == 2
+    assert f"{piece} has changed since it was written: sha256" in capsys.readouterr().err
+    _damaged(piece)
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_text(config.replace("1e-06", "1e-05"))
+    with pytest.raises(ValueError, match=r"config.json has changed since it was written: sha256"):
+        convert(source, out)
+    assert os.listdir(tmp_path) == ["training"]
+    (source / "config.json").write_text(config)
+    _damaged(piece)
+    assert convert(source, out, check_hashes=False) > 0
+
+
+def test_a_conversion_that_fails_leaves_nothing_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = _ours(tmp_path / "training"), tmp_path / "model"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Writer, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            convert(source, out)
+    assert os.listdir(tmp_path) == ["training"]
+    with monkeypatch.context() as patches:
+        patches.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(ValueError, match=r"needs [\d,]+ bytes, and .* has room for 1,000"):
+            convert(source, out)
+    convert(source, out)
+    assert_equal(read_all(out), hub_state(tiny(dtype=torch.float32)))
+
+
+def test_a_killed_conversion_leaves_no_model(tmp_path: Path) -> None:
+    source, out = _ours(tmp_path / "training"), tmp_path / "model"
+    if (child := os.fork()) == 0:
+        _HubWriter.commit = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        convert(source, out)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert not out.exists()
+    convert(source, out)
+    assert_equal(read_all(out), hub_state(tiny(dtype=torch.float32)))
+
+
+def test_a_target_inside_the_source_is_refused(tmp_path: Path) -> None:
+    source = _ours(tmp_path / "training")
+    (tmp_path / "link").symlink_to(source)
+    for out in (source / "model", tmp_path / "link" / "deep" / "model"):
+        with pytest.raises(ValueError, match=f"target {out} lies in {source}"):
+            convert(source, out)
+    assert verify(source).what == "complete"
+
+
+def test_pickles_of_a_run_are_not_published(tmp_path: Path) -> None:
+    source, out = _ours(tmp_path / "training"), tmp_path / "model"
+    for name in ("random_states_0.pkl", "custom_checkpoint_0.pkl", "chat_template.jinja"):
+        (source / name).write_text("a")
+    convert(source, out)
+    assert (out / "chat_template.jinja").is_file()
+    assert not list(out.rglob("*.pkl"))
 
 
 def test_verify_finds_every_damage(
