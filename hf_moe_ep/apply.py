@@ -28,6 +28,7 @@ from hf_moe_ep.ranks.together import is_distributed, together
 from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
+from hf_moe_ep.upstream.adapter_files import check_attachable
 from hf_moe_ep.upstream.adapters import attach_adapters, without_adapters
 from hf_moe_ep.upstream.hub import (
     download_options,
@@ -154,7 +155,8 @@ def from_pretrained(
             into the cache.
         model_class: of transformers; None is the one that the folder's config names.
         config: as in `patch`; its fields may also be given by name, such as `ep_size=8`.
-        peft_config: a LoraConfig; the adapters it describes are attached before sharding.
+        peft_config: a LoraConfig; the adapters it describes are attached before sharding. Other
+            adapters, and those whose first values come from the weights, need a loaded model.
         mp_policy, offload_policy: as in `apply_ep_fsdp2`.
         options: as in transformers' `from_pretrained`: `dtype` (by default that of the checkpoint),
             `attn_implementation`, `revision`, `token`, `cache_dir`, .., and fields of its config.
@@ -170,6 +172,8 @@ def from_pretrained(
     what = f"from_pretrained({os.fspath(name_or_dir)!r})"
 
     def fetch() -> Path | None:
+        if peft_config is not None:
+            check_attachable(peft_config)
         is_first_here = launched_local_rank() in (None, 0)
         return local_folder(name_or_dir, download) if is_first_here else None
 

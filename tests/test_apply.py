@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -164,3 +165,62 @@ def test_one_rank_of_a_machine_asks_the_hub(tmp_path: Path) -> None:
     repository = str(tmp_path / "repository")
     assert run_ranks(_downloaded, 2, repository, shared) == [[False] * 2, [True] * 2]
     assert run_ranks(_downloaded, 2, repository, own) == [[False] * 2, [True, False, False]]
+
+
+AT = ["q_proj", "v_proj"]
+BEFORE_A_DOWNLOAD = {
+    r"LoRA with DoRA \(use_dora\)": lambda: _lora(use_dora=True),
+    r"single rows of embeddings \(trainable_token_indices\)": lambda: _lora(
+        trainable_token_indices=[1, 2]
+    ),
+    r"LoRA on embeddings \(embed_tokens\)": lambda: _lora(["q_proj", "embed_tokens"]),
+    r"replicated layers \(layer_replication\)": lambda: _lora(layer_replication=[(0, 2), (0, 2)]),
+    r"KaSA \(kasa_config\)": lambda: _lora(kasa_config=peft.KasaConfig()),
+    "init_lora_weights='pissa'": lambda: _lora(init_lora_weights="pissa"),
+    "init_lora_weights='pissa_niter_4'": lambda: _lora(init_lora_weights="pissa_niter_4"),
+    "init_lora_weights='olora'": lambda: _lora(init_lora_weights="olora"),
+    "init_lora_weights='orthogonal'": lambda: _lora(init_lora_weights="orthogonal"),
+    r"IA3Config \(peft_type IA3\)": lambda: peft.IA3Config(
+        target_modules=AT, feedforward_modules=[]
+    ),
+    r"LoHaConfig \(peft_type LOHA\)": lambda: peft.LoHaConfig(target_modules=AT),
+    r"VeraConfig \(peft_type VERA\)": lambda: peft.VeraConfig(target_modules=AT),
+    r"PromptTuningConfig \(peft_type PROMPT_TUNING\)": lambda: peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3
+    ),
+}
+TAKEN = {
+    "plain": lambda: _lora(),
+    "rslora": lambda: _lora(use_rslora=True),
+    "gaussian": lambda: _lora(init_lora_weights="Gaussian"),
+    "no first values": lambda: _lora(init_lora_weights=False),
+    "a bias of its own": lambda: _lora(lora_bias=True),
+    "another head": lambda: _lora(modules_to_save=["lm_head"]),
+    "all Linear modules": lambda: _lora("all-linear"),
+}
+
+
+def _lora(targets: list[str] | str = AT, **more: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **more)
+
+
+def _with_adapters(rank: int, world: int, folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.delattr(hub, "snapshot_download")  # whoever calls it gets another error
+        for words, config in BEFORE_A_DOWNLOAD.items():
+            with pytest.raises(ValueError, match=rf"peft_config is .*{words}.*get_peft_model"):
+                from_pretrained("owner/model", peft_config=config())
+    with pytest.raises(
+        ValueError, match=r"is LoRA on embeddings \(.*model.embed_tokens\); from_pre"
+    ):
+        from_pretrained(folder, peft_config=_lora(r".*(q_proj|tokens)"))
+    for config in TAKEN.values():
+        model = from_pretrained(folder, peft_config=config())
+        factors = [p for name, p in model.named_parameters() if "lora_" in name]
+        assert factors and all(torch.isfinite(p.full_tensor()).all() for p in factors)
+
+
+def test_adapters_that_need_values_are_refused_by_name(tmp_path: Path) -> None:
+    """In front of the download, which takes an hour; PEFT's own message would come after it."""
+    write_hub(tmp_path / "hub", tiny(dtype=torch.float32))
+    run_ranks(_with_adapters, 1, str(tmp_path / "hub"))
