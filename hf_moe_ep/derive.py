@@ -30,6 +30,7 @@ from hf_moe_ep.plan import ModelPlan, VisionPlan, as_pattern
 from hf_moe_ep.upstream.code import calls, forward_arguments, is_checkpointed_layer
 from hf_moe_ep.upstream.experts_interface import is_experts_module
 from hf_moe_ep.upstream.models import (
+    CACHE_NAMES,
     aux_loss_coefficient,
     base_model_prefix,
     input_embedding,
@@ -44,7 +45,7 @@ from hf_moe_ep.upstream.towers import input_names, runs_in_blocks
 _SEQUENCE_ARGUMENTS = (
     "attention_mask",
     "position_embeddings",
-    "past_key_values",
+    *CACHE_NAMES,
     "cache_params",
     "cu_seqlens",
 )

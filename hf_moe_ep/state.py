@@ -79,7 +79,7 @@ keyword) to search for in FILE.
     upstream/adapters.py | named_modules | of a model, while PEFT saves it
     upstream/sharded_models.py | nn | what FSDP2 makes parameters with, while it takes bytes
     upstream/gloo.py | ProcessGroupGloo | torch's class, while groups of ours are created
-    upstream/gloo.py | _devices _threads _timeout | options of such a group
+    upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
     checkpoints/storage/unpickle.py | read_metadata | torch's reader of checkpoints, process-wide
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate makes to save

@@ -23,7 +23,7 @@ from torch.nn import functional
 from hf_moe_ep.sequence.same_batch import check_same_batch
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices
 from hf_moe_ep.state import ModelState, Ours
-from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, is_fused_head
+from hf_moe_ep.upstream.models import IGNORED_LABEL, bind_forward, given_cache, is_fused_head
 from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 
@@ -49,7 +49,7 @@ class SplitSequence(Ours):
         picks = isinstance(keep, Tensor) or bool(keep)
         learns = model.training or given.get("labels") is not None
         split = learns or (given.get("use_cache") is False and not picks)
-        if given.get("past_key_values") is not None or not split:
+        if given_cache(given) is not None or not split:
             return None
         if picks:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ class ShardOptions:
     """How `fully_shard` is called: the user's or Accelerate's choices.
 
     Attributes:
-        mp_policy: FSDP2's mixed precision.
+        mp_policy: FSDP2's mixed precision. A `reduce_dtype` of None becomes `param_dtype` here:
+            torch 2.15 would reduce in the dtype of the parameters, earlier versions in
+            `param_dtype`, and one policy has to mean the same under each.
         offload_policy: FSDP2's CPU offload.
         fp32_masters: hold trainable parameters in fp32.
         reshard_after_forward: as in `fully_shard`.
@@ -34,6 +36,12 @@ class ShardOptions:
     reshard_after_forward: bool
     ignored_params: frozenset[nn.Parameter] = frozenset()
     empty_params: frozenset[nn.Parameter] = frozenset()
+
+    def __post_init__(self) -> None:
+        policy = self.mp_policy
+        if policy.reduce_dtype is None and policy.param_dtype is not None:
+            policy = replace(policy, reduce_dtype=policy.param_dtype)
+            object.__setattr__(self, "mp_policy", policy)  # a frozen dataclass
 
     def fully_shard_kwargs(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = {

@@ -226,8 +226,7 @@ def _gathered_as_it_lies(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
 
     What lies beside them is cast behind the gather, in `moe/experts.py`.
     """
-    reduce_dtype = policy.reduce_dtype or policy.param_dtype
-    return replace(policy, param_dtype=None, reduce_dtype=reduce_dtype)
+    return replace(policy, param_dtype=None)
 
 
 def _divide(reduced: torch.Tensor, by: int) -> None:

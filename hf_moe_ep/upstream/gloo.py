@@ -49,13 +49,21 @@ def _with_one_worker(stock: Any) -> Any:
 
     class OneWorkerGloo(stock):
         def __init__(
-            self, store: Any, rank: int, size: int, timeout: timedelta | None = None
+            self,
+            store: Any,
+            rank: int,
+            size: int,
+            timeout: timedelta | None = None,
+            **of_options: Any,
         ) -> None:
             options = stock._Options()
             options._devices = _devices(stock)
             options._threads = 1
             if timeout is not None:
                 options._timeout = timeout
+            # torch 2.15 hands over `enable_reconfigure`, an option of the same name.
+            for name, value in of_options.items():
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     return OneWorkerGloo

@@ -22,6 +22,8 @@ from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
 # What the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
+# The argument of a forward that is the cache of keys and values, by the version of transformers.
+CACHE_NAMES = ("cache", "past_key_values")
 _AUX_LOSS, _AUX_COEFFICIENT = "load_balancing_loss_func", "router_aux_loss_coef"
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
 _FUSED_HEAD_SINCE = Version("1.15")
@@ -134,6 +136,15 @@ def bind_forward(
     given = dict(bound.arguments)
     given.update(given.pop("kwargs", {}))
     return given
+
+
+def given_cache(given: dict[str, Any]) -> Any:
+    """Return the cache among the arguments of a forward, or None.
+
+    The argument is called `cache` since transformers 5.24, where the old name still arrives from
+    callers that use it.
+    """
+    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
 def forward_globals(model: nn.Module) -> list[dict[str, Any]]:

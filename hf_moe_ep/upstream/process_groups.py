@@ -48,9 +48,8 @@ def default_timeout(device: torch.device) -> timedelta | None:
     said (distributed_c10d.py).
     """
     backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
-    if backend.name() not in ("gloo", "nccl"):
-        return None
-    timeout: timedelta = backend.options._timeout
+    # Fake groups have no options, and lazy ones of NCCL none either.
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout
 
 
@@ -59,8 +58,10 @@ def take_default_timeout(mesh: DeviceMesh) -> None:
     timeout = default_timeout(torch.device(mesh.device_type))
     if timeout is None:
         return
+    # Public since torch 2.15, which deprecates the private name.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in mesh.get_all_groups():
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)
 
 
 @contextmanager

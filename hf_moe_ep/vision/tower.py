@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.state import ModelState, Ours
-from hf_moe_ep.upstream.models import bind_forward, input_embedding
+from hf_moe_ep.upstream.models import bind_forward, given_cache, input_embedding
 from hf_moe_ep.upstream.sharded_models import begin_with_root
 from hf_moe_ep.upstream.towers import (
     TOWER_OUTPUTS,
@@ -169,7 +169,7 @@ class TowerOnce(Ours):
         if given.get(TOWER_OUTPUTS):
             return
         merge, _ = tower_sizes(self.tower)
-        ids = None if given.get("past_key_values") is not None else given.get("input_ids")
+        ids = None if given_cache(given) is not None else given.get("input_ids")
         for pixels, grid, token in _MODALITIES.values():
             sizes, rows = given.get(grid), given.get(pixels)
             zero = torch.zeros((), dtype=torch.int64, device=device)
