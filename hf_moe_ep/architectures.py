@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 
 from hf_moe_ep.derive import derive_plan, is_attention, stacked_experts
+from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.plan import ModelPlan, as_pattern, matches
 from hf_moe_ep.upstream.adapters import parts_of_wrapper, without_adapters, wraps_for_adapters
 from hf_moe_ep.upstream.experts_interface import is_experts_module
@@ -32,7 +33,6 @@ from hf_moe_ep.upstream.models import input_embedding, output_head, text_config
 from hf_moe_ep.upstream.module_names import stock_name
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import takes_tower_outputs
-from model_patches.standard import SEQUENCE_PARALLEL
 
 # Fields of configs that say how many experts a token has.
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token")
@@ -126,7 +126,7 @@ class Differences:
 
 def differences(model_type: str) -> Differences:
     """Look up what is known of an architecture beyond what can be derived."""
-    name = f"model_patches.{model_type}"
+    name = f"hf_moe_ep.model_patches.{model_type}"
     if not model_type.isidentifier() or importlib.util.find_spec(name) is None:
         return Differences()
     said = importlib.import_module(name)

@@ -18,8 +18,7 @@ from support.tiny_models import tiny
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-import model_patches
-from hf_moe_ep import patch, unpatch
+from hf_moe_ep import model_patches, patch, unpatch
 from hf_moe_ep.architectures import find_parts, find_plan
 from hf_moe_ep.derive import derive_plan
 from hf_moe_ep.plan import ModelPlan, VisionPlan
@@ -204,12 +203,12 @@ def test_a_type_may_be_refused_with_a_reason(
     """`model_patches/TYPE.py` says why, and what would work."""
     tmp_path.joinpath("olmoe.py").write_text('REFUSED = "it is 12 moons old; wait for the next"\n')
     monkeypatch.setattr(model_patches, "__path__", [*model_patches.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "model_patches.olmoe", raising=False)
+    monkeypatch.delitem(sys.modules, "hf_moe_ep.model_patches.olmoe", raising=False)
     with pytest.raises(
         ValueError, match=r"OlmoeForCausalLM \(olmoe\) cannot .* 12 moons old; wait"
     ):
         patch(tiny_of("olmoe"))
-    sys.modules.pop("model_patches.olmoe")
+    sys.modules.pop("hf_moe_ep.model_patches.olmoe")
 
 
 def test_a_gate_that_no_backend_computes_runs_as_it_is_without_ep() -> None:

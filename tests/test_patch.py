@@ -31,7 +31,7 @@ def _ours(value: object) -> bool:
             continue
         seen.add(id(item))
         module = getattr(item, "__module__", None) or type(item).__module__
-        if str(module).partition(".")[0] in ("hf_moe_ep", "model_patches"):
+        if str(module).partition(".")[0] == "hf_moe_ep":
             return True
         if isinstance(item, dict):
             stack.extend([*item.keys(), *item.values()])
@@ -490,7 +490,7 @@ before = seen()
 import hf_moe_ep, hf_moe_ep.integrations.install
 assert seen() == before, "import changed something"
 import sys
-assert "model_patches.qwen3_moe" not in sys.modules
+assert "hf_moe_ep.model_patches.qwen3_moe" not in sys.modules
 sys.path.insert(0, "tests")
 from support.tiny_models import tiny
 hf_moe_ep.patch(tiny())

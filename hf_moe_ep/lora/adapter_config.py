@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_moe_ep.lora.names import PARTS, Stack, targets_that_hit
+from hf_moe_ep.model_patches.standard import SINGLE_EXPERTS
 from hf_moe_ep.upstream.hub import read_object
-from model_patches.standard import SINGLE_EXPERTS
 
 CONFIG = "adapter_config.json"
 

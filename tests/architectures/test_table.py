@@ -14,7 +14,7 @@ from support.architectures import (
 )
 
 from hf_moe_ep.architectures import differences
-from model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 
 DATA = table.read_data()
 TYPES = DATA["types"]

@@ -94,9 +94,9 @@ def test_the_wheel_holds_every_folder_and_no_tests(wheel: Path) -> None:
         assert "hf-moe-ep = hf_moe_ep.tools.cli:main" in file.read(scripts).decode()
     own = {name for name in names if ".dist-info/" not in name}
     want = {
-        path.relative_to(ROOT).as_posix()
-        for package in ("hf_moe_ep", "model_patches")
-        for path in (ROOT / package).rglob("*")
+        (Path("hf_moe_ep") / path.relative_to(above)).as_posix()
+        for above, package in ((ROOT / "hf_moe_ep", "."), (ROOT, "model_patches"))
+        for path in (above / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert own == want

@@ -85,7 +85,10 @@ def row_of(module: str) -> int:
 
 
 def module_name(path: Path) -> str:
-    """hf_moe_ep/ops/permute.py -> ops.permute; model_patches/x.py -> model_patches.x."""
+    """hf_moe_ep/ops/permute.py -> ops.permute; model_patches/x.py -> model_patches.x.
+
+    The package is imported as hf_moe_ep.model_patches, which is a link to the folder at the top.
+    """
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     if parts[0] == CORE:
         parts = parts[1:]
@@ -114,7 +117,7 @@ class Source:
 
     def imports(self) -> Iterator[tuple[int, str, str]]:
         """(line, module, name) of every import, those inside functions too; name may be ""."""
-        full = self.module if self.module.startswith(PLUGINS) else f"{CORE}.{self.module}"
+        full = f"{CORE}.{self.module}"
         package = full if self.is_package else full.rpartition(".")[0]
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -132,7 +135,7 @@ class Source:
     def own_imports(self) -> Iterator[tuple[int, str]]:
         """(line, module) of ours; `from hf_moe_ep.ranks import mesh` is the module ranks.mesh."""
         for line, base, name in self.imports():
-            if base.partition(".")[0] not in (CORE, PLUGINS):
+            if base.partition(".")[0] != CORE:
                 continue
             target = f"{base}.{name}".removeprefix(f"{CORE}.")
             if target not in sources():
@@ -172,7 +175,7 @@ def _import_problems(source: Source) -> Iterator[str]:
             allowed |= set(packages.split())
     for line, base, _ in source.imports():
         top = base.partition(".")[0]
-        if top not in {CORE, PLUGINS, *allowed} and top not in sys.stdlib_module_names:
+        if top not in {CORE, *allowed} and top not in sys.stdlib_module_names:
             yield f"line {line}: {source.module} may not import {top}, only: {sorted(allowed)}"
 
 

@@ -20,7 +20,7 @@ from support.parity import checkpointing, full_tensor
 from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2, data_parallel_rank, data_parallel_size
-from model_patches.standard import SEQUENCE_PARALLEL
+from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 
 Batch = dict[str, Tensor]
 GRANTED = sorted(SEQUENCE_PARALLEL)

@@ -14,8 +14,8 @@ from torch import nn
 
 from hf_moe_ep import patch
 from hf_moe_ep.architectures import find_plan
+from hf_moe_ep.model_patches.standard import SEQUENCE_PARALLEL
 from hf_moe_ep.plan import matches
-from model_patches.standard import SEQUENCE_PARALLEL
 
 # Model type, a module's place in a decoder layer, its class: as the code of Transformers has it.
 MIXES = """

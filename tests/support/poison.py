@@ -2,8 +2,8 @@
 
 `torch.empty` usually returns zeros by luck, so a kernel that leaves rows unwritten passes its test
 and fails in production. After `poison_empty()` every floating-point tensor that code of hf_moe_ep
-or model_patches creates uninitialised is full of NaN; all other callers, torch and transformers
-included, get what they always got. The caller is found by its module name, one frame up: only
+and fails in production. After `poison_empty()` every floating-point tensor that code of hf_moe_ep
+creates uninitialised is full of NaN; all other callers, torch and transformers
 direct calls count (`torch.empty(...)`, `x.new_empty(...)`).
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-PACKAGES = ("hf_moe_ep", "model_patches")
+PACKAGES = ("hf_moe_ep",)
 _FACTORIES = (
     (torch, ("empty", "empty_like", "empty_strided")),
     (torch.Tensor, ("new_empty", "new_empty_strided")),

@@ -18,7 +18,7 @@ def _evaluate(source: str, module: str) -> torch.Tensor:
 
 
 def test_our_floating_point_tensors_are_nan() -> None:
-    for module in ("hf_moe_ep.ops.permute", "hf_moe_ep", "model_patches.some_arch"):
+    for module in ("hf_moe_ep.ops.permute", "hf_moe_ep", "hf_moe_ep.model_patches.some_arch"):
         for name, source in CASES.items():
             assert _evaluate(source, module).isnan().all(), f"{name} in {module}"
 
