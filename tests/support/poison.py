@@ -2,9 +2,9 @@
 
 `torch.empty` usually returns zeros by luck, so a kernel that leaves rows unwritten passes its test
 and fails in production. After `poison_empty()` every floating-point tensor that code of hf_moe_ep
-and fails in production. After `poison_empty()` every floating-point tensor that code of hf_moe_ep
-creates uninitialised is full of NaN; all other callers, torch and transformers
-direct calls count (`torch.empty(...)`, `x.new_empty(...)`).
+creates uninitialised is full of NaN; all other callers, torch and transformers included, get what
+they always got. The caller is found by its module name, one frame up: only direct calls count
+(`torch.empty(...)`, `x.new_empty(...)`).
 """
 
 import functools
