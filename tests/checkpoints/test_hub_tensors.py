@@ -12,7 +12,7 @@ from support.adapters import ATTENTION, EXPERTS, with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.hub_files import assert_equal, hub_state, read_all
-from support.needs import VISION
+from support.needs import VISION, needs_add_adapter
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -287,6 +287,7 @@ def test_what_is_merged_already_is_not_added_again() -> None:
         assert_close(key, got[key], tensor, 1e-10)
 
 
+@needs_add_adapter
 def test_adapters_of_transformers_are_merged_too() -> None:
     config = LoraConfig(r=3, target_parameters=list(EXPERTS), target_modules=["q_proj"])
     stock = get_peft_model(tiny(), copy.deepcopy(config))

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from support.adapters import EXPERTS, with_lora
 from support.close import assert_close
 from support.launched import launched, prepared
+from support.needs import needs_add_adapter
 from support.parity import full_tensor
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
@@ -249,5 +250,6 @@ def test_embeddings_are_saved_where_peft_saves_them(tmp_path: Path) -> None:
     run_ranks(_with_embeddings, 2, str(tmp_path))
 
 
+@needs_add_adapter
 def test_an_adapter_added_by_transformers(tmp_path: Path) -> None:
     run_ranks(_added_by_transformers, 2, str(tmp_path / "adapter"))

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_moe_ep.architectures import differences
 from support.architectures.results import COLUMNS, read_results
-from support.architectures.types import MODEL_TYPES
+from support.architectures.types import INSTALLED
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests/architectures.json"
@@ -55,7 +55,7 @@ def merged(data: dict[str, Any], found: Results) -> dict[str, Any]:
     """The data with what was found instead of what stood there, in the order of types."""
     old: Results = data.get("types", {})
     types = {}
-    for model_type in sorted({*old, *found, *MODEL_TYPES}):
+    for model_type in sorted({*old, *found, *INSTALLED}):
         columns = {**_own(old.get(model_type, {})), **found.get(model_type, {})}
         if reason := differences(model_type).refused:
             columns = {name: {"refused": reason} for name in COLUMNS}
