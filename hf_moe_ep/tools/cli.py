@@ -5,7 +5,9 @@
     hf-moe-ep merge-adapter Qwen/Qwen3-30B-A3B out/adapter out/model
     hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
     hf-moe-ep verify out/model
-    hf-moe-ep inspect --plan out/config.json --world 64 --ep 8
+    hf-moe-ep inspect out/checkpoint-300
+    hf-moe-ep architecture mixtral
+    hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep 8 --gpu-memory 80
     hf-moe-ep plan out/config.json --gpus 64 --gpu-memory 80 --seq 4096 --batch 64
 
 One file per command: each module has `add_parser(subparsers)` and `run(options) -> int`, the exit
@@ -26,8 +28,10 @@ from hf_moe_ep.version import __version__
 # The help line of each command; `export-adapter` is defined in `export_adapter_command.py`.
 _COMMANDS = {
     "doctor": "would training run here? one screen for an issue report",
-    "inspect": "what a checkpoint is; what can be done with a model, and in how much memory",
-    "plan": "which layouts of a model fit on so many GPUs",
+    "architecture": "print what is derived from a model's config, and what is granted to it",
+    "memory": "plan the memory of a model's training at one layout",
+    "plan": "try layouts of a model on some GPUs: which fit, and how fast they are",
+    "inspect": "print what wrote a checkpoint, and at which layout",
     "verify": "read a checkpoint and check that it is whole",
     "convert": "write the model of a training checkpoint in the layout of the hub",
     "export-adapter": "rewrite LoRA on stacked experts as LoRA on single experts, or back",

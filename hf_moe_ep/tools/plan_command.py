@@ -2,7 +2,7 @@
 
     hf-moe-ep plan Qwen/Qwen3-30B-A3B --gpus 16 --gpu h100 --seq 4096 --batch 64 --write fsdp.yaml
 
-Memory is planned as `hf-moe-ep inspect --plan ... --seq` does. Seconds are those of a model of the
+Memory is planned as `hf-moe-ep memory ... --seq` does. Seconds are those of a model of the
 hardware (`step_time.py`), where `--gpu` names one.
 """
 
@@ -56,28 +56,33 @@ def add_parser(subparsers: Any) -> None:
         "a model of that GPU and its links: their order is worth more than their seconds.",
     )
     add = parser.add_argument
-    shapes = ", ".join(known_shapes())
-    add("shape", help=f"a folder, a config.json, or one of {shapes}")
-    add("--gpus", type=int, metavar="N", help="one process each")
-    add("--gpu", metavar="NAME", help=f"for seconds; one of {', '.join(TABLE)}")
+    models = ", ".join(known_shapes())
+    add("model", help=f"a folder, a config.json, a name on the hub, or offline one of {models}")
+    add("--gpus", type=int, metavar="N", help="number of GPUs, one process each")
+    add("--gpu", metavar="NAME", help=f"plan seconds as well; one of {', '.join(TABLE)}")
     add(
         "--calibrate", type=Path, metavar="FILE", help="JSON of measured rates, in place of --gpu's"
     )
-    add("--gpu-memory", type=float, metavar="GIB", help="of one GPU; default: that of --gpu")
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; default: --gpu's")
     add("--seq", type=int, metavar="S", help="tokens of a sequence")
-    add("--batch", type=int, metavar="B", help="sequences of a step, of all GPUs")
+    add("--batch", type=int, metavar="B", help="sequences of a step, of all GPUs together")
     add("--ep", type=int, metavar="N", help=f"ep_size; default: powers of two up to {NODE}")
     add("--sp", type=int, metavar="N", help="sp_size; default: 1, more where nothing fits")
     add("--dp-replicate", type=int, metavar="N", help=f"default: 1, and one for {NODE} GPUs")
-    add("--lora-rank", type=int, metavar="R", help="train adapters alone")
+    add("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank alone")
     add("--lora-targets", choices=LORA_TARGETS, default="both", help=_DEFAULT)
-    add("--experts-dtype", choices=KINDS, help="hold frozen experts as bytes, under LoRA")
+    add("--experts-dtype", choices=KINDS, help="hold frozen experts quantised, under LoRA")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help=_DEFAULT)
     add("--offload", action="store_true", help="parameters and optimizer state lie on the host")
-    add("--train-tokens", type=float, metavar="N", help="of the whole training, for its hours")
-    add("--plot", type=Path, metavar="PNG", help="of the memory of the first one over a step")
-    add("--write", type=Path, metavar="FILE", help="of the first one, for accelerate launch")
-    add("--json", action="store_true", help="for programs; sizes in bytes")
+    add(
+        "--train-tokens",
+        type=float,
+        metavar="N",
+        help="tokens of the training, for its hours",
+    )
+    add("--plot", type=Path, metavar="PNG", help="draw the best layout's memory over a step")
+    add("--write", type=Path, metavar="FILE", help="write the best layout as YAML")
+    add("--json", action="store_true", help="print JSON, sizes in bytes")
     parser.set_defaults(run=run)
 
 
@@ -107,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     draw = None if options.plot is None else _drawer()
     progress = Progress("layout")
     asked = Asked(
-        options.shape,
+        options.model,
         options.gpus,
         int(options.gpu_memory * _GIB),
         options.seq,
@@ -127,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(_lines(found, options, asked)))
     if draw is not None:
         drawn = (found.fit or found.too_large)[0]
-        title = f"{options.shape}, {options.gpus} GPUs: {_in_words(drawn.layout, more)}"
+        title = f"{options.model}, {options.gpus} GPUs: {_in_words(drawn.layout, more)}"
         draw(drawn.step, options.plot, title=title, limit=asked.limit)
     if not found.fit:
         return 1
@@ -242,7 +247,7 @@ def launch_config(
 def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]:
     timed = asked.hardware is not None
     heading = (
-        f"{options.shape} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
+        f"{options.model} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
         f"sequences of {options.seq} tokens a step"
     )
     names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
@@ -281,10 +286,10 @@ def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]
         return [
             *lines,
             "",
-            f"none fits; `hf-moe-ep inspect --plan ... --memory` says what would help{offload}",
+            f"none fits; `hf-moe-ep memory ... --gpu-memory GIB` says what would help{offload}",
         ]
     best = found.fit[0]
-    lines += ["", f"the first one: {best.layout.patch_line(**asked.parallel)}"]
+    lines += ["", f"Best layout: {best.layout.patch_line(**asked.parallel)}"]
     if best.time is not None and options.train_tokens is not None:
         rate = best.time.tokens_per_second_per_gpu * options.gpus
         hours = options.train_tokens / rate / 3600

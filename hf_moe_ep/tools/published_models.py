@@ -92,7 +92,7 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
         return _fetch_config(path.as_posix(), known)
     if not file.is_file():
         raise ValueError(
-            f"{os.fspath(path)!r} is no shape that is known ({', '.join(known)}) and no folder "
+            f"{os.fspath(path)!r} is no model that is known ({', '.join(known)}) and no folder "
             f"with a config.json; a model of the hub is named OWNER/NAME"
         )
     model_type = read_object(file).get("model_type")
@@ -100,7 +100,7 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"{os.fspath(file)!r} is of model_type {model_type!r}, which transformers "
             f"{transformers.__version__} has not; for a model of your own ask from Python, where "
-            f"it is registered (AutoConfig.register): hf_moe_ep.tools.cli.main(['inspect', ...])"
+            f"it is registered (AutoConfig.register): hf_moe_ep.tools.cli.main(['memory', ...])"
         )
     return AutoConfig.from_pretrained(file, local_files_only=True)
 

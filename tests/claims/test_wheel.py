@@ -150,7 +150,7 @@ def test_the_doctor_runs_from_the_wheel(plain: Installed) -> None:
     assert text.splitlines()[-1] == "training can run here"
     assert f"at {plain.python.parents[1]}" in " ".join(text.split())
     assert "LoRA: not available, pip install 'hf_moe_ep[peft]'" in text
-    assert "Qwen/Qwen3-30B-A3B" in plain.run("hf-moe-ep", "inspect", "--help")
+    assert "Qwen/Qwen3-30B-A3B" in plain.run("hf-moe-ep", "memory", "--help")
 
 
 @pytest.mark.slow

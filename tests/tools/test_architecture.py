@@ -1,4 +1,4 @@
-"""`hf-moe-ep inspect --architecture`: the plan and what is granted, from a config alone."""
+"""`hf-moe-ep architecture`: the plan and what is granted, from a config alone."""
 
 import json
 from pathlib import Path
@@ -18,14 +18,14 @@ def _config(folder: Path, model_type: str, **fields: Any) -> str:
 
 
 def _json(capsys: pytest.CaptureFixture[str], shape: str) -> dict[str, Any]:
-    assert main(["inspect", "--architecture", shape, "--json"]) == 0
+    assert main(["architecture", shape, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every part by its name, and all that is granted."""
-    assert main(["inspect", "--architecture", _config(tmp_path, "qwen3_moe")]) == 0
+    assert main(["architecture", _config(tmp_path, "qwen3_moe")]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.startswith(f"{tmp_path}: Qwen3MoeForCausalLM (qwen3_moe); plan derived")
     assert lines == [
@@ -79,20 +79,15 @@ REFUSED = {
 
 @pytest.mark.parametrize("shape", REFUSED)
 def test_what_has_no_plan(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--architecture", shape]) == 2
+    assert main(["architecture", shape]) == 2
     assert REFUSED[shape] in capsys.readouterr().err
 
 
 def test_a_type_that_nobody_registered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder of a model of one's own: the error names its type, and how to ask for it."""
     (tmp_path / "config.json").write_text('{"model_type": "of_my_own"}')
-    for question in (["--architecture"], ["--world", "2", "--plan"]):
-        assert main(["inspect", *question, str(tmp_path)]) == 2
+    for question in (["architecture"], ["memory", "--gpus", "2"]):
+        assert main([*question, str(tmp_path)]) == 2
         message = capsys.readouterr().err
         for words in ("config.json", "'of_my_own'", "AutoConfig.register", "tools.cli.main"):
             assert words in message, message
-
-
-def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--architecture", "mixtral", "--plan", "mixtral"]) == 2
-    assert "one of a folder, --plan SHAPE and --architecture SHAPE" in capsys.readouterr().err

@@ -317,12 +317,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    assert main(["inspect", "--plan", *map(str, arguments)]) == 0
+    assert main(["memory", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
 def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, folder, "--world", 4, "--ep", 2, "--memory", 0.5)
+    out = printed(capsys, folder, "--gpus", 4, "--ep", 2, "--gpu-memory", 0.5)
     plan = Case("", {"ep_size": 2}).plan(4)
     assert f"{plan.total:,} parameters, {plan.trained:,} trained, {plan.active:,} active" in out
     assert "4 ranks = dp_replicate 1 x ep_fsdp 2 x ep 2, sp 1; bfloat16, masters fp32" in out
@@ -333,9 +333,9 @@ def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--world", 8, "--ep", 2, "--sp", 2, "--dp-replicate", 2, "--json")
+    options = ("--gpus", 8, "--ep", 2, "--sp", 2, "--dp-replicate", 2, "--json")
     training = ("--dtype", "float16", "--masters", "model", "--optimizer", "sgd")
-    lora = ("--lora-rank", 3, "--lora-targets", "attention", "--memory", 5e-5)
+    lora = ("--lora-rank", 3, "--lora-targets", "attention", "--gpu-memory", 5e-5)
     found = json.loads(printed(capsys, folder / "config.json", *options, *training, *lora))
     plan = plan_memory(
         tiny().config,
@@ -359,31 +359,32 @@ def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 ERRORS = {
-    "no world": (["--plan", "{}"], "wants --world"),
-    "no plan": ([], "one of a folder, --plan SHAPE"),
-    "both": (["{}", "--plan", "{}", "--world", "2"], "one of a folder, --plan SHAPE"),
-    "no such shape": (
-        ["--plan", "Qwen9", "--world", "2"],
-        "'Qwen9' is no shape.*Qwen/Qwen3-30B-A3B",
+    "no world": (["{}"], "needs --gpus"),
+    "batch": (
+        ["{}", "--gpus", "4", "--sp", "2", "--seq", "8", "--batch", "3"],
+        r"--batch \(3\) is of all GPUs .* 2 data ranks of --gpus 4 --sp 2; try --batch 4",
     ),
-    "no ranks": (["--plan", "{}", "--world", "0"], r"world_size \(0\)"),
-    "experts": (["--plan", "{}", "--world", "6", "--ep", "3"], r"ep_size \(3\) must divide.*\(8\)"),
-    "ranks": (["--plan", "{}", "--world", "6", "--ep", "4"], r"ep_size \(4\) must divide.*6 / 1"),
-    "replicas": (["--plan", "{}", "--world", "4", "--dp-replicate", "3"], r"\(3\).*\(4\)"),
-    "heads": (["--plan", "{}", "--world", "8", "--sp", "8"], r"sp_size \(8\)"),
-    "rank": (["--plan", "{}", "--world", "2", "--lora-rank", "0"], r"lora_rank \(0\)"),
-    "memory": (["--plan", "{}", "--world", "2", "--memory", "-1"], r"--memory \(-1\)"),
+    "no such shape": (
+        ["Qwen9", "--gpus", "2"],
+        "'Qwen9' is no model.*Qwen/Qwen3-30B-A3B",
+    ),
+    "no ranks": (["{}", "--gpus", "0"], r"world_size \(0\)"),
+    "experts": (["{}", "--gpus", "6", "--ep", "3"], r"ep_size \(3\) must divide.*\(8\)"),
+    "ranks": (["{}", "--gpus", "6", "--ep", "4"], r"ep_size \(4\) must divide.*6 / 1"),
+    "replicas": (["{}", "--gpus", "4", "--dp-replicate", "3"], r"\(3\).*\(4\)"),
+    "heads": (["{}", "--gpus", "8", "--sp", "8"], r"sp_size \(8\)"),
+    "rank": (["{}", "--gpus", "2", "--lora-rank", "0"], r"lora_rank \(0\)"),
+    "memory": (["{}", "--gpus", "2", "--gpu-memory", "-1"], r"--gpu-memory \(-1\)"),
     "trained bytes": (
-        ["--plan", "{}", "--world", "2", "--experts-dtype", "nf4"],
+        ["{}", "--gpus", "2", "--experts-dtype", "nf4"],
         "nf4 holds frozen experts.*--lora-rank 16",
     ),
     "blocks": (
-        ["--plan", "{}", "--world", "2", "--experts-dtype", "nf4", "--lora-rank", "2"],
+        ["{}", "--gpus", "2", "--experts-dtype", "nf4", "--lora-rank", "2"],
         r"blocks of 64.*\[out 48, in 32\] has 32",
     ),
     "nested fp8": (
-        ["--plan", "{}", "--world", "2", *["--experts-dtype", "fp8", "--lora-rank", "2"]]
-        + ["--double-quant"],
+        ["{}", "--gpus", "2", *["--experts-dtype", "fp8", "--lora-rank", "2"]] + ["--double-quant"],
         "experts_double_quant=True.*'fp8'",
     ),
 }
@@ -392,7 +393,7 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors_of_the_command(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, message = ERRORS[case]
-    assert main(["inspect", *(argument.format(folder) for argument in arguments)]) == 2
+    assert main(["memory", *(argument.format(folder) for argument in arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert re.search(message, captured.err), captured.err

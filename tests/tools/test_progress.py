@@ -50,9 +50,9 @@ def test_all_that_is_missing_is_named_at_once(capsys: pytest.CaptureFixture[str]
     assert main(["plan", "nowhere"]) == 2
     err = capsys.readouterr().err
     assert all(flag in err for flag in ("--gpus", "--seq", "--batch", "--gpu-memory")), err
-    assert main(["inspect", "--plan", "nowhere"]) == 2
+    assert main(["memory", "nowhere"]) == 2
     err = capsys.readouterr().err
-    assert "--world" in err and "'nowhere' is no shape" in err, err
+    assert "--gpus" in err and "'nowhere' is no model" in err, err
 
 
 def test_a_hub_id_fetches_the_config_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,8 +331,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_command_says_what_would_make_it_fit(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--world", "2", "--ep", "2", "--seq", "64", "--batch", "2", "--memory", "1e-4"]
-    assert main(["inspect", "--plan", str(folder), *arguments]) == 0
+    arguments = ["--gpus", "2", "--ep", "2", "--seq", "64", "--batch", "4", "--gpu-memory", "1e-4"]
+    assert main(["memory", str(folder), *arguments]) == 0
     out = capsys.readouterr().out
     parallel = ParallelConfig(ep_size=2)
     plan = plan_step(tiny().config, parallel, world_size=2, batch=Batch(64, 2))
@@ -346,5 +346,5 @@ def test_command_says_what_would_make_it_fit(
 def test_a_step_wants_a_length(
     given: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["inspect", "--plan", str(folder), "--world", "2", *given]) == 2
+    assert main(["memory", str(folder), "--gpus", "2", *given]) == 2
     assert f"{' '.join(given)} matters to a step" in capsys.readouterr().err
