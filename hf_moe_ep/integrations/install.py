@@ -293,6 +293,12 @@ WRAPPED = (
         optional=True,
     ),
     Wrap(
+        "peft.tuners.tuners_utils:BaseTuner.forward",
+        adapters.call_base_model,
+        "calls the model, whose hooks gather its parameters; peft 0.20 calls its forward alone",
+        optional=True,
+    ),
+    Wrap(
         "peft.tuners.tuners_utils:BaseTuner.inject_adapter",
         adapters.inject_adapter,
         "refuses a sharded model, in which a new adapter would be neither split nor in step",

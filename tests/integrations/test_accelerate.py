@@ -12,6 +12,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
+from peft import LoraConfig, get_peft_model
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched, prepared
@@ -239,9 +240,51 @@ def _plugin_by_hand(rank: int, world: int) -> None:
         assert accelerator.state.fsdp_plugin is plugin
 
 
+def _with_adapters(model: nn.Module) -> nn.Module:
+    """A PeftModelForCausalLM, whose forward calls the tuner's and not the model itself."""
+    torch.manual_seed(1)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules="all-linear",
+        lora_dropout=0,
+        init_lora_weights=False,  # PEFT's own lora_B is zero, and lora_A would have no gradient
+    )
+    return get_peft_model(model, config)
+
+
+def _adapters_with_a_task_type_train_as_stock(rank: int, world: int) -> None:
+    """Stock PEFT in one process is the reference; peft 0.20 passes by the model's hooks."""
+    stock = _with_adapters(tiny(dtype=torch.float32))
+    wanted = torch.optim.SGD([p for p in stock.parameters() if p.requires_grad], lr=0.1)
+    with launched():
+        accelerator, model, optimizer = prepared(
+            _with_adapters(tiny(dtype=torch.float32)),
+            make_optimizer=torch.optim.SGD,
+            ep_size=2,
+        )
+        for step in range(3):
+            batches = [batch(stock, 2, 7, seed=10 * step + r) for r in range(world)]
+            tokens = global_token_count(model, [batches[rank]["labels"]])
+            accelerator.backward(model(**batches[rank], num_items_in_batch=tokens).loss * world)
+            for one in batches:
+                stock(**one, num_items_in_batch=tokens).loss.backward()
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            want = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+            assert want > 0
+            assert_close("norm", torch.as_tensor(norm), want, FP32_BUDGET)
+            for used in (optimizer, wanted):
+                used.step()
+                used.zero_grad()
+        own = dict(model.named_parameters())
+        for name, parameter in stock.named_parameters():
+            if parameter.requires_grad:
+                assert_close(name, full_tensor(own[name]), parameter, FP32_BUDGET)
+
+
 ON_TWO_RANKS = {
     **{f"trains as stock: {name}": partial(_trains_as_stock, name) for name in VARIANTS},
     "trains as stock: patched first": _trains_as_stock_patched_first,
+    "trains as stock: adapters with a task type": _adapters_with_a_task_type_train_as_stock,
     **{f"duty: {name}": partial(_does_its_duty, name) for name in DUTIES},
     **{
         f"saves and loads: {kind}": partial(_saves_and_loads, kind)
