@@ -77,10 +77,14 @@ def create_accelerator(original: Callable[..., Any], self: transformers.Trainer)
 
 WRAPPED = (
     # Sharding, where Accelerate would shard
-    Wrap(
-        "accelerate.accelerator:fsdp2_prepare_model",
-        prepare.prepare_model,
-        "shards with EP where Accelerate would shard with FSDP2 alone",
+    *(
+        Wrap(
+            f"{module}:fsdp2_prepare_model",
+            prepare.prepare_model,
+            "shards with EP where Accelerate would shard with FSDP2 alone; trainers of others "
+            "import it by each of these names",
+        )
+        for module in ("accelerate.accelerator", "accelerate.utils.fsdp_utils", "accelerate.utils")
     ),
     Wrap(
         "accelerate.accelerator:Accelerator.prepare",
@@ -284,6 +288,11 @@ WRAPPED = (
         optimizers.step,
         "names an optimizer that cannot take DTensors; torch names the operation; moves the "
         "routers' biases of the model that it was prepared with",
+    ),
+    Wrap(
+        "accelerate.accelerator:Accelerator.clip_grad_norm_",
+        optimizers.clip_grad_norm,
+        "clips gradients on two meshes, which Accelerate before 1.15 gives to torch's clip",
     ),
     # Adapters on experts
     Wrap(
