@@ -1,7 +1,8 @@
 """Would training run here? What is installed, what the machine has, and what follows from it.
 
     packages   the versions found, against the ranges that the installed package declares
-    wraps      whether every function of Accelerate, transformers and PEFT that we wrap is there
+    wraps      whether every function of Accelerate, transformers and PEFT that we wrap is there;
+               of one that is not, which feature is switched off
     machine    GPUs, Triton, NCCL, DeepEP, flash-attn: which path each part of a step takes
     launch     how this process was started, or how the next `accelerate launch` would start one
 
@@ -142,8 +143,8 @@ def _wrapped_functions() -> list[Finding]:
     findings = []
     for row in rows:
         if row.error:
-            text = f"{row.error} ({row.why}); install versions in the ranges above"
-            findings.append(Finding(FAIL, row.target, text))
+            text = f"{row.error}; the ranges above name such versions"
+            findings.append(Finding(FAIL if row.raises else NOTE, row.target, text))
     if not findings:
         text = f"{resolved} functions that patch() wraps are where they were"
         if left_out:
