@@ -53,11 +53,11 @@ def _prepares_on_ranks(accelerator: Accelerator, *args: Any, **kwargs: Any) -> b
 
 
 def _prepares_slices(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
-    return any(state.config.sp_size > 1 for value in args for state in _states_of(value))
+    return any((state.config.sp_size or 1) > 1 for value in args for state in _states_of(value))
 
 
 def _trains_slices(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
-    return any(state.config.sp_size > 1 for state in _states_of(trainer))
+    return any((state.config.sp_size or 1) > 1 for state in _states_of(trainer))
 
 
 def _prepares_biases(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
