@@ -40,6 +40,7 @@ from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.modules import remove_hooks
+from hf_moe_ep.upstream.requirements import warn_of_versions
 from hf_moe_ep.upstream.sharded_models import is_distributed_by_transformers, is_fsdp1
 from hf_moe_ep.vision import attach as vision
 
@@ -93,6 +94,7 @@ def patch(
         ImportError: `dispatcher="deepep"` without DeepEP.
     """
     config = resolve_config(config, overrides)
+    warn_of_versions()
     before: ModelState | None = getattr(model, STATE, None)
     if (
         before is not None

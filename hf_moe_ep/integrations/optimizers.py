@@ -4,27 +4,36 @@ FSDP2's parameters are DTensors. An optimizer that makes its state with `torch.z
 plain tensors beside them, another computes in place what no shard can hold; torch names the
 operation alone, at the first step.
 
+Accelerate before 1.15 clips with torch's function, which refuses gradients on two meshes;
+`clip_grad_norm` takes its place there.
+
 With `bias_update_rate` the routers' biases of a model move after each step of an optimizer that
 Accelerate prepared for it (`routing/bias.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_moe_ep.placement.hub_order import guard_new_optimizer
 from hf_moe_ep.routing.bias import update_biases
+from hf_moe_ep.sharding.clip import clip_gradients_of
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.sharded_models import is_refused_by_dtensor
-from hf_moe_ep.upstream.training_frameworks import prepared_models, prepared_optimizers
+from hf_moe_ep.upstream.training_frameworks import (
+    clips_over_meshes,
+    prepared_models,
+    prepared_optimizers,
+)
 
 _FOLLOWED = "_hf_moe_ep_followed"
 
@@ -100,6 +109,36 @@ def follow_steps(accelerator: Accelerator) -> None:
             if any(id(parameter) in trained for parameter in model.parameters()):
                 followed.append(state)
         setattr(optimizer, _FOLLOWED, followed)
+
+
+def clip_grad_norm(
+    original: Callable[..., Any],
+    self: Accelerator,
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2,
+) -> Any:
+    """`Accelerator.clip_grad_norm_`, by our own clip for parameters of a sharded patched model.
+
+    Only where Accelerate's own clip cannot take gradients on several meshes.
+    """
+    if clips_over_meshes(self) or isinstance(parameters, Tensor):
+        return original(self, parameters, max_norm, norm_type)
+    parameters = list(parameters)
+    given = {id(parameter) for parameter in parameters}
+    all_meshes = []
+    for model in prepared_models(self):
+        state = find_state(model)
+        if state is None or state.meshes is None:
+            continue
+        if any(id(parameter) in given for parameter in model.parameters()):
+            all_meshes.append(state.meshes)
+    if not all_meshes:
+        return original(self, parameters, max_norm, norm_type)
+    self.unscale_gradients()
+    # The one group over both axes of experts is known where one model alone is clipped.
+    meshes = all_meshes[0] if len(all_meshes) == 1 else None
+    return clip_gradients_of(parameters, max_norm, norm_type, meshes)
 
 
 def _named(optimizer: Optimizer, error: RuntimeError) -> Exception:

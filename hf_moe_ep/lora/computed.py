@@ -9,8 +9,8 @@ The factors stay parameters of PEFT's wrappers. When the model is sharded they a
 with their experts, in the same FSDP2 unit (`factors.py` has the layouts); what is saved is packed
 as PEFT packs it, so it is a stock adapter.
 
-`integrations/install.py` puts `activate`, `inject_adapter`, `load_adapter`, `merge` and `unmerge`
-in front of PEFT's own functions.
+`integrations/install.py` puts `activate`, `call_base_model`, `inject_adapter`, `load_adapter`,
+`merge` and `unmerge` in front of PEFT's own functions.
 """
 
 from __future__ import annotations
@@ -85,6 +85,17 @@ def _leave(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[No
         yield
     finally:
         del layer.adapters[parameter]
+
+
+def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a patched model inside a tuner as a module, so that its hooks run (BaseTuner.forward).
+
+    PEFT 0.20 calls `model.forward`, which passes by FSDP2's hooks and ours. Newer versions of PEFT
+    call the model.
+    """
+    if find_state(self.model) is None:
+        return original(self, *args, **kwargs)
+    return self.model(*args, **kwargs)
 
 
 def inject_adapter(

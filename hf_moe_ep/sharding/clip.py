@@ -16,6 +16,7 @@ An element that a mesh axis replicates (HSDP) is counted once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,6 @@ from hf_moe_ep.ranks.mesh import EP, EP_FSDP, Meshes
 from hf_moe_ep.state import find_state
 
 
-@torch.no_grad()
 def clip_grad_norm_(
     model: nn.Module,
     max_norm: float,
@@ -52,11 +52,30 @@ def clip_grad_norm_(
             f"clip_grad_norm_ takes the model, got {type(model).__name__}; write "
             f"clip_grad_norm_(model, {max_norm}), without .parameters()"
         )
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be a number > 0 or inf, got {norm_type}; try 2.0")
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
     state = find_state(model)
     meshes = None if state is None else state.meshes
+    return clip_gradients_of(
+        model.parameters(), max_norm, norm_type, meshes, error_if_nonfinite=error_if_nonfinite
+    )
+
+
+@torch.no_grad()
+def clip_gradients_of(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    meshes: Meshes | None,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip the gradients of some parameters of a model, as `clip_grad_norm_` does those of all.
+
+    `meshes` are those of the model; with None the norm of experts takes one all-reduce per axis of
+    their mesh.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be a number > 0 or inf, got {norm_type}; try 2.0")
+    grads = [p.grad for p in parameters if p.grad is not None]
     total = _total_norm(grads, float(norm_type), meshes)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(

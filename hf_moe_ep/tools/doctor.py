@@ -1,7 +1,8 @@
 """Would training run here? What is installed, what the machine has, and what follows from it.
 
     packages   the versions found, against the ranges that the installed package declares
-    wraps      whether every function of Accelerate, transformers and PEFT that we wrap is there
+    wraps      whether every function of Accelerate, transformers and PEFT that we wrap is there;
+               of one that is not, which feature is switched off
     machine    GPUs, Triton, NCCL, DeepEP, flash-attn: which path each part of a step takes
     launch     how this process was started, or how the next `accelerate launch` would start one
 
@@ -24,13 +25,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_moe_ep.config import check_environment, launch_environment
-from hf_moe_ep.tools.requirements import (
+from hf_moe_ep.upstream.launch_config import default_launch_config
+from hf_moe_ep.upstream.requirements import (
     DISTRIBUTION,
     Allowed,
     allowed_packages,
     installed_version,
 )
-from hf_moe_ep.upstream.launch_config import default_launch_config
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
 
@@ -39,7 +40,7 @@ OK, NOTE, FAIL = "ok", "--", "FAIL"
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
     "bitsandbytes": "experts_dtype='nf4': not available, pip install 'hf_moe_ep[quant]'",
-    "trl": "SFTTrainer: not available, pip install trl",
+    "trl": "SFTTrainer: not available, pip install 'hf_moe_ep[trl]'",
     "triton": "experts run on the torch path, pip install triton",
 }
 _REINSTALL = "reinstall or uninstall it"
@@ -116,16 +117,13 @@ def _python() -> Finding:
 
 def _package(package: Allowed) -> Finding:
     version = installed_version(package.name)
-    problem = package.problem(version)
-    fix = f"pip install {package.for_pip}"
-    if problem == "missing" and package.name in _WITHOUT:
+    problem = package.sentence(version)
+    if version is None and package.name in _WITHOUT:
         return Finding(NOTE, package.name, f"missing. {_WITHOUT[package.name]}")
     is_idle = package.name in _WITHOUT and package.name not in _IMPORTED_BY_OTHERS
     mark = NOTE if is_idle else FAIL
     if problem:
-        found = "" if version is None else f"{version} is "
-        text = f"{found}{problem}, allowed is {package.range or 'any'}: {fix}"
-        return Finding(mark, package.name, text)
+        return Finding(mark, package.name, problem)
     if package.name in _WITHOUT:
         _, error = _attempt(lambda: importlib.import_module(package.name))
         if error:
@@ -142,8 +140,8 @@ def _wrapped_functions() -> list[Finding]:
     findings = []
     for row in rows:
         if row.error:
-            text = f"{row.error} ({row.why}); install versions in the ranges above"
-            findings.append(Finding(FAIL, row.target, text))
+            text = f"{row.error}; the ranges above name such versions"
+            findings.append(Finding(FAIL if row.raises else NOTE, row.target, text))
     if not findings:
         text = f"{resolved} functions that patch() wraps are where they were"
         if left_out:

@@ -27,6 +27,7 @@ names what is wrapped, as strings. Never: a decision of ours.
     adapter_files         PEFT: an adapter's folder over a model without values
     training_frameworks   what Accelerate and the Trainer keep to themselves
     grpo                  functions of a GRPO trainer, and its engine
+    requirements          which versions of other packages are allowed, and which are installed
     launch_config         the config file that `accelerate launch` takes by itself
     wrap                  how one of our functions gets in front of one of theirs
 """

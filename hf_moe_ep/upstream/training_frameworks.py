@@ -45,6 +45,14 @@ def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
     return optimizers
 
 
+def clips_over_meshes(accelerator: Accelerator) -> bool:
+    """Return whether Accelerate itself clips gradients that lie on several device meshes.
+
+    Since 1.15 (accelerate/accelerator.py). Before that torch's clip raises on two meshes.
+    """
+    return hasattr(accelerator, "_clip_grad_norm_dtensor_aware")
+
+
 def generates_in_training(trainer: transformers.Trainer) -> bool:
     """Return whether each process of this trainer generates what it learns from.
 

@@ -5,6 +5,10 @@
 `module:Class.function`, or `module:function` for one that a module holds; functions that stand in
 classes are found in the class that is named, also where it inherits them. Any name may be a private
 one: this string is where it stands. `ours(original, *args, **kwargs)` is called in place of it.
+
+An installed version may lack a target. Then the feature that needs it is switched off: a warning
+names the target and the feature, all other targets are wrapped, and the calls by which the feature
+would be used raise what the warning says.
 """
 
 from __future__ import annotations
@@ -15,10 +19,26 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What users lose where the target of a wrap is missing.
+
+    Attributes:
+        name: as an error names it.
+        used_by: targets by whose call the feature is used, each with a function that is given the
+            arguments of the call and returns whether this one uses it.
+    """
+
+    name: str
+    used_by: Mapping[str, Callable[..., bool]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -29,12 +49,14 @@ class Wrap:
         target: where it is, as in the module's docstring.
         wrapper: ours; its first argument is the function that was there before.
         why: what would be wrong without it.
+        feature: what works through it.
         optional: its package may be missing, and then nothing is wrapped.
     """
 
     target: str
     wrapper: Callable[..., Any]
     why: str
+    feature: Feature
     optional: bool = False
 
     @property
@@ -61,39 +83,71 @@ def find_owner(wrap: Wrap) -> tuple[Any, str]:
         getattr(owner, name)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{wrap.target} is not in {wrap.package} {_version(wrap.package)}, where it is wrapped "
-            f"because: {wrap.why}; install a version that has it ({error})"
+            f"{wrap.target} is not in {wrap.package} {_version(wrap.package)}, so this does not "
+            f"work: {wrap.feature.name} (why it is wrapped: {wrap.why}); install a version that "
+            f"has it ({error})"
         ) from error
     return owner, name
 
 
 def wrap_all(wraps: Iterable[Wrap]) -> None:
-    """Put every wrapper in front of its target, once per process; all of them or none.
+    """Put every wrapper in front of its target, once per process.
 
-    Raises:
-        ImportError: an installed version lacks one of the targets.
+    Warns of each target that an installed version lacks; its feature is switched off.
     """
-    found = [(*find_owner(wrap), wrap.wrapper) for wrap in wraps if wrap.is_needed]
-    for owner, name, wrapper in found:
-        _wrap_once(owner, name, wrapper)
+    needed = [wrap for wrap in wraps if wrap.is_needed]
+    missing: list[tuple[Feature, str]] = []
+    found = []
+    for wrap in needed:
+        try:
+            found.append((wrap, *find_owner(wrap)))
+        except ImportError as error:
+            warnings.warn(str(error), stacklevel=3)
+            missing.append((wrap.feature, str(error)))
+    for wrap, owner, name in found:
+        _wrap_once(owner, name, _refusing(wrap, missing))
 
 
 def wrap_imported(wraps: Iterable[Wrap]) -> None:
     """Put wrappers in front of those targets whose module somebody has imported, once each.
 
-    Targets that the installed version has not are left out.
+    Warns of targets that the installed version lacks.
     """
     for wrap in wraps:
         if wrap.target.partition(":")[0] not in sys.modules:
             continue
         try:
             owner, name = find_owner(wrap)
-        except ImportError:
+        except ImportError as error:
+            warnings.warn(str(error), stacklevel=3)
             continue
         original = getattr(owner, name)
         _wrap_once(owner, name, wrap.wrapper)
         if isinstance(owner, ModuleType) and getattr(owner, name) is not original:
             _replace_copies(original, name, getattr(owner, name))
+
+
+def _refusing(wrap: Wrap, missing: Iterable[tuple[Feature, str]]) -> Callable[..., Any]:
+    """Return the wrapper, behind checks that a call uses no feature that is switched off."""
+    checks = [
+        (feature.used_by[wrap.target], message)
+        for feature, message in missing
+        if wrap.target in feature.used_by
+    ]
+    return partial(_refuse, checks, wrap.wrapper) if checks else wrap.wrapper
+
+
+def _refuse(
+    checks: Sequence[tuple[Callable[..., bool], str]],
+    wrapper: Callable[..., Any],
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    for is_used, message in checks:
+        if is_used(*args, **kwargs):
+            raise ImportError(message)
+    return wrapper(original, *args, **kwargs)
 
 
 def _wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -60,10 +60,10 @@ THIRD_PARTY = {
     "routing.heat_map": "matplotlib",
     "tools.memory_picture": "matplotlib",
     "tools.published_models": "peft transformers",
-    "tools.requirements": "packaging",
     "upstream": "accelerate huggingface_hub peft transformers trl",
     "upstream.grpo": "numpy",
     "upstream.models": "packaging",
+    "upstream.requirements": "packaging",
 }
 WITHOUT_TORCH = {"config", "plan"}
 # tools.progress honours TQDM_DISABLE, which is a switch of tqdm and not of ours.

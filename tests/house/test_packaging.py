@@ -1,7 +1,9 @@
 """What is published: the sdist holds all that its own tests read, and the metadata is complete."""
 
+import configparser
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +12,14 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = (".git", ".venv*", "out", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
 BUILD = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+VERSIONED = ("torch", "transformers", "accelerate", "peft", "trl")
 FOLDERS = (".github", "benchmarks", "examples", "hf_moe_ep", "model_patches", "notebooks", "tests")
 
 
@@ -55,3 +61,32 @@ def test_the_metadata_is_complete(sdist: tuple[set[str], Message]) -> None:
     assert "mixture-of-experts" in info["Keywords"]
     versions = {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)}
     assert versions <= set(info.get_all("Classifier") or ())
+
+
+def declared() -> dict[str, SpecifierSet]:
+    """The ranges of setup.cfg; extras say the same of a package that is in several."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    texts = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
+    found: dict[str, SpecifierSet] = {}
+    for line in "\n".join(texts).splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            first = found.setdefault(requirement.name, requirement.specifier)
+            assert first == requirement.specifier, requirement.name
+    return found
+
+
+@pytest.mark.parametrize("name", VERSIONED)
+def test_the_readme_names_the_versions_that_are_declared(name: str) -> None:
+    said = re.findall(rf"`{name}([<>=].*?)`", (ROOT / "README.md").read_text())
+    assert [SpecifierSet(one) for one in said] == [declared()[name]]
+
+
+def test_the_oldest_versions_that_are_tested_are_those_that_are_declared() -> None:
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    for name in ("torch", "transformers", "accelerate", "peft", "bitsandbytes"):
+        floor = next(one for one in declared()[name] if one.operator == ">=")
+        assert Version(pins[name]) == Version(floor.version), name
+    assert pins["trl"] in declared()["trl"]  # 0.29, the oldest, is run apart

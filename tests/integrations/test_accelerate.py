@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import accelerate.utils.fsdp_utils
 import pytest
 import torch
 from accelerate import Accelerator
@@ -12,6 +13,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
+from peft import LoraConfig, get_peft_model
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched, prepared
@@ -176,6 +178,48 @@ DUTIES: dict[str, tuple[Callable[[int], None], dict[str, str]]] = {
 }
 
 
+def _clips_what_it_is_given(rank: int, world: int) -> None:
+    """Half of the parameters, on both meshes, and in the inf norm; the others stay as they are."""
+    stock = tiny(dtype=torch.float32)
+    with launched():
+        accelerator, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
+        batches = [batch(stock, 2, 7, seed=r) for r in range(world)]
+        tokens = global_token_count(model, [batches[rank]["labels"]])
+        accelerator.backward(model(**batches[rank], num_items_in_batch=tokens).loss * world)
+        for one in batches:
+            stock(**one, num_items_in_batch=tokens).loss.backward()
+        own = dict(model.named_parameters())
+        first = [name for name in own if "layers.0" in name]
+        for norm_type in (2, float("inf")):
+            got = accelerator.clip_grad_norm_((own[name] for name in first), 1e-2, norm_type)
+            want = torch.nn.utils.clip_grad_norm_(
+                [stock.get_parameter(name) for name in first], 1e-2, norm_type
+            )
+            assert_close(f"norm {norm_type}", torch.as_tensor(got), want, FP32_BUDGET)
+        for name, parameter in own.items():
+            assert parameter.grad is not None
+            want = stock.get_parameter(name).grad
+            assert_close(name, full_tensor(parameter.grad), want, FP32_BUDGET)
+
+
+def _prepares_once_by_every_name(rank: int, world: int) -> None:
+    """ms-swift prepares references by the name in fsdp_utils."""
+    with launched():
+        accelerator, model = Accelerator(cpu=True), patch(tiny(dtype=torch.float32), ep_size=2)
+        prepared_model = accelerate.utils.fsdp_utils.fsdp2_prepare_model(accelerator, model)
+        assert prepared_model is model
+        experts = model.model.layers[0].mlp.experts.gate_up_proj
+        assert experts.device_mesh.mesh_dim_names == ("ep_fsdp", "ep")
+        before = dict(model.named_parameters())
+        for module in (accelerate.utils, accelerate.accelerator):
+            assert module.fsdp2_prepare_model(accelerator, model) is model
+        after = dict(model.named_parameters())
+        assert all(after[name] is parameter for name, parameter in before.items())
+        want = tiny(dtype=torch.float32)
+        one = batch(want, 2, 7, seed=rank)
+        assert_close("loss", model(**one).loss, want(**one).loss, FP32_BUDGET)
+
+
 def _does_its_duty(name: str, rank: int, world: int) -> None:
     do, settings = DUTIES[name]
     with launched(**settings):
@@ -239,9 +283,53 @@ def _plugin_by_hand(rank: int, world: int) -> None:
         assert accelerator.state.fsdp_plugin is plugin
 
 
+def _with_adapters(model: nn.Module) -> nn.Module:
+    """A PeftModelForCausalLM, whose forward calls the tuner's and not the model itself."""
+    torch.manual_seed(1)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules="all-linear",
+        lora_dropout=0,
+        init_lora_weights=False,  # PEFT's own lora_B is zero, and lora_A would have no gradient
+    )
+    return get_peft_model(model, config)
+
+
+def _adapters_with_a_task_type_train_as_stock(rank: int, world: int) -> None:
+    """Stock PEFT in one process is the reference; peft 0.20 passes by the model's hooks."""
+    stock = _with_adapters(tiny(dtype=torch.float32))
+    wanted = torch.optim.SGD([p for p in stock.parameters() if p.requires_grad], lr=0.1)
+    with launched():
+        accelerator, model, optimizer = prepared(
+            _with_adapters(tiny(dtype=torch.float32)),
+            make_optimizer=torch.optim.SGD,
+            ep_size=2,
+        )
+        for step in range(3):
+            batches = [batch(stock, 2, 7, seed=10 * step + r) for r in range(world)]
+            tokens = global_token_count(model, [batches[rank]["labels"]])
+            accelerator.backward(model(**batches[rank], num_items_in_batch=tokens).loss * world)
+            for one in batches:
+                stock(**one, num_items_in_batch=tokens).loss.backward()
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            want = torch.nn.utils.clip_grad_norm_(stock.parameters(), 0.5)
+            assert want > 0
+            assert_close("norm", torch.as_tensor(norm), want, FP32_BUDGET)
+            for used in (optimizer, wanted):
+                used.step()
+                used.zero_grad()
+        saved = accelerator.get_state_dict(model)  # adapters of experts packed as PEFT does
+        for name, parameter in stock.named_parameters() if rank == 0 else ():
+            if parameter.requires_grad:
+                assert_close(name, saved[name], parameter, FP32_BUDGET)
+
+
 ON_TWO_RANKS = {
     **{f"trains as stock: {name}": partial(_trains_as_stock, name) for name in VARIANTS},
     "trains as stock: patched first": _trains_as_stock_patched_first,
+    "trains as stock: adapters with a task type": _adapters_with_a_task_type_train_as_stock,
+    "clips what it is given": _clips_what_it_is_given,
+    "prepares once by every name": _prepares_once_by_every_name,
     **{f"duty: {name}": partial(_does_its_duty, name) for name in DUTIES},
     **{
         f"saves and loads: {kind}": partial(_saves_and_loads, kind)

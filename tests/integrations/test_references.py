@@ -26,7 +26,7 @@ from hf_moe_ep import patch
 from hf_moe_ep.integrations import references
 from hf_moe_ep.integrations.install import WRAPPED_WHEN_IMPORTED
 from hf_moe_ep.state import patched_state
-from hf_moe_ep.upstream.wrap import Wrap, find_owner, wrap_imported
+from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, wrap_imported
 
 WORLD = 2
 LAYERS = 4
@@ -238,6 +238,9 @@ def test_a_target_of_trl_resolves(wrap: Wrap) -> None:
     assert callable(getattr(owner, name)) and wrap.why
 
 
+FEATURE = Feature("seeing it")
+
+
 def _twice(original: Any, number: int) -> Any:
     return 2 * original(number)
 
@@ -245,13 +248,13 @@ def _twice(original: Any, number: int) -> Any:
 def test_what_is_imported_is_wrapped_where_it_was_imported_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also a static function of a class; a name that is not there, or not yet, is left out."""
+    """Also a static function of a class; a module that is not there yet is left out."""
     source = types.ModuleType("somewhere_imported")
     exec("def f(n):\n    return n\nclass A:\n    g = staticmethod(lambda n: n)", vars(source))
     user = types.ModuleType("somewhere_importing")
     vars(user)["f"] = vars(source)["f"]
     rows = [
-        Wrap(f"{module}:{path}", _twice, "to see it")
+        Wrap(f"{module}:{path}", _twice, "to see it", FEATURE)
         for module in ("somewhere_imported", "somewhere_never_imported")
         for path in ("f", "A.g", "A.missing", "missing")
     ]
@@ -260,6 +263,7 @@ def test_what_is_imported_is_wrapped_where_it_was_imported_to(
     monkeypatch.setitem(sys.modules, "somewhere_importing", user)
     assert vars(user)["f"](3) == 3
     for _ in range(2):
-        wrap_imported(rows)
+        with pytest.warns(UserWarning, match="missing is not in .*: seeing it "):
+            wrap_imported(rows)
         assert vars(source)["f"](3) == vars(user)["f"](3) == 6
         assert vars(source)["A"]().g(3) == vars(source)["A"].g(3) == 6

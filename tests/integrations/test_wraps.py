@@ -8,14 +8,25 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate.accelerator
 import pytest
+import torch
+from accelerate import Accelerator
+from support.checks import Check, Found, on_ranks
+from support.close import assert_close
+from support.launched import FP32_BUDGET, launched
+from support.tiny_models import batch, tiny
+from torch import nn
 from transformers import Trainer
 
-from hf_moe_ep.integrations.install import WRAPPED, install, wraps
-from hf_moe_ep.upstream.wrap import Wrap, find_owner, wrap_all
+from hf_moe_ep import apply_ep_fsdp2, patch
+from hf_moe_ep.integrations import features
+from hf_moe_ep.integrations.install import WRAPPED, WRAPPED_WHEN_IMPORTED, install, wraps
+from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, wrap_all
 
 NEEDED = [wrap for wrap in WRAPPED if wrap.is_needed]
 ORIGINAL = object()  # takes the place of the function that a wrapper is given
@@ -84,20 +95,108 @@ def _ours(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
+FEATURE = Feature("something that needs it")
+
+
 @pytest.mark.parametrize(
     "target",
     ["transformers.trainer:Trainer.no_such", "transformers.no_such:f", "transformers:NoSuch.f"],
 )
-def test_a_missing_target_is_named_with_the_version(target: str) -> None:
+def test_a_missing_target_is_named_with_its_feature_and_the_rest_is_wrapped(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = importlib.metadata.version("transformers")
-    before = Trainer.get_tp_size
+    monkeypatch.setattr(Trainer, "num_tokens", lambda self: 3, raising=False)
     rows = (
-        Wrap("transformers.trainer:Trainer.get_tp_size", _ours, "to see whether it is wrapped"),
-        Wrap(target, _ours, "to see that it is missing"),
+        Wrap(target, _ours, "to see that it is missing", FEATURE),
+        Wrap("transformers.trainer:Trainer.num_tokens", _ours, "to see it wrapped", FEATURE),
     )
-    with pytest.raises(ImportError, match=f"{target} is not in transformers {version}.*is missing"):
+    said = f"{target} is not in transformers {version}.*: something that needs it .*is missing"
+    with pytest.warns(UserWarning, match=said):
         wrap_all(rows)
-    assert Trainer.get_tp_size is before, "half of a table was wrapped"
+    assert Trainer.num_tokens._hf_moe_ep_wrapper is _ours
+
+
+def test_a_call_that_uses_a_missing_feature_raises_what_the_warning_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that does not use it runs through the wrapper as ever."""
+    target = "transformers.trainer:Trainer.num_tokens"
+    monkeypatch.setattr(Trainer, "num_tokens", lambda self: 3, raising=False)
+    feature = Feature("long runs", {target: lambda trainer: trainer == "long"})
+    rows = (
+        Wrap(target, lambda original, self: original(self) + 1, "to see the wrapper", FEATURE),
+        Wrap("transformers.trainer:Trainer.no_such", _ours, "to see that it is missing", feature),
+    )
+    with pytest.warns(UserWarning) as warned:
+        wrap_all(rows)
+    assert Trainer.num_tokens("short") == 4
+    with pytest.raises(ImportError, match=r"no_such is not in .* long runs") as raised:
+        Trainer.num_tokens("long")
+    assert [str(one.message) for one in warned] == [str(raised.value)]
+
+
+@pytest.mark.parametrize("name", [name for name in dir(features) if name.isupper()])
+def test_a_feature_is_used_by_targets_of_the_table(name: str) -> None:
+    feature = getattr(features, name)
+    if isinstance(feature, Feature):
+        rows = (*WRAPPED, *WRAPPED_WHEN_IMPORTED)
+        assert any(wrap.feature is feature for wrap in rows), "no row is of this feature"
+        assert set(feature.used_by) <= {wrap.target for wrap in WRAPPED}
+
+
+# What is taken out of an installed version, and what a rank does that uses the feature.
+def _prepare(accelerator: Accelerator, model: nn.Module) -> None:
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+
+
+def _save_state(accelerator: Accelerator, model: nn.Module) -> None:
+    _prepare(accelerator, model)
+    accelerator.save_state("nowhere")
+
+
+MISSING: dict[str, tuple[Any, str, str, Callable[[Accelerator, nn.Module], None]]] = {
+    "fsdp2_prepare_model": (
+        accelerate.accelerator,
+        "fsdp2_prepare_model",
+        "sharding a patched model in accelerator.prepare",
+        _prepare,
+    ),
+    "load_fsdp_model": (
+        accelerate.accelerator,
+        "load_fsdp_model",
+        "checkpoints of a sharded model by Accelerate",
+        _save_state,
+    ),
+}
+
+
+def _without_a_target(name: str, rank: int, world: int) -> None:
+    """A loop without the feature equals stock; a call that uses it raises what was warned of."""
+    module, function, feature, use = MISSING[name]
+    delattr(module, function)
+    said = f"{function} is not in accelerate .*: {feature} "
+    with pytest.warns(UserWarning, match=said):
+        ours = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
+    one = batch(ours, 2, 7, seed=rank)
+    want = tiny(dtype=torch.float32)(**one).loss
+    assert_close("loss", ours(**one).loss, want, FP32_BUDGET)
+    with launched(), pytest.raises(ImportError, match=said):
+        use(Accelerator(cpu=True), patch(tiny(dtype=torch.float32), ep_size=2))
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        parameter
+        for name in MISSING
+        for parameter in on_ranks(
+            2, {f"without {name}": partial(_without_a_target, name)}, alone=True
+        )
+    ],
+)
+def test_without_a_target(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 _WITHOUT_PEFT = """

@@ -3,18 +3,23 @@
 import os
 import subprocess
 import sys
+import warnings
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
 from packaging.specifiers import SpecifierSet
+from support.tiny_models import tiny
 
+from hf_moe_ep import patch
 from hf_moe_ep.tools import cli, doctor
-from hf_moe_ep.tools.requirements import Allowed
+from hf_moe_ep.upstream import requirements
+from hf_moe_ep.upstream.requirements import Allowed
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = ("torch", "transformers", "accelerate", "huggingface_hub", "safetensors")
@@ -58,7 +63,7 @@ def test_a_machine_on_which_training_runs(capsys: pytest.CaptureFixture[str]) ->
     for name in REQUIRED:
         line = next(line for line in lines if line.split()[1:2] == [name])
         assert line.split()[0] == "ok" and metadata.version(name) in line, line
-    assert "allowed >=5.17,<6" in text, "the range of setup.cfg"
+    assert "allowed >=5.16.1,<6" in text, "the range of setup.cfg"
 
 
 @pytest.mark.parametrize(("version", "problem"), [("5.10.0", "too old"), ("6.1.0", "too new")])
@@ -72,8 +77,8 @@ def test_a_version_out_of_the_range(
     code, text = _report(capsys)
     assert code == 1
     assert (
-        f"FAIL transformers {version} is {problem}, allowed is >=5.17,<6: "
-        "pip install 'transformers>=5.17,<6'"
+        f"FAIL transformers {version} is {problem}, allowed is >=5.16.1,<6: "
+        "pip install 'transformers>=5.16.1,<6'"
     ) in text
     assert text.endswith("1 to mend: transformers")
 
@@ -81,11 +86,11 @@ def test_a_version_out_of_the_range(
 def test_a_version_that_only_its_own_users_mind(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    allowed = Allowed("trl", SpecifierSet(">=1.15"), "test")
+    allowed = Allowed("trl", SpecifierSet(">=0.29"), "trl")
     monkeypatch.setattr(doctor, "allowed_packages", lambda: [allowed])
     _give_version(monkeypatch, "trl", "0.20.0")
     code, text = _report(capsys)
-    assert code == 0 and "-- trl 0.20.0 is too old, allowed is >=1.15" in text
+    assert code == 0 and "-- trl 0.20.0 is too old, allowed is >=0.29" in text
 
 
 def test_a_required_package_is_missing(
@@ -104,7 +109,33 @@ def test_a_wrap_that_does_not_resolve(
     code, text = _report(capsys)
     assert code == 1
     assert "FAIL transformers.trainer:Trainer.save_model" in text
+    assert "saving a sharded model in the hub's layout" in text, "the feature that is lost"
     assert "functions that patch() wraps are where they were" not in text
+
+
+def test_a_wrap_without_which_nothing_goes_wrong_unseen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(accelerate.Accelerator, "log")
+    code, text = _report(capsys)
+    assert code == 0
+    assert "-- accelerate.accelerator:Accelerator.log" in text
+
+
+def test_patch_says_what_doctor_says_of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [Allowed("transformers", SpecifierSet(">=5.16.1,<6"))]
+    monkeypatch.setattr(requirements, "allowed_packages", lambda: wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        patch(tiny())
+    _give_version(monkeypatch, "transformers", "5.6.0")
+    said = (
+        "transformers 5.6.0 is too old, allowed is >=5.16.1,<6: "
+        "pip install 'transformers>=5.16.1,<6'"
+    )
+    with pytest.warns(UserWarning) as warned:
+        patch(tiny())
+    assert [str(one.message) for one in warned] == [said]
 
 
 def test_without_peft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,15 +3,17 @@
 The allowed ranges stand once, in setup.cfg; an installed package carries them in its metadata, and
 they are read from there:
 
-    transformers 5.10.0, allowed >=5.17,<6     too old
+    transformers 5.10.0, allowed >=5.16.1,<6   too old
     transformers 6.1.0                         too new
     peft, of the extra of that name            missing, which only LoRA minds
 
-Nothing is imported to find a version: a package that is broken still has one.
+Nothing is imported to find a version: a package that is broken still has one. `patch` warns of a
+version outside its range and goes on, `hf-moe-ep doctor` (tools/doctor.py) calls it a failure.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -19,6 +21,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "hf_moe_ep"
+# The extras whose packages run with a model, "" for what is always required.
+_WITH_A_MODEL = ("", "peft", "trl", "quant")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,13 @@ class Allowed:
         lower = SpecifierSet(",".join(str(s) for s in self.versions if s.operator[0] in ">~="))
         return "too new" if lower.contains(version, prereleases=True) else "too old"
 
+    def sentence(self, version: str | None) -> str:
+        """Say which version is there and which are allowed; "" for a version in the range."""
+        problem = self.problem(version)
+        found = "" if version is None else f"{version} is "
+        fix = f"pip install {self.for_pip}"
+        return problem and f"{found}{problem}, allowed is {self.range or 'any'}: {fix}"
+
     @property
     def for_pip(self) -> str:
         """The argument for `pip install`, quoted for a shell."""
@@ -45,7 +56,7 @@ class Allowed:
 
     @property
     def range(self) -> str:
-        """The versions in the order in which one says them: >=5.17,<6."""
+        """The versions in the order in which one says them: >=5.16.1,<6."""
         return ",".join(sorted(map(str, self.versions), reverse=True))
 
 
@@ -65,6 +76,16 @@ def allowed_packages() -> list[Allowed] | None:
                 packages.setdefault(wanted.name, package)
                 break
     return list(packages.values())
+
+
+def warn_of_versions() -> None:
+    """Warn, in one sentence each, of installed packages whose version is outside its range."""
+    for package in allowed_packages() or ():
+        version = installed_version(package.name)
+        if version is None or package.extra not in _WITH_A_MODEL:
+            continue
+        if said := package.sentence(version):
+            warnings.warn(f"{package.name} {said}", stacklevel=3)
 
 
 def installed_version(name: str) -> str | None:

@@ -1,0 +1,142 @@
+"""What works through functions of other packages, and the calls by which somebody uses it.
+
+Every row of the table in `install.py` belongs to one feature. Where an installed version lacks the
+function of a row, `patch` warns with the names of both and goes on. Of the calls below, those that
+would use the feature then raise the same message:
+
+    Accelerate has no fsdp2_prepare_model    patch(model) warns
+                                             accelerator.prepare(model) on 2 ranks raises
+                                             a loop with apply_ep_fsdp2(model) runs as ever
+
+A feature without such a call in this file is one that nothing could raise for: all that is lost is
+an error in better words, or a call of its own is the function that is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from accelerate import Accelerator
+from torch import nn
+
+from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
+from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.adapters import parameter_factors
+from hf_moe_ep.upstream.training_frameworks import prepared_models
+from hf_moe_ep.upstream.wrap import Feature
+
+
+def _states_of(value: Any) -> list[ModelState]:
+    """Return the states of the patched models that `value` is, trains or has prepared."""
+    models = [value, getattr(value, "model", None)]
+    if isinstance(value, Accelerator):
+        models = prepared_models(value)
+    states = [find_state(model) for model in models if isinstance(model, nn.Module)]
+    return [state for state in states if state is not None]
+
+
+def _given_patched(*args: Any, **kwargs: Any) -> bool:
+    return any(_states_of(value) for value in (*args, *kwargs.values()))
+
+
+def _given_sharded(*args: Any, **kwargs: Any) -> bool:
+    found = [state for value in (*args, *kwargs.values()) for state in _states_of(value)]
+    return any(state.meshes is not None for state in found)
+
+
+def _prepares_on_ranks(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
+    """Return whether this call of `Accelerator.prepare` would shard a patched model."""
+    states = [state for value in args for state in _states_of(value)]
+    return accelerator.num_processes > 1 and any(state.meshes is None for state in states)
+
+
+def _prepares_slices(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
+    return any((state.config.sp_size or 1) > 1 for value in args for state in _states_of(value))
+
+
+def _trains_slices(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
+    return any((state.config.sp_size or 1) > 1 for state in _states_of(trainer))
+
+
+def _prepares_biases(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
+    states = [state for value in args for state in _states_of(value)]
+    return any(state.config.bias_update_rate is not None for state in states)
+
+
+def _keeps_checkpoints(
+    trainer: transformers.Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> bool:
+    """Return whether this call of `Trainer.train` writes or reads a patched model's checkpoints."""
+    saves = trainer.args.save_strategy != "no"
+    return _given_patched(trainer) and bool(saves or resume_from_checkpoint)
+
+
+def _has_load_callback(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
+    return any(isinstance(c, ExpertLoadCallback) for c in trainer.callback_handler.callbacks)
+
+
+def _adapts_experts(tuner: Any, *args: Any, **kwargs: Any) -> bool:
+    """Return whether PEFT's tuner has an adapter on stacked experts of a patched model."""
+    return _given_patched(tuner) and any(True for _ in parameter_factors(tuner.model))
+
+
+def _feature(name: str, **used_by: Callable[..., bool]) -> Feature:
+    """Make a feature; a keyword is the last part of a target in `_CALLS`."""
+    return Feature(name, {_CALLS[call]: used for call, used in used_by.items()})
+
+
+_CALLS = {
+    "prepare": "accelerate.accelerator:Accelerator.prepare",
+    "get_state_dict": "accelerate.accelerator:Accelerator.get_state_dict",
+    "save_state": "accelerate.accelerator:Accelerator.save_state",
+    "load_state": "accelerate.accelerator:Accelerator.load_state",
+    "train": "transformers.trainer:Trainer.train",
+    "save_model": "transformers.trainer:Trainer.save_model",
+    "save_checkpoint": "transformers.trainer:Trainer._save_checkpoint",
+    "load_checkpoint": "transformers.trainer:Trainer._load_from_checkpoint",
+    "load_best": "transformers.trainer:Trainer._load_best_model",
+    "save_pretrained": "transformers.modeling_utils:PreTrainedModel.save_pretrained",
+    "save_adapters": "peft.peft_model:PeftModel.save_pretrained",
+    "get_prompt": "peft.peft_model:PeftModel.get_prompt",
+    "tuner_forward": "peft.tuners.tuners_utils:BaseTuner.forward",
+}
+
+SHARDING = _feature("sharding a patched model in accelerator.prepare", prepare=_prepares_on_ranks)
+SHARDING_BY_OTHERS = _feature("sharding a model that a trainer prepares by Accelerate's functions")
+CPU_RANKS = _feature("FSDP2 on CPU ranks for an Accelerator that is made before patch()")
+LOCAL_SGD = _feature("the refusal of LocalSGD")
+EVALUATED = _feature("sharding models that are evaluated and never trained")
+HUB_LAYOUT = _feature(
+    "saving a sharded model in the hub's layout",
+    save_model=_given_sharded,
+    save_pretrained=_given_sharded,
+    get_state_dict=_given_sharded,
+)
+ACCELERATE_STATE = _feature(
+    "checkpoints of a sharded model by Accelerate",
+    save_state=_given_sharded,
+    load_state=_given_sharded,
+    save_checkpoint=_given_sharded,
+    load_checkpoint=_given_sharded,
+)
+ADAPTER_FILES = _feature("saving the adapters of a sharded model", save_adapters=_given_sharded)
+PROMPTS = _feature("prompts and prefixes of a sharded model", get_prompt=_given_sharded)
+CHECKPOINTS = _feature(
+    "the Trainer's checkpoints of a patched model",
+    train=_keeps_checkpoints,
+    load_checkpoint=_given_patched,
+    load_best=_given_patched,
+)
+SLICES = _feature("sp_size > 1 under Accelerate", prepare=_prepares_slices)
+TRAINER_SLICES = _feature("sp_size > 1 in the Trainer", train=_trains_slices)
+TRACKERS = _feature("the error that names a tracker which fails")
+EXPERT_LOAD = _feature("ExpertLoadCallback", train=_has_load_callback)
+OPTIMIZER_NAMES = _feature("the error that names an optimizer which cannot take DTensors")
+BIASES = _feature("bias_update_rate under Accelerate and the Trainer", prepare=_prepares_biases)
+CLIP = _feature("Accelerator.clip_grad_norm_ of experts and the rest together")
+ADAPTERS_ON_EXPERTS = _feature("LoRA on stacked experts", tuner_forward=_adapts_experts)
+ADAPTERS = _feature("adapters in a sharded model")
+ADAPTER_REFUSALS = _feature("the refusal to attach or merge adapters of a sharded model")
+ENGINES = _feature("sending a sharded model's weights to a generation engine")
