@@ -7,7 +7,8 @@
 checkpoint in bf16, and quantises the experts one by one as it reads them. Attention and all else
 stays in bf16. `--experts_dtype fp8` takes a checkpoint that is published in FP8 as it is.
 
-Writes a stock PEFT adapter to --output_dir, and trainer_state.json (every logged loss).
+Writes a stock PEFT adapter to --output_dir, and trainer_state.json (every logged loss). Started
+again, it goes on from the newest complete checkpoint there.
 `hf-moe-ep merge-adapter MODEL ADAPTER OUT` adds it to the checkpoint in bf16.
 """
 
@@ -18,7 +19,7 @@ from peft import LoraConfig
 from text_data import pack, split_text
 from transformers import AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments
 
-from hf_moe_ep import describe, from_pretrained
+from hf_moe_ep import describe, from_pretrained, newest_checkpoint
 
 
 @dataclass
@@ -64,7 +65,8 @@ def main() -> None:
         eval_dataset=pack(tokenizer, held_out_text, args.block_size, args.eval_blocks),
         processing_class=tokenizer,
     )
-    trainer.train()
+    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=begun)
     trainer.evaluate()
     trainer.save_model()
     trainer.save_state()

@@ -22,14 +22,20 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_weights
-from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.config import ParallelConfig, launched_local_rank
 from hf_moe_ep.patch import check_unsharded, patch
 from hf_moe_ep.ranks.together import is_distributed, together
 from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import STATE, ModelState
+from hf_moe_ep.upstream.adapter_files import check_attachable
 from hf_moe_ep.upstream.adapters import attach_adapters, without_adapters
-from hf_moe_ep.upstream.hub import empty_model, forget_quantization, local_folder
+from hf_moe_ep.upstream.hub import (
+    download_options,
+    empty_model,
+    forget_quantization,
+    local_folder,
+)
 from hf_moe_ep.upstream.models import set_source
 
 
@@ -145,10 +151,12 @@ def from_pretrained(
     Accelerator or TrainingArguments first: the process group.
 
     Args:
-        name_or_dir: a folder, or a model of the hub, which is downloaded into the cache.
+        name_or_dir: a folder, or a model of the hub, which the first rank of each machine downloads
+            into the cache.
         model_class: of transformers; None is the one that the folder's config names.
         config: as in `patch`; its fields may also be given by name, such as `ep_size=8`.
-        peft_config: a LoraConfig; the adapters it describes are attached before sharding.
+        peft_config: a LoraConfig; the adapters it describes are attached before sharding. Other
+            adapters, and those whose first values come from the weights, need a loaded model.
         mp_policy, offload_policy: as in `apply_ep_fsdp2`.
         options: as in transformers' `from_pretrained`: `dtype` (by default that of the checkpoint),
             `attn_implementation`, `revision`, `token`, `cache_dir`, .., and fields of its config.
@@ -160,8 +168,17 @@ def from_pretrained(
     sizes = {f.name for f in fields(ParallelConfig)}
     overrides = {name: options.pop(name) for name in sizes & options.keys()}
 
+    download = download_options(options)
+    what = f"from_pretrained({os.fspath(name_or_dir)!r})"
+
+    def fetch() -> Path | None:
+        if peft_config is not None:
+            check_attachable(peft_config)
+        is_first_here = launched_local_rank() in (None, 0)
+        return local_folder(name_or_dir, download) if is_first_here else None
+
     def build() -> tuple[Path, nn.Module]:
-        folder = local_folder(name_or_dir, options)
+        folder = fetched or local_folder(name_or_dir, download, after_another=True)
         model = empty_model(folder, model_class, partial(dtype_of_weights, folder), options)
         # The name, not the folder in the cache: PEFT writes it into the config of an adapter.
         set_source(model, os.fspath(name_or_dir))
@@ -169,7 +186,9 @@ def from_pretrained(
             model = attach_adapters(model, peft_config)
         return folder, model
 
-    folder, model = together(f"from_pretrained({os.fspath(name_or_dir)!r})", build)
+    # 512 ranks that ask the hub at once would be refused by it.
+    fetched = together(what, fetch)
+    folder, model = together(what, build)
     return apply_ep_fsdp2(
         model,
         config,

@@ -1,10 +1,16 @@
 """What `from_pretrained` makes of a folder's config; checkpoints/test_hub.py has the weights."""
 
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from support.hub_files import write_hub
 from support.ranks import run_ranks
@@ -54,3 +60,167 @@ def test_a_name_of_the_hub_a_dtype_by_name_and_a_quantized_checkpoint(tmp_path: 
         config |= {"quantization_config": more} if more else {}
         (folder / "config.json").write_text(json.dumps(config))
     assert run_ranks(_named, 1, str(tmp_path / "hub")) == [("owner/model", "owner/model")]
+
+
+class FakeHub:
+    """A repository and a cache, both folders; stands for `snapshot_download`, as far as used."""
+
+    def __init__(self, repository: Path, cache: Path) -> None:
+        self.repository, self.cache = repository, cache
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(
+        self,
+        name: str,
+        allow_patterns: list[str],
+        ignore_patterns: list[str] | None = None,
+        local_files_only: bool = False,
+        revision: str = "main",
+    ) -> str:
+        self.calls.append({"local_files_only": local_files_only, "revision": revision})
+        there = self.cache if local_files_only else self.repository
+        if not there.is_dir():
+            raise LocalEntryNotFoundError("nothing is cached")
+        if not local_files_only:
+            files = [str(f.relative_to(there)) for f in there.rglob("*") if f.is_file()]
+            for file in filter_repo_objects(
+                files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            ):
+                (self.cache / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(self.repository / file, self.cache / file)
+        return str(self.cache)
+
+    def cached(self) -> set[str]:
+        return {str(f.relative_to(self.cache)) for f in self.cache.rglob("*") if f.is_file()}
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NOT_WANTED = (
+    "original/config.json",
+    "original/model--00001-of-00002.safetensors",
+    "consolidated-00001-of-00002.safetensors",
+    "onnx/model.onnx",
+    "adapter/adapter_model.safetensors",
+    "pytorch_model.bin",
+)
+
+
+def _repository(folder: Path, files: int) -> set[str]:
+    """Write a model and what stands beside others on the hub; return the names of its files."""
+    write_hub(folder, tiny(dtype=torch.float32), files=files)
+    for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    wanted = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+    for name in NOT_WANTED:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("another format")
+    return wanted
+
+
+@pytest.mark.parametrize("subfolder", ["", "of [one] stage"])
+@pytest.mark.parametrize("files", [1, 3])
+def test_what_the_index_names_is_downloaded_and_nothing_else(
+    files: int, subfolder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "repository"
+    if subfolder:
+        _repository(repository, 2)
+    wanted = _repository(repository / subfolder, files)
+    assert sum(name.endswith(".safetensors") for name in wanted) == files
+    fake = FakeHub(repository, tmp_path / COMMIT)
+    monkeypatch.setattr(hub, "snapshot_download", fake)
+    found = hub.local_folder("owner/model", {"subfolder": subfolder} if subfolder else {})
+    assert found == tmp_path / COMMIT / subfolder
+    assert fake.cached() == {os.path.join(subfolder, name) for name in wanted}
+    assert [call["revision"] for call in fake.calls] == ["main", COMMIT], "one state of the branch"
+
+
+def test_a_damaged_index_of_the_hub_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _repository(tmp_path / "repository", 3)
+    index = "model.safetensors.index.json"
+    for text, words in (("{", "is no JSON or damaged"), ('{"weight_map": []}', "is no index")):
+        (tmp_path / "repository" / index).write_text(text)
+        monkeypatch.setattr(
+            hub, "snapshot_download", FakeHub(tmp_path / "repository", tmp_path / "cache")
+        )
+        with pytest.raises(ValueError, match=f"{index} {words}"):
+            hub.local_folder("owner/model", {})
+
+
+def _downloaded(rank: int, world: int, folder: str, caches: str) -> list[bool]:
+    fake = FakeHub(Path(folder), Path(caches.format(rank=rank), COMMIT))
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(hub, "snapshot_download", fake)
+        from_pretrained("owner/model", ep_size=2)
+    return [call["local_files_only"] for call in fake.calls]
+
+
+def test_one_rank_of_a_machine_asks_the_hub(tmp_path: Path) -> None:
+    """The others read the cache after it; one that sees another cache fills its own."""
+    _repository(tmp_path / "repository", 3)
+    shared, own = f"{tmp_path}/shared", f"{tmp_path}/of rank {{rank}}"
+    repository = str(tmp_path / "repository")
+    assert run_ranks(_downloaded, 2, repository, shared) == [[False] * 2, [True] * 2]
+    assert run_ranks(_downloaded, 2, repository, own) == [[False] * 2, [True, False, False]]
+
+
+AT = ["q_proj", "v_proj"]
+BEFORE_A_DOWNLOAD = {
+    r"LoRA with DoRA \(use_dora\)": lambda: _lora(use_dora=True),
+    r"single rows of embeddings \(trainable_token_indices\)": lambda: _lora(
+        trainable_token_indices=[1, 2]
+    ),
+    r"LoRA on embeddings \(embed_tokens\)": lambda: _lora(["q_proj", "embed_tokens"]),
+    r"replicated layers \(layer_replication\)": lambda: _lora(layer_replication=[(0, 2), (0, 2)]),
+    r"KaSA \(kasa_config\)": lambda: _lora(kasa_config=peft.KasaConfig()),
+    "init_lora_weights='pissa'": lambda: _lora(init_lora_weights="pissa"),
+    "init_lora_weights='pissa_niter_4'": lambda: _lora(init_lora_weights="pissa_niter_4"),
+    "init_lora_weights='olora'": lambda: _lora(init_lora_weights="olora"),
+    "init_lora_weights='orthogonal'": lambda: _lora(init_lora_weights="orthogonal"),
+    r"IA3Config \(peft_type IA3\)": lambda: peft.IA3Config(
+        target_modules=AT, feedforward_modules=[]
+    ),
+    r"LoHaConfig \(peft_type LOHA\)": lambda: peft.LoHaConfig(target_modules=AT),
+    r"VeraConfig \(peft_type VERA\)": lambda: peft.VeraConfig(target_modules=AT),
+    r"PromptTuningConfig \(peft_type PROMPT_TUNING\)": lambda: peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3
+    ),
+}
+TAKEN = {
+    "plain": lambda: _lora(),
+    "rslora": lambda: _lora(use_rslora=True),
+    "gaussian": lambda: _lora(init_lora_weights="Gaussian"),
+    "no first values": lambda: _lora(init_lora_weights=False),
+    "a bias of its own": lambda: _lora(lora_bias=True),
+    "another head": lambda: _lora(modules_to_save=["lm_head"]),
+    "all Linear modules": lambda: _lora("all-linear"),
+}
+
+
+def _lora(targets: list[str] | str = AT, **more: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **more)
+
+
+def _with_adapters(rank: int, world: int, folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.delattr(hub, "snapshot_download")  # whoever calls it gets another error
+        for words, config in BEFORE_A_DOWNLOAD.items():
+            with pytest.raises(ValueError, match=rf"peft_config is .*{words}.*get_peft_model"):
+                from_pretrained("owner/model", peft_config=config())
+    with pytest.raises(
+        ValueError, match=r"is LoRA on embeddings \(.*model.embed_tokens\); from_pre"
+    ):
+        from_pretrained(folder, peft_config=_lora(r".*(q_proj|tokens)"))
+    for config in TAKEN.values():
+        model = from_pretrained(folder, peft_config=config())
+        factors = [p for name, p in model.named_parameters() if "lora_" in name]
+        assert factors and all(torch.isfinite(p.full_tensor()).all() for p in factors)
+
+
+def test_adapters_that_need_values_are_refused_by_name(tmp_path: Path) -> None:
+    """In front of the download, which takes an hour; PEFT's own message would come after it."""
+    write_hub(tmp_path / "hub", tiny(dtype=torch.float32))
+    run_ranks(_with_adapters, 1, str(tmp_path / "hub"))

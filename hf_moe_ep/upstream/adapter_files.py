@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS
+from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, no_lean_adapters
 
 _PREFIX = "base_model.model."
 # Fields of a LoraConfig that make something else of it than W + scale * B A of the base's W.
@@ -36,6 +36,34 @@ _MORE_THAN_A_PRODUCT = {
 # First values that leave the base as it is; all others take something out of it.
 _KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 _ELSEWHERE = "merge it in one process, with PEFT's merge_and_unload"
+# Of these fields, the ones that need no tensors but the factors, nor values of the base.
+_FACTORS_ALONE = ("lora_bias", "alora_invocation_tokens")
+_EMBEDDINGS = "embed_tokens"
+
+
+def check_attachable(config: Any) -> None:
+    """Raise where `attach_adapters` cannot attach the adapters of a config to a model on meta.
+
+    Such a model has no values yet, so an adapter may consist of the factors of LoRA alone, and
+    their first values may not be computed from the weights. LoRA on embeddings is found here where
+    the config names them, otherwise by `attach_adapters`.
+
+    Raises:
+        ValueError: it is of another kind; it says which, and how to load the model instead.
+    """
+    found = getattr(config, "peft_type", None)
+    kind = str(getattr(found, "value", found))
+    if kind != "LORA":
+        raise no_lean_adapters(f"{type(config).__name__} (peft_type {kind})")
+    if more := _beyond_a_product(config, _FACTORS_ALONE):
+        raise no_lean_adapters(f"LoRA with {', '.join(more)}")
+    first = config.init_lora_weights
+    if not isinstance(first, bool) and str(first).lower() != "gaussian":
+        raise no_lean_adapters(f"LoRA with init_lora_weights={first!r}")
+    targets = config.target_modules
+    names = [targets] if isinstance(targets, str) else targets or ()
+    if any(name.endswith(_EMBEDDINGS) for name in names):
+        raise no_lean_adapters(f"LoRA on embeddings ({_EMBEDDINGS})")
 
 
 def read_lora_config(folder: Path) -> Any:
@@ -78,13 +106,20 @@ def read_lora_config(folder: Path) -> Any:
     return config
 
 
-def _beyond_a_product(config: Any) -> list[str]:
-    """Name what an adapter has beside two factors, also what only a newer PEFT knows as such."""
+def _beyond_a_product(config: Any, allowed: Iterable[str] = ()) -> list[str]:
+    """Name what an adapter has beside two factors, also what only a newer PEFT knows as such.
+
+    The fields `allowed` are left out.
+    """
     variants = (
         field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")
     )
     names = {name: name for name in variants} | _MORE_THAN_A_PRODUCT
-    return [name for field, name in names.items() if getattr(config, field, None)]
+    return [
+        name
+        for field, name in names.items()
+        if field not in allowed and getattr(config, field, None)
+    ]
 
 
 def attach_without_values(model: nn.Module, config: Any) -> nn.Module:

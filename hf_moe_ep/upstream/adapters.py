@@ -293,19 +293,36 @@ def _update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
     return LowRank(parameter, a, b, scale, num_experts, turned, casts)
 
 
+def no_lean_adapters(kind: str) -> ValueError:
+    """Return the error for adapters of a kind that cannot be attached before values are read."""
+    return ValueError(
+        f"peft_config is {kind}; from_pretrained attaches adapters before it reads any weight, "
+        f"which it can for LoRA on Linear modules and target_parameters, with init_lora_weights "
+        f"True, False or 'gaussian'. For other adapters, load the model with "
+        f"AutoModelForCausalLM.from_pretrained, call get_peft_model(model, peft_config), and patch "
+        f"it"
+    )
+
+
 def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
     """Call `get_peft_model` on a model on meta, and give the factors memory and first values.
 
-    PEFT alone would leave them on meta, without values.
+    PEFT alone would leave them on meta, without values. `check_attachable` of adapter_files.py
+    tells which configs this takes.
+
+    Raises:
+        ValueError: the adapters are LoRA on embeddings.
     """
     from peft import get_peft_model
 
     model = get_peft_model(model, peft_config)
     module: Any
-    for module in model.modules():
+    for name, module in model.named_modules():
         reset = getattr(module, "reset_lora_parameters", None)
         if reset is None:
             continue
+        if len(module.lora_embedding_A):
+            raise no_lean_adapters(f"LoRA on embeddings ({canonical_name(name)})")
         for adapter in module.lora_A:
             for factor in (module.lora_A[adapter], module.lora_B[adapter]):
                 factor.to_empty(device="cpu")

@@ -6,6 +6,7 @@ used by their public names.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import stock_name
@@ -42,15 +43,36 @@ _DOWNLOAD = (
 )
 # Quantization methods whose checkpoints are decoded while they are read.
 _DECODED = ("mxfp4", "fp8")
-_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py")
+# What describes a model and its tokenizer, in the top folder of a repository.
+_SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+# Where transformers saves the other chat templates of a tokenizer.
+_TEMPLATES = "additional_chat_templates/*.jinja"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -> Path:
+def download_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of a download (`revision`, `subfolder`, ...) from `options`; return them.
+
+    They are those that `local_folder` takes.
+    """
+    return {name: options.pop(name) for name in (*_DOWNLOAD, "subfolder") if name in options}
+
+
+def local_folder(
+    name_or_dir: str | os.PathLike[str], options: dict[str, Any], *, after_another: bool = False
+) -> Path:
     """Return the folder `name_or_dir`, or the cached one of that model of the hub.
 
-    A model that is not in the cache is downloaded; ranks of one node wait for each other at the
-    locks of the cache. Options of the download (`revision`, `cache_dir`, ...) and `subfolder` are
-    removed from `options`.
+    The files of the model that are not in the cache are downloaded: the small files of the top
+    folder (configs, tokenizer), and the weights that model.safetensors.index.json names, or
+    model.safetensors where there is no index. The same weights in another format, which many
+    repositories keep in original/ or as consolidated.safetensors, are left where they are.
+
+    Args:
+        name_or_dir: a folder or the name of a model of the hub.
+        options: of `download_options`.
+        after_another: another process of this machine has downloaded the model, so the cache is
+            read without asking the hub. A cache that lacks the model is another one, and filled.
 
     Raises:
         ValueError: `name_or_dir` is a path, and no folder is there; a name that the hub does not
@@ -60,18 +82,47 @@ def local_folder(name_or_dir: str | os.PathLike[str], options: dict[str, Any]) -
     if not os.path.isdir(name) and (os.path.exists(name) or _PATH.match(name)):
         what = "is a file" if os.path.exists(name) else "does not exist on this machine"
         raise ValueError(f"{name} {what}; name a folder with config.json, or a model of the hub")
-    own = {name: options.pop(name) for name in _DOWNLOAD if name in options}
-    subfolder = options.pop("subfolder", None) or ""
+    own = dict(options)
+    subfolder = own.pop("subfolder", None) or ""
     if os.path.isdir(name_or_dir):
         return Path(name_or_dir, subfolder)
     try:
-        found = snapshot_download(name, allow_patterns=list(_PATTERNS), **own)
+        if after_another:
+            cached = {key: value for key, value in own.items() if key != "force_download"}
+            try:
+                return _download(name, subfolder, cached | {"local_files_only": True})
+            except LocalEntryNotFoundError:
+                pass
+        return _download(name, subfolder, own)
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise ValueError(
             f"{name!r} is no folder on this machine and no model in the cache of the hub, and it "
             f"cannot be fetched: {error}"
         ) from error
+
+
+def _download(name: str, subfolder: str, own: dict[str, Any]) -> Path:
+    """Download the small files of a model, then the weights that they name."""
+    # In the hub's patterns * matches the / between folders, too.
+    top = glob.escape(f"{subfolder.strip('/')}/") if subfolder else ""
+    small = [f"{top}{pattern}" for pattern in _SMALL]
+    found = snapshot_download(name, allow_patterns=small, ignore_patterns=[f"{top}*/*"], **own)
+    if _COMMIT.fullmatch(Path(found).name):  # the branch may move before the second call
+        own = own | {"revision": Path(found).name}
+    weights = [f"{top}{glob.escape(file)}" for file in _weight_files(Path(found, subfolder))]
+    found = snapshot_download(name, allow_patterns=[*weights, f"{top}{_TEMPLATES}"], **own)
     return Path(found, subfolder)
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """List the weights that the index in a folder names; without one it is model.safetensors."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
+        return [SAFE_WEIGHTS_NAME]
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ValueError(f"{index} is no index: its weight_map does not map tensors to files")
+    return sorted(set(places.values()))
 
 
 def read_object(path: Path) -> dict[str, Any]:

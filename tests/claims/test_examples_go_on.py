@@ -13,11 +13,15 @@ from support.scripts import CPU_4, ROOT, run_script
 from hf_moe_ep.checkpoints.storage import manifest
 
 EXAMPLES = ROOT / "examples"
+# Blocks of 64 values, of which NF4 makes one scale, divide it.
+MODEL = ["--moe_intermediate_size", "192"]
 COMMON = ["--ep_size", "2", "--block_size", "64", "--max_steps", "4", "--save_steps", "2"]
 FLAGS = {
     "finetune_text.py": "--use_cpu --eval_blocks 8 --logging_steps 1 --report_to none "
     "--per_device_train_batch_size 2 --learning_rate 1e-2",
     "finetune_lora.py": "--use_cpu --eval_blocks 8 --logging_steps 1 --report_to none "
+    "--per_device_train_batch_size 2 --learning_rate 1e-2",
+    "finetune_qlora.py": "--use_cpu --eval_blocks 8 --logging_steps 1 --report_to none "
     "--per_device_train_batch_size 2 --learning_rate 1e-2",
     "finetune_text_loop.py": "--cpu --batch_size 2 --accumulation_steps 2 --lr 1e-2",
 }
@@ -42,7 +46,8 @@ def _result(script: str, start: Path, folder: Path) -> tuple[list[float], str]:
 def test_it_goes_on(tmp_path: Path, script: str) -> None:
     """Step 2 is complete, step 3 was not finished: the rest is, to the last bit, the same."""
     start, whole, again = (tmp_path / name for name in ("start", "whole", "again"))
-    subprocess.run([sys.executable, EXAMPLES / "make_small_model.py", start], check=True)
+    making = [sys.executable, EXAMPLES / "make_small_model.py", start]
+    subprocess.run([*making, *(MODEL if script == "finetune_qlora.py" else [])], check=True)
     want, said = _result(script, start, whole)
     assert len(want) == (1 if script == "finetune_text_loop.py" else 9), want
     assert "passed over" not in said

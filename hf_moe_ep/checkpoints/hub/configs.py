@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_moe_ep.checkpoints.hub.switch import settle
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.sharded_models import stock_class
@@ -33,7 +34,11 @@ def save_configs(
 def stage_configs(
     model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
 ) -> Path:
-    """Save them into a folder in `folder` that `publish` empties into it."""
+    """Save them into a folder in `folder` that `publish` empties into it.
+
+    What a killed process has left of an earlier save is put in order first.
+    """
+    settle(folder)
     for left_behind in folder.glob(f"{BESIDE}*"):
         shutil.rmtree(left_behind)
     beside = Path(tempfile.mkdtemp(prefix=BESIDE, dir=folder))

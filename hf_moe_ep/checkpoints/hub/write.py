@@ -2,18 +2,28 @@
 
     .configs-..: config.json, .., tokenizer            first, beside their places
     model-3f9c21ab-00001-of-00013.safetensors, ..      names that no earlier checkpoint has
-    config.json, generation_config.json, tokenizer     renamed into place: they describe what
-    model.safetensors.index.json                       comes last, by one rename: the commit
+    config.json, generation_config.json, tokenizer     describe the model; they and
+    model.safetensors.index.json                       appear at one moment: the commit
     shards that the index does not name                are removed
 
-A process killed at any moment leaves the index of the previous checkpoint, and all its shards; one
-that fails while it writes shards, hours maybe, the configs too. The index also keeps the sha256 of
-every shard, for `hf-moe-ep verify`.
+What holds when a process is killed or fails:
+
+    before the commit    the folder is the previous checkpoint, configs and shards
+    after it             the folder is the new checkpoint; old shards may be left, unnamed
+
+Where a checkpoint is in the folder whose configs are the same as the new ones, file by file, and
+that has an index, the commit is the rename of the index. Otherwise `switch.py` replaces configs and
+index and removes a model.safetensors, which readers would prefer to the index, by one rename of a
+link. On a file system without links (symbolic and hard) that is not possible: there configs, index
+and the removal follow each other within milliseconds, a kill between them leaves configs that do
+not describe the weights, and a warning says so. The index also keeps the sha256 of every shard, for
+`hf-moe-ep verify`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import shutil
@@ -27,14 +37,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.hub.configs import publish
+from hf_moe_ep.checkpoints.hub.configs import CONFIG, publish
 from hf_moe_ep.checkpoints.hub.layout import hub_layout, joined
 from hf_moe_ep.checkpoints.hub.pieces import Piece, overlaps
+from hf_moe_ep.checkpoints.hub.switch import changed_files, settle, switch_files
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
 from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, Writer
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.upstream.hub import file_name, progress_bar
+
+_logger = logging.getLogger("hf_moe_ep")
 
 HASHES = "hf_moe_ep_sha256"
 # Of ours and of transformers; model-ema.safetensors and its like are the user's.
@@ -269,13 +282,34 @@ class _HubWriter:
         """Make the new shards the checkpoint, and remove those of earlier ones."""
         metadata = {"total_size": self._total, HASHES: self._hashes}
         index = {"metadata": metadata, "weight_map": dict(sorted(self._places.items()))}
-        if self._configs is not None:
-            publish(self._configs, self._folder)
-        write_atomically(self._folder / INDEX, json.dumps(index, indent=2) + "\n")
+        text = json.dumps(index, indent=2) + "\n"
+        if not self._switch(text):
+            if self._configs is not None:
+                publish(self._configs, self._folder)
+            write_atomically(self._folder / INDEX, text)
         self._remove(lambda name: name not in self._names)
+
+    def _switch(self, index: str) -> bool:
+        """Commit several files at one moment where one rename is not enough."""
+        hidden = SINGLE not in self._names and (self._folder / SINGLE).is_file()
+        if self._configs is None or not (self._folder / CONFIG).is_file():
+            return False
+        if not hidden and not changed_files(self._folder, self._configs):
+            return False
+        write_atomically(self._configs / INDEX, index)
+        if switch_files(self._folder, self._configs, [SINGLE] if hidden else []):
+            return True
+        (self._configs / INDEX).unlink()
+        _logger.warning(
+            "%s is on a file system without links, so its configs and its index are replaced one "
+            "after the other; a process killed between them leaves a folder that does not load",
+            self._folder,
+        )
+        return False
 
     def abandon(self) -> None:
         """Remove what was written, unless it is the checkpoint now: others may fail after that."""
+        settle(self._folder)
         if not self._is_committed():
             self._remove(lambda name: name in self._names)
             if self._configs is not None:
