@@ -33,7 +33,7 @@ from transformers import (
 
 from hf_moe_ep.config import check_choice
 from hf_moe_ep.plan import ModelPlan, matches
-from hf_moe_ep.upstream.hub import on_meta, read_object
+from hf_moe_ep.upstream.hub import on_meta, read_object, why_unreachable
 from hf_moe_ep.upstream.models import is_causal_lm, takes_images
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -106,11 +106,14 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
 
 
 def _fetch_config(name: str, known: Mapping[str, Any]) -> Any:
-    """Return the config of a repository of the hub, from its cache or the network."""
+    """Return the config of a repository of the hub; its cached copy if the hub is out of reach."""
+    unreachable = why_unreachable(name, "config.json")
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoConfig.from_pretrained(
+            name, trust_remote_code=False, local_files_only=unreachable is not None
+        )
     except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = unreachable or str(error).partition("\n")[0]
         raise ValueError(
             f"the config of {name!r} was not found on the hub or in its cache ({reason}); download "
             f"its config.json and name that file, or one of {', '.join(known)}"

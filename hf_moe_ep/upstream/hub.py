@@ -11,16 +11,20 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as DeadlinePassed
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -48,6 +52,10 @@ _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 # Where transformers saves the other chat templates of a tokenizer.
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# The HTTP library's base class of errors, those of a connection among them. The name of that
+# library changes with the version of huggingface_hub (httpx, httpx2).
+_HTTPError: Any = HfHubHTTPError.__bases__[0]
+_ANSWER_SECONDS = 8.0
 
 
 def download_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +120,34 @@ def _download(name: str, subfolder: str, own: dict[str, Any]) -> Path:
     weights = [f"{top}{glob.escape(file)}" for file in _weight_files(Path(found, subfolder))]
     found = snapshot_download(name, allow_patterns=[*weights, f"{top}{_TEMPLATES}"], **own)
     return Path(found, subfolder)
+
+
+def why_unreachable(name: str, file: str) -> str | None:
+    """Ask the hub once for a file of a model; return why it cannot be had now, or None.
+
+    The answer comes within 8 seconds. `hf_hub_download` takes 23 seconds without a network, as it
+    tries a file that is not cached six more times (huggingface_hub/file_download.py), and minutes
+    behind a firewall that drops packets: then each try waits a minute for every address of the
+    hub. A timeout of the HTTP client would not cover the addresses and the name server, so the
+    question runs in a thread of its own, which is left behind when the time is over.
+    """
+    answer: Future[None] = Future()
+
+    def ask() -> None:
+        try:
+            get_hf_file_metadata(hf_hub_url(name, file), timeout=_ANSWER_SECONDS)
+            answer.set_result(None)
+        except (_HTTPError, OSError, ValueError) as error:
+            answer.set_exception(error)
+
+    Thread(target=ask, name="hf_moe_ep asks the hub", daemon=True).start()
+    try:
+        answer.result(_ANSWER_SECONDS)
+    except DeadlinePassed:
+        return f"the hub did not answer within {_ANSWER_SECONDS:g} seconds"
+    except (_HTTPError, OSError, ValueError) as error:
+        return " ".join(str(error).split())
+    return None
 
 
 def _weight_files(folder: Path) -> list[str]:

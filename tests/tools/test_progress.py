@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hf_moe_ep.checkpoints.verify import Found
-from hf_moe_ep.tools import progress, published_models, verify_command
+from hf_moe_ep.tools import progress, verify_command
 from hf_moe_ep.tools.cli import main
 from hf_moe_ep.tools.printing import print_found
 from hf_moe_ep.tools.progress import Progress
@@ -53,16 +53,3 @@ def test_all_that_is_missing_is_named_at_once(capsys: pytest.CaptureFixture[str]
     assert main(["memory", "nowhere"]) == 2
     err = capsys.readouterr().err
     assert "--gpus" in err and "'nowhere' is no model" in err, err
-
-
-def test_a_hub_id_fetches_the_config_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    want = published_models.find_config("Qwen/Qwen3-30B-A3B")  # of the table: no network
-    asked: list[str] = []
-
-    def fetch(name: str, **_: object) -> object:
-        asked.append(name)
-        return want
-
-    monkeypatch.setattr(published_models.AutoConfig, "from_pretrained", fetch)
-    assert published_models.find_config("owner/Some-MoE.1") is want
-    assert asked == ["owner/Some-MoE.1"]
