@@ -81,7 +81,7 @@ keyword) to search for in FILE.
     upstream/gloo.py | ProcessGroupGloo | torch's class, while groups of ours are created
     upstream/gloo.py | _devices _threads _timeout | options of such a group
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
-    checkpoints/storage/unpickle.py | read_metadata | torch's reader of checkpoints, process-wide
+    checkpoints/storage/unpickle.py | _refusals | guards what this thread loads by DCP
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate makes to save
     checkpoints/convert.py | read_metadata | of one reader, for its life
     tools/fake_step.py | setattr | who gathers counts, blocks and codes, torch.chunk: in a plan

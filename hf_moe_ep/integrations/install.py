@@ -4,8 +4,8 @@
 process. A wrapper asks first whether it was given a patched model, and otherwise calls what was
 there before; those that are given no model say in their row why they are needed all the same.
 What a wrapper does stands in its own file: `prepare`, `saving`, `shared_batches`, `optimizers`,
-`trackers`, `prompts`, `references`, `engines`, `expert_load`, `trainer_checkpoints`, and
-`lora/computed.py`.
+`trackers`, `prompts`, `references`, `engines`, `expert_load`, `trainer_checkpoints`,
+`checkpoints/storage/unpickle.py` and `lora/computed.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import transformers
 
+from hf_moe_ep.checkpoints.storage import unpickle
 from hf_moe_ep.integrations import (
     engines,
     expert_load,
@@ -192,7 +193,17 @@ WRAPPED = (
     Wrap(
         "transformers.trainer:Trainer._load_optimizer_and_scheduler",
         trainer_checkpoints.load_safely,
-        "reads metadata alone out of DCP's pickled .metadata, where torch runs what is in it",
+        "loads values alone from DCP's pickles, where torch runs what is in them",
+    ),
+    Wrap(
+        "torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata",
+        unpickle.read_metadata,
+        "builds metadata alone while a patched model is loaded, on the thread that loads it",
+    ),
+    Wrap(
+        "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
+        unpickle.load_bytes,
+        "loads values alone while a patched model is loaded, on the thread that loads it",
     ),
     Wrap(
         "accelerate.accelerator:Accelerator.save_state",
@@ -202,7 +213,7 @@ WRAPPED = (
     Wrap(
         "accelerate.accelerator:Accelerator.load_state",
         trainer_checkpoints.load_state,
-        "reads metadata alone out of DCP's pickled .metadata, where torch runs what is in it",
+        "loads complete checkpoints alone, and values alone from DCP's pickles",
     ),
     # Ranks of an sp group share their batches
     Wrap(

@@ -33,7 +33,7 @@ from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import planned_by_each
-from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
+from hf_moe_ep.checkpoints.storage.unpickle import values_alone
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
 from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -118,7 +118,7 @@ def load_safely(
     """Load as the Trainer does, experts in hub order, with metadata alone out of `.metadata`."""
     if self.model is None or find_state(self.model) is None:
         return original(self, *args, **kwargs)
-    with metadata_alone(), experts_in_hub_order(self.model, self.optimizer):
+    with values_alone(), experts_in_hub_order(self.model, self.optimizer):
         return original(self, *args, **kwargs)
 
 
@@ -144,7 +144,7 @@ def load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     """`Accelerator.load_state` of a patched model: no other code out of `.metadata`."""
     if not any(find_state(model) is not None for model in prepared_models(self)):
         return original(self, *args, **kwargs)
-    with metadata_alone(), _all_in_hub_order(self):
+    with values_alone(), _all_in_hub_order(self):
         return original(self, *args, **kwargs)
 
 

@@ -26,7 +26,7 @@ from transformers import Trainer, TrainingArguments
 from hf_moe_ep import load_checkpoint, patch
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage import unpickle as restricted
-from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, metadata_alone
+from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, values_alone
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
 
@@ -138,7 +138,7 @@ def test_metadata_runs_no_code(runs: Results, folder: Path) -> None:
     for result in runs["code"]:
         assert "posix.mkdir has no place in the metadata" in result.error, result.error
     assert not (folder / "code ran").exists()
-    with metadata_alone():
+    with values_alone():
         FileSystemReader(folder / "half" / "checkpoint-3" / "optimizer_0").read_metadata()
 
 
