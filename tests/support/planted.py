@@ -1,11 +1,13 @@
 """Code in a checkpoint of torch.distributed.checkpoint, where an attacker could put it."""
 
+import io
 import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
@@ -36,10 +38,11 @@ def plant(folder: Path, trace: Path) -> Path:
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata)
     )
     stored = metadata.storage_data[index]
-    file, code = folder / stored.relative_path, pickle.dumps(Shell(trace))
-    moved = replace(stored, offset=file.stat().st_size, length=len(code))
+    file, code = folder / stored.relative_path, io.BytesIO()
+    torch.save(Shell(trace), code)
+    moved = replace(stored, offset=file.stat().st_size, length=len(code.getvalue()))
     with file.open("ab") as end:
-        end.write(code)
+        end.write(code.getvalue())
     metadata.storage_data[index] = moved
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     return file

@@ -3,7 +3,7 @@
 DCP keeps two kinds of pickles, and torch runs whatever is in them:
 
     .metadata       which tensors there are, and where (filesystem.py, read_metadata)
-    __0_0.distcp    beside tensors "byte items": the numbers of an optimizer's options, lr, betas, ..
+    __0_0.distcp    beside tensors "byte items": an optimizer's options, lr, betas, ..
                     (default_planner.py, load_bytes: torch.load with weights_only=False)
 
 Here `.metadata` may build the classes of `_MAY_BUILD` and nothing else, and a byte item is loaded
@@ -114,7 +114,7 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
+def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
     """Read `.metadata` as FileSystemReader.read_metadata does, but build metadata alone.
 
     Raises:
@@ -134,7 +134,7 @@ def _read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
     return metadata
 
 
-def _load_bytes(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
+def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
     """Load a byte item as DefaultLoadPlanner.load_bytes does, but values alone.
 
     Raises:
@@ -157,10 +157,9 @@ def _load_bytes(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of torch.load's error that says what it refused; it advises to go on."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    said = (line.partition("WeightsUnpickler error: ")[2] for line in lines)
-    return next(filter(None, said), lines[0])
+    """Return in one line what torch.load refused, without its advice to load it all the same."""
+    cause = error.__context__ or error
+    return " ".join(str(cause).split()) or repr(cause)
 
 
 def _refused(text: str) -> _RefusedError:
@@ -174,24 +173,26 @@ class MetadataReader(FileSystemReader):
     """torch's reader of a checkpoint by DCP, with metadata alone out of `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return _read_metadata(self, *args, **kwargs)
+        return _build_metadata(self, *args, **kwargs)
 
 
 class ValuesPlanner(DefaultLoadPlanner):
     """torch's planner of a load by DCP, with values alone out of byte items."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        _load_bytes(self, read_item, value)
+        _load_value(self, read_item, value)
 
 
 def read_metadata(original: Callable[..., Metadata], *args: Any, **kwargs: Any) -> Metadata:
     """`FileSystemReader.read_metadata`, which builds metadata alone inside `values_alone`."""
-    return original(*args, **kwargs) if _refusals.get() is None else _read_metadata(*args, **kwargs)
+    return (
+        original(*args, **kwargs) if _refusals.get() is None else _build_metadata(*args, **kwargs)
+    )
 
 
 def load_bytes(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """`DefaultLoadPlanner.load_bytes`, which loads values alone inside `values_alone`."""
-    return original(*args, **kwargs) if _refusals.get() is None else _load_bytes(*args, **kwargs)
+    return original(*args, **kwargs) if _refusals.get() is None else _load_value(*args, **kwargs)
 
 
 @contextmanager
