@@ -3,6 +3,9 @@
 Only complete checkpoints count (`storage/manifest.py`), and the steps in their names choose between
 them, never a clock (`storage/order.py`). Folders that look like a checkpoint and are not complete
 are named in a warning, because a run that begins anew beside them may be a surprise.
+
+The Trainer and Accelerate resume from a folder that has neither marker nor manifest too, because
+stock wrote it, or a version of this package that had none: with a warning.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import warnings
 from pathlib import Path
 
 from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
 from hf_moe_ep.ranks.together import is_first, on_first
 
 # Names that the Trainer and Accelerate choose.
@@ -77,3 +81,61 @@ def _looks_like_one(path: Path) -> bool:
     """Tell whether a folder that is no complete checkpoint was probably meant to be one."""
     of_accelerate = any((path / name).exists() for name in _OF_ACCELERATE)
     return manifest.is_ours(path) or bool(_THEIRS.fullmatch(path.name)) or of_accelerate
+
+
+def in_series(root: Path, names: re.Pattern[str]) -> list[Path]:
+    """List the folders in `root` that are named alike and numbered, the highest number last."""
+    found = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return newest_last(Saved(path) for path in found if names.fullmatch(path.name))
+
+
+def newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:
+    """Find the highest-numbered folder that is not unfinished, and whether it has a manifest.
+
+    Raises:
+        ValueError: there is none; it lists what was there instead.
+    """
+    torn = []
+    for folder in reversed(in_series(root, names)):
+        try:
+            verifiable = is_verifiable(folder)
+        except ValueError as error:
+            torn.append(str(error))
+            continue
+        if torn:
+            warnings.warn(f"resuming from {folder}, because " + "; ".join(torn), stacklevel=2)
+        return folder, verifiable
+    none = "  no folder in it has a name that ends in its number"
+    lines = "\n".join(f"  {line}" for line in torn) or none
+    raise ValueError(f"no complete checkpoint in {root}:\n{lines}")
+
+
+def is_verifiable(folder: Path) -> bool:
+    """Tell whether a folder has a manifest, or was written without one; by sizes alone.
+
+    Raises:
+        ValueError: it was not finished, or files are missing or too short.
+    """
+    if manifest.is_ours(folder):
+        manifest.check_sizes(folder)
+        return True
+    if not folder.is_dir() or not any(folder.iterdir()):
+        what = "is empty" if folder.is_dir() else "does not exist"
+        raise ValueError(f"{folder} {what}: this checkpoint was not finished; take an older one")
+    return False
+
+
+def check_resumable(folder: Path, verifiable: bool) -> None:
+    """Compare all files with the manifest, or warn that there is none; every rank calls this.
+
+    Raises:
+        ValueError: on every rank: a file has changed.
+    """
+    if verifiable:
+        manifest.check(folder)
+    elif is_first():
+        warnings.warn(
+            f"{folder} has no {manifest.MANIFEST}, as checkpoints of the stock Trainer and "
+            f"Accelerate: whether it is whole cannot be verified",
+            stacklevel=2,
+        )

@@ -5,7 +5,7 @@ process. A wrapper asks first whether it was given a patched model, and otherwis
 there before; those that are given no model say in their row why they are needed all the same.
 What a wrapper does stands in its own file: `prepare`, `saving`, `shared_batches`, `optimizers`,
 `trackers`, `prompts`, `references`, `engines`, `expert_load`, `trainer_checkpoints`,
-`checkpoints/storage/unpickle.py` and `lora/computed.py`.
+`accelerate_states`, `checkpoints/storage/unpickle.py` and `lora/computed.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import transformers
 
 from hf_moe_ep.checkpoints.storage import unpickle
 from hf_moe_ep.integrations import (
+    accelerate_states,
     engines,
     expert_load,
     optimizers,
@@ -207,12 +208,12 @@ WRAPPED = (
     ),
     Wrap(
         "accelerate.accelerator:Accelerator.save_state",
-        trainer_checkpoints.save_state,
-        "brings experts that balance_experts has moved back to hub order, while it saves",
+        accelerate_states.save_state,
+        "a marker first, a manifest last, and experts in hub order while it saves",
     ),
     Wrap(
         "accelerate.accelerator:Accelerator.load_state",
-        trainer_checkpoints.load_state,
+        accelerate_states.load_state,
         "loads complete checkpoints alone, and values alone from DCP's pickles",
     ),
     # Ranks of an sp group share their batches
