@@ -74,6 +74,7 @@ keyword) to search for in FILE.
     -- swapped for one call, and put back --
     integrations/prepare.py | auto_wrap_policy | the user's, while Accelerate prepares
     integrations/shared_batches.py | dispatch_batches use_seedable_sampler | Accelerate's options
+    integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     upstream/training_frameworks.py | rotate_checkpoints _push_from_checkpoint | the Trainer's
     upstream/adapters.py | named_modules | of a model, while PEFT saves it
@@ -81,7 +82,7 @@ keyword) to search for in FILE.
     upstream/gloo.py | ProcessGroupGloo | torch's class, while groups of ours are created
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
-    checkpoints/storage/unpickle.py | read_metadata | torch's reader of checkpoints, process-wide
+    checkpoints/storage/unpickle.py | _refusals | guards what one thread loads by DCP
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate makes to save
     checkpoints/convert.py | read_metadata | of one reader, for its life
     tools/fake_step.py | setattr | who gathers counts, blocks and codes, torch.chunk: in a plan

@@ -4,8 +4,8 @@
 process. A wrapper asks first whether it was given a patched model, and otherwise calls what was
 there before; those that are given no model say in their row why they are needed all the same.
 What a wrapper does stands in its own file: `prepare`, `saving`, `shared_batches`, `optimizers`,
-`trackers`, `prompts`, `references`, `engines`, `expert_load`, `trainer_checkpoints`, and
-`lora/computed.py`.
+`trackers`, `prompts`, `references`, `engines`, `expert_load`, `trainer_checkpoints`,
+`accelerate_states`, `checkpoints/storage/unpickle.py` and `lora/computed.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import transformers
 
+from hf_moe_ep.checkpoints.storage import unpickle
 from hf_moe_ep.integrations import (
+    accelerate_states,
     engines,
     expert_load,
     features,
@@ -227,19 +229,31 @@ WRAPPED = (
     Wrap(
         "transformers.trainer:Trainer._load_optimizer_and_scheduler",
         trainer_checkpoints.load_safely,
-        "reads metadata alone out of DCP's pickled .metadata, where torch runs what is in it",
+        "loads values alone from DCP's pickles, where torch runs what is in them",
+        features.CHECKPOINTS,
+    ),
+    Wrap(
+        "torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata",
+        unpickle.read_metadata,
+        "builds metadata alone while a patched model is loaded, on the thread that loads it",
+        features.CHECKPOINTS,
+    ),
+    Wrap(
+        "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
+        unpickle.load_bytes,
+        "loads values alone while a patched model is loaded, on the thread that loads it",
         features.CHECKPOINTS,
     ),
     Wrap(
         "accelerate.accelerator:Accelerator.save_state",
-        trainer_checkpoints.save_state,
-        "brings experts that balance_experts has moved back to hub order, while it saves",
+        accelerate_states.save_state,
+        "a marker first, a manifest last, and experts in hub order while it saves",
         features.ACCELERATE_STATE,
     ),
     Wrap(
         "accelerate.accelerator:Accelerator.load_state",
-        trainer_checkpoints.load_state,
-        "reads metadata alone out of DCP's pickled .metadata, where torch runs what is in it",
+        accelerate_states.load_state,
+        "loads complete checkpoints alone, and values alone from DCP's pickles",
         features.ACCELERATE_STATE,
     ),
     # Ranks of an sp group share their batches

@@ -7,12 +7,12 @@ complete one; one that is named is read against its manifest before anything is 
 
 A checkpoint without our marker was written by stock, or before there were manifests: it is loaded
 with a warning. With the marker and no manifest it was not finished. Models that are not patched
-go through stock code as it is.
+go through stock code as it is. `accelerate_states.py` does the same for `Accelerator.save_state`.
 
 A model that is not sharded is loaded with its experts too: stock looks in a file of hub layout for
 the model's own names, says that those of experts are missing, and goes on with what they were
-before. And DCP's pickled `.metadata` may build metadata and nothing else, where torch runs whatever
-is in the file.
+before. And nothing that DCP reads runs code (`checkpoints/storage/unpickle.py`), where torch runs
+whatever is in its files. The Trainer reads all other files with weights_only=True by itself.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,14 @@ import transformers
 
 from hf_moe_ep.checkpoints.hub.configs import save_configs
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
+from hf_moe_ep.checkpoints.newest import check_resumable, is_verifiable, newest_resumable
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import planned_by_each
-from hf_moe_ep.checkpoints.storage.unpickle import metadata_alone
+from hf_moe_ep.checkpoints.storage.unpickle import values_alone
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
 from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
-from hf_moe_ep.ranks.together import is_first, on_first, together
+from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.adapters import has_adapters
@@ -45,11 +45,9 @@ from hf_moe_ep.upstream.module_names import unwrap
 from hf_moe_ep.upstream.training_frameworks import (
     checkpoint_folder,
     end_of_checkpoint,
-    prepared_models,
-    prepared_optimizers,
 )
 
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 def save_checkpoint(
@@ -97,28 +95,22 @@ def train(
 
     def choose() -> tuple[Path, bool]:
         if resume_from_checkpoint is True:
-            return _newest(Path(self.args.output_dir))
-        return _verifiable(Path(os.fspath(resume_from_checkpoint)))
+            return newest_resumable(Path(self.args.output_dir), _CHECKPOINT)
+        given = Path(os.fspath(resume_from_checkpoint))
+        return given, is_verifiable(given)
 
     folder, verifiable = on_first("resuming", choose)
-    if verifiable:
-        manifest.check(folder)
-    elif is_first():
-        warnings.warn(
-            f"{folder} has no {manifest.MANIFEST}, as checkpoints of the stock Trainer: whether it "
-            f"is whole cannot be verified",
-            stacklevel=2,
-        )
+    check_resumable(folder, verifiable)
     return original(self, os.fspath(folder), *args, **kwargs)
 
 
 def load_safely(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load as the Trainer does, experts in hub order, with metadata alone out of `.metadata`."""
+    """Load as the Trainer does, with experts in hub order; nothing that DCP reads runs code."""
     if self.model is None or find_state(self.model) is None:
         return original(self, *args, **kwargs)
-    with metadata_alone(), experts_in_hub_order(self.model, self.optimizer):
+    with values_alone(), experts_in_hub_order(self.model, self.optimizer):
         return original(self, *args, **kwargs)
 
 
@@ -138,63 +130,6 @@ def load_model(
     names = [name for name, _ in model.named_parameters()]
     load_weights(model, find_weights(model, folder, state.plan, names), self.args.device)
     return None
-
-
-def load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.load_state` of a patched model: no other code out of `.metadata`."""
-    if not any(find_state(model) is not None for model in prepared_models(self)):
-        return original(self, *args, **kwargs)
-    with metadata_alone(), _all_in_hub_order(self):
-        return original(self, *args, **kwargs)
-
-
-def save_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.save_state`, with all experts in hub order, planned by each rank."""
-    if not any(find_state(model) is not None for model in prepared_models(self)):
-        return original(self, *args, **kwargs)
-    with _all_in_hub_order(self), planned_by_each():
-        return original(self, *args, **kwargs)
-
-
-@contextmanager
-def _all_in_hub_order(accelerator: Any) -> Iterator[None]:
-    """Let experts of all models that were prepared, and their moments, lie in hub order."""
-    with ExitStack() as stack:
-        for model in prepared_models(accelerator):
-            optimizers = prepared_optimizers(accelerator)
-            stack.enter_context(experts_in_hub_order(model, *optimizers))
-        yield
-
-
-def _newest(root: Path) -> tuple[Path, bool]:
-    """Find the last checkpoint that is not known to be torn, and whether it has a manifest."""
-    found = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    numbered = {
-        int(match[1]): path for path in found if (match := _CHECKPOINT.fullmatch(path.name))
-    }
-    torn = []
-    for number in sorted(numbered, reverse=True):
-        try:
-            chosen = _verifiable(numbered[number])
-        except ValueError as error:
-            torn.append(str(error))
-            continue
-        if torn:
-            warnings.warn(f"resuming from {chosen[0]}, because " + "; ".join(torn), stacklevel=2)
-        return chosen
-    lines = "\n".join(f"  {line}" for line in torn) or "  no checkpoint-N in it"
-    raise ValueError(f"no complete checkpoint in {root}:\n{lines}")
-
-
-def _verifiable(folder: Path) -> tuple[Path, bool]:
-    """Return `folder` and whether it has a manifest; raise ValueError where it is torn."""
-    if manifest.is_ours(folder):
-        manifest.check_sizes(folder)
-        return folder, True
-    if not folder.is_dir() or not any(folder.iterdir()):
-        what = "is empty" if folder.is_dir() else "does not exist"
-        raise ValueError(f"{folder} {what}: this checkpoint was not finished; take an older one")
-    return folder, False
 
 
 def _remove_of_ranks(folder: Path) -> None:

@@ -1,12 +1,30 @@
-"""Files of torch.distributed.checkpoint (torch/distributed/checkpoint/filesystem.py)."""
+"""Files of torch.distributed.checkpoint (filesystem.py), and its planner (default_planner.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import ReadItem
 
 
 def metadata_path(reader: FileSystemReader, rank: int | None) -> Any:
     """Return the path of a checkpoint's metadata: of one rank, or None for that of all ranks."""
     return reader._get_metadata_path(rank)
+
+
+def file_of_item(planner: DefaultLoadPlanner, item: ReadItem) -> str:
+    """Return the name of the file that holds an item of a checkpoint, relative to its folder."""
+    assert planner.metadata is not None
+    stored = planner.metadata.storage_data[item.storage_index]
+    return str(stored.relative_path)
+
+
+def put_value(planner: DefaultLoadPlanner, name: str, value: Any) -> None:
+    """Put a loaded value into the state dict, as DefaultLoadPlanner.load_bytes does."""
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[name], value)
+    else:
+        planner.state_dict[name] = value

@@ -44,7 +44,7 @@ def test_it_names_every_file_with_size_and_hash(tmp_path: Path) -> None:
     }
     marker = found["files"].pop(manifest.STARTED)
     assert marker["size"] == (folder / manifest.STARTED).stat().st_size
-    assert found["files"] == wanted and found["layout"] == LAYOUT
+    assert found["files"] == wanted and found["layout"] == LAYOUT and found["number"] == 1
     assert set(found["written"]) == {"time", "hf_moe_ep", "torch", "transformers"}
     manifest.check(folder)
     assert not (folder / manifest.PARTIAL).exists()
@@ -97,7 +97,7 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     assert manifest.newest_complete(tmp_path) == (new if damage == "flipped" else old)
 
 
-def test_newest_is_by_time_and_none_lists_what_is_there(tmp_path: Path) -> None:
+def test_newest_is_the_last_written_and_none_lists_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*\n  it does not exist"):
         manifest.newest_complete(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="no folders in it"):
@@ -107,8 +107,8 @@ def test_newest_is_by_time_and_none_lists_what_is_there(tmp_path: Path) -> None:
         manifest.newest_complete(tmp_path)
     with pytest.raises(ValueError, match=r"torn has no manifest.json"):
         manifest.newest_complete(tmp_path / "torn")
-    _complete(tmp_path / "z", 1.0)
-    late = _complete(tmp_path / "a", 2.0)
+    _complete(tmp_path / "z", 2.0)
+    late = _complete(tmp_path / "a", 1.0)
     assert manifest.newest_complete(tmp_path) == late
     assert manifest.newest_complete(late) == late
     manifest.begin(late)

@@ -32,15 +32,64 @@ def test_none_without_a_word(tmp_path: Path) -> None:
         assert newest_checkpoint(tmp_path) is None
 
 
-def test_the_last_written_one_that_is_complete(tmp_path: Path) -> None:
-    """By time, not by name: after going on from step 9 step 10 is newer than what was step 20."""
-    _complete(tmp_path / "step-9", 1.0)
-    older = _complete(tmp_path / "step-20", 2.0)
-    newer = _complete(tmp_path / "step-10", 3.0)
-    assert newest_checkpoint(str(tmp_path)) == newer
+NOW = 1.8e9
+AN_HOUR = 3600.0
+
+
+def test_the_highest_step_is_the_newest_whatever_the_clock_says(tmp_path: Path) -> None:
+    """The clock of the machine that wrote the last one is an hour back."""
+    older = _complete(tmp_path / "step-90", NOW)
+    newer = _complete(tmp_path / "step-100", NOW - AN_HOUR)
+    assert newest_checkpoint(str(tmp_path)) == newer == manifest.newest_complete(tmp_path)
     (newer / "weights").write_bytes(b"x" * 99)
-    with pytest.warns(UserWarning, match=r"going on from .*step-20; passed over: .*99 bytes"):
+    with pytest.warns(UserWarning, match=r"going on from .*step-90; passed over: .*99 bytes"):
         assert newest_checkpoint(tmp_path) == older
+
+
+def test_without_steps_in_names_the_last_written_one(tmp_path: Path) -> None:
+    """By the number in its manifest; of a series of steps by that of its highest."""
+    _complete(tmp_path / "step-200", NOW)
+    best = _complete(tmp_path / "best", NOW - AN_HOUR)
+    assert newest_checkpoint(tmp_path) == best
+    _complete(tmp_path / "step-100", NOW - 3 * AN_HOUR)
+    assert newest_checkpoint(tmp_path) == best
+    last = _complete(tmp_path / "step-300", NOW - 2 * AN_HOUR)
+    assert newest_checkpoint(tmp_path) == last
+    numbers = {path.name: manifest.read(path)["number"] for path in tmp_path.iterdir()}
+    assert numbers == {"step-200": 1, "best": 2, "step-100": 3, "step-300": 4}
+
+
+def test_manifests_without_a_number_are_read(tmp_path: Path) -> None:
+    """Those of older versions: by the steps in their names, else by time, behind newer ones."""
+    for name, when in (("b", NOW), ("a", NOW + 1), ("step-9", NOW - 1), ("step-10", NOW - 2)):
+        path = _complete(tmp_path / name, when)
+        found = json.loads((path / manifest.MANIFEST).read_text())
+        del found["number"]
+        (path / manifest.MANIFEST).write_text(json.dumps(found))
+    complete, _ = manifest.complete_in(tmp_path)
+    assert [path.name for path in complete] == ["step-9", "step-10", "b", "a"]
+    newer = _complete(tmp_path / "c", NOW - AN_HOUR)
+    assert newest_checkpoint(tmp_path) == newer
+
+
+def test_accelerates_own_names(tmp_path: Path) -> None:
+    """`checkpoint_0`, ..: by their numbers; what has no manifest is named."""
+    for number in (9, 10):
+        newest = _complete(tmp_path / f"checkpoint_{number}", NOW - number)
+    assert newest_checkpoint(tmp_path) == newest
+    for torn in (tmp_path / "checkpoint_11", tmp_path / "mine"):
+        (torn / "pytorch_model_fsdp_0").mkdir(parents=True)
+    with pytest.warns(UserWarning, match=r"passed over: .*checkpoint_11 has no .*mine has no man"):
+        assert newest_checkpoint(tmp_path) == newest
+
+
+def test_a_folder_that_is_a_checkpoint_itself(tmp_path: Path) -> None:
+    """A loop that saves to the same folder each time."""
+    _complete(tmp_path, NOW)
+    assert newest_checkpoint(tmp_path) == tmp_path
+    manifest.begin(tmp_path)
+    with pytest.warns(UserWarning, match="beginning anew; passed over: .* has no manifest"):
+        assert newest_checkpoint(tmp_path) is None
 
 
 def test_what_is_not_finished_or_of_the_stock_trainer_is_named(tmp_path: Path) -> None:

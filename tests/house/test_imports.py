@@ -50,6 +50,7 @@ ORDER = (
 THIRD_PARTY = {
     "checkpoints.hub.layout": "numpy",
     "checkpoints.hub.traced": "numpy",
+    "checkpoints.storage.unpickle": "numpy",
     "checkpoints.training.rng": "numpy",
     "integrations": "accelerate transformers",
     "lora.export": "safetensors",

@@ -16,6 +16,7 @@ import torch
 import transformers
 from support.close import assert_close
 from support.jobs.trainer import Case, launch, training_rows
+from support.planted import Shell, plant
 from support.scripts import CPU_4
 from support.tiny_models import tiny
 from support.trainer_runs import FP32_BUDGET, Results
@@ -26,17 +27,9 @@ from transformers import Trainer, TrainingArguments
 from hf_moe_ep import load_checkpoint, patch
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage import unpickle as restricted
-from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, metadata_alone
+from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, values_alone
 
 SAVE = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
-
-
-class _Shell:
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (os.fspath(self.file),)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +49,7 @@ def runs(folder: Path) -> Results:
         folder / "first",
         CPU_4,
     )
-    names = ("torn", "flipped", "stock", "code")
+    names = ("torn", "flipped", "stock", "code", "planted", "planted, stock")
     for name in names:
         shutil.copytree(half, folder / name)
     last = {name: folder / name / "checkpoint-3" for name in names}
@@ -68,15 +61,23 @@ def runs(folder: Path) -> Results:
     for file in (manifest.MANIFEST, manifest.STARTED):
         (last["stock"] / file).unlink()
     metadata = last["code"] / "pytorch_model_fsdp_0" / ".metadata"
-    metadata.write_bytes(pickle.dumps(_Shell(folder / "code ran")))
+    metadata.write_bytes(pickle.dumps(Shell(folder / "code ran")))
     manifest.write(last["code"], {})
+    for name in ("planted", "planted, stock"):
+        plant(last[name] / "optimizer_0", folder / "code ran")
+        manifest.write(last[name], {})
+    for file in (manifest.MANIFEST, manifest.STARTED):
+        (last["planted, stock"] / file).unlink()
     again = {"seed": 1, "arguments": SAVE, "ep": 4}
     return results | launch(
         [
             Case("torn", ("resume",), folder=folder / "torn", **again),
             Case("flipped", ("resume 3",), folder=folder / "flipped", fails=True, **again),
             Case("stock", ("resume 3",), folder=folder / "stock", **again),
-            Case("code", ("resume 3",), folder=folder / "code", fails=True, **again),
+            *(
+                Case(name, ("resume 3",), folder=folder / name, fails=True, **again)
+                for name in ("code", "planted", "planted, stock")
+            ),
         ],
         folder / "second",
         CPU_4,
@@ -138,8 +139,19 @@ def test_metadata_runs_no_code(runs: Results, folder: Path) -> None:
     for result in runs["code"]:
         assert "posix.mkdir has no place in the metadata" in result.error, result.error
     assert not (folder / "code ran").exists()
-    with metadata_alone():
+    with values_alone():
         FileSystemReader(folder / "half" / "checkpoint-3" / "optimizer_0").read_metadata()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["planted", "planted, stock"])
+def test_a_byte_item_runs_no_code(runs: Results, folder: Path, case: str) -> None:
+    """Behind a manifest that names the changed file, and without one, as stock's."""
+    assert len(runs[case]) == 4
+    for result in runs[case]:
+        words = "optimizer_0/__0_0.distcp cannot be loaded: its item optimizer."
+        assert f"ValueError: {folder / case}/checkpoint-3/{words}" in result.error, result.error
+    assert not (folder / "code ran").exists()
 
 
 @pytest.fixture
@@ -191,7 +203,7 @@ def test_old_ones_are_deleted_after_the_manifest(tmp_path: Path, one_process: No
         trainer.train(resume_from_checkpoint=True)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
     manifest.check(tmp_path / "checkpoint-3")
-    with pytest.raises(ValueError, match=r"checkpoint-3 was written by the Trainer, not by save_"):
+    with pytest.raises(ValueError, match=r"checkpoint-3 was written by the Trainer or by A"):
         load_checkpoint(tmp_path, trainer.model, trainer.optimizer)
     (tmp_path / "checkpoint-3" / manifest.MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*\n.*checkpoint-3 has no"):

@@ -3,6 +3,7 @@
 `manifest.json` is written last, by rank 0, and names every other file of its folder:
 
     {"format": 1,
+     "number": 7,
      "written": {"time": 1767225600.0, "hf_moe_ep": "0.1.0", "torch": ..., "transformers": ...},
      "layout": {"world_size": 8, "ep_size": 4, ...},
      "files": {"tensors/shard-00001-...": {"size": 1234, "sha256": "..."}, ...}}
@@ -11,6 +12,9 @@ Until its rename the folder counts as unfinished, so killing any rank at any mom
 previous checkpoint the newest. Each file is read once, by one rank, in pieces, unless its writer
 has hashed it; either way it is on disk (fsync) first, because a manifest that survives a power
 failure must not name files that did not.
+
+The number is one more than the highest in the folders beside this one: `order.py` chooses by it
+which checkpoint is the newest. Manifests of older versions have none.
 
 Files that came to the folder later are not looked at, and a checkpoint is not protected against
 someone who means harm: who can change a file can change the manifest.
@@ -22,7 +26,7 @@ import heapq
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,7 @@ from hf_moe_ep.checkpoints.storage.atomic import (
     sync_folder,
     write_atomically,
 )
+from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
 from hf_moe_ep.ranks.together import for_first, on_first, this_rank, together, world_size
 
 MANIFEST = "manifest.json"
@@ -66,6 +71,7 @@ def write(
     layout: dict[str, Any],
     *,
     told: dict[str, dict[str, Any]] | None = None,
+    belongs: Callable[[str], bool] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Hash every file of `folder`, shared among ranks, then commit; every rank calls this.
@@ -74,6 +80,8 @@ def write(
         folder: seen by all ranks; nobody writes to it any more.
         layout: what wrote it, for the reader; JSON values.
         told: of files that this rank wrote, has on disk, and hashed as it wrote them.
+        belongs: tells a file of the checkpoint by its path in the folder from one that others keep
+            there; None takes all files.
         group: over which ranks meet; None is the default group.
 
     Raises:
@@ -84,7 +92,7 @@ def write(
     if told is not None:
         for of_rank in for_first(f"writing {path / MANIFEST}", lambda: told, group) or ():
             known |= of_rank
-    sizes = on_first("the list of files", lambda: _list(path, known), group)
+    sizes = on_first("the list of files", lambda: _list(path, known, belongs), group)
     parts = for_first(
         f"writing {path / MANIFEST}",
         lambda: {name: _entry(path, name) for name in _share(sizes, group)},
@@ -95,6 +103,7 @@ def write(
         found = known | {name: entry for part in parts or () for name, entry in part.items()}
         manifest = {
             "format": _FORMAT,
+            "number": 1 + max(_numbers_beside(path), default=0),
             "written": {"time": time.time(), **versions()},
             "layout": layout,
             "files": {name: found[name] for name in sorted(found)},
@@ -133,6 +142,8 @@ def _check_fields(path: Path, found: dict[str, Any]) -> None:
         if not isinstance(entry["size"], int) or not isinstance(entry["sha256"], str):
             raise TypeError(f"no size or sha256 in {entry}")
     float(found["written"]["time"])
+    if not isinstance(found.get("number", 0), int):
+        raise TypeError(f"the number is {found['number']!r}")
 
 
 def check(
@@ -192,7 +203,7 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
 
 def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
     """List the complete checkpoints in `root`, the newest last, and why other folders are none."""
-    complete: list[tuple[float, str, Path]] = []
+    complete: list[Saved] = []
     others: dict[Path, str] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
         if not folder.is_dir():
@@ -202,8 +213,26 @@ def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
         except (ValueError, PermissionError) as error:  # lost+found is root's
             others[folder] = str(error)
         else:
-            complete.append((read(folder)["written"]["time"], folder.name, folder))
-    return [folder for *_, folder in sorted(complete)], others
+            complete.append(saved(folder))
+    return newest_last(complete), others
+
+
+def saved(folder: Path) -> Saved:
+    """Read what orders a checkpoint among those beside it; ValueError where it is not complete."""
+    found = read(folder)
+    return Saved(folder, found.get("number", 0), found["written"]["time"])
+
+
+def _numbers_beside(folder: Path) -> Iterator[int]:
+    """Yield the numbers of the complete checkpoints beside a folder."""
+    beside = folder.absolute().parent
+    for other in beside.iterdir():
+        if other.name == folder.name or not other.is_dir():
+            continue
+        try:
+            yield saved(other).number
+        except (ValueError, OSError):  # no checkpoint, a torn one, or a folder that is root's
+            continue
 
 
 def versions() -> dict[str, str]:
@@ -217,7 +246,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _list(folder: Path, known: dict[str, dict[str, Any]]) -> dict[str, int]:
+def _list(
+    folder: Path, known: dict[str, dict[str, Any]], belongs: Callable[[str], bool] | None
+) -> dict[str, int]:
     """List sizes of files that are to be read; of what is known the size has to be as told."""
     files = (path for path in folder.rglob("*") if path.is_file())
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
@@ -225,7 +256,9 @@ def _list(folder: Path, known: dict[str, dict[str, Any]]) -> dict[str, int]:
     return {
         name: size
         for name, size in sizes.items()
-        if name not in (MANIFEST, PARTIAL) and name not in known
+        if name not in (MANIFEST, PARTIAL)
+        and name not in known
+        and (belongs is None or belongs(name))
     }
 
 

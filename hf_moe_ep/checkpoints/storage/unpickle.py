@@ -1,23 +1,46 @@
-"""DCP's pickled `.metadata`, which may build metadata and nothing else.
+"""Checkpoints of torch.distributed.checkpoint (DCP), loaded without running code from their files.
 
-torch runs whatever is in that file (torch/distributed/checkpoint/filesystem.py, read_metadata).
+DCP keeps two kinds of pickles, and torch runs whatever is in them:
+
+    .metadata       which tensors there are, and where (filesystem.py, read_metadata)
+    __0_0.distcp    beside tensors "byte items": an optimizer's options, lr, betas, ..
+                    (default_planner.py, load_bytes: torch.load with weights_only=False)
+
+Here `.metadata` may build the classes of `_MAY_BUILD` and nothing else, and a byte item is loaded
+with weights_only=True: numbers, strings, tuples, lists, dicts, tensors, and numpy's numbers (an lr
+that numpy has computed). Anything else is a ValueError that names the file. A class of the user's
+own is loaded after torch.serialization.add_safe_globals([TheClass]).
+
+`ValuesPlanner` and `MetadataReader` are for calls of `torch.distributed.checkpoint.load` that this
+package makes. Accelerate makes its own planner and reader; `values_alone` guards these inside a
+block, on the thread that runs the block and on no other. DCP reads on the thread that called it.
+
+The guard does not cover files that DCP does not read: Accelerate loads `custom_checkpoint_*.pkl`,
+the state of objects that were registered for checkpointing, with weights_only=False.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 
 from hf_moe_ep.ranks.together import one_line
-from hf_moe_ep.upstream.checkpoint_files import metadata_path
+from hf_moe_ep.upstream.checkpoint_files import file_of_item, metadata_path, put_value
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What a DCP `.metadata` is made of (torch/distributed/checkpoint/metadata.py, filesystem.py).
@@ -36,6 +59,34 @@ _MAY_BUILD = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
+# The function that numpy pickles a number as a call of. numpy 1 has it under another name.
+_SCALAR = numpy.float64(0).__reduce__()[0]
+# What a byte item may build beside what torch.load(weights_only=True) allows.
+_NUMPY_NUMBERS: list[Any] = [
+    (_SCALAR, "numpy._core.multiarray.scalar"),
+    (_SCALAR, "numpy.core.multiarray.scalar"),
+    numpy.dtype,
+    *(type(numpy.dtype(name)) for name in ("bool", "int32", "int64", "float32", "float64")),
+]
+# What reading a pickle raises where it refuses the content, or the content is damaged.
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    ValueError,
+)
+
+
+class _RefusedError(ValueError):
+    """The ValueError of this module, told from those of DCP when it comes from another rank."""
+
+
+# The refusals of the guarded block that runs on this thread; None outside of such a block.
+_refusals: ContextVar[list[_RefusedError] | None] = ContextVar("_refusals", default=None)
 
 
 def _member(owner: Any, name: str) -> Any:
@@ -63,31 +114,107 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
+def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
+    """Read `.metadata` as FileSystemReader.read_metadata does, but build metadata alone.
+
+    Raises:
+        ValueError: it holds something else, or is damaged.
+    """
     path = metadata_path(self, kwargs.get("rank"))
     with self.fs.create_stream(path, "rb") as file:
-        found: Metadata = _Unpickler(file).load()
-    found.storage_meta = found.storage_meta or StorageMeta()
+        try:
+            found = _Unpickler(file).load()
+            found.storage_meta = found.storage_meta or StorageMeta()
+        except _UNREADABLE as error:
+            raise _refused(f"{path} cannot be loaded: {error}; take an older checkpoint") from error
     found.storage_meta.load_id = self.load_id
-    return found
+    # The folder that is read now, for errors; the file says where it was written.
+    found.storage_meta.checkpoint_id = os.fspath(self.path)
+    metadata: Metadata = found
+    return metadata
+
+
+def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
+    """Load a byte item as DefaultLoadPlanner.load_bytes does, but values alone.
+
+    Raises:
+        ValueError: it holds something else, or is damaged.
+    """
+    known = torch.serialization.get_safe_globals()
+    allowed = [one for one in _NUMPY_NUMBERS if one not in known]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            loaded = torch.load(value, weights_only=True)
+    except _UNREADABLE as error:
+        file = Path(planner.metadata.storage_meta.checkpoint_id, file_of_item(planner, item))
+        raise _refused(
+            f"{file} cannot be loaded: its item {item.storage_index.fqn} is no plain value, so "
+            f"loading it could run code that someone put into it, or it is damaged "
+            f"({_reason(error)}); take an older checkpoint, or allow a class of your own by "
+            f"torch.serialization.add_safe_globals"
+        ) from error
+    put_value(planner, item.dest_index.fqn, loaded)
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line what torch.load refused, without its advice to load it all the same."""
+    cause = error.__context__ or error
+    return " ".join(str(cause).split()) or repr(cause)
+
+
+def _refused(text: str) -> _RefusedError:
+    error, refusals = _RefusedError(text), _refusals.get()
+    if refusals is not None:
+        refusals.append(error)
+    return error
 
 
 class MetadataReader(FileSystemReader):
     """torch's reader of a checkpoint by DCP, with metadata alone out of `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return _read_metadata(self, *args, **kwargs)
+        return _build_metadata(self, *args, **kwargs)
+
+
+class ValuesPlanner(DefaultLoadPlanner):
+    """torch's planner of a load by DCP, with values alone out of byte items."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        _load_value(self, read_item, value)
+
+
+def read_metadata(original: Callable[..., Metadata], *args: Any, **kwargs: Any) -> Metadata:
+    """`FileSystemReader.read_metadata`, which builds metadata alone inside `values_alone`."""
+    return (
+        original(*args, **kwargs) if _refusals.get() is None else _build_metadata(*args, **kwargs)
+    )
+
+
+def load_bytes(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """`DefaultLoadPlanner.load_bytes`, which loads values alone inside `values_alone`."""
+    return original(*args, **kwargs) if _refusals.get() is None else _load_value(*args, **kwargs)
 
 
 @contextmanager
-def metadata_alone() -> Iterator[None]:
-    """Keep torch's own reader from unpickling whatever is in the file (filesystem.py)."""
-    name = "read_metadata"
-    stock = getattr(FileSystemReader, name)
-    setattr(FileSystemReader, name, _read_metadata)
+def values_alone() -> Iterator[None]:
+    """Guard what DCP loads inside the block, on this thread: metadata and values, never code.
+
+    It needs `read_metadata` and `load_bytes` in front of torch's own (`integrations/install.py`).
+
+    Raises:
+        ValueError: a file holds something else; it is named.
+        RuntimeError: loading failed for another reason, where DCP's error is no Exception, so that
+            few would catch it.
+    """
+    token = _refusals.set(refusals := [])
     try:
         yield
-    except CheckpointException as error:  # no Exception, so that few would catch it
+    except CheckpointException as error:
+        causes = [*refusals, *(cause for cause, _ in error.failures.values())]
+        # DCP makes another error of one in its metadata; the list has the first one.
+        for cause in causes:
+            if isinstance(cause, _RefusedError):
+                raise ValueError(str(cause)) from error
         raise RuntimeError(f"loading a checkpoint failed on {one_line(error)}") from error
     finally:
-        setattr(FileSystemReader, name, stock)
+        _refusals.reset(token)

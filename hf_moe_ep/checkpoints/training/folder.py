@@ -153,12 +153,13 @@ def read_state(path: Path) -> StateFile:
     """Read the state of a complete checkpoint of `save_checkpoint`.
 
     Raises:
-        ValueError: the Trainer wrote it, or it is damaged.
+        ValueError: the Trainer or Accelerate wrote it, or it is damaged.
     """
     known = manifest.read(path)["files"]
     if STATE not in known:
         raise ValueError(
-            f"{path} was written by the Trainer, not by save_checkpoint; go on from it by "
-            f"trainer.train(resume_from_checkpoint={str(path)!r})"
+            f"{path} was written by the Trainer or by Accelerate, not by save_checkpoint; go on "
+            f"from it by trainer.train(resume_from_checkpoint={str(path)!r}), or by "
+            f"accelerator.load_state({str(path)!r})"
         )
     return state_file.read(path / STATE)

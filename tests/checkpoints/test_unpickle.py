@@ -1,0 +1,157 @@
+"""What DCP loads for this package runs no code, on the thread that loads and on no other."""
+
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.planted import Shell, plant
+from support.tiny_models import tiny
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from hf_moe_ep import load_checkpoint, patch, save_checkpoint
+from hf_moe_ep.checkpoints.storage import manifest, unpickle
+from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner, values_alone
+from hf_moe_ep.integrations.install import install
+
+VALUES = {
+    "lr": numpy.float64(0.1),
+    "steps": numpy.int64(7),
+    "betas": (0.9, 0.95),
+    "fused": None,
+    "words": ("b", True),
+    "dtype": torch.bfloat16,
+}
+
+
+class _Mine:
+    """A class of the user's in an optimizer's options."""
+
+
+def _saved(folder: Path, values: dict[str, Any]) -> Path:
+    state = {"w": torch.arange(3.0), "options": dict(values)}
+    dcp.save(state, checkpoint_id=os.fspath(folder), no_dist=True)
+    return folder
+
+
+def _empty(values: dict[str, Any]) -> dict[str, Any]:
+    return {"w": torch.zeros(3), "options": dict.fromkeys(values, 0)}
+
+
+def _by_our_planner(folder: Path, state: dict[str, Any]) -> None:
+    with mock.patch.object(DefaultLoadPlanner, "load_bytes", side_effect=AssertionError):
+        dcp.load(
+            state, storage_reader=MetadataReader(folder), planner=ValuesPlanner(), no_dist=True
+        )
+
+
+def _by_stock(folder: Path, state: dict[str, Any]) -> None:
+    """As Accelerate does."""
+    reader = dcp.FileSystemReader(folder)
+    dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+
+
+def _guarded(folder: Path, state: dict[str, Any]) -> None:
+    install()
+    with values_alone():
+        _by_stock(folder, state)
+
+
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    folder = _saved(tmp_path / "state", VALUES)
+    for load in (_guarded, _by_our_planner):
+        state = _empty(VALUES)
+        before = set(torch.serialization.get_safe_globals())
+        load(folder, state)
+        assert torch.equal(state["w"], torch.arange(3.0)) and state["options"] == VALUES
+        assert {k: type(v) for k, v in state["options"].items()} == {
+            k: type(v) for k, v in VALUES.items()
+        }
+        assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_a_planted_item_runs_no_code(tmp_path: Path) -> None:
+    """The file is named; torch alone would have run it, which shows that it was planted well."""
+    trace = tmp_path / "code ran"
+    file = plant(_saved(tmp_path / "state", {"lr": 0.1}), trace)
+    with pytest.raises(ValueError, match=rf"{file} cannot be loaded: its item options.lr .*mkdir"):
+        _guarded(file.parent, _empty({"lr": 0}))
+    with pytest.raises(dcp.api.CheckpointException, match=f"{file} cannot be loaded"):
+        _by_our_planner(file.parent, _empty({"lr": 0}))
+    assert not trace.exists()
+    _by_stock(file.parent, _empty({"lr": 0}))
+    assert trace.is_dir()
+
+
+def test_planted_metadata_runs_no_code(tmp_path: Path) -> None:
+    trace, folder = tmp_path / "code ran", _saved(tmp_path / "state", {"lr": 0.1})
+    (folder / ".metadata").write_bytes(pickle.dumps(Shell(trace)))
+    with pytest.raises(ValueError, match=rf"{folder}/.metadata cannot be loaded: posix.mkdir has"):
+        _guarded(folder, _empty({"lr": 0}))
+    assert not trace.exists()
+
+
+def test_a_damaged_item_is_named(tmp_path: Path) -> None:
+    folder = _saved(tmp_path / "state", {"lr": 0.1})
+    file = plant(folder, tmp_path / "code ran")
+    os.truncate(file, file.stat().st_size - 5)
+    with pytest.raises(ValueError, match=rf"{file} cannot be loaded: .*damaged"):
+        _guarded(folder, _empty({"lr": 0}))
+
+
+def test_a_class_of_the_user_is_allowed_by_name(tmp_path: Path) -> None:
+    folder = _saved(tmp_path / "state", {"mine": _Mine()})
+    with pytest.raises(ValueError, match=r"add_safe_globals"):
+        _guarded(folder, _empty({"mine": 0}))
+    state = _empty({"mine": 0})
+    with torch.serialization.safe_globals([_Mine]):
+        _guarded(folder, state)
+    assert isinstance(state["options"]["mine"], _Mine)
+
+
+def test_the_guard_is_on_its_own_thread_alone(tmp_path: Path) -> None:
+    """DCP reads on the thread that loads; a load of others beside it is stock's."""
+    install()
+    folder, state, threads = _saved(tmp_path / "state", {"mine": _Mine()}), _empty({"mine": 0}), []
+    stock = unpickle._load_value
+
+    def noted(*args: Any) -> None:
+        threads.append(threading.get_ident())
+        stock(*args)
+
+    with values_alone(), mock.patch.object(unpickle, "_load_value", noted):
+        other = threading.Thread(target=_by_stock, args=(folder, state))
+        other.start()
+        other.join()
+        assert isinstance(state["options"]["mine"], _Mine) and not threads
+    with mock.patch.object(unpickle, "_load_value", noted):
+        _guarded(_saved(tmp_path / "plain", {"lr": 0.1}), _empty({"lr": 0}))
+    assert threads == [threading.get_ident()]
+
+
+def test_load_checkpoint_reads_no_pickle(tmp_path: Path) -> None:
+    """Files of DCP in a folder of save_checkpoint, named in its manifest or not, and in others."""
+    model = patch(tiny(dtype=torch.float32, num_hidden_layers=1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ours, trace = tmp_path / "ours", tmp_path / "code ran"
+    save_checkpoint(ours, model, optimizer)
+    file = plant(_saved(ours / "tensors", {"lr": 0.1}), trace)
+    with pytest.raises(ValueError, match=r"tensors/\.metadata is not in manifest.json"):
+        load_checkpoint(ours, model, optimizer)
+    manifest.write(ours, manifest.read(ours)["layout"])
+    with pytest.raises(ValueError, match=rf"{file.name}|\.metadata"):
+        load_checkpoint(ours, model, optimizer)
+    plant(_saved(tmp_path / "theirs" / "optimizer_0", {"lr": 0.1}), trace)
+    with pytest.raises(ValueError, match=r"no complete checkpoint in .*theirs"):
+        load_checkpoint(tmp_path / "theirs", model, optimizer)
+    manifest.begin(tmp_path / "theirs")
+    manifest.write(tmp_path / "theirs", {})
+    with pytest.raises(ValueError, match=r"theirs was written by .*, not by save_checkpoint"):
+        load_checkpoint(tmp_path / "theirs", model, optimizer)
+    assert not trace.exists()
