@@ -57,6 +57,7 @@ def _workers(group: dist.ProcessGroup) -> int:
 
 def _count_workers(rank: int, world_size: int, config: ParallelConfig) -> dict[str, int]:
     """Make the default group anew as users do, with two workers, and the meshes over it."""
+    dist.barrier()  # a rank that goes on may close connections that others still make
     store = dist.PrefixStore("stock", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -71,6 +72,7 @@ def _count_workers(rank: int, world_size: int, config: ParallelConfig) -> dict[s
     placements = [Replicate()] * (meshes.dense.ndim - 1) + [Shard(0)]
     gathered = distribute_tensor(whole, meshes.dense, placements).full_tensor()
     assert torch.equal(gathered, whole)
+    dist.barrier()
     return found
 
 
@@ -82,6 +84,7 @@ def test_groups_of_meshes_have_one_worker(world_size: int, config: ParallelConfi
 
 
 def _own_workers(rank: int, world_size: int) -> int:
+    dist.barrier()
     assert dist.group.WORLD is not None
     return _workers(dist.group.WORLD)
 
