@@ -8,18 +8,23 @@ A stack of experts of which several files have a part goes to the first of them,
 is left empty by that is not written.
 
 The model is built on the meta device and PEFT puts its own layers around it there: which module has
-an adapter, of which rank and scale, is PEFT's to say. Then each parameter is read, a few experts at
-a time, what the adapter adds is computed of the factors that lie in its file, and it is written.
-The results are those of `merge_and_unload()` and `save_pretrained()` to the bit, on a CPU:
+an adapter, of which rank and scale, is PEFT's to say. Then each parameter is read, a few experts or
+rows at a time, what the adapter adds is computed of the factors that lie in its file, and it is
+written. Keys, dtypes and the places where values are rounded are those of `merge_and_unload()` and
+`save_pretrained()` on a CPU:
 
     base fp32    W + scale * B A, all in fp32
     base bf16    B A in fp32, from factors in fp32 (PEFT's autocast_adapter_dtype); to a Linear it
                  is added in fp32, and the sum is rounded; for an embedding, a stack of experts and
                  any other of target_parameters it is rounded to bf16 and added in bf16
 
-Beside the factors of one parameter there is in memory either a slab of a few experts, or one
-parameter that is no stack, with what is added to it. Not here: adapters that are no product of two
-factors, quantized weights.
+The sums of a product B A may run in another order than PEFT's, as a slab is a smaller matrix and a
+BLAS chooses its way by the shape. In fp32 that moves the last bits of a value. In bf16 one value in
+some thousands is rounded to its other neighbour. Tensors that the adapter does not change keep
+every bit.
+
+The size of a slab depends on memory alone: beside the factors of one parameter a slab is in memory,
+with what is added to it. Not here: adapters that are no product of two factors, quantized weights.
 """
 
 from __future__ import annotations
@@ -73,8 +78,7 @@ from hf_moe_ep.upstream.adapters import (
 from hf_moe_ep.upstream.hub import local_folder, read_object
 from hf_moe_ep.upstream.models import persistent_buffers
 
-_SLAB = 2**28  # bytes of a stack of experts
-_SMALLEST_SIDE = 16  # of an expert's matrix, for a stack to be taken apart
+_SLAB = 2**28  # bytes of a parameter that are computed at a time
 _PICKLED = "adapter_model.bin"
 
 
@@ -112,8 +116,9 @@ def merge_adapter(
         adapter: folder with adapter_config.json and adapter_model.safetensors, or its index and the
             files that this names.
         target: missing or empty; appears whole or not at all.
-        max_bytes: of a stack of experts, to be computed at a time; one expert at least. In bf16
-            the process takes about five times that, as products and sums are in fp32.
+        max_bytes: of a parameter, to be computed at a time; one expert of a stack at least, or one
+            row of a matrix. In bf16 the process takes about five times that, as products and sums
+            are in fp32.
 
     Raises:
         ValueError: no such folders; an adapter of another base, or that is no product of two
@@ -249,13 +254,8 @@ class _Merging:
     def slabs(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """Yield the merged values of a parameter that is on meta, cut along dim 0."""
         updates = [self._read_factors(update) for update in self.updates.get(id(tensor), ())]
-        # PEFT multiplies the factors of a stack as a batch of experts, all others in one go, and
-        # rows of such a product may differ from the product of rows. So may experts from those of
-        # a smaller batch, where a side is 8 or less (torch 2.13 with MKL).
-        is_whole = bool(updates) and (tensor.ndim < 3 or min(tensor.shape[1:]) < _SMALLEST_SIDE)
-        max_bytes = tensor.nbytes if is_whole else self.max_bytes
         change = partial(self._merged, tensor, updates)
-        return slabs_for_all(tensor, tensor.dtype, change, max_bytes)
+        return slabs_for_all(tensor, tensor.dtype, change, self.max_bytes)
 
     def _merged(self, tensor: Tensor, updates: list[Update], box: Box, _: Tensor) -> Tensor:
         values = self._read(tensor, box, tensor.dtype)

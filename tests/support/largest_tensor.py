@@ -10,13 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class LargestTensor(TorchDispatchMode):
     """`elements` of the largest storage that is none of `known` (its own unit: each dtype's).
 
+    `nbytes` are those of the largest storage.
+
     A custom operator hides what it does from this watch: measure below it.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.elements = 0
+        self.elements = self.nbytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -26,6 +28,7 @@ class LargestTensor(TorchDispatchMode):
             if not isinstance(made, Tensor) or made.is_meta:
                 continue
             if made.untyped_storage().data_ptr() not in self._known:
-                elements = made.untyped_storage().nbytes() // made.itemsize
-                self.elements = max(self.elements, elements)
+                nbytes = made.untyped_storage().nbytes()
+                self.elements = max(self.elements, nbytes // made.itemsize)
+                self.nbytes = max(self.nbytes, nbytes)
         return out
