@@ -1,5 +1,6 @@
 """`Accelerator.save_state` of a patched model: complete or not there; loading it runs no code."""
 
+import errno
 import os
 import signal
 import time
@@ -147,6 +148,32 @@ def _files_of_more_ranks(rank: int, world: int, folder: str) -> None:
         assert "random_states_1.pkl" in named and "random_states_7.pkl" not in named
 
 
+def _a_full_disk(rank: int, world: int, folder: str) -> None:
+    """On one rank: every rank says so, and the state before is what a run goes on from."""
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "__1_0.distcp")
+
+    with launched(**SHARDED):
+        run = _Run(rank)
+        run.accelerator.save_state(f"{folder}/step_1")
+        want = run.parameters()
+        run.step()
+        stock = dcp.FileSystemWriter.write_data
+        with (
+            mock.patch.object(dcp.FileSystemWriter, "write_data", full if rank == 1 else stock),
+            pytest.raises(RuntimeError, match=r"saving .*step_2 failed on .*No space left"),
+        ):
+            run.accelerator.save_state(f"{folder}/step_2")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            newest = newest_checkpoint(folder)
+        said = [str(one.message) for one in caught if "step_2 has no" in str(one.message)]
+        assert newest == Path(folder, "step_1") and len(said) == (rank == 0), (newest, said)
+        run.accelerator.load_state(newest)
+        run.assert_holds(want)
+
+
 def _names_of_accelerate(rank: int, world: int, folder: str) -> None:
     """The clock goes back an hour; a torn folder is passed over and saved anew, older ones go."""
     names = {"project_dir": folder, "automatic_checkpoint_naming": True, "total_limit": 2}
@@ -211,6 +238,7 @@ def _stock(rank: int, world: int, folder: str) -> None:
         _complete_or_refused,
         _without_a_manifest,
         _files_of_more_ranks,
+        _a_full_disk,
         _names_of_accelerate,
         _stock,
     ),

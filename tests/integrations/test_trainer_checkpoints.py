@@ -49,7 +49,7 @@ def runs(folder: Path) -> Results:
         folder / "first",
         CPU_4,
     )
-    names = ("torn", "flipped", "stock", "code", "planted", "planted, stock")
+    names = ("torn", "flipped", "stock", "code", "planted", "planted, bare")
     for name in names:
         shutil.copytree(half, folder / name)
     last = {name: folder / name / "checkpoint-3" for name in names}
@@ -63,11 +63,11 @@ def runs(folder: Path) -> Results:
     metadata = last["code"] / "pytorch_model_fsdp_0" / ".metadata"
     metadata.write_bytes(pickle.dumps(Shell(folder / "code ran")))
     manifest.write(last["code"], {})
-    for name in ("planted", "planted, stock"):
+    for name in ("planted", "planted, bare"):
         plant(last[name] / "optimizer_0", folder / "code ran")
         manifest.write(last[name], {})
     for file in (manifest.MANIFEST, manifest.STARTED):
-        (last["planted, stock"] / file).unlink()
+        (last["planted, bare"] / file).unlink()
     again = {"seed": 1, "arguments": SAVE, "ep": 4}
     return results | launch(
         [
@@ -76,7 +76,7 @@ def runs(folder: Path) -> Results:
             Case("stock", ("resume 3",), folder=folder / "stock", **again),
             *(
                 Case(name, ("resume 3",), folder=folder / name, fails=True, **again)
-                for name in ("code", "planted", "planted, stock")
+                for name in ("code", "planted", "planted, bare")
             ),
         ],
         folder / "second",
@@ -144,7 +144,7 @@ def test_metadata_runs_no_code(runs: Results, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["planted", "planted, stock"])
+@pytest.mark.parametrize("case", ["planted", "planted, bare"])
 def test_a_byte_item_runs_no_code(runs: Results, folder: Path, case: str) -> None:
     """Behind a manifest that names the changed file, and without one, as stock's."""
     assert len(runs[case]) == 4
