@@ -139,6 +139,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     for module in model.modules():
         remove_hooks(module, lambda hook: isinstance(hook, Ours))
     unwatch_checkpoints(model)
+    bias.restore_dtypes(state)
     state.restore()
     for module in model.modules():
         vars(module).pop(STATE, None)

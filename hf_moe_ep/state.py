@@ -116,6 +116,10 @@ from hf_moe_ep.upstream.sharded_models import inside_ddp_forward
 STATE = "_hf_moe_ep"
 
 
+class WasAbsent:
+    """Marks an attribute that a module did not have; a class, because copies keep its identity."""
+
+
 @dataclass
 class ModelState:
     """What a patched model remembers; one object, shared by the model and its MoE layers."""
@@ -162,19 +166,19 @@ class ModelState:
     moe_layers: list[MoELayer] = field(default_factory=list)
     # Forwards that must stay what they are: see moe/forwards.py.
     relied_on: list[ReliedOn] = field(default_factory=list)
-    # (module, attribute, what was there before; None for nothing)
+    # (module, attribute, the value before; `WasAbsent` if the module had no such attribute)
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def replace(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of a module until `unpatch`, which puts back what was there."""
-        self.undo.append((module, name, vars(module).get(name)))
+        self.undo.append((module, name, vars(module).get(name, WasAbsent)))
         setattr(module, name, value)
 
     def restore(self) -> None:
         """Put back whatever `replace` replaced."""
         while self.undo:
             module, name, value = self.undo.pop()
-            if value is None:
+            if value is WasAbsent:
                 delattr(module, name)
             else:
                 setattr(module, name, value)
@@ -269,10 +273,16 @@ class ActiveAdapter(Protocol):
 
 @dataclass
 class CorrectionBias:
-    """What a router adds to its scores for the choice alone; sharding replaces the tensor."""
+    """What a router adds to its scores for the choice alone; sharding replaces the tensor.
+
+    Attributes:
+        owner, name: the module that holds the tensor, and the tensor's name there.
+        stock_dtype: the dtype before `patch`, which `unpatch` restores.
+    """
 
     owner: nn.Module
     name: str
+    stock_dtype: torch.dtype
 
     @property
     def tensor(self) -> Tensor:

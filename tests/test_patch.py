@@ -216,6 +216,17 @@ def test_unpatch_leaves_the_model_as_it_was() -> None:
     _compare(model, tiny(**SIZES["aux loss"]), _inputs())
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "copied"])
+def test_unpatch_tells_none_from_no_attribute(copied: bool) -> None:
+    model = tiny()
+    model.was_none = None
+    patch(model)
+    for name in ("was_none", "was_absent"):
+        getattr(model, STATE).replace(model, name, 1)
+    model = unpatch(copy.deepcopy(model) if copied else model)
+    assert vars(model)["was_none"] is None and "was_absent" not in vars(model)
+
+
 def test_hooks_of_others_survive() -> None:
     model, seen = tiny(), []
     model.register_forward_pre_hook(lambda *_: seen.append("before"))

@@ -4,6 +4,7 @@
     gate, up = the two halves of pre               concatenated: g0 g1 .. u0 u1 ..
                                                    interleaved:  g0 u0 g1 u1 ..
     act  = f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)      [F]
+           f(min(pre, limit)) without a gate
     out  = down_weight act (+ down_bias)           [H]
 
 f is one of ACTIVATIONS; `swish` with alpha 1 is silu. The clamped form with alpha 1.702, limit 7

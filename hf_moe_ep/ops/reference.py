@@ -69,7 +69,8 @@ def _linear(x_I: Tensor, weight_OI: Tensor, bias_LO: Tensor | None, expert: int)
 
 def _gate(pre_G: Tensor, formula: ExpertFormula) -> Tensor:
     if not formula.gated:
-        return _activation(pre_G, formula)
+        # Without a gate the limit bounds what is activated from above, as it does a gate.
+        return _activation(pre_G.clamp(max=formula.limit), formula)
     if formula.interleaved:
         gate_F, up_F = pre_G[0::2], pre_G[1::2]
     else:

@@ -76,6 +76,14 @@ def attach(parts: Parts, state: ModelState) -> None:
             bias.data = bias.detach().float()
 
 
+def restore_dtypes(state: ModelState) -> None:
+    """Give every correction bias the dtype that it had before `attach`; its values are rounded."""
+    for layer in state.moe_layers:
+        if layer.correction is not None:
+            bias = layer.correction.tensor
+            bias.data = bias.detach().to(layer.correction.stock_dtype)
+
+
 def update_router_bias(model: nn.Module) -> None:
     """Move the routers' correction biases after a step of an own loop; every rank calls this.
 
@@ -141,8 +149,10 @@ def _correction_biases(root: nn.Module) -> Iterator[tuple[str, CorrectionBias]]:
     for module_name, module in root.named_modules():
         parameters = (name for name, _ in module.named_parameters(recurse=False))
         for name in [*own_buffers(module), *parameters]:
-            if is_correction_bias(name) and isinstance(getattr(module, name), Tensor):
-                yield f"{stock_name(module_name)}.{name}", CorrectionBias(module, name)
+            bias = getattr(module, name)
+            if is_correction_bias(name) and isinstance(bias, Tensor):
+                found = CorrectionBias(module, name, bias.dtype)
+                yield f"{stock_name(module_name)}.{name}", found
 
 
 def _check_bias(

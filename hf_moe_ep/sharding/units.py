@@ -58,6 +58,11 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
     A forward without backward reshards it all the same, with the head and the root. Whoever looked
     at the model then would find whole parameters, of which FSDP2 never sees a change: adapters
     that PEFT freezes for a reference pass would stay frozen.
+
+    A forward with gradients may have no backward either: a training loop skips a bad micro-batch,
+    or validates without `torch.no_grad`. An optimizer step then changes the shards and not the
+    gathered weights, so the next forward reshards these units before it begins. A graph that still
+    waits for its backward is not harmed: FSDP2 gathers the same parameters again for it.
     """
     last = len(units.layers) - 1
     kept = [units.layers[last], *units.experts.get(last, ())]
@@ -66,14 +71,21 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
             unit.set_reshard_after_forward(False, recurse=False)
     kept += [*units.tail[:1], root]
 
+    kept_units = [unit for unit in kept if isinstance(unit, FSDPModule)]
+
     @torch.compiler.disable  # as FSDP2's own hooks are
     def reshard_kept(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            for unit in kept:
-                if isinstance(unit, FSDPModule):
-                    unit.reshard()
+        for unit in kept_units:
+            unit.reshard()
 
-    root.register_forward_hook(reshard_kept)
+    @torch.compiler.disable
+    def reshard_without_backward(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            reshard_kept()
+
+    # Before FSDP2's own hook, which gathers the root.
+    root.register_forward_pre_hook(reshard_kept, prepend=True)
+    root.register_forward_hook(reshard_without_backward)
 
 
 def reshard(model: nn.Module) -> None:

@@ -104,6 +104,7 @@ FORMULAS = {
     "gelu_tanh": Case(_IDS, 3, 40, 24, ExpertFormula(activation="gelu_tanh")),
     "no gate, relu2": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False, activation="relu2")),
     "no gate, bias": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False), bias=True),
+    "no gate, clamped": Case(_IDS, 3, 40, 24, ExpertFormula(gated=False, limit=0.7)),
 }
 
 

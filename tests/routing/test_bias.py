@@ -31,6 +31,7 @@ from hf_moe_ep import (
     patch,
     save_checkpoint,
     save_pretrained,
+    unpatch,
     update_router_bias,
 )
 from hf_moe_ep.architectures import find_parts
@@ -160,6 +161,21 @@ def test_biases_in_bf16_are_held_in_fp32() -> None:
         assert bias.dtype == torch.float32
         moves = (bias.double() - 8).abs().round(decimals=5)
         assert set(moves.tolist()) in ({0.001}, {0.0, 0.001})
+
+
+def test_unpatch_restores_the_dtype_of_the_biases() -> None:
+    model = tiny(KIND, dtype=torch.bfloat16)
+    for bias in _biases(model).values():
+        bias.data = bias.to(torch.bfloat16)  # stock code keeps this one in fp32
+    before = {index: (bias, bias.clone()) for index, bias in _biases(model).items()}
+    for _ in range(2):
+        patch(model, bias_update_rate=0.001, experts_backend="torch")
+        assert all(bias.dtype == torch.float32 for bias in _biases(model).values())
+        unpatch(model)
+    assert before
+    for index, bias in _biases(model).items():
+        same, value = before[index]
+        assert bias is same and bias.dtype == torch.bfloat16 and torch.equal(bias, value)
 
 
 @pytest.mark.parametrize("rate", [0, -0.001, float("nan"), float("inf"), True, "0.1"])
