@@ -206,7 +206,8 @@ def values_alone() -> Iterator[None]:
         RuntimeError: loading failed for another reason, where DCP's error is no Exception, so that
             few would catch it.
     """
-    token = _refusals.set(refusals := [])
+    refusals: list[_RefusedError] = []
+    token = _refusals.set(refusals)
     try:
         yield
     except CheckpointException as error:
