@@ -125,11 +125,11 @@ def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
         try:
             found = _Unpickler(file).load()
             found.storage_meta = found.storage_meta or StorageMeta()
+            found.storage_meta.load_id = self.load_id
+            # The folder that is read now, for errors; the file says where it was written.
+            found.storage_meta.checkpoint_id = os.fspath(self.path)
         except _UNREADABLE as error:
             raise _refused(f"{path} cannot be loaded: {error}; take an older checkpoint") from error
-    found.storage_meta.load_id = self.load_id
-    # The folder that is read now, for errors; the file says where it was written.
-    found.storage_meta.checkpoint_id = os.fspath(self.path)
     metadata: Metadata = found
     return metadata
 
@@ -146,7 +146,7 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
         with torch.serialization.safe_globals(allowed):
             loaded = torch.load(value, weights_only=True)
     except _UNREADABLE as error:
-        file = Path(planner.metadata.storage_meta.checkpoint_id, file_of_item(planner, item))
+        file = Path(planner.metadata.storage_meta.checkpoint_id or "", file_of_item(planner, item))
         raise _refused(
             f"{file} cannot be loaded: its item {item.storage_index.fqn} is no plain value, so "
             f"loading it could run code that someone put into it, or it is damaged "
@@ -206,7 +206,8 @@ def values_alone() -> Iterator[None]:
         RuntimeError: loading failed for another reason, where DCP's error is no Exception, so that
             few would catch it.
     """
-    token = _refusals.set(refusals := [])
+    refusals: list[_RefusedError] = []
+    token = _refusals.set(refusals)
     try:
         yield
     except CheckpointException as error:
