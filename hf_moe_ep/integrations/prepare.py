@@ -37,9 +37,10 @@ from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.options import ShardOptions, kept_whole
 from hf_moe_ep.sharding.shard import shard_model
 from hf_moe_ep.state import ModelState, find_state
-from hf_moe_ep.upstream.models import packed_parameters
+from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.models import packed_parameters, text_config
 from hf_moe_ep.upstream.module_names import unwrap
-from hf_moe_ep.upstream.training_frameworks import declare_fsdp
+from hf_moe_ep.upstream.training_frameworks import declare_fsdp, has_chunked_loss
 
 
 def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
@@ -80,6 +81,9 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     fsdp_on_cpu(self.state, None)
     _check_launch(self)
     check_parallelism(self.parallelism_config, state)
+    if self.num_processes > 1:
+        for model in args:
+            _check_loss(model)
     shared_batches.share_batches(self, state)
     plugin = getattr(self.state, "fsdp_plugin", None)  # accelerate 1.15 has none on one CPU
     if state.meshes is None or plugin is None:
@@ -204,6 +208,27 @@ def _check_launch(accelerator: Accelerator) -> None:
         raise ValueError(
             f"the launch config asks for FSDP version {version}, but a patched model needs version "
             "2: write `fsdp_version: 2` in its fsdp_config"
+        )
+
+
+def _check_loss(model: Any) -> None:
+    """Raise where an older TRL would compute a wrong loss of a patched model on several ranks."""
+    state = find_state(model) if isinstance(model, nn.Module) else None
+    if state is None:
+        return
+    inner = without_adapters(unwrap(model))
+    if not has_chunked_loss(inner):
+        return
+    remedy = "write SFTConfig(loss_type='nll'), or install trl>=1.15"
+    if getattr(text_config(inner.config), "output_router_logits", False):
+        raise ValueError(
+            f"this TRL's chunked loss adds the router's aux loss of each rank's own batch, which "
+            f"is not that of the global batch; {remedy}, or set router_aux_loss_coef=0.0"
+        )
+    if (state.config.sp_size or 1) > 1:
+        raise ValueError(
+            f"this TRL's chunked loss compares the labels of whole sequences with the slices of "
+            f"sp_size={state.config.sp_size}; install trl>=1.15, or set sp_size=1"
         )
 
 

@@ -17,6 +17,8 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
+from hf_moe_ep.upstream.replaced_forwards import forward_functions
+
 
 def declare_fsdp(state: AcceleratorState) -> None:
     """Set FSDP as the distributed type, for every Accelerator of this process.
@@ -51,6 +53,16 @@ def clips_over_meshes(accelerator: Accelerator) -> bool:
     Since 1.15 (accelerate/accelerator.py). Before that torch's clip raises on two meshes.
     """
     return hasattr(accelerator, "_clip_grad_norm_dtensor_aware")
+
+
+def has_chunked_loss(model: nn.Module) -> bool:
+    """Return whether TRL replaced the forward of `model` by the one of its chunked loss.
+
+    trl/trainer/sft_trainer.py, before 1.15; the default of its SFTTrainer. It imports the function
+    of the router's aux loss itself.
+    """
+    names = {getattr(forward, "__name__", "") for forward in forward_functions(model)}
+    return "_chunked_ce_forward" in names
 
 
 def generates_in_training(trainer: transformers.Trainer) -> bool:

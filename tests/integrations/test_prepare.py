@@ -1,5 +1,9 @@
 """What `accelerator.prepare` does with a model that was sharded before, and leaves for the next."""
 
+import importlib.util
+from types import MethodType
+from typing import Any
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -12,7 +16,7 @@ from support.tiny_models import batch, tiny
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hf_moe_ep import apply_ep_fsdp2, global_token_count
+from hf_moe_ep import apply_ep_fsdp2, global_token_count, patch
 
 WORLD = 2
 
@@ -68,6 +72,43 @@ def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int
             assert_close(name, full_tensor(parameter.grad), want, FP32_BUDGET)
 
 
+def an_older_trls_chunked_loss_is_refused_where_it_would_be_wrong(rank: int, world: int) -> None:
+    """The SFTTrainer's default from TRL 1.0 on, until 1.15 gave the model a head of its own."""
+    cases: list[tuple[bool, int, str]] = [
+        (True, 1, r"chunked loss .* aux loss .*loss_type='nll'.*trl>=1.15"),
+        (False, 2, r"chunked loss .* slices of sp_size=2; install trl>=1.15"),
+        (False, 1, ""),
+    ]
+    for aux, sp, said in cases:
+        model = patch(tiny(dtype=torch.float32), ep_size=1, sp_size=sp)
+        model.config.output_router_logits = aux
+        _replace_by_chunked_loss(model)
+        with launched():
+            accelerator = Accelerator(cpu=True)
+            optimizer = torch.optim.SGD(model.parameters())
+            if not said:
+                accelerator.prepare(model, optimizer)
+                continue
+            with pytest.raises(ValueError, match=said):
+                accelerator.prepare(model, optimizer)
+
+
+def _replace_by_chunked_loss(model: nn.Module) -> None:
+    """As TRL does; where the installed one has no such function any more, by one of its name."""
+    trainers = pytest.importorskip("trl.trainer.sft_trainer") if has_trl() else None
+    if (replace := getattr(trainers, "_patch_chunked_ce_lm_head", None)) is not None:
+        replace(model, 64)
+        return
+
+    def _chunked_ce_forward(self: nn.Module, **kwargs: Any) -> None: ...
+
+    model.forward = MethodType(_chunked_ce_forward, model)
+
+
+def has_trl() -> bool:
+    return importlib.util.find_spec("trl") is not None
+
+
 def _units(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
@@ -76,6 +117,7 @@ ON_TWO_RANKS = [
     a_stock_model_prepared_after_ours_has_a_unit_per_layer,
     accelerates_activation_checkpointing_comes_too_late,
     gradient_checkpointing_of_a_sharded_model_equals_stock,
+    an_older_trls_chunked_loss_is_refused_where_it_would_be_wrong,
 ]
 
 
