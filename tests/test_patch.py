@@ -473,7 +473,7 @@ def test_peft_wrapped_models_get_each_hook_once() -> None:
         if _ours(hook)
     ]
     before = ["ForwardBegins", "ForwardGuard", "GlobalAuxLoss", "KeepForwards"]
-    assert sorted(ours) == sorted([*before, "ForwardEnds", "RestoreAuxLoss"])
+    assert sorted(ours) == sorted([*before, "FinishAuxLoss", "ForwardEnds", "MarkLogits"])
     got, want = wrapped(**_inputs()), stock(**_inputs())
     assert_close("logits", got.logits, want.logits, 1e-12)
     unpatch(wrapped)
