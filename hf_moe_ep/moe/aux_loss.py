@@ -39,9 +39,9 @@ are marked as those of a patched model whose loss is ours:
     FinishAuxLoss    behind its forward: outputs.aux_loss is the loss that was not divided
 
 The mark travels with the logits, so a forward that is interrupted leaves nothing behind that
-another model, or the next forward, could see. The coefficient is never written. The file may also be that
-of a forward that somebody has bound to the model, as Liger's fused linear cross-entropy does.
-Subtracting stock's term afterwards would keep its 0/0 on a rank whose batch is all padding.
+another model, or the next forward, could see. The coefficient is never written. The file may also
+be that of a forward that somebody has bound to the model, as Liger's fused linear cross-entropy
+does. Subtracting stock's term afterwards would keep its 0/0 on a rank whose batch is all padding.
 """
 
 from __future__ import annotations

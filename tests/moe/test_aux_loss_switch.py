@@ -31,7 +31,7 @@ def _function() -> Any:
     return vars(modeling_qwen3_moe)[FUNCTION]
 
 
-def _interrupt(model: nn.Module) -> None:
+def _interrupt(model: nn.Module, **more: Tensor) -> None:
     """Run a forward up to the head: the aux loss is not computed, hooks behind it do not run."""
 
     def stop(*_: Any) -> None:
@@ -39,7 +39,7 @@ def _interrupt(model: nn.Module) -> None:
 
     handle = model.lm_head.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        model(**_inputs())
+        model(**_inputs(), **more)
     handle.remove()
 
 
@@ -89,7 +89,7 @@ def _interrupted_on_ranks(rank: int, world: int) -> None:
     handle = model.lm_head.register_forward_pre_hook(
         lambda *_: seen.append(model.router_aux_loss_coef)
     )
-    _interrupt(model)
+    _interrupt(model, num_items_in_batch=count)
     handle.remove()
     assert seen == [MODEL["router_aux_loss_coef"]] == [model.router_aux_loss_coef]
     stock = tiny(**MODEL)
