@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
 from hf_moe_ep import ModelPlan, ParallelConfig, describe, patch, unpatch
+from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.sequence.split import TakeSlice
 from hf_moe_ep.state import STATE, Ours
@@ -364,7 +365,7 @@ def test_a_model_that_sp_cannot_split_is_told_why() -> None:
         patch(tiny(), plan=plan, sp_size=2)
     part = Slice(cast(Any, None), 0, 2, length=8)
     with pytest.raises(ValueError, match=r"Linear .*keywords alone.*layer\(hidden_states"):
-        TakeSlice(first=True)(nn.Linear(2, 2), (), {SLICE: part})
+        TakeSlice(arguments_of(nn.Linear(2, 2), 2), first=True)(nn.Linear(2, 2), (), {SLICE: part})
 
 
 def test_patching_a_part_of_a_patched_model() -> None:
