@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep.dispatcher import Exchange, Header, RoutesTold
 from hf_moe_ep.moe.counting import count_choice
-from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
+from hf_moe_ep.moe.dispatch.overlap import WayHome
 from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.recompute import CheckpointWatch
 from hf_moe_ep.ops.expert_mlp import postpone_grads
@@ -112,7 +112,7 @@ def _ep_forward(
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
     with WayHome() as home:
-        for arriving in overlapped(exchanges, x_TH, weights_TK, slots_TK):
+        for arriving in home.overlapped(exchanges, x_TH, weights_TK, slots_TK):
             # Here, so that backward computes their gradients while those of the rows travel.
             weights = weights or local_weights(experts, layer.compute, x_TH, first_expert)
             weights = postpone_grads(weights)
