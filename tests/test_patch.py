@@ -228,6 +228,19 @@ def test_unpatch_tells_none_from_no_attribute(copied: bool) -> None:
     assert vars(model)["was_none"] is None and "was_absent" not in vars(model)
 
 
+def test_another_experts_implementation_is_refused_and_taken_after_unpatch() -> None:
+    """It would be ignored; `generate`, which passes a dict, may switch stock's and back."""
+    model = copy.deepcopy(patch(tiny()))
+    for one in (model, model.model):
+        with pytest.raises(
+            ValueError, match=r"set_experts_implementation\('batched_mm'\): the exp"
+        ):
+            one.set_experts_implementation("batched_mm")
+    model.set_experts_implementation(model.get_experts_implementation())
+    unpatch(model).set_experts_implementation("batched_mm")
+    assert model.model.layers[0].mlp.experts.config._experts_implementation == "batched_mm"
+
+
 def test_hooks_of_others_survive() -> None:
     model, seen = tiny(), []
     model.register_forward_pre_hook(lambda *_: seen.append("before"))

@@ -12,6 +12,8 @@ every router            a hook behind forward, where each layer's own is asked f
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from hf_moe_ep.architectures import Parts
@@ -27,7 +29,9 @@ from hf_moe_ep.ops.quantised import Quantisation, check_available
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
     EXPERTS_IMPLEMENTATION,
+    models_with_experts_implementation,
     own_experts_config,
+    refuse_experts_implementation,
     register_experts_forward,
 )
 from hf_moe_ep.upstream.modules import pre_forward_hooks
@@ -58,6 +62,9 @@ def attach(parts: Parts, state: ModelState) -> None:
     for module, layer in zip(experts, state.moe_layers, strict=True):
         state.replace(module, "config", own_config)
         setattr(module, STATE, layer)
+    for model in models_with_experts_implementation(parts.root):
+        refuse = partial(refuse_experts_implementation, model)
+        state.replace(model, "set_experts_implementation", refuse)
     rely_on_forwards(parts, state)
     parts.root.register_forward_pre_hook(KeepForwards(state))
     parts.root.register_forward_pre_hook(ForwardGuard(state))

@@ -135,13 +135,18 @@ class GlobalAuxLoss(Ours):
                 if not switch.users:
                     names[_FUNCTION] = switch.stock
 
-    @torch.compiler.disable
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Stock's loss of one process is right: such a forward is compiled as a whole.
+        if self._world_size > 1 or self.state.config.aux_loss_per_layer:
+            self._begin(model, kwargs)
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self.state.meshes is None else self.state.meshes.world_size
+
+    @torch.compiler.disable
+    def _begin(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
         self.stop()
-        meshes, per_layer = self.state.meshes, self.state.config.aux_loss_per_layer
-        alone = meshes is None or meshes.world_size == 1
-        if alone and not per_layer:
-            return
         fused = is_fused_head(kwargs)
         self._had_fused_head |= fused
         files = [fused_head_globals()] if fused else forward_globals(model)
@@ -155,8 +160,9 @@ class GlobalAuxLoss(Ours):
         for names in files:
             self._switch_in(names)
         divisor = 1
-        if not alone and kwargs.get("num_items_in_batch") is not None and self.state.sums_losses:
-            assert meshes is not None
+        meshes = self.state.meshes
+        summed = kwargs.get("num_items_in_batch") is not None and self.state.sums_losses
+        if meshes is not None and summed:
             divisor = meshes.data_parallel_size
         self.forward = _Forward(self, divisor, kwargs.get(SLICE))
         if self.routers_alone is not None and model.training and torch.is_grad_enabled():
@@ -179,12 +185,11 @@ class GlobalAuxLoss(Ours):
             router_logits = tuple(alone.of(logits) for logits in router_logits)
             alone.end()
         forward.learns = any(logits.requires_grad for logits in router_logits)
-        meshes = self.state.meshes
         loss = global_aux_loss(
             router_logits,
             *args,
             **kwargs,
-            world_size=1 if meshes is None else meshes.world_size,
+            world_size=self._world_size,
             per_layer=self.state.config.aux_loss_per_layer,
             sequence=forward.sequence,
         )
@@ -219,11 +224,15 @@ class FinishAuxLoss(Ours):
     def __init__(self, aux_loss: GlobalAuxLoss) -> None:
         self.aux_loss = aux_loss
 
-    @torch.compiler.disable
     def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        forward = self.aux_loss.stop()
-        if forward is None:
+        if self.aux_loss.forward is None:
             return None
+        return self._finish(model, output)
+
+    @torch.compiler.disable
+    def _finish(self, model: nn.Module, output: Any) -> Any:
+        forward = self.aux_loss.stop()
+        assert forward is not None
         # Where forward has raised, torch lets that error pass before this one.
         per_layer = self.aux_loss.state.config.aux_loss_per_layer
         if per_layer and model.training and torch.is_grad_enabled():

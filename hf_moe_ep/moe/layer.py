@@ -37,6 +37,7 @@ from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.recompute import CheckpointWatch
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
@@ -52,9 +53,14 @@ class ForwardGuard(Ours):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.state.check_ready()
+        # Unsharded, nobody reads the number, and torch.compile would compile anew for each.
+        if self.state.meshes is not None:
+            self._begin_forward(module, self.state.meshes)
+
+    @torch.compiler.disable
+    def _begin_forward(self, module: nn.Module, meshes: Meshes) -> None:
         self.state.forward_number += 1
-        meshes = self.state.meshes
-        if meshes is not None and meshes.ep_size > 1 and module.training:
+        if meshes.ep_size > 1 and module.training:
             self._checkpoints.look(module)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_moe_ep.sequence.slices import Slice
+from hf_moe_ep.upstream.replaced_forwards import forward_of_class
 
 # The dimension of the sequence in what a layer is given for each token.
 _BY_TOKEN = {
@@ -94,9 +95,8 @@ def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
     Raises:
         ValueError: an argument of which nobody knows whether it has one entry per token.
     """
+    by_name = _named_parameters(layer)
     kind = type(layer).__name__
-    parameters = inspect.signature(layer.forward).parameters.values()
-    by_name = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = [
         parameter.name
         for parameter in by_name[1:]
@@ -111,3 +111,16 @@ def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
         )
     positional = (p.name for p in by_name if p.kind != p.KEYWORD_ONLY)
     return LayerArguments(kind, tuple(positional))
+
+
+def _named_parameters(layer: nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters that the class of a layer names, or that of the layer in a wrapper.
+
+    What transformers or Accelerate hang on an instance passes on whatever it is given.
+    """
+    _, *parameters = inspect.signature(forward_of_class(layer)).parameters.values()
+    by_name = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    children = list(layer.children())
+    if not by_name and len(children) == 1:
+        return _named_parameters(children[0])
+    return by_name

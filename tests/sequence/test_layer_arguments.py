@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.tiny_models import tiny
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_moe_ep import patch
 from hf_moe_ep.sequence.layer_arguments import arguments_of
@@ -45,6 +46,14 @@ def test_positional_arguments_by_hand() -> None:
     assert got[0] is hidden and got[1] is mask
     assert got[2].tolist() == [[3, 4, 5]]
     assert torch.equal(got[3], of_layer[:, LOCAL:])
+
+
+def test_what_wraps_a_layer_changes_nothing() -> None:
+    """A wrapper on the instance, as transformers' recorders are, and torch's CheckpointWrapper."""
+    want = arguments_of(_Layer(), 2).names
+    layer = _Layer()
+    layer.forward = lambda *args, cache=None, **kwargs: _Layer.forward(layer, *args, **kwargs)
+    assert arguments_of(layer, 2).names == arguments_of(checkpoint_wrapper(layer), 2).names == want
 
 
 def test_keywords_by_hand() -> None:
