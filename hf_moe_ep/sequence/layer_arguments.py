@@ -5,7 +5,8 @@
     attention_mask         stays whole: attention sees the whole sequence
 
 A size says nothing: a tensor of another kind may be as long as the sequence by accident. A layer
-with an argument that is in none of the tables below is therefore refused before anything is split.
+with a tensor argument that is in none of the tables below is therefore refused before anything is
+split. Flags and caches, which their annotations tell from tensors, stay as they are.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
         for parameter in by_name[1:]
         if parameter.name not in _BY_TOKEN | dict.fromkeys(_WHOLE)
         and not parameter.name.endswith("mask")
+        and _may_be_tensor(parameter)
     ]
     if unknown:
         raise ValueError(
@@ -111,6 +113,12 @@ def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
         )
     positional = (p.name for p in by_name if p.kind != p.KEYWORD_ONLY)
     return LayerArguments(kind, tuple(positional))
+
+
+def _may_be_tensor(parameter: inspect.Parameter) -> bool:
+    """Return whether the annotation of a parameter names tensors, or is missing."""
+    missing = parameter.annotation is parameter.empty
+    return missing or "Tensor" in str(parameter.annotation)
 
 
 def _named_parameters(layer: nn.Module) -> list[inspect.Parameter]:

@@ -22,6 +22,7 @@ class _Layer(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         per_layer_input: Tensor | None = None,
+        store: dict[str, int] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         return hidden_states
@@ -76,8 +77,8 @@ def test_another_length_is_an_error() -> None:
     ids = torch.arange(LENGTH + 1).unsqueeze(0)
     with pytest.raises(ValueError, match=r"position_ids of _Layer has 7 entries .* of 6 tokens"):
         arguments_of(_Layer(), 2).slice_named({"position_ids": ids}, _part())
-    with pytest.raises(ValueError, match=r"_Layer names 4 positional arguments and was .* with 5"):
-        arguments_of(_Layer(), 2).slice_positional((ids,) * 5, _part())
+    with pytest.raises(ValueError, match=r"_Layer names 5 positional arguments and was .* with 6"):
+        arguments_of(_Layer(), 2).slice_positional((ids,) * 6, _part())
 
 
 def test_an_unknown_argument_is_refused_by_patch(monkeypatch: pytest.MonkeyPatch) -> None:
