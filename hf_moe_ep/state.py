@@ -57,7 +57,7 @@ keyword) to search for in FILE.
     upstream/training_frameworks.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ranks/places.py | _UNDER_WAY | exchanges that have not ended
-    ops/self_check.py | check_once warn_once | whether compiled kernels run and are right here
+    ops/self_check.py | check_both_sizes check_once warn_once | whether kernels run here
     ops/quantised.py | _nested_codes | what bytes of nested scales stand for, by device
     ops/sum_check.py | check_sums_once | whether compiled sums are right here
     ops/spec.py | from_text | parsed formulas of the operator
