@@ -120,6 +120,9 @@ class Arriving(Protocol):
         Weights are in fp32 or wider; ids count this rank's experts, L is "not here".
         """
 
+    def abandon(self) -> None:
+        """Let the transfer end where an error has left nobody to `finish` it."""
+
     def start_combine(self, rows_RH: Tensor) -> Returning:
         """Send the experts' result of every row back to the rank of its token."""
 
@@ -127,8 +130,8 @@ class Arriving(Protocol):
 class Returning(Protocol):
     """Results on their way home."""
 
-    def wait(self) -> None:
-        """Let the transfer end where nobody is going to `finish` it."""
+    def abandon(self) -> None:
+        """Let the transfer end where an error has left nobody to `finish` it."""
 
     def finish(self) -> Tensor:
         """Wait for out_TH: the rows of each token, added in one fixed order."""

@@ -136,6 +136,7 @@ def unpatch(model: nn.Module) -> nn.Module:
             f"this model is sharded over {state.meshes.world_size} ranks; unpatch it before "
             "apply_ep_fsdp2 or accelerator.prepare"
         )
+    moe.detach(model)
     for module in model.modules():
         remove_hooks(module, lambda hook: isinstance(hook, Ours))
     unwatch_checkpoints(model)

@@ -13,6 +13,7 @@ keyword) to search for in FILE.
     patch.py | STATE patch_alike | the model's ModelState, on its root
     moe/attach.py | STATE | a MoELayer on every experts module
     moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a forward
+    moe/aux_loss.py | load_balancing_loss_func | a switch, in the file of the model's forward
     upstream/experts_interface.py | _experts_implementation_internal register | a copied config
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
     -- what a ModelState or MoELayer is told later --
@@ -37,7 +38,8 @@ keyword) to search for in FILE.
     vision/encoders.py | gathered in_graph | units of encoders, from their run to the decoder
     vision/branches.py | _hf_moe_ep_others_see | on the tensor of token types, through the decoder
     moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
-    moe/aux_loss.py | load_balancing_loss_func | upstream's function and the config's coefficient
+    moe/aux_loss.py | _hf_moe_ep_undivided | on a loss that was divided: the one that was not
+    moe/aux_loss.py | forward learns | of a forward: what its router logits are marked with
     moe/routers_alone.py | again | logits of the routers, for the loss of each layer
     moe/dispatch/async_exchange.py | brought needs | gradients beside autograd's edges
     ops/expert_mlp.py | finish | weight gradients that a backward left for later
@@ -55,7 +57,7 @@ keyword) to search for in FILE.
     upstream/training_frameworks.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ranks/places.py | _UNDER_WAY | exchanges that have not ended
-    ops/self_check.py | check_once warn_once | whether compiled kernels run and are right here
+    ops/self_check.py | check_both_sizes check_once warn_once | whether kernels run here
     ops/quantised.py | _nested_codes | what bytes of nested scales stand for, by device
     ops/sum_check.py | check_sums_once | whether compiled sums are right here
     ops/spec.py | from_text | parsed formulas of the operator

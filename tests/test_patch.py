@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
 from hf_moe_ep import ModelPlan, ParallelConfig, describe, patch, unpatch
+from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.sequence.split import TakeSlice
 from hf_moe_ep.state import STATE, Ours
@@ -227,6 +228,19 @@ def test_unpatch_tells_none_from_no_attribute(copied: bool) -> None:
     assert vars(model)["was_none"] is None and "was_absent" not in vars(model)
 
 
+def test_another_experts_implementation_is_refused_and_taken_after_unpatch() -> None:
+    """It would be ignored; `generate`, which passes a dict, may switch stock's and back."""
+    model = copy.deepcopy(patch(tiny()))
+    for one in (model, model.model):
+        with pytest.raises(
+            ValueError, match=r"set_experts_implementation\('batched_mm'\): the exp"
+        ):
+            one.set_experts_implementation("batched_mm")
+    model.set_experts_implementation(model.get_experts_implementation())
+    unpatch(model).set_experts_implementation("batched_mm")
+    assert model.model.layers[0].mlp.experts.config._experts_implementation == "batched_mm"
+
+
 def test_hooks_of_others_survive() -> None:
     model, seen = tiny(), []
     model.register_forward_pre_hook(lambda *_: seen.append("before"))
@@ -364,7 +378,7 @@ def test_a_model_that_sp_cannot_split_is_told_why() -> None:
         patch(tiny(), plan=plan, sp_size=2)
     part = Slice(cast(Any, None), 0, 2, length=8)
     with pytest.raises(ValueError, match=r"Linear .*keywords alone.*layer\(hidden_states"):
-        TakeSlice(first=True)(nn.Linear(2, 2), (), {SLICE: part})
+        TakeSlice(arguments_of(nn.Linear(2, 2), 2), first=True)(nn.Linear(2, 2), (), {SLICE: part})
 
 
 def test_patching_a_part_of_a_patched_model() -> None:
@@ -473,7 +487,7 @@ def test_peft_wrapped_models_get_each_hook_once() -> None:
         if _ours(hook)
     ]
     before = ["ForwardBegins", "ForwardGuard", "GlobalAuxLoss", "KeepForwards"]
-    assert sorted(ours) == sorted([*before, "ForwardEnds", "RestoreAuxLoss"])
+    assert sorted(ours) == sorted([*before, "FinishAuxLoss", "ForwardEnds", "MarkLogits"])
     got, want = wrapped(**_inputs()), stock(**_inputs())
     assert_close("logits", got.logits, want.logits, 1e-12)
     unpatch(wrapped)

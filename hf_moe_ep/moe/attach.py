@@ -5,18 +5,20 @@ every experts module    its own copy of the config, which selects our forward in
 the root                pre-forward hooks: one refuses to train unsharded, one keeps the forwards
                         that we rely on, whoever replaces them, one says (with a hook behind
                         forward) which forwards count
-the causal LM           two hooks around forward that make the router's aux loss global, and, where
-                        that is asked for, each layer's own
+the causal LM           hooks around its forward and its decoder's that make the router's aux loss
+                        global, and, where that is asked for, each layer's own
 every router            a hook behind forward, where each layer's own is asked for: logits for it
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.moe.aux_loss import GlobalAuxLoss, RestoreAuxLoss
+from hf_moe_ep.moe.aux_loss import FinishAuxLoss, GlobalAuxLoss, MarkLogits
 from hf_moe_ep.moe.counting import ForwardBegins, ForwardEnds
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
@@ -27,9 +29,12 @@ from hf_moe_ep.ops.quantised import Quantisation, check_available
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
     EXPERTS_IMPLEMENTATION,
+    models_with_experts_implementation,
     own_experts_config,
+    refuse_experts_implementation,
     register_experts_forward,
 )
+from hf_moe_ep.upstream.modules import pre_forward_hooks
 
 
 def check(parts: Parts, state: ModelState) -> None:
@@ -57,6 +62,9 @@ def attach(parts: Parts, state: ModelState) -> None:
     for module, layer in zip(experts, state.moe_layers, strict=True):
         state.replace(module, "config", own_config)
         setattr(module, STATE, layer)
+    for model in models_with_experts_implementation(parts.root):
+        refuse = partial(refuse_experts_implementation, model)
+        state.replace(model, "set_experts_implementation", refuse)
     rely_on_forwards(parts, state)
     parts.root.register_forward_pre_hook(KeepForwards(state))
     parts.root.register_forward_pre_hook(ForwardGuard(state))
@@ -69,9 +77,21 @@ def attach(parts: Parts, state: ModelState) -> None:
             alone = RoutersAlone()
             for router in find_routers(parts):
                 router.register_forward_hook(alone, with_kwargs=True)
-        swap = GlobalAuxLoss(state, coefficient, alone)
-        parts.causal_lm.register_forward_pre_hook(swap, with_kwargs=True)
-        parts.causal_lm.register_forward_hook(RestoreAuxLoss(swap), always_call=True)
+        aux_loss = GlobalAuxLoss(state, alone)
+        aux_loss.install(parts.causal_lm)
+        parts.causal_lm.register_forward_pre_hook(aux_loss, with_kwargs=True)
+        for child in parts.causal_lm.children():
+            if any(module is experts[0] for module in child.modules()):
+                child.register_forward_hook(MarkLogits(aux_loss))
+        parts.causal_lm.register_forward_hook(FinishAuxLoss(aux_loss), always_call=True)
+
+
+def detach(model: nn.Module) -> None:
+    """Give back what `attach` replaced outside of the model."""
+    for module in model.modules():
+        for hook in pre_forward_hooks(module):
+            if isinstance(hook, GlobalAuxLoss):
+                hook.give_back(module)
 
 
 def _check_ep_size(parts: Parts, config: ParallelConfig) -> None:

@@ -29,16 +29,27 @@ belongs to it, and the terms add up to the loss of one process:
                         different batches (the Trainer does, unless it is told
                         average_tokens_across_devices=False)
 
-The model's own forward computes and adds it: for the time of one forward of a sharded model, or of
-any that asks for each layer's own, the function of that name in its module is ours, and in the
-module of a forward that somebody has bound to the model, as Liger's fused linear cross-entropy
+The model's own forward calls `load_balancing_loss_func` of its file. `patch` replaces that
+function by an `AuxLossSwitch`, once per file. The switch calls stock's function, unless the logits
+are marked as those of a patched model whose loss is ours:
+
+    GlobalAuxLoss    before the causal LM's forward: decides whether and how its loss is ours
+    MarkLogits       behind its decoder's forward: marks the router logits
+    AuxLossSwitch    called by its forward: computes the loss, divided by D where losses are summed
+    FinishAuxLoss    behind its forward: outputs.aux_loss is the loss that was not divided
+
+The mark travels with the logits, so a forward that is interrupted leaves nothing behind that
+another model, or the next forward, could see. The coefficient is never written. The file may also
+be that of a forward that somebody has bound to the model, as Liger's fused linear cross-entropy
 does. Subtracting stock's term afterwards would keep its 0/0 on a rank whose batch is all padding.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from operator import attrgetter
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,31 +63,92 @@ from hf_moe_ep.state import ModelState, Ours
 from hf_moe_ep.upstream.models import forward_globals, fused_head_globals, is_fused_head
 
 _FUNCTION = "load_balancing_loss_func"
+_UNDIVIDED = "_hf_moe_ep_undivided"
+
+
+@dataclass
+class _Forward:
+    """One forward of a causal LM whose aux loss is ours.
+
+    Attributes:
+        hook: the model's own hook, which computes the loss.
+        divisor: what the loss is divided by before the forward adds it to the model's loss.
+        sequence: how the batch was split, with `sp_size` > 1.
+        learns: whether the loss has a gradient; None while it has not been computed.
+    """
+
+    hook: GlobalAuxLoss
+    divisor: int
+    sequence: Slice | None
+    learns: bool | None = None
+
+
+class _MarkedLogits(tuple[Tensor, ...]):
+    """The router logits of all layers, and the forward that they belong to."""
+
+    forward: _Forward
+
+
+class AuxLossSwitch:
+    """Stands for `load_balancing_loss_func` in a file of transformers or Liger.
+
+    Attributes:
+        users: the hooks of patched models whose forward calls this function.
+    """
+
+    def __init__(self, stock: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, stock)
+        self.stock = stock
+        self.users: weakref.WeakSet[GlobalAuxLoss] = weakref.WeakSet()
+
+    def __call__(self, router_logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(router_logits, _MarkedLogits):
+            forward = router_logits.forward
+            return forward.hook.compute(forward, tuple(router_logits), *args, **kwargs)
+        return self.stock(router_logits, *args, **kwargs)
 
 
 class GlobalAuxLoss(Ours):
-    """Pre-forward hook of the causal LM: its forward will call `global_aux_loss`."""
+    """Pre-forward hook of the causal LM: decides whether this forward's aux loss is ours."""
 
-    def __init__(
-        self, state: ModelState, coefficient: str, routers_alone: RoutersAlone | None
-    ) -> None:
+    def __init__(self, state: ModelState, routers_alone: RoutersAlone | None) -> None:
         self.state, self.routers_alone = state, routers_alone
-        self._path, _, self.name = coefficient.rpartition(".")
-        self.stock: tuple[list[tuple[dict[str, Any], Any]], float] | None = None
-        # Whether the loss of the forward that runs has a gradient; None: it has not asked for one.
-        self.learns: bool | None = None
+        # The forward that runs, or one that was interrupted.
+        self.forward: _Forward | None = None
+        self._had_fused_head = False
 
-    def holder(self, model: nn.Module) -> Any:
-        """Find what has the coefficient: the model itself or a part of its config."""
-        return attrgetter(self._path)(model) if self._path else model
+    def install(self, model: nn.Module) -> None:
+        """Put a switch into the file, or the files, of the model's forward."""
+        for names in forward_globals(model):
+            if _FUNCTION in names:
+                self._switch_in(names)
+
+    def give_back(self, model: nn.Module) -> None:
+        """Put stock's function back into files whose switch no other patched model uses."""
+        files = forward_globals(model)
+        if self._had_fused_head:
+            files.append(fused_head_globals())
+        for names in files:
+            switch = names.get(_FUNCTION)
+            if isinstance(switch, AuxLossSwitch):
+                switch.users.discard(self)
+                if not switch.users:
+                    names[_FUNCTION] = switch.stock
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Stock's loss of one process is right: such a forward is compiled as a whole.
+        if self._world_size > 1 or self.state.config.aux_loss_per_layer:
+            self._begin(model, kwargs)
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self.state.meshes is None else self.state.meshes.world_size
 
     @torch.compiler.disable
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        meshes, per_layer = self.state.meshes, self.state.config.aux_loss_per_layer
-        alone = meshes is None or meshes.world_size == 1
-        if alone and not per_layer:
-            return
+    def _begin(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+        self.stop()
         fused = is_fused_head(kwargs)
+        self._had_fused_head |= fused
         files = [fused_head_globals()] if fused else forward_globals(model)
         files = [names for names in files if _FUNCTION in names]
         if not files:
@@ -85,61 +157,120 @@ class GlobalAuxLoss(Ours):
                 f"{_FUNCTION}, so the router's aux loss would be that of a rank alone, or of all "
                 f"layers together; leave out what replaces it"
             )
-        holder = self.holder(model)
-        coefficient = getattr(holder, self.name)
-        self.stock = ([(names, names[_FUNCTION]) for names in files], coefficient)
-        self.learns = None
+        for names in files:
+            self._switch_in(names)
+        divisor = 1
+        meshes = self.state.meshes
+        summed = kwargs.get("num_items_in_batch") is not None and self.state.sums_losses
+        if meshes is not None and summed:
+            divisor = meshes.data_parallel_size
+        self.forward = _Forward(self, divisor, kwargs.get(SLICE))
         if self.routers_alone is not None and model.training and torch.is_grad_enabled():
             self.routers_alone.begin()
-        sequence: Slice | None = kwargs.get(SLICE)
-        for names in files:
-            names[_FUNCTION] = partial(self.compute, sequence=sequence)
-        if alone:
-            return
-        assert meshes is not None
-        if kwargs.get("num_items_in_batch") is not None and self.state.sums_losses:
-            setattr(holder, self.name, coefficient / meshes.data_parallel_size)
 
+    def stop(self) -> _Forward | None:
+        """Forget the forward that ran, and return it; None where there was none."""
+        forward, self.forward = self.forward, None
+        if self.routers_alone is not None:
+            self.routers_alone.end()
+        return forward
+
+    @torch.compiler.disable
     def compute(
-        self, router_logits: tuple[Tensor, ...], *args: Any, sequence: Slice | None, **kwargs: Any
+        self, forward: _Forward, router_logits: tuple[Tensor, ...], *args: Any, **kwargs: Any
     ) -> Tensor:
-        """What the model's forward calls for `load_balancing_loss_func`."""
+        """Compute what `load_balancing_loss_func` returns to the model's forward."""
         alone = self.routers_alone
         if alone is not None and alone.again is not None:
             router_logits = tuple(alone.of(logits) for logits in router_logits)
             alone.end()
-        self.learns = any(logits.requires_grad for logits in router_logits)
-        meshes = self.state.meshes
-        return global_aux_loss(
+        forward.learns = any(logits.requires_grad for logits in router_logits)
+        loss = global_aux_loss(
             router_logits,
             *args,
             **kwargs,
-            world_size=1 if meshes is None else meshes.world_size,
+            world_size=self._world_size,
             per_layer=self.state.config.aux_loss_per_layer,
-            sequence=sequence,
+            sequence=forward.sequence,
         )
+        if forward.divisor == 1:
+            return loss
+        divided = loss / forward.divisor
+        setattr(divided, _UNDIVIDED, loss)
+        return divided
+
+    def _switch_in(self, names: dict[str, Any]) -> None:
+        """Let the function in these globals be a switch that knows of this model."""
+        if not isinstance(names[_FUNCTION], AuxLossSwitch):
+            names[_FUNCTION] = AuxLossSwitch(names[_FUNCTION])
+        names[_FUNCTION].users.add(self)
 
 
-class RestoreAuxLoss(Ours):
-    """Forward hook, also called when forward raised: undoes what `GlobalAuxLoss` did."""
+class MarkLogits(Ours):
+    """Forward hook of the causal LM's decoder: says whose forward the router logits are of."""
 
-    def __init__(self, swapped: GlobalAuxLoss) -> None:
-        self.swapped = swapped
+    def __init__(self, aux_loss: GlobalAuxLoss) -> None:
+        self.aux_loss = aux_loss
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.aux_loss.forward is None:
+            return None
+        return _marked(output, self.aux_loss.forward)
+
+
+class FinishAuxLoss(Ours):
+    """Forward hook, also called when forward raised: hands out plain logits and the whole loss."""
+
+    def __init__(self, aux_loss: GlobalAuxLoss) -> None:
+        self.aux_loss = aux_loss
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.aux_loss.forward is None:
+            return None
+        return self._finish(model, output)
 
     @torch.compiler.disable
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.swapped.stock is not None:
-            files, coefficient = self.swapped.stock
-            for names, function in files:
-                names[_FUNCTION] = function
-            setattr(self.swapped.holder(model), self.swapped.name, coefficient)
-            self.swapped.stock = None
-            if self.swapped.routers_alone is not None:
-                self.swapped.routers_alone.end()
-            # Where forward has raised, torch lets that error pass before this one.
-            per_layer = self.swapped.state.config.aux_loss_per_layer
-            if per_layer and model.training and torch.is_grad_enabled():
-                _check_learns(self.swapped.learns)
+    def _finish(self, model: nn.Module, output: Any) -> Any:
+        forward = self.aux_loss.stop()
+        assert forward is not None
+        # Where forward has raised, torch lets that error pass before this one.
+        per_layer = self.aux_loss.state.config.aux_loss_per_layer
+        if per_layer and model.training and torch.is_grad_enabled():
+            _check_learns(forward.learns)
+        if forward.learns is None and isinstance(getattr(output, "aux_loss", None), Tensor):
+            raise ValueError(
+                f"the forward of {type(model).__name__} computed an aux loss of other logits than "
+                f"those that its decoder returned as router_logits, so the loss would be that of a "
+                f"rank alone; leave out output_router_logits=True"
+            )
+        return _as_documented(output)
+
+
+@torch.compiler.disable
+def _marked(output: Any, forward: _Forward) -> Any:
+    logits = getattr(output, "router_logits", None)
+    if not isinstance(logits, tuple):
+        return None
+    marked = _MarkedLogits(logits)
+    marked.forward = forward
+    return replace(output, router_logits=marked)
+
+
+def _as_documented(output: Any) -> Any:
+    """Return an output with plain tuples of logits and the undivided loss; None if it has both."""
+    if isinstance(output, tuple):
+        return tuple(map(_plain, output))
+    if not isinstance(output, Mapping):
+        return None
+    plain = {name: _plain(value) for name, value in output.items()}
+    changed = {name: value for name, value in plain.items() if value is not output[name]}
+    return replace(output, **changed) if changed else None  # type: ignore[type-var]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _MarkedLogits):
+        return tuple(value)
+    return getattr(value, _UNDIVIDED, value) if isinstance(value, Tensor) else value
 
 
 def _check_learns(learns: bool | None) -> None:

@@ -32,11 +32,12 @@ from torch import Tensor, nn
 
 from hf_moe_ep.dispatcher import Exchange, Header, RoutesTold
 from hf_moe_ep.moe.counting import count_choice
-from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
+from hf_moe_ep.moe.dispatch.overlap import WayHome
 from hf_moe_ep.moe.experts import local_weights, run_experts
 from hf_moe_ep.moe.recompute import CheckpointWatch
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
+from hf_moe_ep.ranks.mesh import Meshes
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_modes
 
@@ -52,9 +53,14 @@ class ForwardGuard(Ours):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.state.check_ready()
+        # Unsharded, nobody reads the number, and torch.compile would compile anew for each.
+        if self.state.meshes is not None:
+            self._begin_forward(module, self.state.meshes)
+
+    @torch.compiler.disable
+    def _begin_forward(self, module: nn.Module, meshes: Meshes) -> None:
         self.state.forward_number += 1
-        meshes = self.state.meshes
-        if meshes is not None and meshes.ep_size > 1 and module.training:
+        if meshes.ep_size > 1 and module.training:
             self._checkpoints.look(module)
 
 
@@ -112,7 +118,7 @@ def _ep_forward(
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
     with WayHome() as home:
-        for arriving in overlapped(exchanges, x_TH, weights_TK, slots_TK):
+        for arriving in home.overlapped(exchanges, x_TH, weights_TK, slots_TK):
             # Here, so that backward computes their gradients while those of the rows travel.
             weights = weights or local_weights(experts, layer.compute, x_TH, first_expert)
             weights = postpone_grads(weights)

@@ -123,7 +123,17 @@ def self_check(
         (up, down),
         spec.quantised,
     )
-    return check_once(kind)
+    return check_both_sizes(kind)
+
+
+@functools.cache
+def check_both_sizes(kind: Kind) -> str:
+    """Check the kernels of a kind for few rows per expert and for many; see `self_check`.
+
+    The number of rows changes at run time. A rank that met the other size in the middle of a run
+    would build its kernels then, while the other ranks wait for it in an exchange.
+    """
+    return check_once(kind) or check_once(replace(kind, few=not kind.few))
 
 
 @functools.cache

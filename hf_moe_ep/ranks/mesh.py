@@ -139,7 +139,7 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
 def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> Meshes:
     let_threads_finish()
     if device.type == "cuda":
-        tell_on_abort(device)
+        tell_on_abort()
     world_size = dist.get_world_size()
     ep, replicate = config.ep_size or 1, config.dp_replicate_size or 1
     sp = config.sp_size or 1

@@ -12,7 +12,10 @@ but sleep, in a function that bears the name of the oldest exchange that has not
       File "hf_moe_ep: oldest exchange of this rank that has not ended", line 78 in MoE layer 3 of
       forward 12 (training; top-8, 2 bytes per element): rows, group mesh_ep of ranks 0, 1
 
-It looks every second what that is, which no step waits for.
+It looks every second what that is, which no step waits for. That thread asks the GPU nothing:
+while another thread captures a CUDA graph such a call is refused, and ends the capture. Whether an
+exchange has ended on the device is asked by the thread that computes, whenever its next exchange
+begins or ends. A layer waits on the host for its counts, so the answer is at most a layer old.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from types import FunctionType
 
 import torch
@@ -39,23 +43,26 @@ class Place:
 
     def __init__(self, where: str, what: str, group: dist.ProcessGroup) -> None:
         self._where, self._what, self.group = where, what, group
-        self._ended: bool | torch.cuda.Event = False
+        self._end: torch.cuda.Event | None = None
+        # Whether the host has seen its end; read by another thread.
+        self.ended = False
 
     def leave(self, on_gpu: bool = False) -> None:
         """The host goes on; on a GPU the exchange ends once the device has come this far."""
-        self._ended = True
         if on_gpu:
-            self._ended = torch.cuda.Event()
-            self._ended.record()
+            self._end = torch.cuda.Event()
+            self._end.record()
+        else:
+            self.ended = True
+        _forget_ended()
 
-    @property
-    def ended(self) -> bool:
-        if isinstance(self._ended, bool):
-            return self._ended
-        try:
-            return self._ended.query()
-        except torch.AcceleratorError:  # a GPU that stopped; whoever waits for it hears why
-            return False
+    def look(self) -> bool:
+        """Ask the device whether the exchange has ended; only the thread that computes may."""
+        if self._end is not None and not self.ended:
+            # A GPU that stopped answers with an error; whoever waits for it hears why.
+            with suppress(torch.AcceleratorError):
+                self.ended = self._end.query()
+        return self.ended
 
     def __str__(self) -> str:
         return f"{self._where}: {self._what}, {describe_group(self.group)}"
@@ -63,11 +70,15 @@ class Place:
 
 def enter(where: str, what: str, group: dist.ProcessGroup) -> Place:
     """Note that an exchange begins here."""
-    while _UNDER_WAY and _UNDER_WAY[0].ended:
-        _UNDER_WAY.popleft()
+    _forget_ended()
     place = Place(where, what, group)
     _UNDER_WAY.append(place)
     return place
+
+
+def _forget_ended() -> None:
+    while _UNDER_WAY and _UNDER_WAY[0].look():
+        _UNDER_WAY.popleft()
 
 
 def describe_group(group: dist.ProcessGroup) -> str:
@@ -76,25 +87,22 @@ def describe_group(group: dist.ProcessGroup) -> str:
     return f"group {group.group_desc} of ranks {ranks}"
 
 
-def tell_on_abort(device: torch.device) -> None:
-    """Have an abort of this process tell the place, from now on; `device` is where it computes."""
+def tell_on_abort() -> None:
+    """Have an abort of this process tell the place, from now on."""
     if any(isinstance(thread, _Teller) for thread in threading.enumerate()):
         return
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
-    _Teller(device).start()
+    _Teller().start()
 
 
 class _Teller(threading.Thread):
     """Sleeps in a function that is named after the oldest exchange under way."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__(name="hf_moe_ep tells the place on abort", daemon=True)
-        self._device = device
 
     def run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread begins on the first one
         while True:
             place = next((str(place) for place in tuple(_UNDER_WAY) if not place.ended), "none")
             code = _sleep.__code__.replace(

@@ -14,6 +14,7 @@ from typing import Any
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.derive import is_mixer
 from hf_moe_ep.plan import matches
+from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.split import JoinLogits, SplitSequence, TakeSlice, split_loss
 from hf_moe_ep.sequence.ulysses import attention_with, check_heads
 from hf_moe_ep.state import ModelState
@@ -50,6 +51,8 @@ def check(parts: Parts, state: ModelState) -> None:
     for heads, kv_heads in sorted(attention_heads(parts.config)):
         check_heads(heads, kv_heads, sp_size)
     check_attention(parts.attention[0], parts.root)
+    for layer in parts.layers:
+        arguments_of(layer, sp_size)
 
 
 def _check_mixers(parts: Parts, sp_size: int) -> None:
@@ -79,7 +82,8 @@ def attach(parts: Parts, state: ModelState) -> None:
         return
     select_attention(parts.attention, state, attention_with)
     for index, layer in enumerate(parts.layers):
-        layer.register_forward_pre_hook(TakeSlice(first=index == 0), with_kwargs=True)
+        take = TakeSlice(arguments_of(layer, state.config.sp_size or 1), first=index == 0)
+        layer.register_forward_pre_hook(take, with_kwargs=True)
     causal_lm = parts.causal_lm
     causal_lm.register_forward_pre_hook(SplitSequence(state), with_kwargs=True)
     causal_lm.register_forward_hook(JoinLogits(state), with_kwargs=True)

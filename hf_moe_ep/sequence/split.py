@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_moe_ep.sequence.layer_arguments import LayerArguments
 from hf_moe_ep.sequence.same_batch import check_same_batch
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices, sum_slices
 from hf_moe_ep.state import ModelState, Ours
@@ -128,10 +129,11 @@ class TakeSlice(Ours):
     """Pre-forward hook of a decoder layer: what is for the whole sequence becomes the slice.
 
     Position embeddings and ids, inputs of this layer, scales of queries; masks stay whole.
+    `layer_arguments.py` says which arguments these are.
     """
 
-    def __init__(self, *, first: bool) -> None:
-        self.first = first
+    def __init__(self, arguments: LayerArguments, *, first: bool) -> None:
+        self.arguments, self.first = arguments, first
 
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -144,27 +146,11 @@ class TakeSlice(Ours):
                 f"sp_size={part.size} slices what {type(layer).__name__} is called with first, and "
                 f"it was called by keywords alone; call it as layer(hidden_states, ...)"
             )
-        hidden, *others = args
+        part.positions = kwargs.get("position_ids")
+        hidden, *others = self.arguments.slice_positional(args, part)
         if self.first:
             hidden = part.take(hidden, 1)
-        part.positions = kwargs.get("position_ids")
-        mine = {name: _own_part(name, x, part) for name, x in kwargs.items()}
-        return (hidden, *(_own_part("", x, part) for x in others)), mine
-
-
-def _own_part(name: str, x: Any, part: Slice) -> Any:
-    """Return this rank's slice of what has the sequence's length; all else as it is."""
-    if type(x) in (tuple, list):
-        return type(x)(_own_part(name, one, part) for one in x)
-    if not isinstance(x, Tensor) or name.endswith("mask"):
-        return x
-    if name == "position_ids":
-        return part.take_shared(x, -1)
-    if x.ndim > 1 and x.shape[1] == part.length:
-        return part.take_shared(x, 1)
-    if x.shape[1:] == (1, part.length, 1):  # a scale of every query, for all heads
-        return part.take_shared(x, 2)
-    return x
+        return (hidden, *others), self.arguments.slice_named(kwargs, part)
 
 
 def split_loss(
@@ -179,20 +165,23 @@ def split_loss(
     if part is None:
         return stock(logits, labels, *args, **kw)
     shifted, count = kw.pop("shift_labels", None), kw.pop("num_items_in_batch", None)
+    ignored = kw.get("ignore_index", IGNORED_LABEL)
     if count is None:
         counted = labels[:, 1:] if shifted is None else shifted
-        count = (counted != IGNORED_LABEL).sum()
-    mine = _next_labels(labels, shifted, part)
+        count = (counted != ignored).sum()
+    mine = _next_labels(labels, shifted, part, ignored)
     loss = stock(logits, None, *args, shift_labels=mine, num_items_in_batch=count, **kw)
     return sum_slices(loss, part)
 
 
-def _next_labels(labels: Tensor | None, shifted: Tensor | None, part: Slice) -> Tensor:
-    """Return what each token of this rank's slice is to predict; -100 behind the end."""
+def _next_labels(
+    labels: Tensor | None, shifted: Tensor | None, part: Slice, ignored: int = IGNORED_LABEL
+) -> Tensor:
+    """Return what each token of this rank's slice is to predict; `ignored` behind the end."""
     if shifted is None:
         assert labels is not None
-        shifted = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
-    return part.take(shifted, 1, fill=IGNORED_LABEL).contiguous()
+        shifted = functional.pad(labels, (0, 1), value=ignored)[:, 1:]
+    return part.take(shifted, 1, fill=ignored).contiguous()
 
 
 def _join_fused(output: Any, part: Slice, length: int) -> Any:

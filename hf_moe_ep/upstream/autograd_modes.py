@@ -12,10 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import _StopRecomputationError
-
-# Raised in a recompute once all that backward needs is there (torch/utils/checkpoint.py).
-StopRecomputation = _StopRecomputationError
 
 
 def backward_is_running() -> bool:

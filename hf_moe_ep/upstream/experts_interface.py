@@ -24,6 +24,29 @@ def register_experts_forward(forward: Callable[..., Any]) -> None:
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, forward)
 
 
+def refuse_experts_implementation(model: Any, implementation: str | dict[str, str]) -> None:
+    """Stand for `set_experts_implementation` of a patched model, whose experts are not stock's.
+
+    `generate` passes a dict, to switch to another implementation of stock and back
+    (transformers/generation/utils.py); that changes configs which no patched experts read.
+
+    Raises:
+        ValueError: one implementation is asked for by its name.
+    """
+    if isinstance(implementation, str):
+        raise ValueError(
+            f"set_experts_implementation({implementation!r}): the experts of this "
+            f"{type(model).__name__} are computed by hf_moe_ep since patch(), so it would change "
+            f"nothing; choose with patch(model, experts_backend=...), or unpatch(model) first"
+        )
+    type(model).set_experts_implementation(model, implementation)
+
+
+def models_with_experts_implementation(root: nn.Module) -> list[nn.Module]:
+    """Return the models within `root` whose users may choose how experts are computed."""
+    return [m for m in root.modules() if hasattr(type(m), "set_experts_implementation")]
+
+
 def is_experts_module(module: nn.Module) -> bool:
     """Return whether `module` is of transformers' experts interface, or Liger's class for one."""
     if is_experts_class_of_liger(module):

@@ -41,6 +41,11 @@ def runs_compiled() -> bool:
     return torch.compiler.is_compiling() or callback() is not None
 
 
+def pre_forward_hooks(module: nn.Module) -> list[object]:
+    """Return the pre-forward hooks of `module`, in the order in which they run."""
+    return list(module._forward_pre_hooks.values())
+
+
 def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
     """Remove the forward and pre-forward hooks of `module` for which `is_ours` is true."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -27,7 +27,7 @@ from hf_moe_ep import Routes, RoutingReplay, apply_ep_fsdp2, patch
 from hf_moe_ep.dispatcher import Exchange, Header
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll, AllToAllExchange
 from hf_moe_ep.moe.dispatch.deepep import DeepEP, GroupBuffer, load_deep_ep
-from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
+from hf_moe_ep.moe.dispatch.overlap import WayHome
 from hf_moe_ep.state import STATE
 
 HIDDEN = 48
@@ -106,7 +106,7 @@ def _layer(
     """The layer's loop, with experts that read everything; `sees` takes what arrives."""
     x_TH, w_TK = _column_major(x_TH), _column_major(w_TK)
     with WayHome() as home:
-        for arriving in overlapped(exchanges, x_TH, w_TK, ids_TK):
+        for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
             rows_RH, w_RK, ids_RK = arriving.finish()
             local = len(arriving.counts_L)
             sees.append((rows_RH.detach(), w_RK.detach(), ids_RK, arriving.counts_L))

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_moe_ep.dispatcher import Dispatcher, Header
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.moe.dispatch.hierarchical import Hierarchical
-from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
+from hf_moe_ep.moe.dispatch.overlap import WayHome
 
 HIDDEN = 29  # wider than 2 K, and odd: rows and routing differ in bytes
 HERE = Header(1, 0, True, True, False, False, 2, 8)
@@ -130,7 +130,7 @@ def _run(kind: str, case: Case, network: Network, rank: int, *, again: bool = Fa
     for _ in range(2 if again else 1):
         arrived, weights, counts = [], [], torch.zeros_like(counts)
         with WayHome() as home:
-            for arriving in overlapped(exchanges, x_TH, w_TK, ids_TK):
+            for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
                 rows_RH, w_RK, ids_RK = arriving.finish()
                 counts += torch.tensor(arriving.counts_L)
                 here = (ids_RK < case.local).nonzero().tolist()
@@ -294,7 +294,7 @@ def test_the_host_asks_the_device_once_a_layer() -> None:
         with _Asking() as mode:
             exchanges = dispatcher.plan(ids_TK, HERE, hidden_bytes=0)
             with WayHome() as home:
-                for arriving in overlapped(exchanges, x_TH, w_TK, ids_TK):
+                for arriving in home.overlapped(exchanges, x_TH, w_TK, ids_TK):
                     rows_RH, w_RK, _ = arriving.finish()
                     home.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
             home.finish().sum().backward()

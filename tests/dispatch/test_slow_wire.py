@@ -14,8 +14,11 @@ import torch
 from support import parity
 from support.checks import Check, Found, on_ranks
 from support.parity import Case
+from support.tiny_models import batch, tiny
 from torch import Tensor
 
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.moe import layer
 from hf_moe_ep.moe.dispatch import all_to_all
 from hf_moe_ep.ranks.collectives import start_all_to_all
 
@@ -48,6 +51,88 @@ def _with_late_rows(case: Case, rank: int, world: int) -> None:
         patches.setattr(all_to_all, "start_all_to_all", promise)
         parity.run_case(case, rank, world)
     assert transfers and all(transfer.waited for transfer in transfers)
+
+
+def _fail(error: type[BaseException]) -> Any:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise error("in the middle of a layer")
+
+    return failing
+
+
+def _fail_at_call(number: int, function: Any) -> Any:
+    calls = iter(range(1, 1000))
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            raise torch.OutOfMemoryError("in the middle of a layer")
+        return function(*args, **kwargs)
+
+    return failing
+
+
+def _fails_on_all_ranks(name: str, rank: int, world: int) -> None:
+    """Every transfer that a rank has started is waited for, and the model trains on."""
+    model = apply_ep_fsdp2(tiny(), ep_size=2, dispatch_chunks=3)
+    inputs = batch(model, 2, 9, seed=rank)
+    want = model(**inputs).loss
+    transfers: list[_Late] = []
+
+    def promise(received_RX: Tensor, rows_NX: Tensor, **options: Any) -> _Late:
+        transfers.append(_Late(received_RX, rows_NX, options))
+        return transfers[-1]
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(all_to_all, "start_all_to_all", promise)
+        place, broken, error, started = FAILURES[name](promise)
+        patches.setattr(place, broken[0], broken[1])
+        with pytest.raises(error):
+            model(**inputs)
+    assert [transfer.waited for transfer in transfers] == [True] * started
+    assert torch.equal(model(**inputs).loss, want)
+
+
+# Where it fails: the module, (the name, what stands there), the error, transfers begun until then.
+# Rows and routing of a chunk are two transfers; the chunk behind it is on its way by then.
+FAILURES: dict[str, Any] = {
+    "in the gather of weights": lambda _: (
+        layer,
+        ("local_weights", _fail(torch.OutOfMemoryError)),
+        torch.OutOfMemoryError,
+        4,
+    ),
+    "in the experts": lambda _: (
+        layer,
+        ("run_experts", _fail(KeyboardInterrupt)),
+        KeyboardInterrupt,
+        4,
+    ),
+    "in the experts of the second chunk": lambda _: (
+        layer,
+        ("run_experts", _fail_at_call(2, layer.run_experts)),
+        torch.OutOfMemoryError,
+        7,
+    ),
+    "between rows and routing": lambda promise: (
+        all_to_all,
+        ("start_all_to_all", _fail_at_call(4, promise)),
+        torch.OutOfMemoryError,
+        3,
+    ),
+    "in the sum of a chunk": lambda _: (
+        all_to_all,
+        ("add_rows", _fail_at_call(1, all_to_all.add_rows)),
+        torch.OutOfMemoryError,
+        9,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "claim", on_ranks(2, {name: partial(_fails_on_all_ranks, name) for name in FAILURES})
+)
+def test_an_error_leaves_no_rows_on_their_way(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
 
 
 def _checkpoint(use_reentrant: bool) -> Any:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, global_token_count, patch
+from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, global_token_count, patch, unpatch
 from hf_moe_ep.moe.aux_loss import global_aux_loss
 from hf_moe_ep.state import find_state
 
@@ -326,7 +326,8 @@ def test_of_each_layer_alone_in_one_process() -> None:
     """Not sharded: stock would take all layers together."""
     model, reference = patch(tiny(**MODEL), aux_loss_per_layer=True), tiny(**MODEL)
     inputs = _batch(model, 1, "padded")
-    stock_function = vars(sys.modules[type(model).__module__])["load_balancing_loss_func"]
+    names = vars(sys.modules[type(model).__module__])
+    stock_function = names["load_balancing_loss_func"]
     out, (want, logits) = model(**inputs), _logits(reference, inputs, True)
     aux = _reference_aux([logits], [inputs["attention_mask"]], per_layer=True)
     assert_close("aux_loss", out.aux_loss, aux, 1e-10)
@@ -336,7 +337,9 @@ def test_of_each_layer_alone_in_one_process() -> None:
     loss = reference.loss_function(want.logits, inputs["labels"], 97)
     (loss + COEFFICIENT * aux).backward()
     _assert_same_grads("one process", model, reference)
-    assert load_balancing_loss_func is stock_function, "not put back"
+    assert stock_function is not load_balancing_loss_func
+    unpatch(model)
+    assert names["load_balancing_loss_func"] is load_balancing_loss_func, "not put back"
 
 
 def test_layers_that_make_up_for_each_other_by_hand() -> None:

@@ -62,6 +62,7 @@ KINDS |= {"inference": INFERENCE, "recomputed": RECOMPUTED}
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     check_once.cache_clear()
+    self_check.check_both_sizes.cache_clear()
     check_sums_once.cache_clear()
     self_check.warn_once.cache_clear()
     # A tenth of the work: three tiles of an expert instead of sixteen.
@@ -234,6 +235,22 @@ def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "dot_precision", lambda rows: "tf32")
     others.append(call())
     assert len(set(others)) == len(others)
+
+
+def test_the_first_call_checks_few_rows_per_expert_and_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So no rank builds kernels later, when its share of the rows has changed."""
+    kinds: list[Kind] = []
+    monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
+    monkeypatch.setattr(self_check, "check_once", lambda kind: kinds.append(kind) or "")
+    experts = _experts(2048)
+    spec = ExpertSpec(ExpertFormula(), tuple(experts.named_tensors()), keep_pre=True)
+    for pairs in (5000, 20):
+        rows_RH, weights_RK = torch.empty(7, 2048), torch.empty(7, 2)
+        assert self_check.self_check(rows_RH, weights_RK, pairs, experts, spec, ()) == ""
+        assert {kind.few for kind in kinds} == {False, True}, pairs
+    assert len({replace(kind, few=False) for kind in kinds}) == 1
 
 
 def _call(backend: str, grads: bool = True) -> list[Tensor]:

@@ -3,6 +3,7 @@
 import ctypes
 import faulthandler
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -40,8 +41,8 @@ def _aborted_while_it_waits(rank: int, world: int, folder: str) -> None:
     os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     places._SECONDS = 0.05
     faulthandler.disable()  # run_ranks has it on, into a file of its own; a user's rank has it off
-    tell_on_abort(CPU)
-    tell_on_abort(CPU)  # once
+    tell_on_abort()
+    tell_on_abort()  # once
     threading.Timer(1, _abort_from_a_thread_of_its_own).start()
     gather_counts(torch.zeros(1, dtype=torch.int64), group, where="MoE layer 5 of forward 7")
 
@@ -73,36 +74,58 @@ def the_gpus_own_error_is_told_apart(rank: int, world: int) -> None:
 
 
 def on_a_gpu_the_device_ends_an_exchange(rank: int, world: int) -> None:
-    """Not the host, which goes on at once: the oldest one that the device has not passed."""
+    """Not the host, which goes on at once; it asks the device when its next exchange begins.
+
+    No other thread asks: the one that sleeps under the name of a place reads what was seen.
+    """
     reached: list[str] = []
+    asked_by: set[int] = set()
 
     class Event:
         def record(self) -> None:
             self.number = len(begun)
 
         def query(self) -> bool:
+            asked_by.add(threading.get_ident())
             if "the end" in reached:
                 raise torch.AcceleratorError("CUDA error: device-side assert triggered")
             return len(reached) >= self.number
 
+    def under_way() -> list[str]:
+        return [str(place).partition(":")[0] for place in places._UNDER_WAY]
+
     begun: list[Place] = []
     places._UNDER_WAY.clear()
+    places._SECONDS = 0.01
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(torch.cuda, "Event", Event)
         for layer in range(3):
             begun.append(enter(f"layer {layer}", "rows", dist.group.WORLD))
             begun[-1].leave(on_gpu=True)
-    assert [place.ended for place in begun] == [False] * 3
+    assert under_way() == ["layer 0", "layer 1", "layer 2"]
+    tell_on_abort()
+    _wait_until_sleeping_in("layer 0")
     reached.append("the first")
-    assert [place.ended for place in begun] == [True, False, False]
+    assert not begun[0].ended, "nobody has asked since"
     enter("the host", "counts", dist.group.WORLD).leave()
+    assert under_way() == ["layer 1", "layer 2", "the host"]
+    _wait_until_sleeping_in("layer 1")
     reached.append("the end")  # of a GPU that an assertion stopped: nothing more ends on it
-    assert [place.ended for place in begun[1:]] == [False] * 2
-    assert [str(place).partition(":")[0] for place in places._UNDER_WAY] == [
-        "layer 1",
-        "layer 2",
-        "the host",
-    ]
+    enter("the last", "counts", dist.group.WORLD)
+    assert under_way() == ["layer 1", "layer 2", "the host", "the last"]
+    assert asked_by == {threading.get_ident()}
+
+
+def _wait_until_sleeping_in(place: str) -> None:
+    """Wait until the thread that tells the place sleeps under this name."""
+    (teller,) = (t for t in threading.enumerate() if isinstance(t, places._Teller))
+    assert teller.ident is not None
+    for _ in range(1000):
+        frame = sys._current_frames()[teller.ident]
+        if frame.f_code.co_name.startswith(place):
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"it never slept under the name of {place}")
 
 
 ON_TWO_RANKS = on_ranks(

@@ -161,6 +161,18 @@ def shifted_labels_and_states_equal_stock(rank: int, world: int) -> None:
     assert got.router_logits[0].shape[0] == micro["input_ids"].numel()
 
 
+def another_ignored_label(rank: int, world: int) -> None:
+    """`ignore_index` reaches stock's loss, so it counts here too, shifted labels or not."""
+    model, reference = tiny(seed=rank), tiny(seed=0)
+    apply_ep_fsdp2(model, ep_size=2, sp_size=2)
+    micro = batch(reference, 2, 9)
+    labels = micro["labels"].masked_fill(micro["labels"] == -100, 3)
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=3)[:, 1:].contiguous()
+    for more in ({}, {"shift_labels": shifted}, {"num_items_in_batch": torch.tensor(5)}):
+        given = {**micro, "labels": labels, "ignore_index": 3, **more}
+        assert_close(str([*more]), model(**given).loss, reference(**given).loss, FP32_INSIDE)
+
+
 def every_rank_generates_its_own_text(rank: int, world: int) -> None:
     """With a cache nothing is split: each rank may have a prompt of its own."""
     model, reference = tiny(seed=rank), tiny(seed=0).eval()
@@ -196,6 +208,7 @@ ON_TWO_RANKS = [
     aux_loss_counts_no_padding,
     errors_say_what_to_do_instead,
     shifted_labels_and_states_equal_stock,
+    another_ignored_label,
     every_rank_generates_its_own_text,
 ]
 

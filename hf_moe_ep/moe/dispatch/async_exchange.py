@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,15 @@ class Wire(ABC):
         brought, self.brought = self.brought, ()
         return brought
 
+    def abandon(self) -> None:
+        """Wait for every transfer where nobody reads what arrives, after an error.
+
+        A peer that is gone is no news then: the first error is the one to be seen.
+        """
+        while self.transfers:
+            with suppress(RuntimeError):
+                self.transfers.pop(0).wait()
+
     @abstractmethod
     def homeward(self) -> Wire:
         """Make the wire of the way home of the rows that came by this one."""
@@ -96,7 +106,11 @@ class DispatchedRows:
     """Rows on their way to the ranks of their experts."""
 
     def __init__(self, wire: Wire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
-        *rows, ids_RK = _StartDispatch.apply(wire, x_TH, weights_TK, ids_TK)
+        try:
+            *rows, ids_RK = _StartDispatch.apply(wire, x_TH, weights_TK, ids_TK)
+        except BaseException:
+            wire.abandon()
+            raise
         self._wire, self._rows, self._ids_RK = wire, rows, ids_RK
 
     @property
@@ -109,6 +123,9 @@ class DispatchedRows:
         self._rows.clear()
         return rows_RH, weights_RK, self._wire.local_ids(self._ids_RK)
 
+    def abandon(self) -> None:
+        self._wire.abandon()
+
     def start_combine(self, rows_RH: Tensor) -> CombinedRows:
         return CombinedRows(self._wire.homeward(), rows_RH)
 
@@ -119,8 +136,8 @@ class CombinedRows:
     def __init__(self, wire: Wire, rows_RH: Tensor) -> None:
         self._wire, self._arriving = wire, _StartCombine.apply(wire, rows_RH)
 
-    def wait(self) -> None:
-        self._wire.wait()
+    def abandon(self) -> None:
+        self._wire.abandon()
 
     def finish(self) -> Tensor:
         return _FinishCombine.apply(self._wire, self._arriving)

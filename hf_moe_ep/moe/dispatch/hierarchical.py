@@ -316,6 +316,12 @@ class PassedOnRows:
         self._inside = self._in_node.exchange(ids_ZK).start(rows_ZH, weights_ZK, ids_ZK)
         return self._inside.finish()
 
+    def abandon(self) -> None:
+        """Let both transfers end."""
+        self._crossing.abandon()
+        if self._inside is not None:
+            self._inside.abandon()
+
     def start_combine(self, rows_RH: Tensor) -> CombinedRows:
         """Add up results inside the node, and send the sums to the nodes of their tokens."""
         assert self._inside is not None

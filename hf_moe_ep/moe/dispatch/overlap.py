@@ -1,7 +1,7 @@
 """Chunks of tokens under way: one travels while the one before it is computed.
 
     with WayHome() as home:
-        for arriving in overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
+        for arriving in home.overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
             home.send(arriving, experts(*arriving.finish()))
     out_TH = home.finish()
 
@@ -23,38 +23,18 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.dispatcher import Arriving, Exchange, Returning
-from hf_moe_ep.upstream.autograd_modes import StopRecomputation
-
-
-def overlapped(
-    exchanges: Sequence[Exchange], x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor
-) -> Iterator[Arriving]:
-    """Yield the chunks in their order, each once the next one is on its way."""
-    sizes = [exchange.num_tokens for exchange in exchanges]
-    chunks = zip(
-        exchanges,
-        x_TH.split(sizes),
-        weights_TK.split(sizes),
-        expert_ids_TK.split(sizes),
-        strict=True,
-    )
-    started = (exchange.start(*tensors) for exchange, *tensors in chunks)
-    arriving = next(started)
-    for following in started:
-        yield arriving
-        arriving = following
-    yield arriving
 
 
 class WayHome:
-    """Results on their way back to the ranks of their tokens, chunk by chunk.
+    """Chunks of tokens under way, and their results on the way back to the ranks of the tokens.
 
-    A recompute stops inside the block once backward has all that it needs. Nobody will `finish`
-    the chunks sent by then, and memory of a transfer that nobody waits for stays taken until NCCL
-    looks after it: so leaving the block that way waits for them.
+    An exception inside the block leaves transfers that nobody will `finish`: a recompute that stops
+    once backward has all that it needs, an experts kernel that runs out of memory, Ctrl-C. Their
+    memory must not be freed while NCCL still writes into it, so leaving the block waits for them.
     """
 
     def __init__(self) -> None:
+        self._arriving: list[Arriving] = []
         self._returning: list[Returning] = []
 
     def __enter__(self) -> WayHome:
@@ -66,15 +46,50 @@ class WayHome:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, StopRecomputation):
-            for chunk in self._returning:
-                chunk.wait()
+        if error is not None:
+            self._abandon()
+
+    def overlapped(
+        self,
+        exchanges: Sequence[Exchange],
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        expert_ids_TK: Tensor,
+    ) -> Iterator[Arriving]:
+        """Yield the chunks in their order, each once the next one is on its way."""
+        sizes = [exchange.num_tokens for exchange in exchanges]
+        chunks = zip(
+            exchanges,
+            x_TH.split(sizes),
+            weights_TK.split(sizes),
+            expert_ids_TK.split(sizes),
+            strict=True,
+        )
+        ahead: Arriving | None = None
+        for exchange, *tensors in chunks:
+            arriving, ahead = ahead, exchange.start(*tensors)
+            self._arriving.append(ahead)
+            if arriving is not None:
+                yield arriving
+        assert ahead is not None
+        yield ahead
 
     def send(self, arriving: Arriving, rows_RH: Tensor) -> None:
         """Start the way home of a chunk, whose rows' results are `rows_RH`."""
         self._returning.append(arriving.start_combine(rows_RH))
+        self._arriving.remove(arriving)
 
     def finish(self) -> Tensor:
         """Wait for out_TH of all chunks."""
-        chunks = [chunk.finish() for chunk in self._returning]
+        try:
+            chunks = [chunk.finish() for chunk in self._returning]
+        except BaseException:
+            self._abandon()
+            raise
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+    def _abandon(self) -> None:
+        for arriving in self._arriving:
+            arriving.abandon()
+        for returning in self._returning:
+            returning.abandon()

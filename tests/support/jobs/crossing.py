@@ -28,7 +28,7 @@ from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.dispatcher import Dispatcher, Header
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll
 from hf_moe_ep.moe.dispatch.hierarchical import Hierarchical
-from hf_moe_ep.moe.dispatch.overlap import WayHome, overlapped
+from hf_moe_ep.moe.dispatch.overlap import WayHome
 from support.close import max_error
 from support.namespaces import sent_here
 from support.parity import full_tensor
@@ -128,7 +128,7 @@ def there_and_back(dispatcher: Dispatcher, router: str) -> None:
     ids = ids_TK(router, dist.get_rank())
     exchanges = dispatcher.plan(ids, Header(1, 0, True, True, False, False, TOP_K, BYTES))
     with WayHome() as home:
-        for arriving in overlapped(exchanges, x_TH, w_TK, ids):
+        for arriving in home.overlapped(exchanges, x_TH, w_TK, ids):
             rows_RH, w_RK, _ = arriving.finish()
             home.send(arriving, rows_RH * w_RK.sum(1, keepdim=True))
     home.finish().square().sum().backward()

@@ -1,0 +1,52 @@
+"""torch.compile of a patched model that is not sharded: one graph for all its forwards."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import batch, tiny
+from torch import nn
+from transformers import Qwen3MoeModel
+
+from hf_moe_ep import patch
+
+MORE_THAN_RECOMPILE_LIMIT = 11
+AUX_LOSS = {"router_aux_loss_coef": 2.0, "output_router_logits": True}
+
+
+def _inputs(model: Any, *, labels: bool) -> dict[str, Any]:
+    """Without a mask, of which stock code asks whether it is all ones."""
+    names = ("input_ids", "labels") if labels else ("input_ids",)
+    whole = batch(model, 2, 9)
+    return {**{name: whole[name] for name in names}, "use_cache": False}
+
+
+def _base() -> nn.Module:
+    return Qwen3MoeModel(tiny().config).double()
+
+
+@pytest.mark.parametrize("make", [_base, tiny], ids=["base", "causal LM"])
+def test_a_function_around_the_model_is_compiled_once(make: Any) -> None:
+    """Its hooks are traced as well: none reads a number that another forward has changed."""
+    torch.compiler.reset()
+    model = patch(make(), experts_backend="torch")
+    inputs = _inputs(model, labels=False)
+    want = model(**inputs)[0]
+    compiled = torch.compile(lambda **given: model(**given)[0], backend="aot_eager", fullgraph=True)
+    for _ in range(MORE_THAN_RECOMPILE_LIMIT):
+        got = compiled(**inputs)
+    assert torch.allclose(got, want, rtol=1e-10)
+
+
+@pytest.mark.slow
+def test_the_aux_loss_of_models_beside_each_other_is_compiled() -> None:
+    """A stock model beside a patched one, and the patched one: both call the switch."""
+    stock = tiny(**AUX_LOSS, experts_implementation="batched_mm")
+    patched = patch(tiny(**AUX_LOSS), experts_backend="torch")
+    inputs = _inputs(stock, labels=True)
+    for model in (stock, patched):
+        torch.compiler.reset()
+        want = model(**inputs)  # transformers installs its recorders here
+        got = torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs)
+        assert torch.allclose(got.loss, want.loss) and got.aux_loss > 0
+        assert torch.allclose(got.aux_loss, want.aux_loss)

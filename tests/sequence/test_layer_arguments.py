@@ -1,0 +1,90 @@
+"""Arguments of a decoder layer are sliced by their names in its signature, never by their sizes."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from support.tiny_models import tiny
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from hf_moe_ep import patch
+from hf_moe_ep.sequence.layer_arguments import arguments_of
+from hf_moe_ep.sequence.slices import Slice
+
+LENGTH, LOCAL = 6, 3
+
+
+class _Layer(nn.Module):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        per_layer_input: Tensor | None = None,
+        store: dict[str, int] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        return hidden_states
+
+
+class _Encoded(nn.Module):
+    def forward(self, hidden_states: Tensor, encoder_states: Tensor | None = None) -> Tensor:
+        return hidden_states
+
+
+def _part() -> Slice:
+    """The second of two slices of six tokens."""
+    return Slice(cast(Any, None), 1, 2, length=LENGTH)
+
+
+def test_positional_arguments_by_hand() -> None:
+    """A two-dimensional mask is as long as the sequence and stays whole; so do other tensors."""
+    hidden, mask = torch.randn(2, LENGTH, 4), torch.ones(2, LENGTH)
+    ids, of_layer = torch.arange(LENGTH).unsqueeze(0), torch.randn(2, LENGTH, 5)
+    layer = arguments_of(_Layer(), 2)
+    got = layer.slice_positional((hidden, mask, ids, of_layer), _part())
+    assert got[0] is hidden and got[1] is mask
+    assert got[2].tolist() == [[3, 4, 5]]
+    assert torch.equal(got[3], of_layer[:, LOCAL:])
+
+
+def test_what_wraps_a_layer_changes_nothing() -> None:
+    """A wrapper on the instance, as transformers' recorders are, and torch's CheckpointWrapper."""
+    want = arguments_of(_Layer(), 2).names
+    layer = _Layer()
+    layer.forward = lambda *args, cache=None, **kwargs: _Layer.forward(layer, *args, **kwargs)
+    assert arguments_of(layer, 2).names == arguments_of(checkpoint_wrapper(layer), 2).names == want
+
+
+def test_keywords_by_hand() -> None:
+    cos, scale = torch.randn(1, LENGTH, 4), torch.randn(1, 1, LENGTH, 1)
+    auxiliary, shared = torch.randn(2, LENGTH, 7), torch.randn(1, 1, 4)
+    given = {
+        "position_embeddings": (cos, shared),
+        "attention_scaling": scale,
+        "images": auxiliary,
+        "use_cache": False,
+    }
+    got = arguments_of(_Layer(), 2).slice_named(given, _part())
+    assert torch.equal(got["position_embeddings"][0], cos[:, LOCAL:])
+    assert got["position_embeddings"][1] is shared, "the same for all tokens"
+    assert torch.equal(got["attention_scaling"], scale[:, :, LOCAL:])
+    assert got["images"] is auxiliary, "as long as the sequence by accident"
+
+
+def test_another_length_is_an_error() -> None:
+    ids = torch.arange(LENGTH + 1).unsqueeze(0)
+    with pytest.raises(ValueError, match=r"position_ids of _Layer has 7 entries .* of 6 tokens"):
+        arguments_of(_Layer(), 2).slice_named({"position_ids": ids}, _part())
+    with pytest.raises(ValueError, match=r"_Layer names 5 positional arguments and was .* with 6"):
+        arguments_of(_Layer(), 2).slice_positional((ids,) * 6, _part())
+
+
+def test_an_unknown_argument_is_refused_by_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="encoder_states, which _Encoded takes"):
+        arguments_of(_Encoded(), 2)
+    model = tiny()
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", _Encoded.forward)
+    with pytest.raises(ValueError, match=r"sp_size \(2\) > 1 slices .* of encoder_states"):
+        patch(model, sp_size=2)
