@@ -374,16 +374,24 @@ class _Derivation:
 
 
 def _expected_moe_layers(config: Any) -> int | None:
-    """Say how many layers have experts by fields that more than one architecture has."""
+    """Say how many layers have experts by fields that more than one architecture has.
+
+    A field counts only where the class of the config declares it. A config.json may hold fields of
+    another architecture, which transformers keeps and its model never reads.
+    """
+
+    def declared(name: str) -> Any:
+        return getattr(config, name, None) if hasattr(type(config), name) else None
+
     layers = getattr(config, "num_hidden_layers", None)
-    kinds = getattr(config, "mlp_layer_types", None)
+    kinds = declared("mlp_layer_types")
     if kinds and set(kinds) <= {"sparse", "dense"}:
         return list(kinds).count("sparse")
-    step = getattr(config, "decoder_sparse_step", None)
+    step = declared("decoder_sparse_step")
     if step is not None and layers is not None:
-        dense = getattr(config, "mlp_only_layers", None) or ()
+        dense = declared("mlp_only_layers") or ()
         return sum(i not in dense and (i + 1) % step == 0 for i in range(layers))
-    first = getattr(config, "first_k_dense_replace", None)
+    first = declared("first_k_dense_replace")
     if first is not None and layers is not None:
         return int(max(layers - first, 0))
     return None

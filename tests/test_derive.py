@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.architectures import batch
+from support.architectures import batch, model_class, tiny_config
 from support.architectures import tiny as tiny_of
 from support.needs import needs_vision
 from support.tiny_models import tiny
@@ -195,6 +195,15 @@ def test_experts_outside_the_layers_of_a_given_plan_are_named() -> None:
     model.model.mlp = copy.deepcopy(model.model.layers[0].mlp)
     with pytest.raises(ValueError, match=r"model\.mlp\.experts is in none of the 2 layers"):
         patch(model, plan=ModelPlan("qwen3_moe", experts="mlp.experts"))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "olmoe"])
+def test_fields_of_another_architecture_are_not_read(model_type: str) -> None:
+    """Transformers keeps what stands in a config.json, and the model never reads it."""
+    config = tiny_config(model_type)
+    config.first_k_dense_replace = 1
+    model = model_class(model_type)(config)
+    assert find_parts(model).plan.model_type == model_type
 
 
 def test_a_type_may_be_refused_with_a_reason(

@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
         {name: getattr(options, name) for name in _OPTIONS},
         more,
         hardware,
-        progress.finished,
+        lambda layout: progress.finished(_in_words(layout, more)),
     )
     found = find_layouts(asked)
     if options.json:
@@ -260,7 +260,7 @@ def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]
     for row, why in zip(rows, ["", *(_why(one, found, asked) for one in shown)], strict=True):
         cells = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"{cells}   {why}".rstrip())
-    lines.append("")
+    lines += ["", *_legend(names), ""]
     more_fit = len(found.fit) - _BEST
     if more_fit > 0:
         lines.append(f"{more_fit} more fit, and are behind the first {_BEST}")
@@ -295,6 +295,24 @@ def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]
         hours = options.train_tokens / rate / 3600
         lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} a second: {hours:.1f} hours")
     return lines
+
+
+# What a column of the table says, where its name is not enough.
+_LEGEND = {
+    "replicas": "dp_replicate: copies of the sharded model (HSDP)",
+    "chunks": "dispatch_chunks: parts in which tokens travel to their experts",
+    "sequences": "per forward of a data rank x forwards before an optimizer step",
+    "layers run": "twice: activation checkpointing runs each layer again in backward",
+    "peak, GiB": "most memory of one GPU within a step",
+    "left, GiB": "what is left of the GPU's memory then",
+    "host, GiB": "most memory of one process on the host within a step",
+    "exposed": "share of the step in which a GPU waits for communication",
+}
+
+
+def _legend(names: list[str]) -> list[str]:
+    width = max(map(len, _LEGEND)) + 2
+    return [f"  {name:<{width}}{_LEGEND[name]}" for name in names if name in _LEGEND]
 
 
 def _about_seconds(hardware: Hardware) -> list[str]:

@@ -192,6 +192,7 @@ def test_command_prints_and_writes_the_first(
     assert main(["plan", str(folder), *arguments, "--write", str(written)]) == 0
     out = capsys.readouterr().out
     assert "Best layout: patch(model, ep_size=2)" in out and "s/step" in out
+    assert "  exposed     share of the step" in out and "host, GiB" not in out
     assert "% slower: " in out and "not measured" in out and "1e+06 tokens at " in out
     config = load_config_from_file(str(written))
     assert (config.num_processes, config.num_machines) == (2, 1)
