@@ -344,6 +344,27 @@ class Ours:
     """Marks a hook on a module as one of ours: `unpatch` takes off whatever inherits it."""
 
 
+class ShardedOnly(Ours):
+    """A hook with nothing to do on a model that is not sharded.
+
+    torch.compile traces through it there, and leaves `run` out of its graphs otherwise.
+    """
+
+    state: ModelState
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.state.meshes is None else _not_traced(self.run, *args)
+
+    def run(self, *args: Any) -> Any:
+        """Do what the hook is for; called and answered as torch calls the hook."""
+        raise NotImplementedError
+
+
+@torch.compiler.disable
+def _not_traced(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 def find_state(model: nn.Module) -> ModelState | None:
     """Find the state of a patched model, also behind torch.compile's or PEFT's wrapper."""
     for module in model.modules():

@@ -119,7 +119,7 @@ def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
     if blocks:
         encoders.decoder.register_forward_pre_hook(TellKinds(state), with_kwargs=True)
     for block in blocks:
-        block.register_forward_hook(RunOnNothing(), with_kwargs=True)
+        block.register_forward_hook(RunOnNothing(state), with_kwargs=True)
     _encode_ahead_by(partial(encode_ahead, state, root), root, state)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
-from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.state import ModelState, ShardedOnly
 from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.towers import EXPERTS_OF_PICTURES, TOKEN_KINDS
 from hf_moe_ep.vision.tie import Tie
@@ -25,7 +25,7 @@ from hf_moe_ep.vision.tie import Tie
 _OTHERS_SEE = "_hf_moe_ep_others_see"
 
 
-class TellKinds(Ours):
+class TellKinds(ShardedOnly):
     """Marks the token types of a rank without pictures, where another has some.
 
     A pre-forward hook of the decoder.
@@ -34,8 +34,7 @@ class TellKinds(Ours):
     def __init__(self, state: ModelState) -> None:
         self.state = state
 
-    @torch.compiler.disable
-    def __call__(
+    def run(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         meshes = self.state.meshes
@@ -56,11 +55,13 @@ class TellKinds(Ours):
         return (), {**given, TOKEN_KINDS: marked_BS}
 
 
-class RunOnNothing(Ours):
+class RunOnNothing(ShardedOnly):
     """Runs the experts of pictures on no rows, behind those of text: a forward hook of a block."""
 
-    @torch.compiler.disable
-    def __call__(
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    def run(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> Any:
         given = bind_forward(block, args, kwargs)

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.ops.autograd import nothing
 from hf_moe_ep.ranks.collectives import sum_over_ranks
-from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.state import ModelState, Ours, ShardedOnly
 from hf_moe_ep.upstream.graph import reached_parameters, tensors_in, with_tensors
 from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.sharded_models import is_gathered, stock_class
@@ -40,7 +40,7 @@ from hf_moe_ep.upstream.towers import is_encoder_input
 _SURE = 2
 
 
-class GatherEncoders(Ours):
+class GatherEncoders(ShardedOnly):
     """Gathers all encoders where any rank has input for one: a pre-forward hook of their owner."""
 
     def __init__(self, state: ModelState) -> None:
@@ -50,20 +50,17 @@ class GatherEncoders(Ours):
         # Whether what an encoder has made in it can be asked for gradients.
         self.in_graph = False
 
-    @torch.compiler.disable
-    def __call__(
+    def run(
         self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.gathered, self.in_graph = None, False
-        if self.state.meshes is None:
-            return None
         given = bind_forward(owner, args, kwargs)
         if _any_rank(self.state, _sees(given)):
             self.gathered = _gather(self.state)
         return None
 
 
-class TieEncoders(Ours):
+class TieEncoders(ShardedOnly):
     """Sees to it that every rank has gradients for the same encoders' parameters.
 
     A pre-forward hook of the decoder.
@@ -72,8 +69,7 @@ class TieEncoders(Ours):
     def __init__(self, state: ModelState, owner: nn.Module, before: GatherEncoders) -> None:
         self.state, self.owner, self.before = state, owner, before
 
-    @torch.compiler.disable
-    def __call__(
+    def run(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         gathered, self.before.gathered = self.before.gathered, None

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.state import ModelState, ShardedOnly
 from hf_moe_ep.upstream.models import bind_forward, given_cache, input_embedding
 from hf_moe_ep.upstream.sharded_models import begin_with_root
 from hf_moe_ep.upstream.towers import (
@@ -48,7 +48,7 @@ _MODALITIES = {
 }
 
 
-class TowerOnce(Ours):
+class TowerOnce(ShardedOnly):
     """Runs the vision tower, on every rank or on none.
 
     A pre-forward hook of the model that holds the tower.
@@ -59,8 +59,7 @@ class TowerOnce(Ours):
         # The hook that ties the outputs of a run without pixels to the embeddings, once.
         self.tie: RemovableHandle | None = None
 
-    @torch.compiler.disable
-    def __call__(
+    def run(
         self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.tie is not None:  # left by a forward that ended before its embedding ran

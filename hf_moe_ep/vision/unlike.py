@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from hf_moe_ep.ranks.collectives import sum_over_ranks
-from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.state import ModelState, ShardedOnly
 from hf_moe_ep.upstream.graph import tensors_in
 from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.vision.encoders import encode_ahead
 
 
-class RefuseUnlike(Ours):
+class RefuseUnlike(ShardedOnly):
     """Compares over ranks which of `names` a forward was given: a pre-forward hook of the root.
 
     Raises:
@@ -29,8 +29,7 @@ class RefuseUnlike(Ours):
     def __init__(self, state: ModelState, names: list[str]) -> None:
         self.state, self.names = state, names
 
-    @torch.compiler.disable
-    def __call__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._compare(bind_forward(root, args, kwargs))
 
     def encode_ahead(

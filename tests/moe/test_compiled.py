@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.architectures import models
 from support.tiny_models import batch, tiny
 from torch import nn
 from transformers import Qwen3MoeModel
@@ -25,7 +26,19 @@ def _base() -> nn.Module:
     return Qwen3MoeModel(tiny().config).double()
 
 
-@pytest.mark.parametrize("make", [_base, tiny], ids=["base", "causal LM"])
+def _with_tower() -> nn.Module:
+    return tiny("qwen3_vl_moe")
+
+
+def _with_encoders() -> nn.Module:
+    return models.tiny("ernie4_5_vl_moe")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_base, tiny, _with_tower, pytest.param(_with_encoders, marks=pytest.mark.slow)],
+    ids=["base", "causal LM", "tower", "encoders"],
+)
 def test_a_function_around_the_model_is_compiled_once(make: Any) -> None:
     """Its hooks are traced as well: none reads a number that another forward has changed."""
     torch.compiler.reset()
