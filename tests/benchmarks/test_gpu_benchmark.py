@@ -40,6 +40,7 @@ def _endings(out: Path) -> dict[str, str]:
     return {line["job"]: line["ended"] for line in _lines(out) if "ended" in line}
 
 
+@pytest.mark.slow
 def test_a_job_that_dies_or_hangs_is_a_line_and_the_next_one_runs(tmp_path: Path) -> None:
     """What it printed until then is kept; so is that of a job that says the wrong thing."""
     jobs = [

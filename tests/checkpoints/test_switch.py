@@ -75,8 +75,17 @@ def _loaded(folder: Path) -> dict[str, Tensor]:
     return {**hub_state(loaded), "vocabulary": torch.tensor(loaded.config.vocab_size)}
 
 
-@pytest.mark.parametrize("resized", [False, True])
-@pytest.mark.parametrize("before", [_by_us, _by_stock, _by_stock_over_ours])
+@pytest.mark.parametrize(
+    ("before", "resized"),
+    [
+        (_by_us, True),
+        (_by_stock, False),
+        pytest.param(_by_us, False, marks=pytest.mark.slow),
+        pytest.param(_by_stock, True, marks=pytest.mark.slow),
+        pytest.param(_by_stock_over_ours, False, marks=pytest.mark.slow),
+        pytest.param(_by_stock_over_ours, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_kill_at_any_step_leaves_one_whole_checkpoint(
     before: Callable[[Path], None], resized: bool, tmp_path: Path
 ) -> None:

@@ -31,12 +31,9 @@ from hf_moe_ep.ranks import together as meet
 BUDGET = 1e-10  # fp64, other orders of summation
 SMALL_DISK = 2 * 2**20  # room for one checkpoint, of 1.36 MB, and no second
 PROGRESS = {"step": 2, "position": (3, 4), "seen": {5: [0.1, None, "x"]}}
-# Each way in which a layout can differ from ORIGIN, once.
 LAYOUTS = {
     "full": [
-        Layout("ep4", 4, {"ep_size": 4}),
         Layout("hsdp", 4, {"ep_size": 2, "dp_replicate_size": 2}),
-        Layout("dim1", 4, {"ep_size": 1, "expert_shard_dim": 1}),
         Layout("two", 2, {"ep_size": 2}),
         Layout("unsharded", 1),
     ],
@@ -48,6 +45,8 @@ LAYOUTS = {
 MORE_LAYOUTS = {
     "full": [
         Layout("ep1", 4, {"ep_size": 1}),
+        Layout("ep4", 4, {"ep_size": 4}),
+        Layout("dim1", 4, {"ep_size": 1, "expert_shard_dim": 1}),
         Layout("sp2", 4, {"ep_size": 2, "sp_size": 2}),
         Layout("one", 1, {"ep_size": 1}),
     ],

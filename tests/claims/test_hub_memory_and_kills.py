@@ -374,7 +374,7 @@ def _killed_while_saving(rank: int, world: int, folder: str, victim: int, after:
     raise AssertionError(f"nobody was killed, {weight.shape}")
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(40, marks=pytest.mark.slow)])
 def test_whoever_is_killed_leaves_one_whole_version(rounds: int, tmp_path: Path) -> None:
     draw = random.Random(rounds)
     versions = set()

@@ -1,7 +1,6 @@
 """Every Triton kernel, compiled ahead of time for A100 and H100 with each row of the block table.
 
-A usual run compiles one variant of every kernel for each GPU, a full run (slow) all of them, and
-those for GPUs with less shared memory.
+All of this is slow. `compile_kernels.py --some` compiles one variant of every kernel for each GPU.
 
 What is slow on a GPU, or does not start there, fails here, on a machine without one: registers
 that spill, more shared memory than there is, loops that wait for their own loads, products that
@@ -49,9 +48,12 @@ NOT_AHEAD = {("odd sizes r=4 few rows", 80, "outer_kernel")}
 MOST_GROWTH = 1.1
 
 
-@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)])
-def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    found = _compile(f"--{request.param}")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    found = _compile("--all")
     assert {report["kernel"] for report in found} == KERNELS
     assert {report["arch"] for report in found} >= {80, 90}
     return found
