@@ -312,6 +312,7 @@ def _lean_under_the_trainer(rank: int, world: int, folder: str) -> list[list[Any
     return logs
 
 
+@pytest.mark.slow
 def test_a_lean_model_under_the_trainer(tmp_path: Path) -> None:
     for lean, stock in run_ranks(_lean_under_the_trainer, 2, str(tmp_path)):
         assert lean == stock and len(lean) == 4

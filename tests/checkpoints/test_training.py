@@ -33,7 +33,6 @@ SMALL_DISK = 2 * 2**20  # room for one checkpoint, of 1.36 MB, and no second
 PROGRESS = {"step": 2, "position": (3, 4), "seen": {5: [0.1, None, "x"]}}
 LAYOUTS = {
     "full": [
-        Layout("hsdp", 4, {"ep_size": 2, "dp_replicate_size": 2}),
         Layout("two", 2, {"ep_size": 2}),
         Layout("unsharded", 1),
     ],
@@ -46,6 +45,7 @@ MORE_LAYOUTS = {
     "full": [
         Layout("ep1", 4, {"ep_size": 1}),
         Layout("ep4", 4, {"ep_size": 4}),
+        Layout("hsdp", 4, {"ep_size": 2, "dp_replicate_size": 2}),
         Layout("dim1", 4, {"ep_size": 1, "expert_shard_dim": 1}),
         Layout("sp2", 4, {"ep_size": 2, "sp_size": 2}),
         Layout("one", 1, {"ep_size": 1}),

@@ -28,9 +28,11 @@ TWO_RANKS = [
     .with_config(experts_backend="eager")
     .with_(prepare=REENTRANT, **TWO_FORWARDS),
     Case("accumulation", 2, 2, micro_batches=parity.three_micro_batches),
-    Case("one token repeated", 2, 2, micro_batches=parity.one_token_everywhere),
     Case("a rank without labels", 2, 2, micro_batches=parity.one_rank_without_labels),
     Case("one expert a rank", 2, 2, model=TWO_EXPERTS),
+]
+TWO_RANKS_MORE = [
+    Case("one token repeated", 2, 2, micro_batches=parity.one_token_everywhere),
     Case("tied embeddings", 2, 2, model={"tie_word_embeddings": True}),
 ]
 THREE_RANKS = [
@@ -38,15 +40,15 @@ THREE_RANKS = [
     Case("3 ranks, ep 3", 3, 3, model={"num_experts": 6}, budget=FP32_INSIDE),
 ]
 FOUR_RANKS = [
-    Case("ep 2", 4, 2),
     Case("ep 2, HSDP", 4, 2, 2),
-    Case("two forwards, reentrant checkpoint", 4, 2).with_(prepare=REENTRANT, **TWO_FORWARDS),
     Case("3 chunks, two forwards, checkpoint", 4, 2, prepare=CHECKPOINT)
     .with_config(dispatch_chunks=3)
     .with_(**TWO_FORWARDS),
 ]
 FOUR_RANKS_MORE = [
+    Case("ep 2", 4, 2),
     Case("ep 4", 4, 4),
+    Case("two forwards, reentrant checkpoint", 4, 2).with_(prepare=REENTRANT, **TWO_FORWARDS),
     Case("accumulation, 4 ranks", 4, 2, micro_batches=parity.three_micro_batches),
     Case("one token repeated, 4 ranks", 4, 2, micro_batches=parity.one_token_everywhere),
     Case("a rank without labels, ep 4", 4, 4, micro_batches=parity.one_rank_without_labels),
@@ -74,6 +76,7 @@ FOUR_RANKS_MORE = [
     Case("6 experts, ep 2", 4, 2, model={"num_experts": 6}),
 ]
 EIGHT_RANKS = [Case("8 ranks, ep 2, HSDP", 8, 2, 2), Case("8 ranks, ep 8", 8, 8)]
+MORE = TWO_RANKS_MORE + THREE_RANKS + FOUR_RANKS_MORE + EIGHT_RANKS
 
 
 @pytest.mark.parametrize("claim", on_ranks(ONE_RANK + TWO_RANKS + FOUR_RANKS))
@@ -81,6 +84,6 @@ def test_ranks_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-@pytest.mark.parametrize("claim", on_ranks(THREE_RANKS + FOUR_RANKS_MORE + EIGHT_RANKS, slow=True))
+@pytest.mark.parametrize("claim", on_ranks(MORE, slow=True))
 def test_more_layouts_equal_one_process(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)

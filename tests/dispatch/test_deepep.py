@@ -421,7 +421,7 @@ def _checks(world: int, **more: Callable[..., None]) -> dict[str, Callable[..., 
 
 TWO_RANKS = on_ranks(2, _checks(2, example=_by_hand, model=_check_model))
 FOUR_RANKS = on_ranks(
-    4, _checks(4, group_size=_check_group_size, groups=_in_groups_of_every_other_rank)
+    4, _checks(4, group_size=_check_group_size, groups=_in_groups_of_every_other_rank), slow=True
 )
 
 

@@ -73,6 +73,7 @@ def _assert_equals_stock(got: Result, want: Result) -> None:
         assert torch.equal(got.series(key)[:STEPS], want.series(key)[:STEPS]), key
 
 
+@pytest.mark.slow
 def test_training_equals_stock(runs: Results) -> None:
     _assert_equals_stock(runs["sp2"][0], runs["stock"][0])
 
@@ -107,6 +108,7 @@ def test_a_shuffled_epoch_has_the_steps_and_samples_of_stock(slow_runs: Results,
     assert torch.equal(got.series("epoch"), want.series("epoch"))
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_count_each_sample_once(runs: Results) -> None:
     for rank in runs["sp2"]:
         assert_same_after_training(rank, runs["stock"][0])

@@ -177,6 +177,7 @@ def _under_accelerate(rank: int, world: int, folder: str) -> None:
             assert_close(f"{kind}: logits in stock PEFT", _logits(opened), want, BUDGET)
 
 
+@pytest.mark.slow
 def test_states_and_adapters_saved_by_accelerate(tmp_path: Path) -> None:
     run_ranks(_under_accelerate, 2, str(tmp_path))
 

@@ -36,7 +36,12 @@ def _with_encoders() -> nn.Module:
 
 @pytest.mark.parametrize(
     "make",
-    [_base, tiny, _with_tower, pytest.param(_with_encoders, marks=pytest.mark.slow)],
+    [
+        pytest.param(_base, marks=pytest.mark.slow),
+        tiny,
+        _with_tower,
+        pytest.param(_with_encoders, marks=pytest.mark.slow),
+    ],
     ids=["base", "causal LM", "tower", "encoders"],
 )
 def test_a_function_around_the_model_is_compiled_once(make: Any) -> None:

@@ -248,18 +248,18 @@ def compiled(rank: int, world: int) -> None:
     assert WeakKeyDictionary.__getitem__.__code__ not in input_codes
 
 
-ON_TWO_RANKS = on_ranks(
-    2,
-    counts_are_exchanged_once,
-    weight_grads_overlap_rows,
-    a_perturbed_router,
-    two_forwards_one_backward,
-    checkpointed_calls,
-    a_rank_without_rows,
-    a_checkpoint_of_other_making,
-    selective_checkpointing,
-    compiled,
-)
+ON_TWO_RANKS = [
+    *on_ranks(
+        2,
+        counts_are_exchanged_once,
+        weight_grads_overlap_rows,
+        a_perturbed_router,
+        two_forwards_one_backward,
+        checkpointed_calls,
+        a_rank_without_rows,
+    ),
+    *on_ranks(2, a_checkpoint_of_other_making, selective_checkpointing, compiled, slow=True),
+]
 
 
 @pytest.mark.parametrize("claim", ON_TWO_RANKS)

@@ -84,7 +84,9 @@ def _same_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw:
         assert all(value.any() for value in want.values())
 
 
-@pytest.mark.parametrize("name", [pytest.param("nf4", marks=pytest.mark.slow), "nf4 nested", "fp8"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("nf4", "fp8")), "nf4 nested"]
+)
 def test_the_same_values_as_over_dequantised_matrices(name: str) -> None:
     """Output, gradients of rows, routing weights and adapters."""
     _same_values(_case(name, SMALL), name, torch.float32)

@@ -70,10 +70,10 @@ TWO_RANKS_MORE = [
     Case("flash, lengths", 2, 1, sp=2, micro_batches=packed_by_lengths).with_(**FLASH),
 ]
 FOUR_RANKS = [
-    Case("sp 2, two forwards, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
     Case("sp 2, HSDP, padded left", 4, 2, 2, sp=2, micro_batches=partial(padded, "left")),
 ]
 FOUR_RANKS_MORE = [
+    Case("sp 2, two forwards, checkpoint", 4, 2, sp=2, prepare=CHECKPOINT).with_(**TWO_FORWARDS),
     Case("sp 4, ep 2: one kv head on two ranks", 4, 2, sp=4),
     Case("sp 2, ep 2", 4, 2, sp=2),
     Case("sp 4, ep 4, two forwards, reentrant", 4, 4, sp=4, prepare=REENTRANT).with_(

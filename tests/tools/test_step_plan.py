@@ -85,6 +85,7 @@ def test_on_one_rank_to_the_byte(name: str) -> None:
 
 
 @pytest.mark.skipif(not has_fused_head(), reason="needs TRL 1.15")
+@pytest.mark.slow
 def test_trls_head_and_adapters_in_bf16() -> None:
     """TRL's head has the peak, to the byte; adapters in fp32 are seen to be planned as more."""
     head = replace(
@@ -100,6 +101,7 @@ def test_trls_head_and_adapters_in_bf16() -> None:
     assert planned.peak < in_fp32.peak
 
 
+@pytest.mark.slow
 def test_parameters_on_the_host() -> None:
     """None on the device but copies: each unit's in forward once, gradients, and what is fetched
     again in backward. The host has values, gradients, two moments, and steps.

@@ -60,6 +60,7 @@ def _named(**options: float) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
+@pytest.mark.slow
 def test_failures_and_hangs_do_not_hide_what_comes_after_them() -> None:
     checks = _named(timeout=5.0)  # the hang takes all of it
     outcomes = run_checks(list(checks.values()))
