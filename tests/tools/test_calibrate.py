@@ -7,6 +7,7 @@ from typing import Any
 
 import plan as bench
 import pytest
+from support.needs import needs_bf16_attention
 from test_step_plan import SIZES_OF_BENCH, alone
 
 from hf_moe_ep.tools import calibrate
@@ -98,6 +99,7 @@ def test_rates_come_out_again() -> None:
         fit([], work, seconds=1.0, node_size=2)
 
 
+@needs_bf16_attention
 def test_a_steps_own_seconds_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of one real rank, through a file, make of its counted work the step that was timed."""
     told: list[float] = []

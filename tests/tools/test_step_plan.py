@@ -11,7 +11,7 @@ import plan as bench
 import pytest
 import torch
 import torch.distributed as dist
-from support.needs import needs_vision
+from support.needs import needs_bf16_attention, needs_vision
 from support.quantised import SIZES
 from support.ranks import run_ranks
 from support.tiny_models import tiny
@@ -60,7 +60,10 @@ ON_ONE_RANK = {
 }
 
 
-@pytest.mark.parametrize("name", ON_ONE_RANK)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=needs_bf16_attention) if "bf16" in n else n for n in ON_ONE_RANK],
+)
 def test_on_one_rank_to_the_byte(name: str) -> None:
     """Without ep only counts per expert are unknown; the low rows of adapters depend on them.
 
