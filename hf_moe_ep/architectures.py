@@ -349,8 +349,9 @@ def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | Non
     owner = named.stock[names[0].rpartition(".")[0]]
     if not takes_tower_outputs(owner):
         raise ValueError(
-            f"{type(owner).__name__} of this transformers runs its vision tower itself; "
-            f"{plan.model_type} needs transformers 5.23 or newer"
+            f"{type(owner).__name__} of this transformers runs its vision tower itself, so a plan "
+            f"with vision= does not fit; say ModelPlan(encoders=('{plan.vision.tower}',)) instead, "
+            f"or install a newer transformers"
         )
     return Tower(
         module=named.unadapted[names[0]],

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from support.adapters import with_lora
-from support.needs import needs_vision
+from support.needs import needs_tower_in_blocks
 from support.tiny_models import tiny
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -67,7 +67,7 @@ def test_a_base_model_has_no_head() -> None:
     assert parts.head is None and parts.causal_lm is None and not parts.tied
 
 
-@needs_vision
+@needs_tower_in_blocks
 def test_parts_of_a_model_that_sees() -> None:
     model = tiny("qwen3_vl_moe")
     tower = find_parts(model).tower

@@ -13,7 +13,7 @@ import torch
 import transformers
 from support.architectures import batch, model_class, tiny_config
 from support.architectures import tiny as tiny_of
-from support.needs import needs_vision
+from support.needs import needs_tower_in_blocks
 from support.tiny_models import tiny
 from torch import nn
 from transformers import CONFIG_MAPPING
@@ -243,7 +243,7 @@ def test_the_derived_plan_of_qwen3_moe_is_the_one_that_was_typed() -> None:
     assert plan.sequence_parallel and plan.model_type == "qwen3_moe"
 
 
-@needs_vision
+@needs_tower_in_blocks
 def test_the_derived_plan_of_qwen3_vl_moe_is_the_one_that_was_typed() -> None:
     plan, _ = find_plan(tiny("qwen3_vl_moe"))
     typed = ModelPlan("qwen3_vl_moe", prefix="language_model.")

@@ -17,7 +17,7 @@ from support.adapters import with_lora
 from support.alive import alive_at_writes
 from support.hub_files import assert_equal, hub_state, read_all, write_hub
 from support.launched import launched, prepared
-from support.needs import ARCHITECTURES, VISION
+from support.needs import ARCHITECTURES
 from support.ranks import run_ranks
 from support.tiny_models import tiny
 from torch import nn
@@ -29,8 +29,6 @@ from hf_moe_ep.checkpoints.hub.write import _HubWriter
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
 from hf_moe_ep.checkpoints.verify import verify
 from hf_moe_ep.tools import cli
-
-MODELS = ("qwen3_moe", "qwen3_vl_moe") if VISION else ("qwen3_moe",)
 
 
 def _shifted(name: str) -> nn.Module:
@@ -44,7 +42,7 @@ def _shifted(name: str) -> nn.Module:
 
 def _saved(rank: int, world: int, folder: str) -> None:
     """Of both kinds, at layouts in which every axis cuts."""
-    for name in MODELS:
+    for name in ARCHITECTURES:
         model = apply_ep_fsdp2(_shifted(name), ep_size=2)
         save_checkpoint(f"{folder}/ours {name}", model, torch.optim.AdamW(model.parameters()))
         with launched(FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
@@ -61,7 +59,7 @@ def _saved(rank: int, world: int, folder: str) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(_saved, 4, str(folder))
-    for name in MODELS:
+    for name in ARCHITECTURES:
         write_hub(folder / f"base {name}", tiny(name, dtype=torch.float32))
     return folder
 
@@ -125,13 +123,10 @@ def test_what_cannot_be_converted(
             tmp_path / "a",
         ),
         "holds adapters": (saved / "adapters", tmp_path / "a"),
+        "does not fit Qwen3VLMoeForConditionalGeneration: missing": (
+            ours, tmp_path / "a", "--config", saved / "base qwen3_vl_moe",
+        ),
     }  # fmt: skip
-    if VISION:
-        other = ("--config", saved / "base qwen3_vl_moe")
-        cases["does not fit Qwen3VLMoeForConditionalGeneration: missing"] = (
-            *(ours, tmp_path / "a"),
-            *other,
-        )
     for words, arguments in cases.items():
         assert _run("convert", *arguments) == 2, words
         assert words in capsys.readouterr().err

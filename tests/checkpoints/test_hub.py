@@ -17,7 +17,7 @@ from support.adapters import ATTENTION, EXPERTS
 from support.close import assert_close
 from support.hub_files import assert_equal, hub_state, read_all, write_hub
 from support.launched import launched, prepared
-from support.needs import ARCHITECTURES, needs_vision
+from support.needs import ARCHITECTURES
 from support.parity import full_tensor
 from support.ranks import run_ranks
 from support.tiny_models import QWEN3_VL_MOE, batch, tiny
@@ -78,7 +78,7 @@ def _round_trip(rank: int, world: int, folder: str, name: str) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", pytest.param("qwen3_vl_moe", marks=[needs_vision, pytest.mark.slow])]
+    "name", ["qwen3_moe", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow)]
 )
 def test_hub_to_shards_to_hub_keeps_every_byte(name: str, tmp_path: Path) -> None:
     model = tiny(name, dtype=torch.float32)
@@ -173,7 +173,6 @@ def _layouts_of_others(rank: int, world: int, folder: str) -> list[dict[str, Ten
     return states
 
 
-@needs_vision
 def test_layouts_that_others_write_are_read(tmp_path: Path) -> None:
     """Transformers 5 saves Qwen3-VL-MoE as in memory, which its own sharded loading refuses."""
     models = [
@@ -333,7 +332,6 @@ def _given_state_dict(rank: int, world: int, folder: str) -> None:
         accelerator.wait_for_everyone()
 
 
-@needs_vision
 def test_a_gathered_state_dict_is_saved_in_hub_layout(tmp_path: Path) -> None:
     run_ranks(_given_state_dict, 2, str(tmp_path))
     assert_equal(read_all(tmp_path), hub_state(tiny("qwen3_vl_moe", dtype=torch.float32)))

@@ -12,7 +12,7 @@ from support.adapters import ATTENTION, EXPERTS, with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.hub_files import assert_equal, hub_state, read_all
-from support.needs import VISION, needs_add_adapter
+from support.needs import needs_add_adapter
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -248,13 +248,10 @@ SLOW = {
     **{f"merged, {kind}": partial(merged, "qwen3_moe", kind) for kind in ADAPTERS},
     "memory": partial(memory, False),
     "memory, adapters": partial(memory, True),
+    "pictures as saved": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2"),
+    "pictures as saved, dim 1": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2, dim 1"),
+    "pictures merged": partial(merged, "qwen3_vl_moe", "experts and attention"),
 }
-if VISION:
-    SLOW |= {
-        "pictures as saved": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2"),
-        "pictures as saved, dim 1": partial(as_saved, "qwen3_vl_moe", "ep 2, fsdp 2, dim 1"),
-        "pictures merged": partial(merged, "qwen3_vl_moe", "experts and attention"),
-    }
 ON_FOUR_RANKS = [
     *on_ranks(4, FAST),
     *on_ranks(4, {name: run for name, run in SLOW.items() if name not in FAST}, slow=True),

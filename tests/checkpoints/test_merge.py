@@ -25,7 +25,6 @@ from support.architectures.models import tiny
 from support.close import assert_close, max_error
 from support.hub_files import hub_state, read_all, write_hub
 from support.largest_tensor import LargestTensor
-from support.needs import needs_vision
 from support.ranks import run_ranks
 from support.resident import Resident, return_what_is_freed
 from support.small_disk import small_disk
@@ -155,7 +154,6 @@ def test_every_value_is_that_of_peft(name: str, dtype: torch.dtype, tmp_path: Pa
     assert not list(tmp_path.glob(".out.partial-*"))
 
 
-@needs_vision
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_model_of_pictures_is_as_on_the_hub(dtype: torch.dtype, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from support.close import assert_close
 from support.jobs.resume import ORIGIN, Layout, Run, assert_equal, draws, everything, start, step
-from support.needs import needs_vision
 from support.ranks import run_ranks
 from support.small_disk import small_disk
 from torch import Tensor
@@ -135,7 +134,7 @@ def test_any_layout_to_any_other_and_back(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora", pytest.param("vision", marks=needs_vision)])
+@pytest.mark.parametrize("kind", ["full", "lora", "vision"])
 def test_more_layouts_to_any_other_and_back(tmp_path: Path, kind: str) -> None:
     _there_and_back(str(tmp_path), kind, MORE_LAYOUTS[kind])
 

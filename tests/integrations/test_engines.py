@@ -15,7 +15,7 @@ from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.engine import Engine
 from support.hub_files import hub_state, read_all
-from support.needs import ARCHITECTURES, VISION
+from support.needs import ARCHITECTURES
 from support.tiny_models import tiny
 from torch import Tensor, nn
 
@@ -138,12 +138,9 @@ CHECKS = {
     "full": partial(full, "qwen3_moe"),
     "lora": partial(lora, "qwen3_moe"),
     "refused": refused,
+    "pictures": partial(full, "qwen3_vl_moe"),
+    "pictures, lora": partial(lora, "qwen3_vl_moe"),
 }
-if VISION:
-    CHECKS |= {
-        "pictures": partial(full, "qwen3_vl_moe"),
-        "pictures, lora": partial(lora, "qwen3_vl_moe"),
-    }
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.close import assert_close
 from support.jobs.trainer import STEPS, Case, Result, launch
-from support.needs import VISION, needs_vision
+from support.needs import TOWER_IN_BLOCKS, needs_tower_in_blocks
 from support.scripts import CPU_4
 from support.trainer_runs import (
     AFTER_ADAMW,
@@ -51,7 +51,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("stock smoothed", arguments=SMOOTHED),
         Case("stock per rank", arguments=PER_RANK, model=AUX_LOSS),
         Case("stock epoch", arguments=ONE_EPOCH),
-        *(STOCK_VISION if VISION else ()),
+        *(STOCK_VISION if TOWER_IN_BLOCKS else ()),
     ]
     ranks = [
         Case("sp4", ("train", "evaluate"), ep=2, sp=4, arguments=TEXT),
@@ -61,7 +61,7 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
         Case("per rank sp4", ep=2, sp=4, arguments=PER_RANK, model=AUX_LOSS),
         Case("epoch sp4", ep=2, sp=4, arguments=ONE_EPOCH),
         Case("epoch sp2", ep=2, sp=2, arguments=ONE_EPOCH),
-        *(SP_VISION if VISION else ()),
+        *(SP_VISION if TOWER_IN_BLOCKS else ()),
     ]
     return {**runs, **launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
 
@@ -117,13 +117,13 @@ def test_evaluation_and_prediction_count_each_sample_once(runs: Results) -> None
         assert_close("logits of 21 samples", got, want, AFTER_ADAMW)
 
 
-@needs_vision
+@needs_tower_in_blocks
 @pytest.mark.slow
 def test_vision_equals_stock(slow_runs: Results) -> None:
     assert_same_training(slow_runs["vision sp2"][0], slow_runs["stock vision split"][0])
 
 
-@needs_vision
+@needs_tower_in_blocks
 @pytest.mark.slow
 def test_vision_of_one_data_rank_equals_stock(slow_runs: Results) -> None:
     assert_same_training(slow_runs["vision sp4"][0], slow_runs["stock vision"][0])

@@ -13,7 +13,6 @@ from support.adapters import EXPERTS, TARGETS, with_lora
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.modalities import modality_by_step
-from support.needs import VISION_MODEL
 from support.parity import Case, on_ranks
 from support.quantised import SIZES, dequantise_experts
 from support.tiny_models import batch, tiny
@@ -50,7 +49,6 @@ MODALITIES = {
     "model": {"name": "qwen3_vl_moe"},
     "micro_batches": modality_by_step,
     "budget": FP32_INSIDE,
-    "needs": VISION_MODEL,
 }
 TWO_RANKS = [
     Case("ep 2", 2, 2, wrap=BOTH),

@@ -13,7 +13,6 @@ from support.architectures.steps import CUT_LOGITS, adamw, assert_same_step, bui
 from support.checks import Check, Found
 from support.close import FP32_INSIDE
 from support.modalities import modality_by_step
-from support.needs import VISION_MODEL
 from support.parity import Case, on_ranks
 from support.quantised import SIZES, dequantise_experts
 from support.tiny_models import QWEN3_VL_MOE, batch
@@ -85,7 +84,7 @@ CASES = [
     held("nf4", "ep 2, chunks", 2, 2, config={"dispatch_chunks": 2}),
     held("nf4", "ep 2, recomputed", 2, 2, config={"recompute_activations": True}),
     held("nf4", "pictures", 4, 2, micro_batches=modality_by_step).with_(
-        model=PICTURES, budget=FP32_INSIDE, needs=VISION_MODEL
+        model=PICTURES, budget=FP32_INSIDE
     ),
 ]
 

@@ -9,7 +9,7 @@ import re
 import pytest
 from support.architectures import MODEL_TYPES, few_fast, record_refusal, tiny
 from support.architectures.mixing import mixing
-from support.needs import VISION
+from support.needs import SINCE_5_23
 from torch import nn
 
 from hf_moe_ep import patch
@@ -119,7 +119,7 @@ def test_what_nobody_compared_is_refused(model_type: str) -> None:
 
 def test_every_type_is_granted_or_refused_for_one_reason() -> None:
     assert not SEQUENCE_PARALLEL & MIXERS.keys()
-    if VISION:  # older ones lack types, or have them with experts of another kind
+    if SINCE_5_23:  # older ones lack types, or have them with experts of another kind
         assert set(MODEL_TYPES) >= SEQUENCE_PARALLEL | MIXERS.keys()
     assert len(SEQUENCE_PARALLEL) >= 30
     assert len(FOLDERS) == 22

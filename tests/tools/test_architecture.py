@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.architectures import tiny_config
-from support.needs import needs_vision
+from support.needs import needs_tower_in_blocks
 from transformers import CONFIG_MAPPING
 
 from hf_moe_ep.tools.cli import main
@@ -64,7 +64,7 @@ def test_a_gate_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found["granted"]["sp"] == found["granted"]["ep"]
 
 
-@needs_vision
+@needs_tower_in_blocks
 def test_a_model_that_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = _json(capsys, _config(tmp_path, "qwen3_vl_moe"))
     assert found["plan"]["vision"]["tower"] == "visual" and found["granted"]["vision"] == "yes"

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.adapters import with_lora
-from support.needs import VISION
 from support.quantised import SIZES
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny, vision_batch
@@ -103,7 +102,7 @@ FOUR_RANKS = [
     quantised("6 experts on 4 ranks, rows cut", "nf4", model={"num_experts": 6}),
     quantised("6 experts on 4 ranks, padded", "fp8", expert_shard_dim=0, model={"num_experts": 6}),
     quantised("not resharded", "fp8", ep_size=4, reshard_after_forward=False),
-    *([Case("pictures", {"ep_size": 2}, {"name": "qwen3_vl_moe"})] if VISION else []),
+    Case("pictures", {"ep_size": 2}, {"name": "qwen3_vl_moe"}),
 ]
 
 

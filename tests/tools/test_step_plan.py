@@ -11,7 +11,7 @@ import plan as bench
 import pytest
 import torch
 import torch.distributed as dist
-from support.needs import needs_bf16_attention, needs_vision
+from support.needs import needs_bf16_attention
 from support.quantised import SIZES
 from support.ranks import run_ranks
 from support.tiny_models import tiny
@@ -269,7 +269,6 @@ def test_layers_that_differ_are_all_run() -> None:
     assert plan_step(config, world_size=1, batch=Batch(8)).layers_run == (6,)
 
 
-@needs_vision
 def test_text_alone_for_a_model_with_a_tower() -> None:
     """On several ranks a forward asks who has pixels, and the answer counts whole numbers."""
     config = tiny("qwen3_vl_moe").config

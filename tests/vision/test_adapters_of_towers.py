@@ -29,14 +29,11 @@ from support.architectures.precision import budget
 from support.architectures.steps import adamw, whole
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close
-from support.needs import needs_vision
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.upstream.models import output_head
-
-pytestmark = needs_vision
 
 
 def everywhere(name: str, seed: int) -> PeftModel:

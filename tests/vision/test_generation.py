@@ -27,13 +27,11 @@ from support.architectures.pictures import takes_sound
 from support.architectures.precision import budget
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close
-from support.needs import needs_vision
+from support.needs import TOWER_IN_BLOCKS
 from support.parity import full_tensor
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2
-
-pytestmark = needs_vision
 
 
 def prompt(make: Make, model: nn.Module, seed: int) -> Batch:
@@ -59,7 +57,8 @@ def a_picture_on_rank_1(name: str, rank: int, world: int) -> None:
     model, stock = sharded(name, rank)
     given = prompt((text, image)[rank], stock, 5)
     assert_generates(model, stock, given, rank)
-    assert_generates(model, stock, given, rank, num_beams=2, num_return_sequences=2)
+    if TOWER_IN_BLOCKS:  # in older ones beams lose count of the pictures, in stock as well
+        assert_generates(model, stock, given, rank, num_beams=2, num_return_sequences=2)
 
 
 def without_a_cache(name: str, rank: int, world: int) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.needs import needs_vision
 from support.ranks import run_ranks
 from support.tiny_models import Row, tiny, vision_batch
 from torch.utils.data import DataLoader
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.vision.positions import PositionCollator
 
-pytestmark = needs_vision
 Batch = dict[str, torch.Tensor]
 MODEL = {"name": "qwen3_vl_moe"}
 TEXT: Row = [9]

@@ -16,7 +16,6 @@ from support.architectures.pictures import mixed_batch
 from support.architectures.precision import budget
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close
-from support.needs import needs_vision
 from support.parity import full_tensor
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -24,7 +23,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.ranks.collectives import sum_over_ranks
 
-pytestmark = needs_vision
 Prepare = Callable[[nn.Module], None]
 
 

@@ -22,7 +22,7 @@ from support.architectures import (
 )
 from support.architectures.precision import FP32_EVERYWHERE, FP32_SUMS, budget
 from support.close import max_error
-from support.needs import VISION
+from support.needs import SINCE_5_23
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -107,7 +107,7 @@ def _check(model_type: str) -> None:
             enough = used.any(1) if model_type in _LOPSIDED else used
             assert enough.all(), f"{model_type}: {name}.{part} by expert: {per_expert}"
     # Models of more than text had none before transformers 5.23.
-    has_loss = VISION or model.config is model.config.get_text_config()
+    has_loss = SINCE_5_23 or model.config is model.config.get_text_config()
     if has_loss and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
         with torch.no_grad():
             assert model(**inputs).aux_loss > 0, f"{model_type}: no auxiliary loss"
