@@ -175,7 +175,6 @@ BEFORE_A_DOWNLOAD = {
     ),
     r"LoRA on embeddings \(embed_tokens\)": lambda: _lora(["q_proj", "embed_tokens"]),
     r"replicated layers \(layer_replication\)": lambda: _lora(layer_replication=[(0, 2), (0, 2)]),
-    r"KaSA \(kasa_config\)": lambda: _lora(kasa_config=peft.KasaConfig()),
     "init_lora_weights='pissa'": lambda: _lora(init_lora_weights="pissa"),
     "init_lora_weights='pissa_niter_4'": lambda: _lora(init_lora_weights="pissa_niter_4"),
     "init_lora_weights='olora'": lambda: _lora(init_lora_weights="olora"),
@@ -189,6 +188,8 @@ BEFORE_A_DOWNLOAD = {
         task_type="CAUSAL_LM", num_virtual_tokens=3
     ),
 }
+if hasattr(peft, "KasaConfig"):  # since peft 0.21
+    BEFORE_A_DOWNLOAD[r"KaSA \(kasa_config\)"] = lambda: _lora(kasa_config=peft.KasaConfig())
 TAKEN = {
     "plain": lambda: _lora(),
     "rslora": lambda: _lora(use_rslora=True),
