@@ -17,8 +17,9 @@ from support.hub_files import hub_state
 # What published ones leave as it is.
 LEFT = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "visual")
 # Stock of 5.16 loads no FP8 but with an implementation of experts that is in this table.
+_OVERRIDES = getattr(finegrained_fp8.FP8Experts, "_impl_tp_layer_overrides", {})
 for _implementation in (None, "eager", "batched_mm", "grouped_mm"):
-    finegrained_fp8.FP8Experts._impl_tp_layer_overrides.setdefault(_implementation, {})
+    _OVERRIDES.setdefault(_implementation, {})
 
 
 def write_fp8(folder: Path, model: PreTrainedModel, block: tuple[int, int] = (128, 128)) -> None:

@@ -270,7 +270,7 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     text, _ = class_of(parts["text_config"])
     own = config_class.__dataclass_fields__
     of_text = {name: value for name, value in overrides.items() if _only_of_text(name, own, text)}
-    values["text_config"] = _text_values(text) | of_text
+    values["text_config"] = {"model_type": text.model_type} | _text_values(text) | of_text
     values |= {name: token for name, token in PLACEHOLDERS.items() if name in own}
     values |= _WHOLE.get(model_type, {})
     return config_class(**values, **{k: v for k, v in overrides.items() if k not in of_text})
