@@ -158,8 +158,9 @@ def test_low_precision_is_no_worse_than_plain_torch(
     if backend == "triton" and device == "cpu" and torch.cuda.is_available():
         pytest.skip("the real kernels run instead of the interpreter")
     case = FORMULAS[name]
-    draws = [_draw(case, dtype, device) for _ in range(6)]
-    # The largest error of a few draws: that of one is luck.
+    # The largest error of a few draws: the error of a single draw is luck. Where rounding moves a
+    # value across the corner of a clamp, its gradient is off by all of itself, so these need more.
+    draws = [_draw(case, dtype, device) for _ in range(30 if case.formula.clamped else 6)]
     errors = [_errors(_run(reference.expert_mlp, case, *draw), truth) for *draw, truth in draws]
     budget = {tensor: 2 * max(error[tensor] for error in errors) for tensor in errors[0]}
     if name == "gpt-oss in halves":
