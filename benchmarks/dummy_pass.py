@@ -20,6 +20,7 @@ import argparse
 import os
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -77,18 +78,19 @@ def timed_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     generator = torch.Generator().manual_seed(rank)
     input_ids = torch.randint(VOCAB - 2, (ROWS, LENGTH), generator=generator)
-    asks = TowerOnce._someone_sees
-    ways = {
-        "bare": lambda *args: False,
-        "rests": asks,
-        "dummy": lambda *args: asks(*args) or True,
-    }
+    asks = TowerOnce._who_sees
+
+    def somebody_does(*args: Any) -> list[bool]:
+        """Ask as `rests` does, and answer that another rank has an image and a video."""
+        return [True for _ in asks(*args)]
+
+    ways = {"bare": lambda *args: [], "rests": asks, "dummy": somebody_does}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for step in range(WARMUP_STEPS + steps):
         for way, answer in ways.items():
             dist.barrier()
             start = time.perf_counter()
-            with patch.object(TowerOnce, "_someone_sees", answer):
+            with patch.object(TowerOnce, "_who_sees", answer):
                 model(input_ids=input_ids, labels=input_ids).loss.backward()
             clip_grad_norm_(model, 1.0)
             optimizer.step()
