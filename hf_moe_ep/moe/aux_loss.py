@@ -117,6 +117,10 @@ class GlobalAuxLoss(Ours):
         self.forward: _Forward | None = None
         self._had_fused_head = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the forward that was interrupted: a copy has no part in it."""
+        return vars(self) | {"forward": None}
+
     def install(self, model: nn.Module) -> None:
         """Put a switch into the file, or the files, of the model's forward."""
         for names in forward_globals(model):

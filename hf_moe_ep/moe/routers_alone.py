@@ -33,6 +33,10 @@ class RoutersAlone(Ours):
         # By the address of an output of the model's own run: that one, and the second run's.
         self.again: dict[int, tuple[Tensor, Tensor]] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what an interrupted forward kept: a copy has no part in that forward."""
+        return {"again": None}
+
     def begin(self) -> None:
         """Keep the logits of the forward that begins, and of no other."""
         self.again = {}

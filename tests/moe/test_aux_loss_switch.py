@@ -79,6 +79,16 @@ def test_the_last_patched_model_gives_the_function_back() -> None:
     assert _function() is stock
 
 
+def test_an_interrupted_model_is_copied_without_the_forward_that_was_interrupted() -> None:
+    """Its router logits are in autograd's graph, where torch copies no tensor."""
+    model, inputs = patch(tiny(**MODEL), aux_loss_per_layer=True), _inputs()
+    want = model(**inputs).aux_loss
+    _interrupt(model)
+    copied = copy.deepcopy(model)
+    for one in (copied, model):
+        assert torch.equal(one(**inputs).aux_loss, want)
+
+
 def _interrupted_on_ranks(rank: int, world: int) -> None:
     """The coefficient stays; the loss after an interrupted forward is the loss before it."""
     model, count = apply_ep_fsdp2(tiny(**MODEL), ep_size=2), torch.tensor(20)
