@@ -350,8 +350,8 @@ def _find_tower(model: nn.Module, named: _Named, plan: ModelPlan) -> Tower | Non
     if not takes_tower_outputs(owner):
         raise ValueError(
             f"{type(owner).__name__} of this transformers runs its vision tower itself, so a plan "
-            f"with vision= does not fit; say ModelPlan(encoders=('{plan.vision.tower}',)) instead, "
-            f"or install a newer transformers"
+            f"with vision= does not fit; leave out plan=, and '{plan.vision.tower}' is gathered as "
+            f"a whole, or install a newer transformers"
         )
     return Tower(
         module=named.unadapted[names[0]],

@@ -23,7 +23,7 @@ _ENCODER_INPUT = re.compile("pixel|image|video|audio|input_features|input_values
 def takes_tower_outputs(inner: nn.Module) -> bool:
     """Return whether the forward of `inner` takes the outputs of a vision tower that has run.
 
-    models/qwen3_vl_moe, since transformers 5.23.
+    models/qwen3_vl_moe of transformers 5.19 and newer; not of 5.16.
     """
     return TOWER_OUTPUTS in inspect.signature(inner.forward).parameters
 
