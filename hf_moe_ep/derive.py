@@ -260,8 +260,11 @@ class _Derivation:
         return self._relative(joined)
 
     def _attention(self, stack: str) -> str:
+        # Inkling2's residuals attend too, but to earlier layers: they are told of no sequence.
         names = [
-            name for name, module in self._within_layers(stack).items() if is_attention(module)
+            name
+            for name, module in self._within_layers(stack).items()
+            if is_attention(module) and _looks_along_the_sequence(module)
         ]
         return self._pattern(names) if names else ""
 

@@ -133,10 +133,14 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
     Groups of gloo have one worker thread each (upstream/gloo.py says why).
     """
     with one_worker_thread():
-        return _lay_out_ranks(config, device)
+        meshes, every_mesh = _lay_out_ranks(config, device)
+    for mesh in every_mesh:
+        take_default_timeout(mesh)
+    return meshes
 
 
-def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> Meshes:
+def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes, list[DeviceMesh]]:
+    """Return the meshes, and those that between them have all groups that were created."""
     let_threads_finish()
     if device.type == "cuda":
         tell_on_abort()
@@ -158,13 +162,15 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> Meshes:
     dense = _grid(everyone.view(replicate, -1), (DP_REPLICATE, FSDP), device, alone, whole)
     sequence = _grid(everyone.view(-1, sp), (DATA, SP), device, alone, whole)
     over_both = flatten_axes(experts, (EP_FSDP, EP))
-    for mesh in (experts, dense, sequence, *([over_both] if over_both else [])):
-        take_default_timeout(mesh)
+    every_mesh = [experts, dense, sequence, *([over_both] if over_both else [])]
     hsdp = replicate > 1
     nodes = None
     if config.dispatcher == "hierarchical" and ep > 1:
-        nodes = _build_nodes(ranks.reshape(-1, ep), config.node_size, device)
-    return Meshes(
+        grid = _grid_of_nodes(ranks.reshape(-1, ep), config.node_size, device)
+        if grid is not None:
+            nodes = NodeMeshes(between=grid[EP_NODES], inside=grid[EP_IN_NODE])
+            every_mesh.append(grid)
+    meshes = Meshes(
         dense=dense if hsdp else dense[FSDP],
         ep_fsdp=experts[DP_REPLICATE, EP_FSDP] if hsdp else experts[EP_FSDP],
         ep=experts[EP],
@@ -176,6 +182,7 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> Meshes:
         node_size=config.node_size,
         nodes=nodes,
     )
+    return meshes, every_mesh
 
 
 def _group_of_all(device: torch.device) -> dist.ProcessGroup | None:
@@ -230,9 +237,9 @@ def _grid(
     )
 
 
-def _build_nodes(
+def _grid_of_nodes(
     ep_groups: torch.Tensor, node_size: int | None, device: torch.device
-) -> NodeMeshes | None:
+) -> DeviceMesh | None:
     """Create the groups between and inside nodes; None where these are ep groups or single ranks.
 
     `ep_groups` is [groups, ranks of one].
@@ -240,13 +247,11 @@ def _build_nodes(
     in_node, ep = ranks_in_node(ep_groups.tolist(), node_size), ep_groups.shape[1]
     if in_node in (1, ep):
         return None
-    grid = DeviceMesh(
+    return DeviceMesh(
         device.type,
         ep_groups.reshape(-1, ep // in_node, in_node),
         mesh_dim_names=(EP_GROUP, EP_NODES, EP_IN_NODE),
     )
-    take_default_timeout(grid)
-    return NodeMeshes(between=grid[EP_NODES], inside=grid[EP_IN_NODE])
 
 
 def ranks_in_node(ep_groups: list[list[int]], node_size: int | None) -> int:

@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, hub_layout
+from hf_moe_ep.checkpoints.hub.layout import PADDING, distinct_tensors, hub_layout
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.hub.write import sources_of, split_files, write_checkpoint
@@ -103,9 +103,10 @@ def _layout(
     kept = getattr(model, "_weight_conversions", None)
     model._weight_conversions = list(conversions)
     try:
-        return dict(hub_layout(model, PLAN, shapes))
+        layout = dict(hub_layout(model, PLAN, shapes))
     finally:
         model._weight_conversions = kept
+    return layout if layout[PADDING] else {name: layout[name] for name in shapes}
 
 
 def test_interleaved_rows_by_hand(stock: PreTrainedModel) -> None:
@@ -137,6 +138,28 @@ def test_two_parameters_in_one_tensor_by_hand(stock: PreTrainedModel) -> None:
     (one,), (two,) = layout.values()
     assert (one.shape, one.view, one.corner) == ((4, 6), (4, 2, 3), (0, 0, 0))
     assert (two.shape, two.view, two.corner) == ((4, 6), (4, 2, 3), (0, 1, 0))
+
+
+class _Pad(ConversionOps):
+    """Two columns of zeros, which loading takes off."""
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        (key, values), *_others = input_dict.items()
+        tensor = values[0] if isinstance(values, list) else values
+        return {key: torch.cat([tensor, tensor.new_zeros(tensor.shape[0], 2)], dim=1)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+def test_zeros_that_no_parameter_holds_by_hand(stock: PreTrainedModel) -> None:
+    """Columns 0 to 2 of a file's tensor [4, 5] are the parameter, 3 and 4 are zeros."""
+    layout = _layout(stock, {"head": (4, 3)}, WeightConverter("hub", "head", [_Pad()]))
+    (values,), (zeros,) = layout["head"], layout[PADDING]
+    assert (values.shape, values.sizes, values.corner) == ((4, 5), (4, 3), (0, 0))
+    assert (zeros.key, zeros.shape, zeros.corner) == (values.key, (4, 5), (0, 3))
+    assert zeros.sizes[:2] == (4, 2)
 
 
 def test_pairs_of_rotary_rows_by_hand(stock: PreTrainedModel) -> None:

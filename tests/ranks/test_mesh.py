@@ -4,6 +4,7 @@ Groups are checked by the ranks they hold, seen from each of the 8 ranks in turn
 over them give the right numbers is what the parity tests show.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -267,6 +268,9 @@ def test_groups_wait_as_long_as_the_default_group() -> None:
         assert wait not in patience(mesh)
         take_default_timeout(mesh)
         assert patience(mesh) == {wait}
+        with warnings.catch_warnings(action="error"):
+            meshes = build_meshes(ParallelConfig(), CPU)
+        assert patience(meshes.dense) | patience(meshes.ep) == {wait}
     finally:
         dist.destroy_process_group()
 

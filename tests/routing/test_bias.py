@@ -314,7 +314,8 @@ def own_loop(rank: int, world: int, folder: str) -> None:
         update_router_bias(one)
     for index, bias in _biases(other).items():
         assert torch.equal(bias, _biases(model)[index]), f"resumed, layer {index}"
-        assert torch.equal(_biases(stock)[index].to(want[index]), want[index]), "hub files"
+        read = _biases(stock)[index]  # in fp32 since transformers 5.24, whatever dtype is asked for
+        assert torch.equal(read, want[index].to(read)), "hub files"
 
 
 def accelerate_loop(rank: int, world: int) -> None:

@@ -256,8 +256,8 @@ def _join_group(rank: int, job: _Job) -> None:
     poison_empty()
     # A hook of FSDP2 that an in-place op of the user's would silently drop.
     warnings.filterwarnings("error", message="FSDP2-wrapped module")
-    # Since transformers 5.24 this model returns the features of its tower, which are views.
-    vision = r"FSDP2-wrapped module \(FSDPQwen3VLMoeForConditionalGeneration\)"
+    # Since transformers 5.24 models of pictures return the features of their tower: views.
+    vision = r"FSDP2-wrapped module \(FSDP\w+ForConditionalGeneration\)"
     warnings.filterwarnings("ignore", message=vision)
     with one_worker_thread():
         dist.init_process_group(

@@ -31,7 +31,14 @@ from hf_moe_ep.checkpoints.hub.pieces import (
     transposed_piece,
     whole_piece,
 )
-from hf_moe_ep.checkpoints.hub.traced import COORDINATES, Axis, Traced, Tracer, Untraceable
+from hf_moe_ep.checkpoints.hub.traced import (
+    COORDINATES,
+    ZEROS,
+    Axis,
+    Traced,
+    Tracer,
+    Untraceable,
+)
 from hf_moe_ep.checkpoints.storage.safetensors_file import Entry
 from hf_moe_ep.plan import ModelPlan, matches
 from hf_moe_ep.upstream.conversion import to_hub
@@ -39,8 +46,9 @@ from hf_moe_ep.upstream.module_names import canonical_name
 
 _SHOWN = 5
 
-# By parameter, what makes it up.
+# By parameter, what makes it up; by PADDING, the zeros of which no parameter is made up.
 Layout = Mapping[str, list[Piece]]
+PADDING = ""
 Shape = tuple[int, ...]
 
 
@@ -66,10 +74,11 @@ def hub_layout(model: Any, plan: ModelPlan, shapes: Mapping[str, Shape]) -> Layo
     """
     typed = {name for name in shapes if _is_stacked(name, plan) and _weight(name) in plan.stored}
     layout = _derived(model, {name: shapes[name] for name in shapes if name not in typed})
-    return {
+    found = {
         name: _typed(name, shape, plan) if name in typed else layout[name]
         for name, shape in shapes.items()
     }
+    return found | {PADDING: layout[PADDING]}
 
 
 def _typed(name: str, shape: Shape, plan: ModelPlan) -> list[Piece]:
@@ -86,6 +95,7 @@ def _derived(model: Any, shapes: Mapping[str, Shape]) -> Layout:
     originals = {id(tensor): name for name, tensor in tensors.items()}
     layout: dict[str, list[Piece]] = {name: [] for name in names}
     read_off, ranks = _ReadOff(), [len(shapes[name]) for name in names]
+    padding: list[Piece] = []
     key = "its conversion"
     try:
         for key, tensor in to_hub(model, tensors).items():
@@ -94,7 +104,7 @@ def _derived(model: Any, shapes: Mapping[str, Shape]) -> Layout:
                 layout[name].append(whole_piece(key, shapes[name]))
                 continue
             for number, piece in read_off.pieces(key, tensor, ranks):
-                layout[names[number]].append(piece)
+                (padding if number == ZEROS else layout[names[number]]).append(piece)
     except Untraceable as error:
         raise ValueError(
             f"cannot derive how the hub stores this {type(model).__name__}: {key}: {error}; say "
@@ -108,7 +118,7 @@ def _derived(model: Any, shapes: Mapping[str, Shape]) -> Layout:
                 f"writes {held} of the {size} elements of {name}; say it in a plan, with stored="
             )
         pieces.sort(key=lambda piece: piece.start)
-    return layout
+    return layout | {PADDING: padding}
 
 
 class _ReadOff:
@@ -127,7 +137,7 @@ class _ReadOff:
         shape, base = tuple(map(len, tensor.axes)), tensor.base.tolist()
         for box in self._boxes[axes]:
             number, *start = map(operator.add, base, box.first)
-            end = ranks[number]
+            end = len(start) if number == ZEROS else ranks[number]
             at = tuple(start[:end])
             piece = Piece(
                 key,

@@ -10,7 +10,8 @@ tensor are a sum of one term per dim, whatever views, transpositions and concate
     of these expert 1         (7, 1, 3, 0, ..) + (0, 0, o, 0, ..) + (0, 0, 0, i, ..)
 
 So a tensor of any size costs its dims, not its elements. What is no such sum, and a function of
-torch that is not named here, is refused.
+torch that is not named here, is refused. The zeros with which a conversion pads a tensor are a
+parameter of their own, ZEROS.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ import torch
 
 # A number for the tensor, and coordinates of up to five dims (a kernel of a 3d convolution).
 COORDINATES = 6
+
+# The number of all tensors of zeros.
+ZEROS = -1
 
 # [size, COORDINATES]: what each index of a dim adds.
 Axis = np.ndarray
@@ -131,6 +135,9 @@ class Traced(torch.Tensor):
 
     def view(self, *shape: Any) -> Traced:
         return _reshaped(self, _flat(shape))
+
+    def new_zeros(self, *size: Any, **_: Any) -> Traced:
+        return Tracer().tensor(ZEROS, _flat(size))
 
     @classmethod
     def __torch_function__(

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, publish
-from hf_moe_ep.checkpoints.hub.layout import hub_layout, joined
+from hf_moe_ep.checkpoints.hub.layout import PADDING, hub_layout, joined
 from hf_moe_ep.checkpoints.hub.pieces import Piece, overlaps
 from hf_moe_ep.checkpoints.hub.switch import changed_files, settle, switch_files
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
@@ -58,7 +58,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter to be saved.
+    """One parameter to be saved, or zeros with which a tensor of the checkpoint is padded.
 
     Attributes:
         pieces: what it is in the checkpoint, in order.
@@ -122,8 +122,17 @@ def sources_of(
             Member(layout[name], partial(slabs_of, names[name], tensors[names[name]]))
             for name in group
         ]
-        sources.append(Source(members, dtypes[group[0]]))
+        dtype = dtypes[group[0]]
+        keys = {piece.key for member in members for piece in member.pieces}
+        zeros = [piece for piece in layout[PADDING] if piece.key in keys]
+        members += [Member([piece], partial(_zeros, piece, dtype)) for piece in zeros]
+        sources.append(Source(members, dtype))
     return sources
+
+
+def _zeros(piece: Piece, dtype: torch.dtype) -> list[tuple[Box, Tensor | None]]:
+    box = tuple((at, at + size) for at, size in zip(piece.start, piece.sizes, strict=True))
+    return [(box, torch.zeros((), dtype=dtype).expand(piece.sizes))]
 
 
 def saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
