@@ -89,9 +89,7 @@ def convert(
     described = Path(config) if config is not None else folder
     for read in (folder, described):
         if read.resolve() in (out, *out.parents):
-            raise ValueError(
-                f"target {target} lies in {read}, a folder to read; name another folder"
-            )
+            raise ValueError(f"target {target} lies in {read}, which is read; name another folder")
     if manifest.is_ours(folder):
         manifest.check_sizes(folder)
     if not (described / CONFIG).is_file():
@@ -113,15 +111,15 @@ def convert(
     check_room(out, size + sum(file.stat().st_size for file in small))
     if check_hashes and manifest.is_ours(folder):
         _check_files_read(folder, [file.name for file in small] if described == folder else [])
-    with whole_folder(out) as beside:
+    with whole_folder(out) as written:
         for file in small:
-            shutil.copy2(file, beside)
-        save_configs(model, beside, first_dtype(groups), ())
-        for file in beside.iterdir():
+            shutil.copy2(file, written)
+        save_configs(model, written, first_dtype(groups), ())
+        for file in written.iterdir():
             with file.open("rb") as copied:
                 os.fsync(copied.fileno())
         what = f"converting into {target}"
-        write_checkpoint(beside, split_files(groups, max_bytes), what=what)
+        write_checkpoint(written, split_files(groups, max_bytes), what=what)
     return size
 
 

@@ -156,11 +156,11 @@ def merge_adapter(
         size = sum(group.num_bytes for group in groups)
         check_room(out, size + sum(path.stat().st_size for path in small))
         files = _assign_files(groups, stored.values())
-        with whole_folder(out) as beside:
+        with whole_folder(out) as written:
             what = f"merging into {target}"
-            write_checkpoint(beside, list(files.values()), names=list(files), what=what)
+            write_checkpoint(written, list(files.values()), names=list(files), what=what)
             for path in small:
-                _copy(path, beside / path.relative_to(folder))
+                _copy(path, written / path.relative_to(folder))
     changed = sum(id(tensor) in updates.keys() | trained.keys() for tensor in tensors.values())
     notes = _check_base_name(config, base, folder) + _notes(folder, adapter_folder, small, out)
     if len(tensors) > num_of_base:

@@ -13,7 +13,7 @@ second dim of w13 adds to the parameter's row number:
                       dim is [3, 2] in the view, with steps 1 and 3
     _join_dims        neighbouring dims that count on without a gap become one dim: none here
     _boxes            two dims of the view run along the rows. The longer one, [3], stays; the other
-                      one, [2], is taken apart: one box per index
+                      one, [2], is split up: one box per index
     -> two pieces     w13 viewed as [2, 3, 2, 5]:  [:, :, 0, :] starts at row 0,
                                                    [:, :, 1, :] starts at row 3
 """
@@ -182,10 +182,10 @@ def _boxes(shape: tuple[int, ...], runs: Sequence[_Run]) -> Iterator[Piece]:
     A box is a piece without a key whose `start` counts (parameter, index in each dim), of as many
     dims as a parameter can have.
 
-    Along each dim of a parameter runs one dim of the view, the longest. The others are taken apart,
+    Along each dim of a parameter runs one dim of the view, the longest. The others are split up,
     one box per index: a dim that leads from one parameter to the next, and a second dim along the
     same dim of a parameter. In a view [2 experts, 3, 2, H] of which the second and the third dim
-    both run along the rows, the third is taken apart:
+    both run along the rows, the third is split up:
 
         box [:, :, 0, :]    start (7, 0, 0, 0)   sizes (2, 3, H)   axes (0, 1, 3)
         box [:, :, 1, :]    start (7, 0, 3, 0)   sizes (2, 3, H)   axes (0, 1, 3)
@@ -195,20 +195,20 @@ def _boxes(shape: tuple[int, ...], runs: Sequence[_Run]) -> Iterator[Piece]:
     for index, dim in sorted(enumerate(dims), key=lambda item: -item[1].size):
         moved = np.flatnonzero(dim.step)
         if not len(moved) and dim.size > 1:
-            raise Untraceable("an element of a parameter stands in several places")
+            raise Untraceable("a checkpoint tensor repeats elements of a parameter")
         if len(moved) == 1 and moved[0] and moved[0] not in along and dim.step[moved[0]] > 0:
             along[int(moved[0])] = index
-    apart = [index for index in range(len(dims)) if index not in along.values()]
+    split = [index for index in range(len(dims)) if index not in along.values()]
     sizes, steps = [1] * (COORDINATES - 1), [1] * (COORDINATES - 1)
     axes: list[int | None] = [None] * (COORDINATES - 1)
     for coordinate, index in along.items():
         sizes[coordinate - 1] = dims[index].size
         steps[coordinate - 1] = int(dims[index].step[coordinate])
         axes[coordinate - 1] = index
-    for indices in product(*(range(dims[index].size) for index in apart)):
+    for indices in product(*(range(dims[index].size) for index in split)):
         corner = [dim.start for dim in dims]
         first = sum((run.first for run in runs), np.zeros(COORDINATES, np.int64))
-        for which, index in zip(apart, indices, strict=True):
+        for which, index in zip(split, indices, strict=True):
             corner[which] += index
             first = first + index * dims[which].step
         yield Piece(

@@ -17,7 +17,7 @@ quarter of the columns:
 
 A file that is truncated while it is mapped ends the process by SIGBUS; `Reader` raises a ValueError
 that names the file. Both are why `Reader` stays: a load keeps to the memory of its shards, and
-checkpoints lie on network file systems that fail.
+network file systems do fail.
 """
 
 from __future__ import annotations

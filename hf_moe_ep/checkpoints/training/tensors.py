@@ -100,7 +100,7 @@ class NamedState:
         files: list[dict[str, tuple[Box, Tensor]]] = [{}]
         so_far, rank = 0, this_rank()
         for name, tensor in self.tensors.items():
-            if so_far // (limit * world_size()) == len(files):
+            while so_far // (limit * world_size()) >= len(files):
                 files.append({})
             so_far += tensor.numel() * tensor.element_size()
             form, values = forms[name], local_tensor(tensor).detach()
