@@ -157,7 +157,7 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
         with Watch() as planning:
             named = collect(model, optimizer)
             forms = named.forms()
-            named.parts(forms, 1 << 30)
+            named.files(forms, 1 << 30)
             layout = {"world_size": world}
             content = StateFile(layout, {}, None, forms, named.scalars, named.optimizer).to_json()
             of_state = digest(content)

@@ -162,7 +162,7 @@ def merge_adapter(
             for path in small:
                 _copy(path, written / path.relative_to(folder))
     changed = sum(id(tensor) in updates.keys() | trained.keys() for tensor in tensors.values())
-    notes = _check_base_name(config, base, folder) + _notes(folder, adapter_folder, small, out)
+    notes = _note_other_base(config, base, folder) + _notes(folder, adapter_folder, small, out)
     if len(tensors) > num_of_base:
         notes.append(
             f"weights that the base ties are separate now, because one of them was trained; set "
@@ -308,7 +308,7 @@ def _copy(source: Path, target: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _check_base_name(config: Any, base: str | os.PathLike[str], folder: Path) -> list[str]:
+def _note_other_base(config: Any, base: str | os.PathLike[str], folder: Path) -> list[str]:
     """Return a note if the adapter names another base than the one that is merged.
 
     A folder counts as the base if its name is that of the base on the hub, or if it lies in the

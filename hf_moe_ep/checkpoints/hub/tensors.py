@@ -68,10 +68,10 @@ def hub_tensors(
     Every rank must iterate to the end and in step, because each tensor is gathered from all ranks.
     Do not run the model or move its experts meanwhile. If a rank stops early (`break`, `close()`,
     an error that is handled), the other ranks raise a RuntimeError that names it at their next
-    tensor; if all ranks stop, no rank raises. An exception object that is stored (`last = error`)
-    keeps the iterator of its frame alive, and the other ranks wait: write the loop inside `with
-    contextlib.closing(tensors):`. An error that is not handled ends the process and with it the
-    other ranks.
+    tensor; if all ranks stop, no rank raises. A stored exception (`last = error`) keeps the
+    variables of its frames alive, an iterator among them, and then the other ranks wait: write the
+    loop inside `with contextlib.closing(tensors):`. An error that is not handled ends the process
+    and with it the other ranks.
 
     Args:
         model: patched, sharded or not, with adapters or not.
@@ -134,7 +134,7 @@ def _iterate(
         still_here = StillHere("hub_tensors", state.device)
     placements = [layer.placement for layer in state.moe_layers]
     try:
-        for group in _group_tensors(model, state, dtype, max_bytes // _SLABS):
+        for group in _describe_groups(model, state, dtype, max_bytes // _SLABS):
             for named in _assemble(group, still_here):
                 yield named
                 _check_not_moved(placements, state)
@@ -156,7 +156,7 @@ def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
         )
 
 
-def _group_tensors(
+def _describe_groups(
     model: nn.Module, state: ModelState, dtype: torch.dtype | None, max_bytes: int
 ) -> list[TensorGroup]:
     """Describe every tensor of a checkpoint, with slabs that every rank receives."""
