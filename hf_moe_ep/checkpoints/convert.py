@@ -206,8 +206,8 @@ def _check_fits(folder: Path, model: nn.Module, metadata: Metadata) -> None:
         )
     if (folder / BASE).exists():
         raise ValueError(
-            f"{folder} was saved by a run whose experts were held quantised, so it does not hold "
-            f"the experts; load it into that model, or use the checkpoint that the run began with"
+            f"{folder} is of a run whose experts were held quantised, and holds none of them; load "
+            f"it into that model, or use the checkpoint of experts that the run began with"
         )
     problems = [list_names("missing", missing), list_names("misshapen", misshapen)]
     if any(problems):

@@ -134,7 +134,7 @@ def check_resumable(folder: Path, verifiable: bool) -> None:
         manifest.check(folder)
     elif is_first():
         warnings.warn(
-            f"{folder} has no {manifest.MANIFEST}, like checkpoints of the stock Trainer and "
+            f"{folder} has no {manifest.MANIFEST}, as checkpoints of the stock Trainer and "
             f"Accelerate: it cannot be verified",
             stacklevel=2,
         )

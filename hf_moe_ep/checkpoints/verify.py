@@ -76,8 +76,8 @@ def _existing(folder: str | os.PathLike[str]) -> Path:
     is_adapter = (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file()
     if is_adapter and not manifest.is_ours(path):
         raise ValueError(
-            f"{path} holds an adapter without its model; name the folder of a model (hf-moe-ep "
-            f"merge-adapter makes one of a base and an adapter)"
+            f"{path} holds an adapter alone; name the folder of a model; hf-moe-ep merge-adapter "
+            f"makes one of a base and an adapter"
         )
     return path
 

@@ -59,11 +59,11 @@ def test_what_nobody_can_know_is_refused() -> None:
     with fake_group(0, 4):
         half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
         part = DTensor.from_local(torch.zeros(2, 3), half, [Shard(0)], run_check=False)
-        with pytest.raises(ValueError, match=r"w lies on 2 of 4 ranks"):
+        with pytest.raises(ValueError, match=r"w is sharded over 2 of 4 ranks"):
             Spread.of("w", part, 4)
         mesh = init_device_mesh("cpu", (4,))
         summands = DTensor.from_local(torch.zeros(2, 3), mesh, [Partial()], run_check=False)
-        with pytest.raises(ValueError, match=r"w is .* over ranks, which is no part of it"):
+        with pytest.raises(ValueError, match=r"w is .* over ranks, which is not a shard of it"):
             Spread.of("w", summands, 4)
 
 
