@@ -1,7 +1,7 @@
 """Checkpoints: what is written to disk and read back, at any layout of ranks.
 
 `storage/` holds bytes and knows no model; `hub/` converts between a model and the hub's layout;
-`training/` holds the state from which a run resumes. How parameters are sharded is not decided here
+`training/` holds the state from which a run resumes. Never: how parameters are sharded
 (`sharding/`).
 
 A slice of a tensor has three forms, and no others:

@@ -72,7 +72,7 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
             for name, tensor in tensors.items()
         ]
     )
-    totals = _sum_over_ranks(sums, next(iter(tensors.values()))).tolist()
+    totals = _add_up(sums, next(iter(tensors.values()))).tolist()
     return {
         "format": _FORMAT,
         "model": source_of(model),
@@ -135,7 +135,7 @@ def _describe_format(base: dict[str, Any] | None) -> str:
     return f"held by experts_dtype={base['experts_dtype']!r}{nested}"
 
 
-def _sum_over_ranks(sums: Tensor, like: Tensor) -> Tensor:
+def _add_up(sums: Tensor, like: Tensor) -> Tensor:
     """Add up the sums of all ranks for tensors that are sharded as `like` is."""
     if not isinstance(like, DTensor):
         return sums
