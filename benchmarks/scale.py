@@ -57,7 +57,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
 from hf_moe_ep.checkpoints.hub.read import find_weights
 from hf_moe_ep.checkpoints.storage import part_files
-from hf_moe_ep.checkpoints.storage.part_files import Part, file_name, nearest_first, write_parts
+from hf_moe_ep.checkpoints.storage.part_files import file_name, nearest_first, write_parts
 from hf_moe_ep.checkpoints.storage.planner import SpreadPlanner
 from hf_moe_ep.checkpoints.storage.safetensors_file import Writer
 from hf_moe_ep.checkpoints.storage.spread import Spread
@@ -157,7 +157,7 @@ def shard_and_plan(world: int, layers: int) -> dict[str, Any]:
         with Watch() as planning:
             named = collect(model, optimizer)
             forms = named.forms()
-            named.parts(forms, 1 << 30)
+            named.files(forms, 1 << 30)
             layout = {"world_size": world}
             content = StateFile(layout, {}, None, forms, named.scalars, named.optimizer).to_json()
             of_state = digest(content)
@@ -242,7 +242,7 @@ def write_files(folder: Path, world: int, layers: int) -> None:
     values = torch.zeros(1, COLUMNS)
     for rank in range(world):
         box = ((rank, rank + 1), (0, COLUMNS))
-        write_parts(folder, rank, [Part(name, box, values, 1) for name in _names(layers)], 1)
+        write_parts(folder, rank, [dict.fromkeys(_names(layers), (box, values))])
 
 
 def read_by_dcp(folder: Path, world: int, layers: int) -> tuple[float, float]:

@@ -1,12 +1,12 @@
-"""From a training checkpoint to a checkpoint of the hub, in one process.
+"""Convert a training checkpoint to a checkpoint in the hub's layout, in one process.
 
-    out/checkpoint-300             the Trainer's or Accelerate's: pytorch_model_fsdp_0, by DCP
-    out/step-300                   of save_checkpoint: tensors/, safetensors by DCP
+    out/checkpoint-300             saved by the Trainer or Accelerate: pytorch_model_fsdp_0 (DCP)
+    out/step-300                   saved by save_checkpoint: tensors/ (safetensors, readable by DCP)
     out/step-300 -> out/model      config, tokenizer, shards, index, as save_pretrained writes them
 
-One tensor is in memory at a time, whatever number of ranks wrote it. Where the checkpoint has a
+One tensor is in memory at a time, whatever number of ranks wrote it. If the checkpoint has a
 manifest, the files that are read are compared with its hashes first. The model is written into a
-folder beside the target, which is renamed to the target when everything is on disk.
+folder next to the target, which is renamed to the target when everything is on disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -29,9 +28,9 @@ from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.read import described_model
 from hf_moe_ep.checkpoints.hub.write import (
     first_dtype,
+    group_tensors,
     parse_size,
     saved_dtype,
-    sources_of,
     split_files,
     write_checkpoint,
 )
@@ -44,7 +43,7 @@ from hf_moe_ep.checkpoints.storage.atomic import (
 )
 from hf_moe_ep.checkpoints.storage.boxes import Box, whole
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX
-from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader
+from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.folder import STATE, TENSORS
 from hf_moe_ep.upstream.hub import progress_bar
@@ -52,7 +51,7 @@ from hf_moe_ep.upstream.hub import progress_bar
 _OF_ACCELERATE = "pytorch_model_fsdp_0"
 _PREFIX = "model."
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".h5", ".onnx")
-# Accelerate's random_states_0.pkl and custom_checkpoint_0.pkl; no model is described by a pickle.
+# Accelerate's random_states_0.pkl and custom_checkpoint_0.pkl. No file of a model is a pickle.
 _PICKLES = (".pkl", ".pickle")
 
 
@@ -65,21 +64,22 @@ def convert(
     max_shard_size: int | str = "5GB",
     check_hashes: bool = True,
 ) -> int:
-    """Write the model of a training checkpoint in hub layout; returns the bytes of its tensors.
+    """Write the model of a training checkpoint in the hub's layout; returns its size in bytes.
 
     Args:
-        source: folder of the Trainer, of `accelerator.save_state` or of `save_checkpoint`.
-        target: missing or empty; it appears whole or not at all.
-        config: folder of the model that was trained, for its config and tokenizer; None where
+        source: a folder that the Trainer, `accelerator.save_state` or `save_checkpoint` wrote.
+        target: a folder that is missing or empty; it appears complete or not at all.
+        config: the folder of the model that was trained, for its config and tokenizer; None if
             `source` has a config.json.
-        dtype: None is the one that the config names.
-        max_shard_size: bytes of a file, or "5GB".
-        check_hashes: compare the files of `source` that are read with the hashes in its manifest,
-            which reads them once more. Without a manifest there is nothing to compare with.
+        dtype: the dtype of the saved weights; None is the dtype that the config names.
+        max_shard_size: the largest size of a file, in bytes or as text like "5GB".
+        check_hashes: compare the files that are read with the hashes in the manifest of `source`,
+            which reads them twice. A checkpoint without a manifest cannot be compared.
 
     Raises:
-        ValueError: no such checkpoint; one of adapters alone; damaged; it does not fit the config;
-            the target is not free or lies inside the source; the disk has too little room.
+        ValueError: `source` is no training checkpoint, is damaged, holds adapters only, or does not
+            fit the config; `target` is not free or lies inside `source`; the disk has too little
+            room.
     """
     folder, out = Path(source), Path(target).resolve()
     check_can_appear(out)
@@ -98,7 +98,7 @@ def convert(
     model, plan = described_model(described)
     wanted = dtype or next(p.dtype for p in model.parameters())
     tensors = distinct_tensors(model)
-    sources = sources_of(
+    groups = group_tensors(
         model,
         plan,
         tensors,
@@ -107,26 +107,26 @@ def convert(
     )
     _check_fits(folder, model, metadata)
     small = [file for file in described.iterdir() if file.is_file() and is_of_model(file)]
-    size = sum(source.bytes for source in sources)
+    size = sum(group.num_bytes for group in groups)
     check_room(out, size + sum(file.stat().st_size for file in small))
     if check_hashes and manifest.is_ours(folder):
         _check_files_read(folder, [file.name for file in small] if described == folder else [])
-    with whole_folder(out) as beside:
+    with whole_folder(out) as written:
         for file in small:
-            shutil.copy2(file, beside)
-        save_configs(model, beside, first_dtype(sources), ())
-        for file in beside.iterdir():
+            shutil.copy2(file, written)
+        save_configs(model, written, first_dtype(groups), ())
+        for file in written.iterdir():
             with file.open("rb") as copied:
                 os.fsync(copied.fileno())
         what = f"converting into {target}"
-        write_checkpoint(beside, split_files(sources, max_bytes), what=what)
+        write_checkpoint(written, split_files(groups, max_bytes), what=what)
     return size
 
 
 def _check_files_read(folder: Path, small: list[str]) -> None:
-    """Compare the weights of a checkpoint and its files `small` with the hashes in its manifest.
+    """Compare the weights and the files `small` of a checkpoint with the hashes in its manifest.
 
-    The optimizer state, which is the larger part of a checkpoint, is not read.
+    The optimizer state, the larger part of a checkpoint, is not read.
     """
     weights = f"{_OF_ACCELERATE if (folder / _OF_ACCELERATE).is_dir() else TENSORS}/"
     files = {
@@ -146,26 +146,26 @@ def _check_files_read(folder: Path, small: list[str]) -> None:
 
 
 def check_room(out: Path, needed: int) -> None:
-    """Raise ValueError where the disk of a folder to be written has less than `needed` bytes."""
+    """Raise ValueError if the disk of the folder `out` has less than `needed` bytes free."""
     there = next(path for path in (out, *out.parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
         old = left_behind(out)
         raise ValueError(
             f"{out} needs {needed:,} bytes, and {there} has room for {free:,}; make room, or name "
-            f"another disk" + (f"; {old} is of a run that was killed, and can go" if old else "")
+            f"another disk" + (f"; {old} is left from a killed run, delete it" if old else "")
         )
 
 
 def left_behind(out: Path) -> str:
-    """Name the folders that killed runs left beside a folder; "" where there are none."""
+    """List the folders that killed runs left next to `out`, as text; "" if there are none."""
     names = os.listdir(out.parent) if out.parent.is_dir() else []
     found = [name for name in names if name.startswith(partial_folder(out))]
     return ", ".join(os.fspath(out.parent / name) for name in sorted(found))
 
 
 def _open(folder: Path) -> tuple[Any, Metadata]:
-    """Return DCP's reader of a checkpoint, and its metadata."""
+    """Return DCP's reader of a checkpoint and the metadata of the checkpoint."""
     if (folder / _OF_ACCELERATE).is_dir():
         reader: Any = MetadataReader(folder / _OF_ACCELERATE)
     elif (folder / TENSORS).is_dir():
@@ -177,13 +177,13 @@ def _open(folder: Path) -> tuple[Any, Metadata]:
             f"(save_checkpoint)"
         )
     metadata: Metadata = reader.read_metadata()
-    # Asked for by every load; of thousands of files that takes longer than the reading.
+    # Every load asks for the metadata; reading thousands of headers takes longer than the data.
     reader.read_metadata = lambda *_, **__: metadata
     return reader, metadata
 
 
 def _key(name: str, metadata: Metadata) -> str | None:
-    """Find a tensor's key: Accelerate nests what it saves once more."""
+    """Return the key of a tensor; Accelerate adds one more "model." prefix."""
     keys = (f"{_PREFIX}{name}", f"{_PREFIX}{_PREFIX}{name}", name)
     return next((key for key in keys if key in metadata.state_dict_metadata), None)
 
@@ -202,12 +202,12 @@ def _check_fits(folder: Path, model: nn.Module, metadata: Metadata) -> None:
     if any("lora_" in key for key in metadata.state_dict_metadata):
         raise ValueError(
             f"{folder} holds adapters; load it into the model and call save_pretrained, which "
-            f"writes an adapter, or merge that in one process"
+            f"writes the adapter, then merge it: hf-moe-ep merge-adapter BASE ADAPTER OUT"
         )
     if (folder / BASE).exists():
         raise ValueError(
             f"{folder} is of a run whose experts were held quantised, and holds none of them; load "
-            f"it into that model, or take them from the checkpoint that the run began with"
+            f"it into that model, or use the checkpoint of experts that the run began with"
         )
     problems = [list_names("missing", missing), list_names("misshapen", misshapen)]
     if any(problems):
@@ -222,12 +222,12 @@ def _slabs(reader: Any, metadata: Metadata, name: str) -> Iterator[tuple[Box, Te
     saved = metadata.state_dict_metadata[key]
     assert isinstance(saved, TensorStorageMetadata)
     tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
-    load({key: tensor}, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+    load({key: tensor}, storage_reader=reader, planner=ValuesPlanner(), no_dist=True)
     yield from whole(tensor)
 
 
 def is_of_model(file: Path) -> bool:
-    """Tell a file that describes a model from weights, and what a training run leaves there."""
+    """Tell whether a file describes a model: it holds no weights and no state of a training run."""
     ours = (manifest.MANIFEST, manifest.STARTED, STATE, "trainer_state.json", INDEX)
     of_run = file.name in ours or file.name.startswith(("random-", "rng_state", "adapter_"))
     return file.suffix not in (*_WEIGHTS, *_PICKLES) and not of_run

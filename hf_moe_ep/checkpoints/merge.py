@@ -1,30 +1,29 @@
-"""A LoRA adapter into its base model: a checkpoint of the hub, in one process, piece by piece.
+"""Merge a LoRA adapter into its base model: a hub checkpoint, written in one process.
 
     Qwen3-30B-A3B                  16 files, model-00001-of-00016.safetensors, ..
-    out/adapter                    as this package, PEFT or transformers save it
-    -> out/model                   files of the same names, config and tokenizer of the base
+    out/adapter                    as this package, PEFT or transformers saves it
+    -> out/model                   files of the same names; config and tokenizer of the base
 
-A stack of experts of which several files have a part goes to the first of them, whole; a file that
-is left empty by that is not written.
+If the experts of a stack are in several files of the base, the merged stack is written whole to the
+first of them; a file that becomes empty is not written.
 
-The model is built on the meta device and PEFT puts its own layers around it there: which module has
-an adapter, of which rank and scale, is PEFT's to say. Then each parameter is read, a few experts or
-rows at a time, what the adapter adds is computed of the factors that lie in its file, and it is
-written. Keys, dtypes and the places where values are rounded are those of `merge_and_unload()` and
-`save_pretrained()` on a CPU:
+The model is built on the meta device and PEFT attaches its layers there, so PEFT decides which
+modules have an adapter, with which rank and scale. Then each parameter is read, a few experts or
+rows at a time, the product of its factors is added, and the sum is written. Keys, dtypes and the
+points of rounding are those of `merge_and_unload()` and `save_pretrained()` on a CPU:
 
     base fp32    W + scale * B A, all in fp32
-    base bf16    B A in fp32, from factors in fp32 (PEFT's autocast_adapter_dtype); to a Linear it
-                 is added in fp32, and the sum is rounded; for an embedding, a stack of experts and
-                 any other of target_parameters it is rounded to bf16 and added in bf16
+    base bf16    B A in fp32, from factors in fp32 (PEFT's autocast_adapter_dtype). For a Linear it
+                 is added in fp32 and the sum is rounded; for an embedding, a stack of experts and
+                 other target_parameters it is rounded to bf16 and added in bf16
 
-The sums of a product B A may run in another order than PEFT's, as a slab is a smaller matrix and a
-BLAS chooses its way by the shape. In fp32 that moves the last bits of a value. In bf16 one value in
-some thousands is rounded to its other neighbour. Tensors that the adapter does not change keep
-every bit.
+A slab is a smaller matrix than the parameter, and a BLAS library chooses its algorithm by the
+shape, so the sums of B A may run in another order than PEFT's. In fp32 that changes the last bits
+of a value; in bf16 about one value in a thousand is rounded to its other neighbour. Tensors that
+the adapter does not change are copied bit for bit.
 
-The size of a slab depends on memory alone: beside the factors of one parameter a slab is in memory,
-with what is added to it. Not here: adapters that are no product of two factors, quantized weights.
+Memory is needed for one slab, what is added to it, and the factors of one parameter. Adapters that
+are no product of two factors, and quantised weights, are not supported.
 """
 
 from __future__ import annotations
@@ -46,17 +45,16 @@ from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.gather import slabs_for_all
 from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
-from hf_moe_ep.checkpoints.hub.mxfp4 import Packed
 from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.read import (
     described_model,
     dtype_of_weights,
     find_weights,
 )
-from hf_moe_ep.checkpoints.hub.write import Source, sources_of, write_checkpoint
+from hf_moe_ep.checkpoints.hub.write import TensorGroup, group_tensors, write_checkpoint
 from hf_moe_ep.checkpoints.storage.atomic import check_can_appear, whole_folder
-from hf_moe_ep.checkpoints.storage.boxes import Box, local_box
-from hf_moe_ep.checkpoints.storage.safetensors_file import Entry, Reader, read_index
+from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes, local_box
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, read_index
 from hf_moe_ep.lora.adapter_config import CONFIG as ADAPTER_CONFIG
 from hf_moe_ep.lora.export import WEIGHTS
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
@@ -78,20 +76,20 @@ from hf_moe_ep.upstream.adapters import (
 from hf_moe_ep.upstream.hub import local_folder, read_object
 from hf_moe_ep.upstream.models import persistent_buffers
 
-_SLAB = 2**28  # bytes of a parameter that are computed at a time
+_SLAB_BYTES = 2**28  # of a parameter, merged at a time
 _PICKLED = "adapter_model.bin"
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written.
+    """The result of a merge.
 
     Attributes:
-        bytes: of all tensors.
-        files: that hold them.
-        changed: parameters of the model that the adapter changes.
-        parameters: of the model, tied ones once.
-        notes: what a user may not expect.
+        bytes: the size of all tensors.
+        files: the number of files.
+        changed: the number of parameters that the adapter changes.
+        parameters: the number of parameters of the model, tied ones once.
+        notes: sentences about what a user may not expect.
     """
 
     bytes: int
@@ -106,39 +104,40 @@ def merge_adapter(
     adapter: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    max_bytes: int = _SLAB,
+    max_bytes: int = _SLAB_BYTES,
 ) -> Merged:
     """Write a model with a LoRA adapter merged into it, in the hub's layout.
 
     Args:
-        base: folder of the model that was trained, or its name on the hub, from the cache if it is
-            there.
-        adapter: folder with adapter_config.json and adapter_model.safetensors, or its index and the
-            files that this names.
-        target: missing or empty; appears whole or not at all.
-        max_bytes: of a parameter, to be computed at a time; one expert of a stack at least, or one
-            row of a matrix. In bf16 the process takes about five times that, as products and sums
-            are in fp32.
+        base: the folder of the model that was trained, or its name on the hub; the hub's cache is
+            used if the model is there.
+        adapter: a folder with adapter_config.json and adapter_model.safetensors, or with several
+            files and their index.
+        target: a folder that is missing or empty; it appears complete or not at all.
+        max_bytes: the size of the slabs of a parameter that are merged at a time. A slab has at
+            least one expert of a stack, or one row of a matrix. With a bf16 base the process needs
+            about five times this memory, because products and sums are in fp32.
 
     Raises:
-        ValueError: no such folders; an adapter of another base, or that is no product of two
-            factors; a quantized base, or one in a layout that cannot be read; too little room.
+        ValueError: a folder is missing; the adapter belongs to another base, or is no product of
+            two factors; the base is quantised or its layout cannot be read; the disk has too little
+            room.
     """
-    learnt_in, out = Path(adapter).resolve(), Path(target).resolve()
+    adapter_folder, out = Path(adapter).resolve(), Path(target).resolve()
     check_can_appear(out)
-    if not (learnt_in / ADAPTER_CONFIG).is_file():
+    if not (adapter_folder / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{adapter} is no adapter folder: it has no {ADAPTER_CONFIG}")
     folder = local_folder(base, {})
-    if not {folder.resolve(), learnt_in}.isdisjoint((out, *out.parents)):
+    if not {folder.resolve(), adapter_folder}.isdisjoint((out, *out.parents)):
         raise ValueError(f"target {target} lies in {base} or in {adapter}; name another folder")
     _check_not_quantized(folder)
-    config = read_lora_config(learnt_in)
-    in_file = _read_adapter(learnt_in)
+    config = read_lora_config(adapter_folder)
+    in_adapter = _read_adapter(adapter_folder)
     model, plan = described_model(folder, partial(dtype_of_weights, folder))
-    stored, num_apart = _of_base(model, folder, plan), len(distinct_tensors(model))
+    stored, num_of_base = _find_base(model, folder, plan), len(distinct_tensors(model))
     try:
         model = attach_without_values(model, config)
-        learnt = _match(model, in_file)
+        trained = _match(model, in_adapter)
     except ValueError as error:
         trained_on = config.base_model_name_or_path or "a model that its config does not name"
         raise ValueError(
@@ -150,24 +149,24 @@ def merge_adapter(
     updates = updates_of(model, tensors.values())
     small = _small_files(folder)
     with Reader() as reader:
-        merging = _Merging(reader, stored | learnt, updates, max_bytes)
-        sources = sources_of(
+        merging = _Merging(reader, stored | trained, updates, max_bytes)
+        groups = group_tensors(
             model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, one: merging.slabs(one)
         )
-        size = sum(source.bytes for source in sources)
+        size = sum(group.num_bytes for group in groups)
         check_room(out, size + sum(path.stat().st_size for path in small))
-        files = _in_files_of_base(sources, stored.values())
-        with whole_folder(out) as beside:
+        files = _assign_files(groups, stored.values())
+        with whole_folder(out) as written:
             what = f"merging into {target}"
-            write_checkpoint(beside, list(files.values()), names=list(files), what=what)
+            write_checkpoint(written, list(files.values()), names=list(files), what=what)
             for path in small:
-                _copy(path, beside / path.relative_to(folder))
-    changed = sum(id(tensor) in updates.keys() | learnt.keys() for tensor in tensors.values())
-    notes = _of_another_base(config, base, folder) + _notes(folder, learnt_in, small, out)
-    if len(tensors) > num_apart:
+                _copy(path, written / path.relative_to(folder))
+    changed = sum(id(tensor) in updates.keys() | trained.keys() for tensor in tensors.values())
+    notes = _note_other_base(config, base, folder) + _notes(folder, adapter_folder, small, out)
+    if len(tensors) > num_of_base:
         notes.append(
-            f"tied weights of the base are apart now, one is trained; set tie_word_embeddings to "
-            f"false in {out / CONFIG}: some servers go by that"
+            f"weights that the base ties are separate now, because one of them was trained; set "
+            f"tie_word_embeddings to false in {out / CONFIG}: some servers read it"
         )
     return Merged(size, len(files), changed, len(tensors), notes)
 
@@ -182,68 +181,69 @@ def _check_not_quantized(folder: Path) -> None:
             method = dict(found).get("quant_method", "an unknown method")
             raise ValueError(
                 f"{folder} holds weights quantized by {method}, to which nothing can be added; "
-                f"name the bf16 checkpoint of this model, or make it: load it in transformers with "
-                f"a quantization_config that has dequantize=True (fp8, mxfp4), and save_pretrained"
+                f"name the bf16 checkpoint of this model, or make one: load it in transformers "
+                f"with a quantization_config that has dequantize=True (fp8, mxfp4), and call "
+                f"save_pretrained"
             )
 
 
-def _read_adapter(folder: Path) -> dict[str, Entry]:
-    """Find the tensors of an adapter, by the keys that PEFT gives them."""
+def _read_adapter(folder: Path) -> dict[str, FileTensor]:
+    """Return the tensors of an adapter by the keys that PEFT gives them."""
     if (folder / _PICKLED).is_file() and not (folder / WEIGHTS).is_file():
         raise ValueError(
-            f"{folder} holds a pickle, {_PICKLED}; open it in PEFT and save it, which writes "
+            f"{folder} holds a pickle, {_PICKLED}; load it in PEFT and save it, which writes "
             f"{WEIGHTS}"
         )
-    entries = read_index(folder, WEIGHTS)
-    if any(SINGLE_KEY.fullmatch(key) for key in entries):
+    tensors = read_index(folder, WEIGHTS)
+    if any(SINGLE_KEY.fullmatch(key) for key in tensors):
         raise ValueError(
-            f"{folder} is LoRA on single experts, and the model has stacks of them; rewrite it: "
+            f"{folder} is LoRA on single experts, and the model stacks its experts; rewrite it: "
             f"hf-moe-ep export-adapter {folder} FOLDER --to fused"
         )
-    return {key: entries[name] for key, name in with_prefix(entries).items()}
+    return {key: tensors[name] for key, name in with_prefix(tensors).items()}
 
 
-def _of_base(model: nn.Module, folder: Path, plan: ModelPlan) -> dict[int, InFiles]:
-    """Find where each parameter and buffer of a model lies, by its `id`."""
+def _find_base(model: nn.Module, folder: Path, plan: ModelPlan) -> dict[int, InFiles]:
+    """Find where the base's folder stores each parameter and buffer of the model, by its `id`."""
     held = dict(model.named_parameters()) | dict(persistent_buffers(model))
     found = find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])
     return {id(held[name]): stored for name, stored in found.items()}
 
 
-def _match(model: nn.Module, in_file: Mapping[str, Entry]) -> dict[int, InFiles]:
-    """Find what of a model with adapters lies in the adapter's files, by the `id` of the tensor.
+def _match(model: nn.Module, in_adapter: Mapping[str, FileTensor]) -> dict[int, InFiles]:
+    """Find where the adapter's folder stores tensors of the model, by the `id` of each tensor.
 
     Raises:
-        ValueError: names what is missing, misshapen, or nothing of this model.
+        ValueError: names tensors that are missing, have another shape, or are not the model's.
     """
     own, of_base = saved_tensors(model)
     known = own | of_base
     misshapen = [
-        f"{key} {entry.shape} instead of {tuple(known[key].shape)}"
-        for key, entry in in_file.items()
-        if key in known and entry.shape != known[key].shape
+        f"{key} {tensor.shape} instead of {tuple(known[key].shape)}"
+        for key, tensor in in_adapter.items()
+        if key in known and tensor.shape != known[key].shape
     ]
     problems = [
-        list_names("missing", sorted(own.keys() - in_file.keys())),
+        list_names("missing", sorted(own.keys() - in_adapter.keys())),
         list_names("misshapen", misshapen),
-        list_names("unexpected", sorted(in_file.keys() - known.keys())),
+        list_names("unexpected", sorted(in_adapter.keys() - known.keys())),
     ]
     if any(problems):
         raise ValueError("; ".join(filter(None, problems)))
     return {
-        id(known[key]): InFiles([(whole_piece(key, entry.shape), entry)], entry.dtype)
-        for key, entry in in_file.items()
+        id(known[key]): InFiles([(whole_piece(key, tensor.shape), tensor)], tensor.dtype)
+        for key, tensor in in_adapter.items()
     }
 
 
 @dataclass(frozen=True)
 class _Merging:
-    """Computes merged parameters, part by part, of what lies in files.
+    """Reads parameters and factors from files and yields merged parameters, slab by slab.
 
     Attributes:
-        stored: where each tensor of the model with adapters lies, by its `id`.
-        updates: what is added to a parameter, by its `id`.
-        max_bytes: of a part.
+        stored: where each tensor of the model with adapters is stored, by its `id`.
+        updates: the adapters of each parameter, by its `id`.
+        max_bytes: the size of a slab.
     """
 
     reader: Reader
@@ -252,7 +252,7 @@ class _Merging:
     max_bytes: int
 
     def slabs(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the merged values of a parameter that is on meta, cut along dim 0."""
+        """Yield the merged values of a parameter, cut along dim 0; the parameter is on meta."""
         updates = [self._read_factors(update) for update in self.updates.get(id(tensor), ())]
         change = partial(self._merged, tensor, updates)
         return slabs_for_all(tensor, tensor.dtype, change, self.max_bytes)
@@ -269,34 +269,29 @@ class _Merging:
         return Update(a, b, update.scale, update.turned, update.casts)
 
     def _read(self, tensor: Tensor, box: Box, dtype: torch.dtype) -> Tensor:
-        values = torch.empty([stop - start for start, stop in box], dtype=dtype)
+        values = torch.empty(box_sizes(box), dtype=dtype)
         self.stored[id(tensor)].read_into(values, box, self.reader)
         return values
 
 
-def _in_files_of_base(
-    sources: Iterable[Source], of_base: Iterable[InFiles]
-) -> dict[str, list[Source]]:
-    """Deal sources to files, by name, as the base has them; in one if they are in several there."""
-    places = {
-        piece.key: entry.file.name
-        for stored in of_base
-        if not isinstance(stored.parts, Packed)
-        for piece, entry in stored.parts
-    }
-    files: dict[str, list[Source]] = {}
-    name = next(iter(places.values()))
-    for source in sources:
-        # What only the adapter has goes to the file of its neighbour.
-        name = next((places[key] for key in source.tensors if key in places), name)
-        files.setdefault(name, []).append(source)
+def _assign_files(
+    groups: Iterable[TensorGroup], of_base: Iterable[InFiles]
+) -> dict[str, list[TensorGroup]]:
+    """Assign groups to the files of the base; a group in several files goes to the first one."""
+    file_of = {piece.key: tensor.file.name for stored in of_base for piece, tensor in stored.pieces}
+    files: dict[str, list[TensorGroup]] = {}
+    name = next(iter(file_of.values()))
+    for group in groups:
+        # A tensor that only the adapter has goes to the file of the tensor before it.
+        name = next((file_of[key] for key in group.shapes if key in file_of), name)
+        files.setdefault(name, []).append(group)
     return files
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """List what describes a model beside its weights, config.json last: without it nothing loads.
+    """List the files that describe a model, from folders without weights too; config.json last.
 
-    Of folders those without weights, like additional_chat_templates.
+    A folder without config.json does not load, so a copy that is killed is not taken for a model.
     """
     found: list[Path] = []
     for path in folder.iterdir():
@@ -313,26 +308,27 @@ def _copy(source: Path, target: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _of_another_base(config: Any, base: str | os.PathLike[str], folder: Path) -> list[str]:
-    """Say where an adapter names another base: its copy elsewhere, in bf16, or one it was not for.
+def _note_other_base(config: Any, base: str | os.PathLike[str], folder: Path) -> list[str]:
+    """Return a note if the adapter names another base than the one that is merged.
 
-    A folder is that of a name of the hub if it is called like it, or lies in the hub's cache.
+    A folder counts as the base if its name is that of the base on the hub, or if it lies in the
+    hub's cache of that base.
     """
     named = (config.base_model_name_or_path or "").rstrip("/")
     cached = f"models--{named.replace('/', '--')}"
     own = {Path(base).name, folder.name, folder.resolve().name}
     if not named or Path(named).name in own or cached in folder.parts:
         return []
-    return [f"the adapter was trained on {named}; what is merged is right if {base} has its values"]
+    return [f"the adapter was trained on {named}; the merge is right if {base} has the same values"]
 
 
-def _notes(folder: Path, learnt_in: Path, small: list[Path], out: Path) -> list[str]:
-    """Say what the new folder has not got, and what lies beside it."""
+def _notes(folder: Path, adapter_folder: Path, small: list[Path], out: Path) -> list[str]:
+    """Return notes about files that differ between base and adapter, and about killed runs."""
     notes = []
     for path in small:
-        other = learnt_in / path.relative_to(folder)
+        other = adapter_folder / path.relative_to(folder)
         if path.name != "README.md" and other.is_file() and not cmp(path, other, shallow=False):
-            notes.append(f"{path.name} is that of the base; the adapter's folder has another one")
+            notes.append(f"{path.name} is the base's; the adapter's folder has a different one")
     if old := left_behind(out):
-        notes.append(f"{old} is of a run that was killed, and can go")
+        notes.append(f"{old} is left from a killed run, delete it")
     return notes

@@ -1,11 +1,11 @@
-"""Find the checkpoint that a restarted script goes on from.
+"""Find the checkpoint from which a restarted script resumes.
 
-Only complete checkpoints count (`storage/manifest.py`), and the steps in their names choose between
-them, never a clock (`storage/order.py`). Folders that look like a checkpoint and are not complete
-are named in a warning, because a run that begins anew beside them may be a surprise.
+Only complete checkpoints count (`storage/manifest.py`). The newest is chosen by the steps in their
+names, not by a clock (`storage/order.py`). A warning names folders that look like an unfinished
+checkpoint, because a run that starts again next to them may be a surprise.
 
-The Trainer and Accelerate resume from a folder that has neither marker nor manifest too, because
-stock wrote it, or a version of this package that had none: with a warning.
+The Trainer and Accelerate also resume, with a warning, from a folder without marker and manifest:
+stock transformers or Accelerate wrote it, or a version of this package without manifests.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hf_moe_ep.ranks.together import is_first, on_first
 
 # Names that the Trainer and Accelerate choose.
 _THEIRS = re.compile(r"checkpoint[-_]\d+")
-# What accelerator.save_state writes of a sharded model, in a folder of any name.
-_OF_ACCELERATE = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
+# Files of accelerator.save_state for a sharded model; the folder can have any name.
+_ACCELERATE_FILES = ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin")
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -30,31 +30,30 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
         trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir))
 
-    or, in a loop of one's own,
+    or, in a training loop of your own,
 
         newest = newest_checkpoint("out")
         step = load_checkpoint(newest, model, optimizer, scheduler)["step"] if newest else 0
 
-    or with Accelerate, of which `folder` may also be the one that every save goes to,
+    or with Accelerate, where `folder` may also be the one folder that every save overwrites,
 
         if (newest := newest_checkpoint("out/checkpoints")) is not None:
             accelerator.load_state(newest)
 
-    Checkpoints are those of `save_checkpoint`, of a patched model's Trainer and of
-    `accelerator.save_state`, whatever their names are. Of `step-100` and `step-200` the higher
-    number is the newest; names without a number go by the order of writing, not by the time.
-    Rank 0 looks at the files' sizes alone, because whoever loads a checkpoint compares hashes. A
-    warning names folders that are not finished, and those that cannot be verified because they
-    were written without this package.
+    Checkpoints of `save_checkpoint`, of a patched model's Trainer and of `accelerator.save_state`
+    are found, whatever their names are. `step-200` is newer than `step-100`; names without a number
+    are ordered by the order of writing, not by time. Rank 0 compares the sizes of the files only;
+    loading compares the hashes. A warning names unfinished folders, and folders that cannot be
+    verified because they were written without this package.
 
     Args:
-        folder: where a run keeps its checkpoints; it need not exist.
+        folder: the folder with the checkpoints of a run; it may be missing.
 
     Returns:
-        The same path on every rank, or None: there is nothing to go on from.
+        The same path on every rank; None if there is no complete checkpoint.
 
     Raises:
-        RuntimeError: on every rank: rank 0 could not look.
+        RuntimeError: on every rank: rank 0 could not read the folder.
     """
     root = Path(folder)
     complete, others = on_first(f"looking for a checkpoint in {root}", lambda: _look(root))
@@ -67,7 +66,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _look(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """List complete checkpoints, the newest last, and why others are none; `root` may be one."""
+    """List complete checkpoints, the newest last, and for others the reason; `root` may be one."""
     if not manifest.is_ours(root):
         return manifest.complete_in(root)
     try:
@@ -78,43 +77,43 @@ def _look(root: Path) -> tuple[list[Path], dict[Path, str]]:
 
 
 def _looks_like_one(path: Path) -> bool:
-    """Tell whether a folder that is no complete checkpoint was probably meant to be one."""
-    of_accelerate = any((path / name).exists() for name in _OF_ACCELERATE)
-    return manifest.is_ours(path) or bool(_THEIRS.fullmatch(path.name)) or of_accelerate
+    """Tell whether a folder looks like an unfinished checkpoint."""
+    has_states = any((path / name).exists() for name in _ACCELERATE_FILES)
+    return manifest.is_ours(path) or bool(_THEIRS.fullmatch(path.name)) or has_states
 
 
 def in_series(root: Path, names: re.Pattern[str]) -> list[Path]:
-    """List the folders in `root` that are named alike and numbered, the highest number last."""
+    """List the folders in `root` whose names match, the highest number last."""
     found = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     return newest_last(Saved(path) for path in found if names.fullmatch(path.name))
 
 
 def newest_resumable(root: Path, names: re.Pattern[str]) -> tuple[Path, bool]:
-    """Find the highest-numbered folder that is not unfinished, and whether it has a manifest.
+    """Return the highest-numbered folder that is not unfinished, and whether it has a manifest.
 
     Raises:
-        ValueError: there is none; it lists what was there instead.
+        ValueError: there is no such folder; the message lists the others.
     """
-    torn = []
+    unfinished = []
     for folder in reversed(in_series(root, names)):
         try:
             verifiable = is_verifiable(folder)
         except ValueError as error:
-            torn.append(str(error))
+            unfinished.append(str(error))
             continue
-        if torn:
-            warnings.warn(f"resuming from {folder}, because " + "; ".join(torn), stacklevel=2)
+        if unfinished:
+            warnings.warn(f"resuming from {folder}, because " + "; ".join(unfinished), stacklevel=2)
         return folder, verifiable
     none = "  no folder in it has a name that ends in its number"
-    lines = "\n".join(f"  {line}" for line in torn) or none
+    lines = "\n".join(f"  {line}" for line in unfinished) or none
     raise ValueError(f"no complete checkpoint in {root}:\n{lines}")
 
 
 def is_verifiable(folder: Path) -> bool:
-    """Tell whether a folder has a manifest, or was written without one; by sizes alone.
+    """Tell whether a folder has a manifest; compares only the sizes of the files with it.
 
     Raises:
-        ValueError: it was not finished, or files are missing or too short.
+        ValueError: the checkpoint is unfinished, or files are missing or too short.
     """
     if manifest.is_ours(folder):
         manifest.check_sizes(folder)
@@ -126,7 +125,7 @@ def is_verifiable(folder: Path) -> bool:
 
 
 def check_resumable(folder: Path, verifiable: bool) -> None:
-    """Compare all files with the manifest, or warn that there is none; every rank calls this.
+    """Compare all files with the manifest, or warn if there is none; every rank calls this.
 
     Raises:
         ValueError: on every rank: a file has changed.
@@ -136,6 +135,6 @@ def check_resumable(folder: Path, verifiable: bool) -> None:
     elif is_first():
         warnings.warn(
             f"{folder} has no {manifest.MANIFEST}, as checkpoints of the stock Trainer and "
-            f"Accelerate: whether it is whole cannot be verified",
+            f"Accelerate: it cannot be verified",
             stacklevel=2,
         )

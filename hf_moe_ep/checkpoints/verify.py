@@ -1,7 +1,7 @@
-"""Is a checkpoint whole, and what is it? Of the hub or of training; nothing is written.
+"""Verify or describe a checkpoint, of the hub or of a training run; nothing is written.
 
-verify   reads every file, against hashes, headers and the config
-look     reads headers and the manifest alone
+verify   reads every file and compares it with hashes, headers and the config
+look     reads headers and the manifest only
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
@@ -25,17 +23,17 @@ from hf_moe_ep.upstream.hub import progress_bar
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder holds: a sentence, then facts by name."""
+    """The result: a short description of the checkpoint, and facts by name."""
 
     what: str
     facts: dict[str, str]
 
 
 def verify(folder: str | os.PathLike[str]) -> Found:
-    """Read every file of a checkpoint of either kind, and check it against all that is known of it.
+    """Read every file of a checkpoint and compare it with its hash, header and config.
 
     Raises:
-        ValueError: it names the file or the tensors: missing, truncated, changed, misshapen.
+        ValueError: a file or tensors are missing, truncated, changed or misshapen; they are named.
     """
     path = _existing(folder)
     if manifest.is_ours(path):
@@ -44,8 +42,8 @@ def verify(folder: str | os.PathLike[str]) -> Found:
         with progress_bar(size, f"reading {path}", True) as progress:
             manifest.check(path, on_read=progress.update)
         return Found("complete", {"files": f"{len(files)}, all hashes right", "bytes": f"{size:,}"})
-    entries = read_index(path)
-    facts = {"tensors": f"{len(entries)}, files as long as their headers say"}
+    tensors = read_index(path)
+    facts = {"tensors": f"{len(tensors)}, files as long as their headers say"}
     if (path / CONFIG).is_file():
         model, plan = described_model(path)
         find_weights(model, path, plan, [name for name, _ in model.named_parameters()])
@@ -53,8 +51,8 @@ def verify(folder: str | os.PathLike[str]) -> Found:
     hashes: dict[str, str] = {}
     if (path / INDEX).is_file():
         index = json.loads((path / INDEX).read_text("utf-8"))
-        # Of files that are read: a model.safetensors of stock hides the index that it leaves.
-        read = {entry.file.name for entry in entries.values()}
+        # Only of files that are read: a model.safetensors has precedence over an old index.
+        read = {tensor.file.name for tensor in tensors.values()}
         known = index.get("metadata", {}).get(HASHES, {})
         hashes = {name: digest for name, digest in known.items() if name in read}
     size = sum((path / name).stat().st_size for name in hashes)
@@ -78,14 +76,14 @@ def _existing(folder: str | os.PathLike[str]) -> Path:
     is_adapter = (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file()
     if is_adapter and not manifest.is_ours(path):
         raise ValueError(
-            f"{path} holds an adapter alone; name the folder of a model, hf-moe-ep merge-adapter "
-            f"makes one of both"
+            f"{path} holds an adapter alone; name the folder of a model; hf-moe-ep merge-adapter "
+            f"makes one of a base and an adapter"
         )
     return path
 
 
 def look(folder: str | os.PathLike[str]) -> Found:
-    """Tell what wrote a checkpoint, and at which layout; nothing but headers is read."""
+    """Describe a checkpoint: its versions and its layout, or its tensors; reads only headers."""
     path = _existing(folder)
     if manifest.is_ours(path):
         found = manifest.read(path)
@@ -93,12 +91,11 @@ def look(folder: str | os.PathLike[str]) -> Found:
         facts |= {name: str(value) for name, value in found["written"].items()}
         facts["bytes"] = f"{sum(entry['size'] for entry in found['files'].values()):,}"
         return Found("a training checkpoint, complete as far as sizes tell", facts)
-    entries = read_index(path)
-    size = sum(e.dtype.itemsize * torch.Size(e.shape).numel() for e in entries.values())
+    tensors = read_index(path).values()
     facts = {
-        "tensors": str(len(entries)),
-        "files": str(len({entry.file for entry in entries.values()})),
-        "dtypes": ", ".join(sorted({str(entry.dtype) for entry in entries.values()})),
-        "bytes": f"{size:,}",
+        "tensors": str(len(tensors)),
+        "files": str(len({tensor.file for tensor in tensors})),
+        "dtypes": ", ".join(sorted({str(tensor.dtype) for tensor in tensors})),
+        "bytes": f"{sum(tensor.nbytes for tensor in tensors):,}",
     }
     return Found("a model in safetensors files", facts)

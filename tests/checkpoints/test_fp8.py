@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from hf_moe_ep import apply_ep_fsdp2, from_pretrained, patch, save_pretrained
-from hf_moe_ep.checkpoints.hub.fp8 import Scaled, with_scales
+from hf_moe_ep.checkpoints.hub.fp8 import ScaledTensor, join_scales
 from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
 from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
@@ -36,17 +36,25 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 96}
 DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
-def _entry(folder: Path, tensor: Tensor, block: tuple[int, int]) -> tuple[Scaled, Tensor]:
+def _entry(folder: Path, tensor: Tensor, block: tuple[int, int]) -> tuple[ScaledTensor, Tensor]:
     """A weight in a file, and what stock makes of it, in fp32."""
     state = quantised("w", tensor, block)
     save_file(state, folder / "model.safetensors")
     config = {"quantization_config": published_config(block)}
     (folder / "config.json").write_text(json.dumps(config))
-    entry = with_scales(read_index(folder), folder)["w"]
+    entry = join_scales(read_index(folder), folder)["w"]
     values, scales = state.values()
     want = stock_product(values, scales, block)
-    assert isinstance(entry, Scaled)
+    assert isinstance(entry, ScaledTensor)
     return entry, want
+
+
+def _decode(
+    entry: ScaledTensor, box: Box, view: tuple[int, ...], dtype: torch.dtype, reader: Reader
+) -> Tensor:
+    out = torch.empty([stop - start for start, stop in box], dtype=dtype)
+    entry.read_into(out, box, view=view, dtype=dtype, reader=reader)
+    return out
 
 
 def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
@@ -56,11 +64,11 @@ def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
     state = {"w": values.view(torch.float8_e4m3fn), "w_scale_inv": scales}
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": published_config()}))
-    entry = with_scales(read_index(tmp_path), tmp_path)["w"]
-    assert isinstance(entry, Scaled)
+    entry = join_scales(read_index(tmp_path), tmp_path)["w"]
+    assert isinstance(entry, ScaledTensor)
     with Reader() as reader:
-        whole = entry.decode(((0, 192), (0, 300)), (192, 300), dtype=torch.bfloat16, reader=reader)
-        part = entry.decode(((125, 131), (5, 257)), (192, 300), dtype=torch.bfloat16, reader=reader)
+        whole = _decode(entry, ((0, 192), (0, 300)), (192, 300), torch.bfloat16, reader)
+        part = _decode(entry, ((125, 131), (5, 257)), (192, 300), torch.bfloat16, reader)
     want = torch.zeros(192, 300, dtype=torch.bfloat16)
     want[130, 5], want[127, 256] = 0.25, -16.0
     assert torch.equal(whole, want) and torch.equal(part, want[125:131, 5:257])
@@ -74,7 +82,7 @@ def test_every_part_of_a_stack_in_every_view_is_a_part_of_the_whole(tmp_path: Pa
     with Reader() as reader:
 
         def decode(box: Box, view: tuple[int, ...]) -> Tensor:
-            return entry.decode(box, view, dtype=torch.float32, reader=reader)
+            return _decode(entry, box, view, torch.float32, reader)
 
         for values in (1 << 22, 1):
             with mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", values):
@@ -101,10 +109,10 @@ def test_scales_of_another_dtype(tmp_path: Path, kind: str) -> None:
         "bf16": scales.to(torch.bfloat16),
     }
     save_file(state | {"w_scale_inv": kept[kind]}, tmp_path / "model.safetensors")
-    entry = with_scales(read_index(tmp_path), tmp_path)["w"]
-    assert isinstance(entry, Scaled)
+    entry = join_scales(read_index(tmp_path), tmp_path)["w"]
+    assert isinstance(entry, ScaledTensor)
     with Reader() as reader:
-        got = entry.decode(((0, 8), (0, 8)), (8, 8), dtype=torch.float32, reader=reader)
+        got = _decode(entry, ((0, 8), (0, 8)), (8, 8), torch.float32, reader)
     want = state["w"].float() * scales.repeat_interleave(4, 0).repeat_interleave(4, 1)
     assert torch.equal(got, want)
 
@@ -117,7 +125,7 @@ def test_no_more_than_some_values_are_decoded_at_once(tmp_path: Path) -> None:
         mock.patch.object(reader, "read", wraps=reader.read) as read,
         mock.patch("hf_moe_ep.checkpoints.hub.fp8._VALUES", 256),
     ):
-        got = entry.decode(box, (64, 8, 8), dtype=torch.float32, reader=reader)
+        got = _decode(entry, box, (64, 8, 8), torch.float32, reader)
     assert torch.equal(got, want)
     (scales, _), *values = [call.args[:2] for call in read.call_args_list]
     assert scales == entry.scales
@@ -268,7 +276,7 @@ def _without_blocks(state: dict[str, Tensor], folder: Path) -> None:
         (_scales_alone, rf"unexpected 1 tensors: {DOWN}_scale_inv"),
         (
             _without_blocks,
-            r"weight_block_size None\); published ones say \[128, 128\], and without",
+            r"weight_block_size None\); published FP8 checkpoints say \[128, 128\]; for",
         ),
     ],
 )

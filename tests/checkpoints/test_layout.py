@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 from hf_moe_ep.checkpoints.hub.layout import PADDING, distinct_tensors, hub_layout
 from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
-from hf_moe_ep.checkpoints.hub.write import sources_of, split_files, write_checkpoint
+from hf_moe_ep.checkpoints.hub.write import group_tensors, split_files, write_checkpoint
 from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.plan import ModelPlan, Stored
 from hf_moe_ep.upstream.hub import empty_model
@@ -48,10 +48,10 @@ def _save(model: PreTrainedModel, folder: Path, plan: ModelPlan = PLAN, rows: in
     """Write a model that nobody patched, through slabs."""
     folder.mkdir()
     tensors = {name: tensor.detach() for name, tensor in distinct_tensors(model).items()}
-    sources = sources_of(
+    groups = group_tensors(
         model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, t: _rows(rows, t)
     )
-    write_checkpoint(folder, split_files(sources, 50_000))
+    write_checkpoint(folder, split_files(groups, 50_000))
 
 
 def _read(model_class: Any, folder: Path, plan: ModelPlan = PLAN) -> PreTrainedModel:
@@ -124,8 +124,8 @@ def test_interleaved_rows_by_hand(stock: PreTrainedModel) -> None:
     assert (up.start, up.corner, up.steps) == ((0, 3, 0), (0, 0, 1, 0), (1, 1, 1))
     # Expert 1's rows 2 to 4 are the last of gate and the first two of up, at rows 4, 1 and 3.
     rows = ((1, 2), (2, 5), (0, 5))
-    parts = [piece.overlap(rows) for piece in pieces]
-    assert [part.in_file for part in parts if part] == [
+    parts = [piece.cut(rows) for piece in pieces]
+    assert [part.box_in_view for part in parts if part] == [
         ((1, 2), (2, 3), (0, 1), (0, 5)),
         ((1, 2), (0, 2), (1, 2), (0, 5)),
     ]
@@ -173,10 +173,9 @@ def test_pairs_of_rotary_rows_by_hand(stock: PreTrainedModel) -> None:
     in_file = torch.full((8, 3), -1)
     held = torch.arange(24).view(8, 3)
     for piece in pieces:
-        part = piece.overlap(((0, 8), (0, 3)))
-        assert part is not None
-        inside = tuple(slice(*ends) for ends in part.in_file)
-        in_file.view(piece.view)[inside] = piece.in_view(held[part.slices])
+        inside = tuple(slice(*ends) for ends in piece.box_in_view)
+        values = held[piece.slices_in(((0, 8), (0, 3)))]
+        in_file.view(piece.view)[inside] = piece.in_view(values)
     assert in_file[:, 0].div(3, rounding_mode="floor").tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 

@@ -55,7 +55,7 @@ def test_what_its_writer_has_hashed_is_not_read_again(tmp_path: Path) -> None:
     told = {"a.bin": {"size": 1000, "sha256": "of its writer"}}
     manifest.begin(_folder(tmp_path))
     with mock.patch.object(manifest, "sha256_of", wraps=manifest.sha256_of) as read:
-        manifest.write(tmp_path, LAYOUT, told=told)
+        manifest.write(tmp_path, LAYOUT, written=told)
     names = sorted(call.args[0].name for call in read.mock_calls)
     assert names == ["b.bin", "c.json", "empty", manifest.STARTED]
     found = manifest.read(tmp_path)["files"]
@@ -63,7 +63,7 @@ def test_what_its_writer_has_hashed_is_not_read_again(tmp_path: Path) -> None:
     manifest.begin(tmp_path)
     os.truncate(tmp_path / "a.bin", 999)
     with pytest.raises(ValueError, match=r"a\.bin has 999 bytes, manifest\.json says 1000"):
-        manifest.write(tmp_path, LAYOUT, told=told)
+        manifest.write(tmp_path, LAYOUT, written=told)
     assert not (tmp_path / manifest.MANIFEST).exists()
 
 

@@ -250,9 +250,7 @@ def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -
     ):
         done = merge_adapter("somebody/tiny", tmp_path / ADAPTER, tmp_path / "out")
     assert_merged(read_all(tmp_path / "out"), of_peft(small))
-    assert done.notes == [
-        "tokenizer.json is that of the base; the adapter's folder has another one"
-    ]
+    assert done.notes == ["tokenizer.json is the base's; the adapter's folder has a different one"]
 
 
 @pytest.mark.slow
@@ -268,8 +266,8 @@ def test_a_base_of_one_file_by_other_names(small: Path, tmp_path: Path) -> None:
         assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
         assert_merged(read_all(out), of_peft(small))
     assert done.notes == [
-        f"the adapter was trained on somebody/Tiny; what is merged is right if {tmp_path / BASE} "
-        f"has its values"
+        f"the adapter was trained on somebody/Tiny; the merge is right if {tmp_path / BASE} "
+        f"has the same values"
     ]
 
 
@@ -416,7 +414,7 @@ def test_a_killed_run_leaves_no_folder_that_loads(small: Path, tmp_path: Path) -
             AutoModelForCausalLM.from_pretrained(folder)
     done = merge_adapter(small / BASE, small / ADAPTER, tmp_path / "out")
     assert_merged(read_all(tmp_path / "out"), of_peft(small))
-    assert any(f"{left[-1]} is of a run that was killed" in note for note in done.notes)
+    assert any(f"{left[-1]} is left from a killed run" in note for note in done.notes)
 
 
 def _edit(file: Path, **values: Any) -> None:
@@ -512,8 +510,11 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "tensors": (_without_a_tensor, r"missing 1 tensors: .*lora.*; unexpected 1 tensors: .*surplus"),
     "single experts": (_single_experts, r"single experts, .*export-adapter .* --to fused"),
-    "pickle": (_pickled, r"holds a pickle, adapter_model.bin; open it in PEFT and save it"),
-    "layout": (_another_layout, r"missing \d+ .*self_attn.*holds instead .*Keys of another layout"),
+    "pickle": (_pickled, r"holds a pickle, adapter_model.bin; load it in PEFT and save it"),
+    "layout": (
+        _another_layout,
+        r"missing \d+ .*self_attn.*holds instead .*keys belong to another layout",
+    ),
     "no adapter": (lambda _, adapter: shutil.rmtree(adapter), "is no adapter folder: it has no"),
     "no model": (lambda base, _: (base / "config.json").unlink(), "is no model: it has no config"),
     "damaged config": (
@@ -610,4 +611,4 @@ def test_a_disk(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert re.search(r"No space left on device: '.*\.safetensors'", capsys.readouterr().err)
         assert not list(tmp_path.iterdir())
         assert cli.main([*arguments, str(tmp_path)]) == 2
-        assert f"a folder on it, {tmp_path / 'model'}" in capsys.readouterr().err
+        assert f"a folder on that disk, {tmp_path / 'model'}" in capsys.readouterr().err

@@ -16,7 +16,9 @@ from support.ranks import run_ranks
 from transformers import GptOssForCausalLM, Mxfp4Config
 
 from hf_moe_ep import from_pretrained, patch, save_pretrained
-from hf_moe_ep.checkpoints.hub.mxfp4 import Packed
+from hf_moe_ep.checkpoints.hub.in_files import InFiles
+from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
+from hf_moe_ep.checkpoints.hub.pieces import whole_piece
 from hf_moe_ep.checkpoints.hub.read import described_model, find_weights
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader, read_index
 
@@ -63,10 +65,11 @@ def test_a_byte_is_two_numbers_the_low_one_first(tmp_path: Path) -> None:
     entries = read_index(tmp_path)
     weight = torch.empty(1, 32, 2, dtype=torch.bfloat16)
     with Reader() as reader:
-        packed = Packed(entries["w_blocks"], entries["w_scales"])
-        packed.read_into(weight, ((0, 1), (0, 32), (0, 2)), reader)
+        piece = whole_piece("w", (1, 32, 2))
+        stored = InFiles([(piece, join_blocks(entries, {"w": [piece]})["w"])], torch.bfloat16)
+        stored.read_into(weight, ((0, 1), (0, 32), (0, 2)), reader)
         part = torch.empty(1, 3, 1, dtype=torch.bfloat16)
-        packed.read_into(part, ((0, 1), (1, 4), (0, 1)), reader)
+        stored.read_into(part, ((0, 1), (1, 4), (0, 1)), reader)
     want = torch.zeros(32, 2)
     want[2, 0], want[3, 0], want[0, 1], want[1, 1] = 8.0, 48.0, 0.25, -3.0
     assert torch.equal(weight[0].float(), want)

@@ -61,7 +61,7 @@ def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
         targets = {name: _empty(SIZES[name], cut[name], rank, world) for name in SIZES}
         by_name = {file.name: file for file in files}
         ordered = [by_name[name] for name in nearest_first(by_name, rank, world)]
-        with mock.patch.object(part_files, "read_table", wraps=part_files.read_table) as read:
+        with mock.patch.object(part_files, "read_header", wraps=part_files.read_header) as read:
             assert read_parts(ordered, targets) == read.call_count
         for name, target in targets.items():
             box = tuple(slice(*of_dim) for of_dim in local_box(target))

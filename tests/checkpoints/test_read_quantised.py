@@ -217,9 +217,8 @@ def test_fp8_is_never_decoded_on_its_way_into_fp8(tmp_path: Path) -> None:
         with (
             Reader() as reader,
             mock.patch("hf_moe_ep.checkpoints.hub.quantised.quantise") as quantise,
-            mock.patch("hf_moe_ep.checkpoints.hub.fp8.Scaled.decode") as decode,
+            mock.patch("hf_moe_ep.checkpoints.hub.fp8.ScaledTensor.read_into") as decode,
         ):
-            decode.return_value = torch.zeros(256, 256)
             quantise.return_value = local.of(0)
             held.read(stored, reader, torch.device("cpu"))
         decoded.append((decode.call_count, quantise.call_count))

@@ -59,11 +59,11 @@ def test_what_nobody_can_know_is_refused() -> None:
     with fake_group(0, 4):
         half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
         part = DTensor.from_local(torch.zeros(2, 3), half, [Shard(0)], run_check=False)
-        with pytest.raises(ValueError, match=r"w lies on 2 of 4 ranks"):
+        with pytest.raises(ValueError, match=r"w is sharded over 2 of 4 ranks"):
             Spread.of("w", part, 4)
         mesh = init_device_mesh("cpu", (4,))
         summands = DTensor.from_local(torch.zeros(2, 3), mesh, [Partial()], run_check=False)
-        with pytest.raises(ValueError, match=r"w is .* over ranks, which is no part of it"):
+        with pytest.raises(ValueError, match=r"w is .* over ranks, which is not a shard of it"):
             Spread.of("w", summands, 4)
 
 
@@ -80,14 +80,14 @@ def test_nothing_is_gathered_to_save(tmp_path: Path) -> None:
             mock.patch.object(save, "check_everyone_calls"),  # there is no store
         ):
             save.save_checkpoint(tmp_path / "one", model, optimizer)
-    (name,) = write.call_args.kwargs["told"]
+    (name,) = write.call_args.kwargs["written"]
     (file,) = (tmp_path / "one" / folder.TENSORS).iterdir()
     assert file.name == Path(name).name == "shard-00001-model-00001-of-00001.safetensors"
     saved = folder.state_file.read(tmp_path / "one" / folder.STATE)
     of_embedding = saved.tensors["model.model.embed_tokens.weight"]
     assert of_embedding.spread == Spread((64,), tuple(range(64)), (0,))
-    table = part_files.read_table(file)[0]
-    assert table["model.model.embed_tokens.weight"]["shape"] == [-(-97 // 64), 32]
+    tensors, _ = part_files.read_header(file)
+    assert tensors["model.model.embed_tokens.weight"].shape == (-(-97 // 64), 32)
 
 
 def _state(forms: dict[str, TensorForm]) -> StateFile:
@@ -109,12 +109,12 @@ def _written(rank: int, world: int, path: Path) -> tuple[Any, list[Any], int, se
     verbs = ("all_gather_object", "gather_object", "scatter_object_list", "all_reduce", "barrier")
     with mock.patch.multiple(dist, **dict.fromkeys(verbs, refuse)):
         forms = named.forms()
-        parts, num_files = named.parts(forms, limit=5000)
-        names = write_parts(path / folder.TENSORS, rank, parts, num_files)
-    assert num_files > 1
+        files = named.files(forms, limit=5000)
+        names = write_parts(path / folder.TENSORS, rank, files)
+    assert len(files) > 1
     dist.barrier()
     ranks = _read_again(path, named.tensors, forms)
-    boxes = [(part.name, part.box) for part in parts]
+    boxes = [(name, box) for shards in files for name, (box, _) in shards.items()]
     return (
         StateFile({}, tensors=forms).to_json(),
         boxes,
@@ -136,7 +136,7 @@ def _read_again(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorF
             tensor.to_local().fill_(-1)
         with (
             mock.patch.object(folder.manifest, "read", return_value=manifest),
-            mock.patch.object(part_files, "read_table", wraps=part_files.read_table) as read,
+            mock.patch.object(part_files, "read_header", wraps=part_files.read_header) as read,
         ):
             folder.read_tensors(path, tensors, state)
         assert all(torch.equal(tensors[name].to_local(), want[name]) for name in want)

@@ -18,7 +18,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_moe_ep import load_checkpoint, patch
 from hf_moe_ep.checkpoints.training import state_file
-from hf_moe_ep.checkpoints.training.state_file import Group, Kept, OptimizerState, StateFile
+from hf_moe_ep.checkpoints.training.state_file import (
+    Group,
+    OptimizerState,
+    OptimizerValue,
+    StateFile,
+)
 
 OLD = Path(__file__).with_name("without_a_format")
 SIZES = {
@@ -93,9 +98,9 @@ def test_damage_names_the_file(tmp_path: Path) -> None:
 def test_what_is_written_is_read_back() -> None:
     kept = {
         "w": {
-            "step": Kept(value=torch.tensor(3.0), beside_parameter=True),
-            "count": Kept(value=4),
-            "exp_avg": Kept(in_file="optimizer.exp_avg.w"),
+            "step": OptimizerValue(value=torch.tensor(3.0), on_device=True),
+            "count": OptimizerValue(value=4),
+            "exp_avg": OptimizerValue(in_file="optimizer.exp_avg.w"),
         }
     }
     groups = [Group(["w"], {"lr": 0.1, "betas": (0.9, 0.999)})]

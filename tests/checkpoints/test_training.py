@@ -156,7 +156,7 @@ def _there_and_back(folder: str, kind: str, table: list[Layout]) -> None:
                 assert len({tuple(n) for n in [*per_data_rank, *drawn]}) == layout.data_ranks + 4
                 assert {tuple(n) for n in numbers} == {tuple(n) for n in per_data_rank}
                 assert len(texts) == 1 and "by 4 data ranks" in texts[0], texts
-                assert f"here are {layout.data_ranks} on cpu" in texts[0]
+                assert f"this run has {layout.data_ranks} on cpu" in texts[0]
     for layout in table:
         if not layout.config:
             _load(0, 1, folder, kind, [layout], "origin", "from-{}")

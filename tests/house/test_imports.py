@@ -48,7 +48,7 @@ ORDER = (
 )
 # Besides torch and the standard library; a module has what its folders have.
 THIRD_PARTY = {
-    "checkpoints.hub.layout": "numpy",
+    "checkpoints.hub.derived": "numpy",
     "checkpoints.hub.traced": "numpy",
     "checkpoints.storage.unpickle": "numpy",
     "checkpoints.training.rng": "numpy",

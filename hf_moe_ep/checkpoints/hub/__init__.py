@@ -1,5 +1,5 @@
-"""A model <-> a checkpoint in the layout of the Hugging Face hub.
+"""Conversion between a model and a checkpoint in the layout of the Hugging Face hub.
 
-Here: which tensors of a file make up a parameter, and the two ways between them. Never: optimizer
-state, or anything else that only this run understands.
+These modules find the checkpoint tensors that make up each parameter, read them and write them.
+Never: optimizer state, or other data that only the run itself understands (`training/`).
 """

@@ -1,4 +1,4 @@
-"""config.json and what else describes a model beside its weights, saved whole or not at all."""
+"""Save config.json and the other files that describe a model, each complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from hf_moe_ep.upstream.sharded_models import stock_class
 
 CONFIG = "config.json"
 CONFIGS = (CONFIG, "generation_config.json")
-BESIDE = ".configs-"
+STAGED = ".configs-"
 
 
 def save_configs(
     model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
 ) -> None:
-    """Save config.json, generation_config.json, tokenizers, processors (modeling_utils.py).
+    """Save config.json, generation_config.json, tokenizers and processors.
 
-    `dtype` is what the config will say, None leaves it. Each file is written beside its place and
-    renamed: a process killed here leaves the old one or the new one.
+    Each file is written into a folder of its own and renamed: if the process is killed, the old or
+    the new file is there.
+
+    Args:
+        dtype: the dtype that the config names; None leaves it unchanged.
+        others: tokenizers and processors.
     """
     publish(stage_configs(model, folder, dtype, others), folder)
 
@@ -34,45 +38,45 @@ def save_configs(
 def stage_configs(
     model: Any, folder: Path, dtype: torch.dtype | None = None, others: Iterable[Any] = ()
 ) -> Path:
-    """Save them into a folder in `folder` that `publish` empties into it.
+    """Save the files of `save_configs` into a new subfolder, for `publish`.
 
-    What a killed process has left of an earlier save is put in order first.
+    Leftovers of a save that was killed are cleaned up first.
     """
     settle(folder)
-    for left_behind in folder.glob(f"{BESIDE}*"):
-        shutil.rmtree(left_behind)
-    beside = Path(tempfile.mkdtemp(prefix=BESIDE, dir=folder))
+    for leftover in folder.glob(f"{STAGED}*"):
+        shutil.rmtree(leftover)
+    staged = Path(tempfile.mkdtemp(prefix=STAGED, dir=folder))
     try:
-        _write_into(model, beside, dtype, others)
+        _write_into(model, staged, dtype, others)
     except BaseException:
-        shutil.rmtree(beside)
+        shutil.rmtree(staged)
         raise
-    return beside
+    return staged
 
 
-def publish(beside: Path, folder: Path) -> None:
-    """Rename every file of `beside` into its place in `folder`."""
-    for file in beside.rglob("*"):
+def publish(staged: Path, folder: Path) -> None:
+    """Move every file of `staged` to `folder` by a rename, and remove `staged`."""
+    for file in staged.rglob("*"):
         if file.is_file():
-            place = folder / file.relative_to(beside)
-            place.parent.mkdir(exist_ok=True)
-            file.replace(place)
-    shutil.rmtree(beside)
+            target = folder / file.relative_to(staged)
+            target.parent.mkdir(exist_ok=True)
+            file.replace(target)
+    shutil.rmtree(staged)
 
 
 def _write_into(model: Any, folder: Path, dtype: torch.dtype | None, others: Iterable[Any]) -> None:
     model = without_adapters(unwrap(model))
-    kept = model.config.dtype, model.config.architectures
+    before = model.config.dtype, model.config.architectures
     if dtype is not None:
         model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [stock_class(type(model)).__name__]
     try:
         model.config.save_pretrained(folder)
     finally:
-        model.config.dtype, model.config.architectures = kept
+        model.config.dtype, model.config.architectures = before
     if model.can_generate():
-        # Not by its save_pretrained, which refuses what generate() and loading only warn of (a
-        # temperature without do_sample): a run must not end with its first checkpoint for that.
+        # GenerationConfig.save_pretrained refuses settings of which generate() only warns (a
+        # temperature without do_sample). A run must not fail at its first checkpoint for that.
         path = folder / CONFIGS[1]
         model.generation_config.to_json_file(path, keys_to_pop=["compile_config"])
     for other in others:

@@ -1,17 +1,17 @@
-"""FP8 weights of the hub (Qwen3, DeepSeek-V3), read as what a model trains in: a rank's own part.
+"""FP8 weights of the hub (Qwen3, DeepSeek-V3), decoded while a rank reads its own shard.
 
-A weight [.., out, in] lies in a checkpoint as two tensors. Its values are those of E4M3, a byte
-each; neighbours in blocks of 128 x 128 have one scale, and at an edge a block is smaller:
+A checkpoint stores a weight [.., out, in] as two tensors: its values in E4M3, a byte each, and one
+scale per block of 128 x 128 neighbours; blocks at an edge are smaller:
 
     3.gate_proj.weight            [192, 300]   row 130, column 5: 0x38, so 1.0
     3.gate_proj.weight_scale_inv  [2, 3]       row 1, column 0: 0.25, so the weight is 0.25 there
 
-Experts and Linear layers alike; what a checkpoint leaves in bf16 has no scale. How large blocks are
-its config.json says. The product is formed in fp32 and rounded once, to the dtype that the model
-was built in, as transformers does it with FineGrainedFP8Config(dequantize=True).
+Experts and Linear layers are stored alike; a weight without a scale is stored in bf16. config.json
+says how large the blocks are. Value and scale are multiplied in fp32 and rounded once, to the dtype
+that the model was built in, as transformers does with FineGrainedFP8Config(dequantize=True).
 
-A scale belongs to a place in the file's tensor, not in the parameter: blocks are found again
-wherever a rank's part begins, and in whatever shape the tensor is looked at.
+Blocks are counted in the checkpoint's tensor, not in the parameter: a rank's shard may begin in the
+middle of a block, and a view may have other dims than the tensor.
 """
 
 from __future__ import annotations
@@ -28,56 +28,56 @@ from torch import Tensor
 from hf_moe_ep.checkpoints.hub.configs import CONFIG
 from hf_moe_ep.checkpoints.hub.layout import Layout, list_names
 from hf_moe_ep.checkpoints.hub.pieces import Piece
-from hf_moe_ep.checkpoints.storage.boxes import Box
-from hf_moe_ep.checkpoints.storage.safetensors_file import Entry, Reader
+from hf_moe_ep.checkpoints.storage.boxes import Box, whole_box
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 
 _FP8 = torch.float8_e4m3fn
 _SCALE = "_scale_inv"
-_OF_ACTIVATIONS = "activation_scale"
+_ACTIVATION_SCALE = "activation_scale"
 _BIAS = 127
-# Dims of a weight of all experts.
+# The number of dims of a weight that stacks all experts.
 _STACKED = 3
-# How many values are decoded at once: of those also factors and product are there, in fp32.
+# The number of values that are decoded at a time; each takes about 8 bytes of temporary memory.
 _VALUES = 1 << 18
 
 
 @dataclass(frozen=True)
-class Scaled(Entry):
-    """A tensor of a file that has a scale for each block of its last two dims.
+class ScaledTensor(FileTensor):
+    """A tensor of a file with one scale per block of its last two dims.
 
     Attributes:
-        scales: their tensor.
+        scales: the tensor of the scales.
         block: rows and columns of a block.
     """
 
-    scales: Entry
+    scales: FileTensor
     block: tuple[int, int]
 
-    def decode(self, box: Box, view: tuple[int, ...], dtype: torch.dtype, reader: Reader) -> Tensor:
-        """Decode the part `box` of the tensor seen in the shape `view`, some rows at a time."""
-        values = torch.empty([stop - start for start, stop in box], dtype=dtype)
-        scales = scales_as_fp32(reader.read(self.scales, tuple((0, n) for n in self.scales.shape)))
-        scales, split = scales.flatten(0, -2), self._rows_end(view)
+    def read_into(
+        self, out: Tensor, box: Box, *, view: tuple[int, ...], dtype: torch.dtype, reader: Reader
+    ) -> None:
+        """Decode a box of the tensor, viewed in the shape `view`, some rows at a time."""
+        scales = scales_as_fp32(reader.read(self.scales, whole_box(self.scales.shape)))
+        scales, split = scales.flatten(0, -2), self._split_at_rows(view)
         (first, end), *others = box
-        step = max(1, _VALUES // max(1, math.prod(values.shape[1:])))
+        step = max(1, _VALUES // max(1, math.prod(out.shape[1:])))
         for start in range(first, end, step):
             part = ((start, min(start + step, end)), *others)
-            rows, columns = self._blocks(part, view, split)
+            rows, columns = self._find_blocks(part, view, split)
             numbers = reader.read(self, part, view).to(torch.float32)
             shape = numbers.shape
             numbers = numbers.view(len(rows), len(columns)).mul_(scales[rows][:, columns])
-            values[start - first : part[0][1] - first] = numbers.view(shape)
-        return values
+            out[start - first : part[0][1] - first] = numbers.view(shape).to(dtype)
 
-    def _rows_end(self, view: tuple[int, ...]) -> int:
-        """Return how many dims of a view lead from row to row; the others are along one row."""
+    def _split_at_rows(self, view: tuple[int, ...]) -> int:
+        """Return the number of leading dims of a view that count rows; the rest count columns."""
         ends = [dim for dim in range(len(view) + 1) if math.prod(view[dim:]) == self.shape[-1]]
         if not ends:
             raise ValueError(f"rows of {self.shape} do not begin where dims of {view} do")
         return ends[0]
 
-    def _blocks(self, box: Box, view: tuple[int, ...], split: int) -> tuple[Tensor, Tensor]:
-        """Return for each row and each column of a part of a view the row and column of scales."""
+    def _find_blocks(self, box: Box, view: tuple[int, ...], split: int) -> tuple[Tensor, Tensor]:
+        """Return the row of the scales for each row of a box, and the column for each column."""
         rows, columns = _indices(box[:split], view[:split]), _indices(box[split:], view[split:])
         height, down = self.shape[-2], self.scales.shape[-2]
         rows = rows // height * down + rows % height // self.block[0]
@@ -85,7 +85,10 @@ class Scaled(Entry):
 
 
 def _indices(box: Box, view: tuple[int, ...]) -> Tensor:
-    """Number what a part of a shape holds, as it lies in memory."""
+    """Number the elements of a box by their position in a row-major tensor of shape `view`.
+
+    The box (1, 3), (0, 2) of a view [3, 5] has the numbers 5, 6, 10, 11.
+    """
     found = torch.zeros(1, dtype=torch.int64)
     for (start, stop), size in zip(box, view, strict=True):
         found = (found[:, None] * size + torch.arange(start, stop)).flatten()
@@ -93,107 +96,112 @@ def _indices(box: Box, view: tuple[int, ...]) -> Tensor:
 
 
 def scales_as_fp32(scales: Tensor) -> Tensor:
-    """Return scales as factors; bytes are powers of two, like E8M0."""
+    """Return scales as fp32 factors; bytes hold the exponents of powers of two, as E8M0 does."""
     if scales.dtype == torch.uint8:
         return torch.ldexp(torch.ones(()), scales.int() - _BIAS)
     return scales.to(torch.float32)
 
 
-def with_scales(entries: Mapping[str, Entry], folder: Path) -> dict[str, Entry]:
-    """Join FP8 weights of the checkpoint in `folder` and their own scales to one entry each.
+def join_scales(tensors: Mapping[str, FileTensor], folder: Path) -> dict[str, FileTensor]:
+    """Replace each FP8 weight of a checkpoint and its scales by one `ScaledTensor`.
 
-    Scales of activations, which a kernel for FP8 would want, are left out.
+    Scales of activations are left out: only FP8 kernels need them.
 
     Raises:
-        ValueError: scales of another shape than the weight's; a config that does not say how large
-            blocks are.
+        ValueError: scales have another shape than the weight asks for; config.json does not say how
+            large the blocks are.
     """
-    weights = _unscaled(entries)
-    block = _block(folder, next(iter(weights))) if weights else (1, 1)
+    weights = _without_scales(tensors)
+    block = _read_block(folder, next(iter(weights))) if weights else (1, 1)
     joined = {
-        key: _scaled(key, entries[key], key + _SCALE, entries[key + _SCALE], block)
+        key: _scaled(key, tensors[key], key + _SCALE, tensors[key + _SCALE], block)
         for key in weights
-        if key + _SCALE in entries
+        if key + _SCALE in tensors
     }
-    beside = {key + _SCALE for key in joined}
-    beside |= {f"{key.removesuffix('weight')}{_OF_ACTIVATIONS}" for key in joined}
-    beside |= {f"{key}_{_OF_ACTIVATIONS}" for key in joined}
-    return {key: joined.get(key, entry) for key, entry in entries.items() if key not in beside}
+    removed = {key + _SCALE for key in joined}
+    removed |= {f"{key.removesuffix('weight')}{_ACTIVATION_SCALE}" for key in joined}
+    removed |= {f"{key}_{_ACTIVATION_SCALE}" for key in joined}
+    return {key: joined.get(key, tensor) for key, tensor in tensors.items() if key not in removed}
 
 
-def with_stacked_scales(
-    entries: Mapping[str, Entry], layout: Layout, folder: Path
-) -> Mapping[str, Entry]:
-    """Join FP8 weights of single experts and the scales of a parameter that they make up.
+def join_stacked_scales(
+    tensors: Mapping[str, FileTensor], layout: Layout, folder: Path
+) -> Mapping[str, FileTensor]:
+    """Join FP8 weights of single experts with scales that are stacked over all experts.
 
-    transformers saves so what it has quantized itself: `experts.3.gate_proj.weight` beside
-    `experts.gate_up_proj_scale_inv` [E, 2F / 128, H / 128].
+    transformers saves a model that it has quantised itself in this form:
+    `experts.3.gate_proj.weight` and `experts.gate_up_proj_scale_inv` [E, 2F / 128, H / 128].
 
     Raises:
-        ValueError: as `with_scales`, and scales that are missing.
+        ValueError: as `join_scales`, and where scales are missing.
     """
-    weights = _unscaled(entries)
+    weights = _without_scales(tensors)
     if not weights:
-        return entries
-    block, found = _block(folder, next(iter(weights))), dict(entries)
+        return tensors
+    block, joined = _read_block(folder, next(iter(weights))), dict(tensors)
     for name, pieces in layout.items():
-        stack = entries.get(name + _SCALE)
+        stack = tensors.get(name + _SCALE)
         of_experts = [p for p in pieces if p.key in weights and len(p.start) == _STACKED]
         if stack is None or not of_experts:
             continue
         for piece in of_experts:
-            own = _of_piece(piece, name + _SCALE, stack, block)
-            found[piece.key] = _scaled(piece.key, entries[piece.key], name + _SCALE, own, block)
-        del found[name + _SCALE]
-    if missing := [key + _SCALE for key in _unscaled(found)]:
-        weight = missing[0].removesuffix(_SCALE)
-        raise ValueError(f"{list_names('missing', missing)}, and {weight} is there in {_FP8}")
-    return found
+            scales = _slice_scales(piece, name + _SCALE, stack, block)
+            weight = tensors[piece.key]
+            joined[piece.key] = _scaled(piece.key, weight, name + _SCALE, scales, block)
+        del joined[name + _SCALE]
+    if missing := [key + _SCALE for key in _without_scales(joined)]:
+        weight_key = missing[0].removesuffix(_SCALE)
+        raise ValueError(f"{list_names('missing', missing)}, and {weight_key} is there in {_FP8}")
+    return joined
 
 
-def _unscaled(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Find FP8 weights that have no scales yet."""
+def _without_scales(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+    """Find the FP8 weights that are not joined with scales yet."""
     return {
-        key: entry
-        for key, entry in entries.items()
-        if entry.dtype == _FP8 and not isinstance(entry, Scaled)
+        key: tensor
+        for key, tensor in tensors.items()
+        if tensor.dtype == _FP8 and not isinstance(tensor, ScaledTensor)
     }
 
 
-def _scaled(key: str, weight: Entry, name: str, scales: Entry, block: tuple[int, int]) -> Scaled:
+def _scaled(
+    key: str, weight: FileTensor, scales_key: str, scales: FileTensor, block: tuple[int, int]
+) -> ScaledTensor:
     *outer, rows, columns = weight.shape if len(weight.shape) > 1 else (0, *weight.shape)
     wanted = (*outer, -(-rows // block[0]), -(-columns // block[1]))
     if scales.shape != wanted:
         raise ValueError(
-            f"misshapen: {name} {scales.shape} does not go with {key} {weight.shape}, whose blocks "
-            f"of {block[0]} x {block[1]} would have scales {wanted}"
+            f"misshapen: {scales_key} {scales.shape} does not go with {key} {weight.shape}, whose "
+            f"blocks of {block[0]} x {block[1]} would have scales {wanted}"
         )
-    return Scaled(weight.file, weight.dtype, weight.shape, weight.start, scales, block)
+    return ScaledTensor(weight.file, weight.dtype, weight.shape, weight.start, scales, block)
 
 
-def _of_piece(piece: Piece, name: str, stack: Entry, block: tuple[int, int]) -> Entry:
-    """Find the scales of a piece among those [E, out / 128, in / 128] of its parameter."""
+def _slice_scales(
+    piece: Piece, scales_key: str, stack: FileTensor, block: tuple[int, int]
+) -> FileTensor:
+    """Return the scales of one expert's weight as a slice of the stack [E, out / 128, in / 128]."""
     expert, row, _ = piece.start
     experts, down, across = stack.shape if len(stack.shape) == _STACKED else (0, 0, 0)
     first, end = row // block[0], -(-(row + piece.sizes[1]) // block[0])
     if piece.sizes[0] != 1 or row % block[0] or expert >= experts or end > down:
         raise ValueError(
-            f"misshapen: {name} {stack.shape} has no scales of {piece.key} {piece.shape}, which is "
-            f"expert {expert} from row {row} on, in blocks of {block[0]} x {block[1]}"
+            f"misshapen: {scales_key} {stack.shape} has no scales of {piece.key} {piece.shape}, "
+            f"which is expert {expert} from row {row} on, in blocks of {block[0]} x {block[1]}"
         )
     start = stack.start + (expert * down + first) * across * stack.dtype.itemsize
-    return Entry(stack.file, stack.dtype, (end - first, across), start)
+    return FileTensor(stack.file, stack.dtype, (end - first, across), start)
 
 
-def _block(folder: Path, weight: str) -> tuple[int, int]:
-    """Read from a folder's config how many rows and columns a block has."""
+def _read_block(folder: Path, weight_key: str) -> tuple[int, int]:
+    """Read from config.json how many rows and columns a block has."""
     path = folder / CONFIG
     config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     found = (config.get("quantization_config") or {}).get("weight_block_size")
     if not isinstance(found, list) or [type(size) for size in found] != [int, int]:
         raise ValueError(
-            f"{weight} is of {_FP8}, and {path} does not say of what blocks "
-            f"(quantization_config: weight_block_size {found!r}); published ones say [128, 128], "
-            f"and without blocks there is the bf16 checkpoint of this model"
+            f"{weight_key} is of {_FP8}, and {path} does not say how large its blocks are "
+            f"(quantization_config: weight_block_size {found!r}); published FP8 checkpoints say "
+            f"[128, 128]; for a model without blocks use its bf16 checkpoint"
         )
     return found[0], found[1]

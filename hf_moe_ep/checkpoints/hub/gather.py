@@ -1,22 +1,23 @@
-"""What ranks hold of a model, brought to rank 0 or to all: by parts, or whole where it is small.
+"""Send the values of sharded parameters to rank 0 or to all ranks, shard by shard.
 
-A tensor's parts come one after the other. A part travels along one mesh axis at a time, by
-broadcast within that axis. So no rank holds more than another rank's part of one tensor beyond its
-shards, and rank 0, where parts are cut along dim 1, the experts of one ep rank. For a stacked
-weight on (ep_fsdp 2, ep 2), ranks [[0, 1], [2, 3]]:
+To rank 0 (`slabs_of`): the shards of a tensor are sent one after the other. A shard is broadcast
+along one mesh axis at a time, within that axis. So besides its own shards no rank needs memory for
+more than another rank's shard of one tensor; rank 0, where experts are sharded along dim 1, needs
+memory for the experts of one ep rank. For a stacked weight on (ep_fsdp 2, ep 2), with ranks
+[[0, 1], [2, 3]]:
 
-    experts   held by    along ep_fsdp   along ep
+    experts   owner      along ep_fsdp   along ep
     first     rank 0     -               -
     second    rank 2     2 to 0          -
     third     rank 1     -               1 to 0
     fourth    rank 3     3 to 1          1 to 0
 
-An all-gather would need memory for the whole tensor on every rank, and gloo's for two of them.
+An all-gather would need memory for the whole tensor on every rank, and with gloo for two copies.
 
-To all ranks (`slabs_for_all`) go a few rows of dim 0 after the other. A part is broadcast from its
-owner along the first axis, then by everyone who has it along the next one: (ep_fsdp 2, ep 2) above,
-the second part from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each rank receives each byte
-once, and what happens to a part on the way, a cast, happens on its owner.
+To all ranks (`slabs_for_all`): a few rows of dim 0 are sent at a time. The owner broadcasts its
+part along the first axis; then every rank that has the part broadcasts it along the next axis. In
+the table above, the second part goes from rank 2 to 0, then from 2 to 3 and from 0 to 1. Each rank
+receives each byte once. A change of the values, such as a cast, is computed by their owner.
 """
 
 from __future__ import annotations
@@ -29,17 +30,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_moe_ep.checkpoints.storage.boxes import Box, box_at, local_box, overlap, slices, whole
+from hf_moe_ep.checkpoints.storage.boxes import (
+    Box,
+    box_at,
+    box_sizes,
+    local_box,
+    overlap,
+    slices,
+    whole,
+    whole_box,
+)
 from hf_moe_ep.lora.factors import pack_factors
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import is_first, on_first
 from hf_moe_ep.upstream.adapters import adapter_names
 from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
-# Bytes of a tensor that is gathered in one collective, for speed: norms, routers.
+# Tensors of at most this many bytes are gathered in one collective: norms, routers.
 SMALL = 2**20
 
-# Makes of a part of a parameter, and the part's place in it, what is sent: a new tensor.
+# Computes the tensor to send from a box of a parameter and the values in that box.
 Change = Callable[[Box, Tensor], Tensor]
 
 
@@ -47,20 +57,20 @@ Change = Callable[[Box, Tensor], Tensor]
 def gather_state_dict(
     model: nn.Module, save_embedding_layers: str | bool = "auto"
 ) -> dict[str, Tensor]:
-    """Gather full tensors on the host of rank 0, none elsewhere; every rank calls this.
+    """Gather full tensors in host memory of rank 0, {} on other ranks; every rank calls this.
 
-    Of a model with adapters what PEFT saves, packed as PEFT packs it: the base stays where it is.
-    `save_embedding_layers` as in PEFT's save_pretrained.
+    For a model with adapters only the tensors that PEFT saves are gathered, packed as PEFT packs
+    them. `save_embedding_layers` is that of PEFT's save_pretrained.
     """
     with experts_in_hub_order(model):
-        return _gathered_by_name(unwrap(model), save_embedding_layers)
+        return _gather_by_name(unwrap(model), save_embedding_layers)
 
 
-def _gathered_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict[str, Tensor]:
+def _gather_by_name(model: nn.Module, save_embedding_layers: str | bool) -> dict[str, Tensor]:
     keep = is_first()
     full: dict[str, Tensor] = {}
     state_dict = model.state_dict()
-    # Rank 0 decides: PEFT looks into files that others may not have.
+    # Rank 0 decides, because PEFT reads files that other ranks may not have.
     names = on_first(
         "gathering adapters", lambda: adapter_names(model, state_dict, save_embedding_layers)
     )
@@ -74,7 +84,7 @@ def _gathered_by_name(model: nn.Module, save_embedding_layers: str | bool) -> di
 
 @torch.no_grad()
 def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
-    """Yield the values of a parameter for rank 0, on its host; every rank runs this to the end."""
+    """Yield the values of a parameter in host memory of rank 0; every rank iterates to the end."""
     if not isinstance(tensor, DTensor):
         yield from whole(tensor.detach().cpu())
         return
@@ -83,13 +93,13 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
         yield from whole(gathered.detach().cpu()) if is_first() else ()
         return
     slab: Tensor | None = None
-    for box, part in _parts(tensor):
+    for box, part in _shards(tensor):
         rows = (box[0], *((0, size) for size in tensor.shape[1:]))
         if part is not None and box == rows:
             slab = part.cpu()
         elif part is not None:
             if slab is None:
-                slab = torch.empty([stop - start for start, stop in rows], dtype=part.dtype)
+                slab = torch.empty(box_sizes(rows), dtype=part.dtype)
             slab[slices(box, rows)].copy_(part)
         del part
         if all(stop == end for (_, stop), (_, end) in zip(box, rows, strict=True)):
@@ -97,17 +107,16 @@ def slabs_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor | None]]:
             slab = None
 
 
-def _parts(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
-    """Yield what each rank holds of a parameter, in order, with its values on rank 0."""
+def _shards(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
+    """Yield the box of each shard in order, and its values on rank 0."""
     mesh = tensor.device_mesh
     here = tuple(mesh.get_coordinate() or ())
-    # Parameters that FSDP2 offloads are on the host, their groups are not.
+    # FSDP2 offloads parameters to the host, but their process groups need the device.
     mine = tensor.to_local().detach().contiguous().to(mesh.device_type)
     sharded = _sharded_axes(tensor)
     for owner, box in _owners(tensor, (0,) * mesh.ndim):
-        shape = [stop - start for start, stop in box]
         part = mine if owner == here else None
-        # Towards rank 0, which is at the origin.
+        # Broadcast towards rank 0, the origin of the mesh.
         at = list(owner)
         for axis in sharded:
             source, at[axis] = int(mesh.mesh[tuple(at)]), 0
@@ -115,7 +124,7 @@ def _parts(tensor: DTensor) -> Iterator[tuple[Box, Tensor | None]]:
             if owner[axis] == 0 or not in_line:
                 continue
             if part is None:
-                part = torch.empty(shape, dtype=mine.dtype, device=mine.device)
+                part = torch.empty(box_sizes(box), dtype=mine.dtype, device=mine.device)
             dist.broadcast(part, src=source, group=mesh.get_group(axis))
         yield box, part if is_first() else None
         del part
@@ -127,40 +136,42 @@ def slabs_for_all(
     dtype: torch.dtype,
     change: Change,
     max_bytes: int,
-    slots: Tensor | None = None,
+    slots_E: Tensor | None = None,
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the values of a parameter on every rank, where it computes; all run this to the end.
+    """Yield the values of a parameter on the compute device of every rank.
+
+    Every rank iterates to the end.
 
     Args:
-        dtype: of what `change` returns.
-        change: is called for each part by one rank that holds it.
-        max_bytes: of a slab, which has one row of dim 0 at least.
-        slots: where the row of each expert lies; `change` is told of parts as they lie, slabs are
-            yielded in the order of the experts.
+        dtype: the dtype of the tensors that `change` returns.
+        change: called once for each part, by one rank that holds it.
+        max_bytes: the size of a slab; a slab has at least one row of dim 0.
+        slots_E: the row in which each expert is stored. `change` gets boxes of the stored order;
+            slabs are yielded in the order of the experts.
     """
     num_bytes = tensor.numel() * dtype.itemsize
     if num_bytes <= max_bytes or tensor.ndim == 0:
         gathered = gather_changed(tensor, change)
-        gathered = gathered if slots is None else gathered[slots.to(gathered.device)]
-        yield tuple((0, size) for size in tensor.shape), gathered
+        gathered = gathered if slots_E is None else gathered[slots_E.to(gathered.device)]
+        yield whole_box(tensor.shape), gathered
         return
     step = max(1, max_bytes // (num_bytes // len(tensor)))
     for start in range(0, len(tensor), step):
         stop = min(start + step, len(tensor))
         rows = ((start, stop), *((0, size) for size in tensor.shape[1:]))
-        if slots is not None:
+        if slots_E is not None:
             assert isinstance(tensor, DTensor)
-            lie = ((slot, slot + 1) for slot in slots[start:stop].tolist())
-            each = [_spread(tensor, (at, *rows[1:]), dtype, change) for at in lie]
-            yield rows, each[0] if len(each) == 1 else torch.cat(each)
+            stored = ((slot, slot + 1) for slot in slots_E[start:stop].tolist())
+            experts = [_send_rows(tensor, (row, *rows[1:]), dtype, change) for row in stored]
+            yield rows, experts[0] if len(experts) == 1 else torch.cat(experts)
         elif isinstance(tensor, DTensor):
-            yield rows, _spread(tensor, rows, dtype, change)
+            yield rows, _send_rows(tensor, rows, dtype, change)
         else:
             yield rows, change(rows, tensor.detach()[start:stop])
 
 
 def gather_changed(tensor: Tensor, change: Change) -> Tensor:
-    """Gather what each rank makes of its part of a tensor, on every rank, where it computes."""
+    """Change each rank's shard and gather the results on the compute device of every rank."""
     if not isinstance(tensor, DTensor):
         return change(local_box(tensor), tensor.detach())
     mesh = tensor.device_mesh
@@ -176,13 +187,12 @@ def gather_changed(tensor: Tensor, change: Change) -> Tensor:
     return gather_whole(changed)
 
 
-def _spread(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -> Tensor:
-    """Send the part `rows` of a parameter to every rank: each owner its share of it."""
+def _send_rows(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -> Tensor:
+    """Send the box `rows` of a parameter to every rank; each owner sends its part."""
     mesh = tensor.device_mesh
     here = tuple(mesh.get_coordinate() or ())
     mine, local = local_box(tensor), tensor.to_local().detach()
-    sizes = [stop - start for start, stop in rows]
-    slab = torch.empty(sizes, dtype=dtype, device=mesh.device_type)
+    slab = torch.empty(box_sizes(rows), dtype=dtype, device=mesh.device_type)
     for owner, box in _owners(tensor, here):
         part = overlap(box, rows)
         if part is None:
@@ -198,7 +208,7 @@ def _spread(tensor: DTensor, rows: Box, dtype: torch.dtype, change: Change) -> T
 
 
 def _send_to_all(values: Tensor, tensor: DTensor, owner: tuple[int, ...]) -> None:
-    """Broadcast from the rank at `owner` along one axis, then along the next from all who have."""
+    """Broadcast from the rank at `owner` along one axis, then from all receivers along the next."""
     mesh = tensor.device_mesh
     here = tuple(mesh.get_coordinate() or ())
     axes = _sharded_axes(tensor)
@@ -214,19 +224,19 @@ def _sharded_axes(tensor: DTensor) -> list[int]:
 
 
 def _owners(tensor: DTensor, replica: tuple[int, ...]) -> list[tuple[tuple[int, ...], Box]]:
-    """List who holds what of a parameter, in order, in the replica of the rank at `replica`."""
+    """List (rank's mesh coordinate, box) of all shards in order, in the replica of `replica`."""
     mesh, sharded = tensor.device_mesh, _sharded_axes(tensor)
-    places = [
+    ranges = [
         range(mesh.size(axis)) if axis in sharded else (replica[axis],) for axis in range(mesh.ndim)
     ]
-    boxes = {at: box_at(tensor, at) for at in product(*places)}
+    boxes = {at: box_at(tensor, at) for at in product(*ranges)}
     held = [item for item in boxes.items() if all(start < stop for start, stop in item[1])]
     return sorted(held, key=lambda item: item[1])
 
 
 def gather_whole(tensor: DTensor) -> Tensor:
     """Gather a tensor onto every rank that holds a part of it."""
-    # One mesh axis at a time: DTensor warns on every rank when it has to order several itself.
+    # One mesh axis at a time: DTensor warns on every rank if it must choose the order itself.
     for axis in range(tensor.device_mesh.ndim):
         placements = list(tensor.placements)
         placements[axis] = Replicate()

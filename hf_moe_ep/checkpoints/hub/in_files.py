@@ -1,63 +1,49 @@
-"""What of a checkpoint's files makes up one tensor of a model, and how a part of it is read."""
+"""Reading a box of one parameter from the checkpoint tensors that store it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.hub.fp8 import Scaled
-from hf_moe_ep.checkpoints.hub.mxfp4 import Packed
-from hf_moe_ep.checkpoints.hub.pieces import Piece, overlaps
-from hf_moe_ep.checkpoints.storage.boxes import Box
-from hf_moe_ep.checkpoints.storage.safetensors_file import Entry, Reader
+from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
+from hf_moe_ep.checkpoints.storage.boxes import Box, slices
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 
 
 @dataclass(frozen=True)
 class InFiles:
-    """Pieces and the tensors that hold them, or blocks with their scales.
+    """A parameter as a checkpoint stores it.
 
     Attributes:
-        parts: as the files have it.
-        dtype: that the model was built in; to it is rounded what is decoded.
+        pieces: which boxes of which checkpoint tensors make up the parameter.
+        dtype: the dtype that the model was built in; decoded values are rounded to it.
     """
 
-    parts: list[tuple[Piece, Entry]] | Packed
+    pieces: list[tuple[Piece, FileTensor]]
     dtype: torch.dtype
 
     def of_expert(self, expert: int) -> InFiles:
-        """Return those of a stack that may hold something of one expert."""
-        if isinstance(self.parts, Packed):
-            return self
-        parts = [(piece, entry) for piece, entry in self.parts if _may_hold(piece, expert)]
-        return InFiles(parts, self.dtype)
+        """Return the pieces that can hold elements of one expert of a stacked weight."""
+        pieces = [(piece, tensor) for piece, tensor in self.pieces if _may_hold(piece, expert)]
+        return InFiles(pieces, self.dtype)
 
     @torch.no_grad()
     def read_into(self, target: Tensor, box: Box, reader: Reader) -> None:
-        """Read the part `box` of the tensor into `target`, which has its shape; piece by piece."""
-        if isinstance(self.parts, Packed):
-            self.parts.read_into(target, box, reader)
-            return
-        entries = {piece.key: entry for piece, entry in self.parts}
-        for parts in overlaps((piece for piece, _ in self.parts), box):
-            read = self._reading(entries[parts.key], reader)
-            # Rows that alternate are read in one go.
-            block = read(parts.hull, parts.view) if parts.is_filled else None
-            for piece, part in parts.parts:
-                if block is None:
-                    values = read(part.in_file, piece.view)
+        """Read a box of the parameter into `target`, one piece at a time."""
+        tensors = {piece.key: tensor for piece, tensor in self.pieces}
+        for key, pieces in cut_pieces((piece for piece, _ in self.pieces), box).items():
+            tensor, view = tensors[key], pieces[0].view
+            filled = filled_box(pieces) if type(tensor) is FileTensor else None
+            block = None if filled is None else reader.read(tensor, filled, view)
+            for piece in pieces:
+                out = piece.in_view(target[piece.slices_in(box)])
+                inside = piece.box_in_view
+                if block is None or filled is None:
+                    tensor.read_into(out, inside, view=piece.view, dtype=self.dtype, reader=reader)
                 else:
-                    values = block[parts.inside(part)]
-                target[part.slices].copy_(piece.in_parameter(values))
-
-    def _reading(self, entry: Entry, reader: Reader) -> Callable[[Box, tuple[int, ...]], Tensor]:
-        """Return what reads a part of a tensor in some view, decoded where it has scales."""
-        if isinstance(entry, Scaled):
-            return partial(entry.decode, dtype=self.dtype, reader=reader)
-        return partial(reader.read, entry)
+                    out.copy_(block[slices(inside, filled)])
 
 
 def _may_hold(piece: Piece, expert: int) -> bool:

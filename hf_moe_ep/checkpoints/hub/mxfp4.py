@@ -1,14 +1,13 @@
-"""MXFP4 weights of the hub (gpt-oss), read as what a model trains in: only a rank's own experts.
+"""MXFP4 weights of the hub (gpt-oss), decoded while a rank reads its own experts.
 
-A weight [E, in, out] of a model lies in a checkpoint as two tensors. 32 neighbours along `in` have
-one scale; a byte holds two of them, the first in its low bits:
+A checkpoint stores a weight [E, in, out] as two tensors. 32 neighbours along `in` share one scale;
+a byte holds two of them, the first one in its low bits:
 
-    down_proj_blocks  [E, out, in / 32, 16]   byte 0x72: numbers 2 and 7, so 1.0 and 6.0
+    down_proj_blocks  [E, out, in / 32, 16]   byte 0x72: codes 2 and 7, so 1.0 and 6.0
     down_proj_scales  [E, out, in / 32]       130: times 2 ** (130 - 127)
 
-The numbers are the 16 of E2M1, a bit of sign, two of exponent and one of mantissa (OCP
-Microscaling Formats, section 5.3.3). transformers decodes the same with
-Mxfp4Config(dequantize=True).
+The 16 codes are those of E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling
+Formats, section 5.3.3). transformers decodes to the same values with Mxfp4Config(dequantize=True).
 """
 
 from __future__ import annotations
@@ -20,73 +19,96 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from hf_moe_ep.checkpoints.hub.pieces import Piece
 from hf_moe_ep.checkpoints.storage.boxes import Box, slices
-from hf_moe_ep.checkpoints.storage.safetensors_file import Entry, Reader
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK, _BYTES = 32, 16
 _BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# How many numbers are decoded at once: each of them takes some 9 bytes meanwhile.
+# The number of values that are decoded at a time; each takes about 9 bytes of temporary memory.
 _VALUES = 1 << 18
 _NUMBERS = (*_MAGNITUDES, *(-number for number in _MAGNITUDES))
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A weight [E, in, out] of which a checkpoint has blocks and their scales."""
+class PackedTensor(FileTensor):
+    """A weight [E, in, out] that a checkpoint stores as packed blocks and their scales.
 
-    blocks: Entry
-    scales: Entry
+    `shape` is that of the decoded weight; `dtype` and `start` are those of the blocks.
+    """
 
-    def read_into(self, target: Tensor, box: Box, reader: Reader) -> None:
-        """Decode the part `box` of the weight into `target`, in its dtype; some rows at a time."""
-        (first, end), inner, out = box
-        groups = inner[0] // _BLOCK, -(-inner[1] // _BLOCK)
+    blocks: FileTensor
+    scales: FileTensor
+
+    def read_into(
+        self, out: Tensor, box: Box, *, view: tuple[int, ...], dtype: torch.dtype, reader: Reader
+    ) -> None:
+        """Decode a box of the weight in the dtype of `out`, some columns of one expert at a time.
+
+        E2M1 values times a power of two need no rounding in any dtype that a model is built in.
+        """
+        assert view == self.shape, f"{view} is not {self.shape}"
+        (first, end), rows, columns = box
+        groups = rows[0] // _BLOCK, -(-rows[1] // _BLOCK)
         decoded = groups[0] * _BLOCK, groups[1] * _BLOCK
-        (wanted,) = slices((inner,), (decoded,))
+        (wanted,) = slices((rows,), (decoded,))
         step = max(1, _VALUES // max(1, decoded[1] - decoded[0]))
-        for expert, start in product(range(first, end), range(*out, step)):
-            rows = (start, min(start + step, out[1]))
-            held = ((expert, expert + 1), rows, groups)
+        for expert, start in product(range(first, end), range(*columns, step)):
+            some = (start, min(start + step, columns[1]))
+            held = ((expert, expert + 1), some, groups)
             scales = reader.read(self.scales, held)[0]
             blocks = reader.read(self.blocks, (*held, (0, _BYTES)))[0]
-            values = _decode(blocks, scales, target.dtype).flatten(1)
-            at = slice(rows[0] - out[0], rows[1] - out[0])
-            target[expert - first, :, at].copy_(values[:, wanted].T)
+            values = _decode(blocks, scales, out.dtype).flatten(1)
+            at = slice(some[0] - columns[0], some[1] - columns[0])
+            out[expert - first, :, at].copy_(values[:, wanted].T)
 
 
-def packed_keys(key: str) -> tuple[str, str]:
-    """Return the keys of blocks and scales of a weight."""
-    return key + _BLOCKS, key + _SCALES
-
-
-def find_packed(key: str, shape: tuple[int, ...], entries: Mapping[str, Entry]) -> Packed | None:
-    """Find the blocks of a weight in a checkpoint, None where it has none.
+def join_blocks(
+    tensors: Mapping[str, FileTensor], layout: Mapping[str, list[Piece]]
+) -> Mapping[str, FileTensor]:
+    """Replace the blocks and the scales of each packed weight by one tensor under its own key.
 
     Raises:
-        ValueError: they are of another shape than the weight, or without scales.
+        ValueError: blocks have another shape than the weight, or lack their scales.
     """
-    blocks, scales = packed_keys(key)
-    if blocks not in entries:
-        return None
-    if scales not in entries:
-        raise ValueError(f"missing 1 tensors: {scales}, and {blocks} is there")
+    weights = [
+        piece
+        for pieces in layout.values()
+        for piece in pieces[:1]
+        if piece.key + _BLOCKS in tensors
+    ]
+    if not weights:
+        return tensors
+    joined = dict(tensors)
+    for weight in weights:
+        joined[weight.key] = _packed(weight.key, weight.shape, tensors)
+        joined.pop(weight.key + _BLOCKS, None)
+        joined.pop(weight.key + _SCALES, None)
+    return joined
+
+
+def _packed(key: str, shape: tuple[int, ...], tensors: Mapping[str, FileTensor]) -> PackedTensor:
+    blocks_key, scales_key = key + _BLOCKS, key + _SCALES
+    blocks, scales = tensors[blocks_key], tensors.get(scales_key)
+    if scales is None:
+        raise ValueError(f"missing 1 tensors: {scales_key}, and {blocks_key} is there")
     experts, inner, out = shape if len(shape) == 3 else (0, 0, 0)
     wanted = (experts, out, inner // _BLOCK)
-    found = entries[blocks].shape, entries[scales].shape
-    if inner % _BLOCK or found != ((*wanted, _BYTES), wanted):
+    if inner % _BLOCK or (blocks.shape, scales.shape) != ((*wanted, _BYTES), wanted):
         raise ValueError(
-            f"misshapen: {blocks} {found[0]} and {scales} {found[1]} do not make up {key} {shape}, "
-            f"which would be {(*wanted, _BYTES)} and {wanted}"
+            f"misshapen: {blocks_key} {blocks.shape} and {scales_key} {scales.shape} do not make "
+            f"up {key} {shape}, which would be {(*wanted, _BYTES)} and {wanted}"
         )
-    if any(entries[name].dtype != torch.uint8 for name in (blocks, scales)):
-        raise ValueError(f"{blocks} is {entries[blocks].dtype}, and MXFP4 is of bytes")
-    return Packed(entries[blocks], entries[scales])
+    for name, tensor in ((blocks_key, blocks), (scales_key, scales)):
+        if tensor.dtype != torch.uint8:
+            raise ValueError(f"{name} is {tensor.dtype}, and MXFP4 is stored as {torch.uint8}")
+    return PackedTensor(blocks.file, blocks.dtype, shape, blocks.start, blocks, scales)
 
 
 def _decode(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Decode [.., G, 16] bytes with [.., G] scales to [.., G, 32] numbers."""
-    pairs = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2)
-    numbers = torch.tensor(_NUMBERS, dtype=dtype)[pairs.int()]
+    codes = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2)
+    numbers = torch.tensor(_NUMBERS, dtype=dtype)[codes.int()]
     return torch.ldexp(numbers, scales.int().sub(_BIAS).unsqueeze(-1)).to(dtype)

@@ -1,61 +1,53 @@
-"""A part of a parameter, and the part of a checkpoint's tensor that holds it.
+"""A piece says which box of a checkpoint tensor holds which elements of a parameter.
 
-Of 2 experts with F = 3, H = 5, gate_up_proj [2, 6, 5] may be
+With 2 experts, F = 3 and H = 5, the parameter gate_up_proj [2, 6, 5] can be stored as
 
-    one key per expert (Qwen3-MoE)             one tensor [E, in, out] (Qwen3-VL-MoE)
-    0.gate_proj [3, 5]  at (0, 0, 0)           gate_up_proj [2, 5, 6]  at (0, 0, 0), transposed
-    0.up_proj   [3, 5]  at (0, 3, 0)
-    1.gate_proj [3, 5]  at (1, 0, 0)           one tensor, gate and up interleaved (Inkling)
-    1.up_proj   [3, 5]  at (1, 3, 0)           w13 [2, 6, 5], as [2, 3, 2, 5]:
-                                                 [:, :, 0, :] at (0, 0, 0)
-                                                 [:, :, 1, :] at (0, 3, 0)
+    one key per expert (Qwen3-MoE)                  one tensor [E, in, out] (Qwen3-VL-MoE)
+    0.gate_proj [3, 5]  starts at (0, 0, 0)         gate_up_proj [2, 5, 6]  starts at (0, 0, 0),
+    0.up_proj   [3, 5]  starts at (0, 3, 0)                                 axes (0, 2, 1)
+    1.gate_proj [3, 5]  starts at (1, 0, 0)
+    1.up_proj   [3, 5]  starts at (1, 3, 0)         one tensor, gate and up interleaved (Inkling)
+                                                    w13 [2, 6, 5], viewed as [2, 3, 2, 5]:
+                                                      [:, :, 0, :] starts at (0, 0, 0)
+                                                      [:, :, 1, :] starts at (0, 3, 0)
 
-A tensor in a file is memory, row by row, so it may be looked at in another shape, its *view*: then
-whatever transformers does to it is a box of the view, its dims in some order.
+A tensor in a file is contiguous, so a reader may view it in another shape (`Piece.view`). In the
+right view every rearrangement that transformers makes is a box of the view with permuted dims.
+
+Each rank needs only its shard of a parameter. `Piece.cut` restricts a piece to a box of the
+parameter; the result is a smaller piece. Here for expert 1, rows 2 to 4, of the interleaved w13:
+
+    piece               elements of the parameter       box of the view
+    [:, :, 0, :]        expert 1, row 2                 (1, 2), (2, 3), (0, 1), (0, 5)
+    [:, :, 1, :]        expert 1, rows 3 and 4          (1, 2), (0, 2), (1, 2), (0, 5)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.storage.boxes import Box, slices
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a piece and a box of its parameter have in common.
-
-    Attributes:
-        slices: of a tensor that holds the box.
-        in_file: of the view of the tensor in the file.
-    """
-
-    slices: tuple[slice, ...]
-    in_file: Box
-
-    @property
-    def numel(self) -> int:
-        return math.prod(stop - start for start, stop in self.in_file)
+from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one tensor of a checkpoint, and which elements of a parameter it holds.
+    """A box of a checkpoint tensor and the elements of a parameter that it holds.
 
     Attributes:
-        key: of the tensor.
-        shape: of the whole tensor.
-        start: the parameter's element that comes first in the piece.
-        sizes: how many indices of each dim of the parameter it holds.
-        axes: for each dim of the parameter the dim of the view that runs along it; None for a dim
-            of which the piece holds one index.
-        view: the shape that `corner` and `axes` mean.
-        corner: where in the view the piece begins.
-        steps: how far apart the parameter's indices are, of neighbours in the piece.
+        key: the name of the checkpoint tensor.
+        shape: the shape of the whole checkpoint tensor.
+        start: the index in the parameter of the first element of the piece.
+        sizes: the number of indices that the piece holds along each dim of the parameter.
+        axes: for each dim of the parameter, the dim of the view that runs along it; None where the
+            piece holds a single index of that dim.
+        view: the shape in which the checkpoint tensor is viewed.
+        corner: the index in the view of the first element of the piece.
+        steps: the distance in the parameter, along each of its dims, between neighbours in the
+            piece.
     """
 
     key: str
@@ -71,101 +63,81 @@ class Piece:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def overlap(self, box: Box) -> Part | None:
-        """Find what of the piece lies in a part of the parameter, None without any."""
-        slices = []
-        in_file = [(at, at + 1) for at in self.corner]
+    @property
+    def box_in_view(self) -> Box:
+        """The box of the view that the piece fills."""
+        box = [(index, index + 1) for index in self.corner]
+        for size, axis in zip(self.sizes, self.axes, strict=True):
+            if axis is not None:
+                box[axis] = (self.corner[axis], self.corner[axis] + size)
+        return tuple(box)
+
+    def cut(self, box: Box) -> Piece | None:
+        """Restrict the piece to a box of the parameter; None if they have no element in common."""
+        starts, sizes, corner = [], [], list(self.corner)
         dims = zip(box, self.start, self.sizes, self.steps, self.axes, strict=True)
         for (first, end), start, size, step, axis in dims:
             begin = max(0, -(-(first - start) // step))
             stop = min(size, -(-(end - start) // step))
             if begin >= stop:
                 return None
-            at = start + begin * step - first
-            slices.append(slice(at, at + (stop - begin - 1) * step + 1, step))
+            starts.append(start + begin * step)
+            sizes.append(stop - begin)
             if axis is not None:
-                corner = self.corner[axis]
-                in_file[axis] = (corner + begin, corner + stop)
-        return Part(tuple(slices), tuple(in_file))
+                corner[axis] += begin
+        return replace(self, start=tuple(starts), sizes=tuple(sizes), corner=tuple(corner))
 
-    def in_parameter(self, values: Tensor) -> Tensor:
-        """Turn values in the order of the view into that of the parameter; the same memory."""
-        moved = values.permute(*self._moving, *self._fixed)
-        sizes = iter(moved.shape)
-        return moved.view([1 if axis is None else next(sizes) for axis in self.axes])
+    def slices_in(self, box: Box) -> tuple[slice, ...]:
+        """Return the slices that select the piece in a tensor that holds `box` of the parameter."""
+        dims = zip(box, self.start, self.sizes, self.steps, strict=True)
+        return tuple(
+            slice(start - first, start - first + (size - 1) * step + 1, step)
+            for (first, _), start, size, step in dims
+        )
 
     def in_view(self, values: Tensor) -> Tensor:
-        """Turn values in the order of the parameter into that of the view; the same memory."""
-        kept = [dim for dim, axis in enumerate(self.axes) if axis is not None]
-        others = [dim for dim, axis in enumerate(self.axes) if axis is None]
-        moved = values.permute(*kept, *others)
-        moved = moved.view([*moved.shape[: len(kept)], *(1 for _ in self._fixed)])
-        order = [*self._moving, *self._fixed]
+        """Permute values of the parameter into the dims of the view; the memory is shared."""
+        varying = [dim for dim, axis in enumerate(self.axes) if axis is not None]
+        single = [dim for dim, axis in enumerate(self.axes) if axis is None]
+        axes = [axis for axis in self.axes if axis is not None]
+        others = [dim for dim in range(len(self.view)) if dim not in axes]
+        moved = values.permute(*varying, *single)
+        moved = moved.view([*moved.shape[: len(varying)], *(1 for _ in others)])
+        order = [*axes, *others]
         return moved.permute([order.index(dim) for dim in range(len(order))])
 
-    @property
-    def _moving(self) -> list[int]:
-        return [axis for axis in self.axes if axis is not None]
 
-    @property
-    def _fixed(self) -> list[int]:
-        return [dim for dim in range(len(self.view)) if dim not in self._moving]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What pieces of one tensor of a checkpoint and a part of a parameter have in common."""
-
-    parts: list[tuple[Piece, Part]]
-
-    @property
-    def key(self) -> str:
-        return self.parts[0][0].key
-
-    @property
-    def view(self) -> tuple[int, ...]:
-        return self.parts[0][0].view
-
-    @property
-    def hull(self) -> Box:
-        """The smallest box of the view around all parts."""
-        dims = zip(*(part.in_file for _, part in self.parts), strict=True)
-        return tuple((min(a for a, _ in dim), max(b for _, b in dim)) for dim in dims)
-
-    @property
-    def sizes(self) -> list[int]:
-        return [stop - start for start, stop in self.hull]
-
-    @property
-    def is_filled(self) -> bool:
-        """There are several parts, and they fill a box of the view."""
-        alike = len(self.parts) > 1 and all(piece.view == self.view for piece, _ in self.parts)
-        return alike and sum(part.numel for _, part in self.parts) == math.prod(self.sizes)
-
-    def inside(self, part: Part) -> tuple[slice, ...]:
-        """Find a part in a tensor that holds the hull."""
-        return slices(part.in_file, self.hull)
-
-
-def overlaps(pieces: Iterable[Piece], box: Box) -> list[Parts]:
-    """Find what of pieces lies in a part of their parameter, by tensor of the checkpoint."""
-    found: dict[str, list[tuple[Piece, Part]]] = {}
+def cut_pieces(pieces: Iterable[Piece], box: Box) -> dict[str, list[Piece]]:
+    """Restrict pieces to a box of their parameter, grouped by checkpoint tensor."""
+    found: dict[str, list[Piece]] = {}
     for piece in pieces:
-        part = piece.overlap(box)
-        if part is not None:
-            found.setdefault(piece.key, []).append((piece, part))
-    return [Parts(parts) for parts in found.values()]
+        inside = piece.cut(box)
+        if inside is not None:
+            found.setdefault(piece.key, []).append(inside)
+    return found
+
+
+def filled_box(pieces: Sequence[Piece]) -> Box | None:
+    """Return the box of the view that several pieces fill together, None if they fill none.
+
+    Interleaved rows are read and written in one go by this box instead of row by row.
+    """
+    if len(pieces) == 1 or any(piece.view != pieces[0].view for piece in pieces):
+        return None
+    dims = zip(*(piece.box_in_view for piece in pieces), strict=True)
+    hull = tuple((min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in dims)
+    return hull if sum(piece.numel for piece in pieces) == math.prod(box_sizes(hull)) else None
 
 
 def whole_piece(key: str, shape: Sequence[int]) -> Piece:
-    """Describe a parameter that is one tensor of a checkpoint, as in memory."""
+    """Describe a parameter that the checkpoint stores as one tensor of the same shape."""
     sizes = tuple(shape)
     zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
     return Piece(key, sizes, zeros, sizes, tuple(range(len(sizes))), sizes, zeros, ones)
 
 
 def transposed_piece(key: str, shape: Sequence[int]) -> Piece:
-    """Describe a parameter that is one tensor of a checkpoint, its last two dims exchanged."""
+    """Describe a parameter that the checkpoint stores with its last two dims exchanged."""
     sizes = tuple(shape)
     zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
     in_file = (*sizes[:-2], *sizes[:-3:-1])
@@ -175,15 +147,21 @@ def transposed_piece(key: str, shape: Sequence[int]) -> Piece:
 
 
 def per_expert_pieces(
-    module: str, shape: tuple[int, int, int], parts: Sequence[str]
+    module: str, shape: tuple[int, int, int], names: Sequence[str]
 ) -> list[Piece]:
-    """Describe a stacked weight [E, out, in] of which a checkpoint has `parts` of each expert."""
+    """Describe a stacked weight [E, out, in] that the checkpoint stores expert by expert.
+
+    Args:
+        module: the name of the experts module.
+        names: the tensors that make up the rows of one expert, in order, with a placeholder for the
+            expert: ("{}.gate_proj.weight", "{}.up_proj.weight").
+    """
     experts, out, inner = shape
-    rows = out // len(parts)
+    rows = out // len(names)
     size = (rows, inner)
     return [
         Piece(
-            key=f"{module}.{part.format(expert)}",
+            key=f"{module}.{name.format(expert)}",
             shape=size,
             start=(expert, i * rows, 0),
             sizes=(1, *size),
@@ -193,5 +171,5 @@ def per_expert_pieces(
             steps=(1, 1, 1),
         )
         for expert in range(experts)
-        for i, part in enumerate(parts)
+        for i, name in enumerate(names)
     ]

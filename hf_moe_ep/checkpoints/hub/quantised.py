@@ -1,18 +1,18 @@
-"""Stacked matrices of a checkpoint into experts that are held as bytes: expert by expert.
+"""Load stacked expert matrices into experts that are held quantised, one expert at a time.
 
-    bf16 on disk, 2 experts [4, 128] of a rank, nf4
+    a rank holds 2 experts [4, 128] in nf4; the checkpoint is bf16
       expert 0   read into a buffer [4, 128]    quantised into bytes [0], scales [0]
       expert 1   read into the same buffer      quantised into bytes [1], scales [1]
 
-Beside its bytes a rank holds one matrix of one expert, in the dtype that the model was built in,
-and what is read of it at a time. Whatever a checkpoint holds, bf16 or what is decoded, becomes what
-it would if it was loaded first and quantised then. With double quantisation all scales of a matrix
-decide: a rank that keeps some of its rows reads all.
+Besides the quantised bytes a rank needs memory for one matrix of one expert, in the dtype that the
+model was built in. The result is the same as loading the whole model first and quantising it then,
+whatever format the checkpoint has. With double quantisation the first scales of all rows of a
+matrix are quantised together, so a rank that keeps some rows reads all of them.
 
-FP8 as it is published stays what it is with experts_dtype="fp8", where its blocks of 128 x 128 are
-those of the matrix: bytes and scales are read to their places and no value is formed. Where they
-are not (other blocks, or gate and up of rows that 128 does not divide), it is decoded and quantised
-anew.
+A published FP8 checkpoint keeps its bytes with experts_dtype="fp8", if its blocks of 128 x 128 are
+those of the expert's matrix: bytes and scales are copied and no value is decoded. Otherwise (other
+blocks, or gate and up with a number of rows that 128 does not divide) it is decoded and quantised
+again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hf_moe_ep.checkpoints.hub.fp8 import Scaled, scales_as_fp32
+from hf_moe_ep.checkpoints.hub.fp8 import ScaledTensor, scales_as_fp32
 from hf_moe_ep.checkpoints.hub.in_files import InFiles
-from hf_moe_ep.checkpoints.hub.mxfp4 import Packed
-from hf_moe_ep.checkpoints.hub.pieces import Part, Piece
-from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor
+from hf_moe_ep.checkpoints.hub.pieces import Piece
+from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes, local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import Reader
 from hf_moe_ep.ops.quantised import Quantisation, Quantised, dequantised_shape, quantise
 from hf_moe_ep.state import STATE, Compute, MoELayer, quantised_matrices
@@ -36,14 +35,15 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class HeldAsBytes:
-    """This rank's part of a stacked matrix [E, O, I] that is held quantised.
+    """This rank's shard of a stacked matrix [E, O, I] that is held quantised.
 
     Attributes:
-        local: bytes and scales of this rank.
-        boxes: which part of the whole each of them is, in the order of their names.
-        shape_OI: of one whole matrix.
-        quantisation: how it is held.
-        transposed: the parameter that they stand for is [E, I, O].
+        local: this rank's bytes and scales.
+        boxes: the box of the global tensor that each tensor of `local` holds, in the order of
+            their names.
+        shape_OI: the shape of one whole matrix.
+        quantisation: the format.
+        transposed: the model's parameter is [E, I, O].
     """
 
     local: Quantised
@@ -54,62 +54,61 @@ class HeldAsBytes:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes of values and scales this rank holds."""
+        """The number of bytes of values and scales on this rank."""
         return sum(tensor.nbytes for tensor in self.local.by_name("").values())
 
     @torch.no_grad()
     def read(self, stored: InFiles, reader: Reader, device: torch.device) -> None:
-        """Read what a checkpoint has `stored` of the parameter; quantise it on `device`."""
+        """Read this rank's experts from a checkpoint and quantise them on `device`."""
         experts, (first, end), _ = self.boxes[0]
         if first == end:
             return
-        keeps = self.quantisation.kind == "fp8" and _blocks_are_ours(stored)
-        # All rows where scales of all of them decide.
+        copies_bytes = self.quantisation.kind == "fp8" and _has_the_same_blocks(stored)
+        # Double quantisation needs the scales of all rows.
         rows = (0, self.shape_OI[0]) if self.quantisation.nested else (first, end)
         columns = (0, self.shape_OI[1])
         sides = (columns, rows) if self.transposed else (rows, columns)
-        if keeps:
-            matrix = None
-        else:
-            # One for all: what is freed of an expert need not be there for the next.
-            matrix = torch.empty(1, *(b - a for a, b in sides), dtype=stored.dtype)
+        # One buffer for all experts: memory that one expert frees may not fit the next one.
+        matrix = None if copies_bytes else torch.empty(1, *box_sizes(sides), dtype=stored.dtype)
         for index, expert in enumerate(range(*experts)):
-            box, place = ((expert, expert + 1), *sides), self.local.of(index)
+            box, target = ((expert, expert + 1), *sides), self.local.of(index)
             of_expert = stored.of_expert(expert)
             if matrix is None:
-                self._read_as_it_is(of_expert, box, place, reader)
+                self._copy_bytes(of_expert, box, target, reader)
                 continue
             of_expert.read_into(matrix, box, reader)
             matrix_OI = (matrix[0].T if self.transposed else matrix[0]).to(device)
-            self._own_rows(quantise(matrix_OI, self.quantisation)).copy_into(place)
+            self._own_rows(quantise(matrix_OI, self.quantisation)).copy_into(target)
 
-    def _own_rows(self, one: Quantised) -> Quantised:
-        """Return what this rank keeps of a matrix; nested, all of its rows were quantised."""
+    def _own_rows(self, matrix: Quantised) -> Quantised:
+        """Slice this rank's rows of a matrix that was quantised with all of its rows."""
         if not self.quantisation.nested:
-            return one
-        cut = zip(one.by_name("").values(), self.boxes, strict=True)
-        return Quantised(*(tensor[slice(*box[1])] for tensor, box in cut))
+            return matrix
+        tensors = zip(matrix.by_name("").values(), self.boxes, strict=True)
+        return Quantised(*(tensor[slice(*box[1])] for tensor, box in tensors))
 
-    def _read_as_it_is(self, stored: InFiles, box: Box, place: Quantised, reader: Reader) -> None:
-        """Read bytes and scales of one expert to their places."""
-        values, scales = place.values[None], place.block_scale[None]
+    def _copy_bytes(self, stored: InFiles, box: Box, target: Quantised, reader: Reader) -> None:
+        """Copy FP8 bytes and scales of one expert from the checkpoint."""
+        values, scales = target.values[None], target.block_scale[None]
         if self.transposed:
             values, scales = values.mT, scales.mT
-        assert not isinstance(stored.parts, Packed)
-        for piece, entry in stored.parts:
-            part = piece.overlap(box)
-            if part is None:
+        for whole, tensor in stored.pieces:
+            piece = whole.cut(box)
+            if piece is None:
                 continue
-            assert isinstance(entry, Scaled)
-            found = reader.read(replace(entry, dtype=torch.uint8), part.in_file)
-            values[part.slices].copy_(piece.in_parameter(found))
-            of_blocks = _in_blocks(part)
-            factors = scales_as_fp32(reader.read(entry.scales, of_blocks.in_file))
-            scales[of_blocks.slices].copy_(piece.in_parameter(factors))
+            assert isinstance(tensor, ScaledTensor)
+            at, inside = piece.slices_in(box), piece.box_in_view
+            found = reader.read(replace(tensor, dtype=torch.uint8), inside)
+            piece.in_view(values[at]).copy_(found)
+            *outer, rows, columns = inside
+            factors = reader.read(tensor.scales, (*outer, _in_blocks(rows), _in_blocks(columns)))
+            expert, *sides = at
+            blocks = (slice(*_in_blocks((side.start, side.stop))) for side in sides)
+            piece.in_view(scales[(expert, *blocks)]).copy_(scales_as_fp32(factors))
 
 
 def held_as_bytes(model: nn.Module) -> dict[str, HeldAsBytes]:
-    """Find this rank's part of what a sharded model holds quantised, by the parameter's name."""
+    """Find this rank's shards of all matrices that a model holds quantised, by parameter name."""
     found = {}
     for name, held, quantisation in quantised_matrices(model):
         tensors = held.by_name("").values()
@@ -129,18 +128,18 @@ def _compute_of(model: nn.Module, name: str) -> Compute:
     return layer.compute
 
 
-def _blocks_are_ours(stored: InFiles) -> bool:
-    """Tell whether all of a stack lies in FP8, and blocks of a file are blocks of its matrices."""
-    if isinstance(stored.parts, Packed):
-        return False
+def _has_the_same_blocks(stored: InFiles) -> bool:
+    """Tell whether a stack is stored in FP8 with the blocks that the expert's matrix would have."""
     return all(
-        isinstance(entry, Scaled) and entry.block == (_BLOCK, _BLOCK) and _begins_a_block(piece)
-        for piece, entry in stored.parts
+        isinstance(tensor, ScaledTensor)
+        and tensor.block == (_BLOCK, _BLOCK)
+        and _begins_a_block(piece)
+        for piece, tensor in stored.pieces
     )
 
 
 def _begins_a_block(piece: Piece) -> bool:
-    """Tell whether a piece has whole rows and columns of a tensor, from a block's corner on."""
+    """Tell whether a piece has neighbouring rows and columns and begins at a corner of a block."""
     last = len(piece.view)
     return (
         piece.view == piece.shape
@@ -150,10 +149,6 @@ def _begins_a_block(piece: Piece) -> bool:
     )
 
 
-def _in_blocks(part: Part) -> Part:
-    """Count rows and columns in blocks, in the parameter and in the file."""
-    expert, *sides = part.slices
-    of_blocks = (slice(side.start // _BLOCK, -(-side.stop // _BLOCK)) for side in sides)
-    *outer, rows, columns = part.in_file
-    in_file = ((start // _BLOCK, -(-stop // _BLOCK)) for start, stop in (rows, columns))
-    return Part((expert, *of_blocks), (*outer, *in_file))
+def _in_blocks(span: tuple[int, int]) -> tuple[int, int]:
+    """Count [start, stop) in blocks: (128, 300) is (1, 3)."""
+    return span[0] // _BLOCK, -(-span[1] // _BLOCK)

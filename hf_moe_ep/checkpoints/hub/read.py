@@ -1,8 +1,8 @@
-"""A checkpoint of the hub into a sharded model: every rank reads what it keeps, and no more.
+"""Load a hub checkpoint into a sharded model; every rank reads only its own shards.
 
-The model is built on the meta device and sharded there; then each rank allocates its shards, and
-reads the byte ranges of them. Beyond its shards a rank holds one part of one tensor at a time, and
-where experts are held quantised one matrix of one expert (`quantised.py`). With
+The model is built on the meta device and sharded there. Then each rank allocates its shards and
+reads their byte ranges. Besides its shards a rank needs memory for its part of one tensor, or for
+one matrix of one expert where experts are held quantised (`quantised.py`). With
 dp_replicate_size > 1 every replica reads for itself.
 """
 
@@ -14,18 +14,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_moe_ep.architectures import find_plan
-from hf_moe_ep.checkpoints.hub.fp8 import with_scales, with_stacked_scales
+from hf_moe_ep.checkpoints.hub.fp8 import join_scales, join_stacked_scales
 from hf_moe_ep.checkpoints.hub.in_files import InFiles
 from hf_moe_ep.checkpoints.hub.layout import Layout, find_pieces, hub_layout, list_names
-from hf_moe_ep.checkpoints.hub.mxfp4 import Packed, find_packed, packed_keys
-from hf_moe_ep.checkpoints.hub.pieces import Piece
+from hf_moe_ep.checkpoints.hub.mxfp4 import join_blocks
 from hf_moe_ep.checkpoints.hub.quantised import held_as_bytes
 from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.safetensors_file import (
-    Entry,
+    FileTensor,
     Reader,
     fingerprint,
     read_index,
@@ -53,18 +52,21 @@ _logger = logging.getLogger("hf_moe_ep")
 def described_model(
     folder: Path, find_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 ) -> tuple[nn.Module, ModelPlan]:
-    """Build the model that a folder's config describes, on meta, and find its plan.
+    """Build the model that a folder's config describes on the meta device, and find its plan.
 
-    `find_dtype` is called where the config names no dtype.
+    `find_dtype` is called if the config names no dtype.
     """
     model = empty_model(folder, None, find_dtype, {})
     return model, find_plan(model)[0]
 
 
 def dtype_of_weights(folder: str | os.PathLike[str]) -> torch.dtype:
-    """Take the first by file and key, as transformers; a header begins with the widest dtype."""
-    entries = sorted(read_index(folder).items(), key=lambda item: (item[1].file, item[0]))
-    dtypes = (entry.dtype for _, entry in entries)
+    """Return the dtype of the first floating point tensor, in the order of transformers.
+
+    Tensors of one byte per value are skipped, because they are quantised.
+    """
+    tensors = sorted(read_index(folder).items(), key=lambda item: (item[1].file, item[0]))
+    dtypes = (tensor.dtype for _, tensor in tensors)
     found = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
     return next(found, torch.get_default_dtype())
 
@@ -72,18 +74,18 @@ def dtype_of_weights(folder: str | os.PathLike[str]) -> torch.dtype:
 def find_weights(
     model: nn.Module, directory: str | os.PathLike[str], plan: ModelPlan, empty: Iterable[str]
 ) -> dict[str, InFiles]:
-    """Find where the parameters `empty` and all persistent buffers lie in a checkpoint.
+    """Find where a checkpoint stores the parameters `empty` and all persistent buffers.
 
     Args:
-        model: not sharded yet; shapes and dtypes are all that is asked of it.
-        empty: names of `named_parameters`; of tied ones the first, any of whose names will do.
+        model: not sharded yet; only its shapes and dtypes are used.
+        empty: names as in `named_parameters`, for tied weights the first name; the checkpoint may
+            store a tied weight under any of its names.
 
     Raises:
-        ValueError: on every rank; a folder or a file that is no whole checkpoint; tensors that are
-            missing, misshapen, or that the model has no use for (all are named); ranks that see
-            other weights.
+        ValueError: on every rank, if the folder is no complete checkpoint; if tensors are missing,
+            have another shape, or do not belong to the model (all are named); if ranks see
+            different weights.
     """
-
     shapes = {
         file_name(name): tuple(tensor.shape)
         for name, tensor in (
@@ -95,18 +97,19 @@ def find_weights(
     def find() -> tuple[dict[str, InFiles], str]:
         in_files = read_index(directory)
         layout = hub_layout(model, plan, shapes)
-        entries: Mapping[str, Entry] = in_files
+        tensors: Mapping[str, FileTensor] = in_files
         try:
-            entries = _names_of(model, with_scales(in_files, Path(directory)), layout)
-            entries = with_stacked_scales(entries, layout, Path(directory))
-            found = _match(model, entries, layout, plan, set(empty))
+            tensors = _rename_keys(model, join_scales(in_files, Path(directory)), layout)
+            tensors = join_stacked_scales(tensors, layout, Path(directory))
+            tensors = join_blocks(tensors, layout)
+            found = _match(model, tensors, layout, plan, set(empty))
         except ValueError as error:
             kind = type(without_adapters(model)).__name__
             text = f"{directory} does not fit this {kind}: {error}"
-            if not in_files.keys() & entries.keys():
+            if not in_files.keys() & tensors.keys():
                 text += (
-                    "; it holds a base model alone, to which transformers would add a head that "
-                    "is not trained: load it there and save that model, if you want one"
+                    "; it holds a base model without a head: transformers would add a head that "
+                    "is not trained. If you want one, load it in transformers and save that model"
                 )
             raise ValueError(text) from error
         return found, fingerprint(in_files)
@@ -116,36 +119,37 @@ def find_weights(
     return found
 
 
-def _names_of(
-    model: nn.Module, entries: Mapping[str, Entry], layout: Layout
-) -> Mapping[str, Entry]:
-    """Give the tensors of a checkpoint the keys that `model` is saved with, with a head or without.
+def _rename_keys(
+    model: nn.Module, tensors: Mapping[str, FileTensor], layout: Layout
+) -> Mapping[str, FileTensor]:
+    """Rename the tensors of a checkpoint to the keys under which `model` is saved.
 
-    As transformers reads them: into a base model those of its kind with a head, less the head;
-    into a model with a head those of its base model, which lack the head; any by older names.
+    transformers accepts the same: a base model loads the checkpoint of a model with a head and
+    leaves the head out; a model with a head loads the checkpoint of its base model, which lacks the
+    head; either loads a checkpoint with older names.
     """
     stock = without_adapters(model)
     prefix = base_prefix(stock)
     own = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
-    under = {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
-    if is_base_model(stock) and own & under.keys() and not own & entries.keys():
-        left_out = sorted(entries.keys() - under.values())
+    below = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
+    if is_base_model(stock) and own & below.keys() and not own & tensors.keys():
+        left_out = sorted(tensors.keys() - below.values())
         if left_out and is_first():
             text = list_names("leaves out", left_out)
-            _logger.warning("%s is without a head and %s", type(stock).__name__, text)
-        return {key: entries[before] for key, before in under.items()}
-    # A hub's own names of a part may be those that the part has in the base model.
-    of_base = own & {f"{prefix}{key}" for key in entries}
-    if not is_base_model(stock) and len(of_base) > len(own & entries.keys()):
-        return {f"{prefix}{key}": entry for key, entry in entries.items()}
-    if own <= entries.keys():
-        return entries
-    renamed = other_names(stock, sorted(entries.keys() - own), sorted(own - entries.keys()))
-    return {renamed.get(key, key): entry for key, entry in entries.items()}
+            _logger.warning("%s has no head and %s", type(stock).__name__, text)
+        return {key: tensors[before] for key, before in below.items()}
+    # Some keys may be equal in both forms, so the form with more matches is taken.
+    of_base = own & {f"{prefix}{key}" for key in tensors}
+    if not is_base_model(stock) and len(of_base) > len(own & tensors.keys()):
+        return {f"{prefix}{key}": tensor for key, tensor in tensors.items()}
+    if own <= tensors.keys():
+        return tensors
+    renamed = other_names(stock, sorted(tensors.keys() - own), sorted(own - tensors.keys()))
+    return {renamed.get(key, key): tensor for key, tensor in tensors.items()}
 
 
 def _check_same_weights(weights: str, folder: str) -> None:
-    """Raise where ranks saw other fingerprints: two models' shards make up a third."""
+    """Raise if ranks see different weights: their shards would make up a mixture of two models."""
     seen = differing(weights)
     if seen is None:
         return
@@ -154,17 +158,18 @@ def _check_same_weights(weights: str, folder: str) -> None:
     if odd:
         raise ValueError(
             f"ranks see different weights: rank {odd[0]} in {folders[odd[0]]}, rank 0 in "
-            f"{folders[0]}; name one folder on all, and bring copies on every node up to date"
+            f"{folders[0]}; name one folder on all ranks, and copy it to every node"
         )
 
 
 def _match(
     model: nn.Module,
-    entries: Mapping[str, Entry],
+    tensors: Mapping[str, FileTensor],
     layout: Layout,
     plan: ModelPlan,
     empty: set[str],
 ) -> dict[str, InFiles]:
+    """Find where each parameter in `empty` and each persistent buffer is stored, by name."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -172,83 +177,73 @@ def _match(
     dtypes: dict[str, torch.dtype] = {}
     owners: dict[str, list[str]] = {}
     tied: set[str] = set()
-    tensors = [(n, p) for n, p in model.named_parameters() if n in empty]
-    for name, tensor in (*tensors, *persistent_buffers(model)):
-        keys = [file_name(alias) for alias in aliases.get(id(tensor), [name])]
-        present = [key for key in keys if _stored_as(key, layout, entries)]
-        in_file = [_stored_as(key, layout, entries) for key in present]
-        _check_tied({key: entries[key] for key in filter(None, in_file)})
-        tied |= set(filter(None, in_file[1:]))
-        key = (present or keys)[0]
-        wanted[key], dtypes[key] = tuple(tensor.shape), tensor.dtype
-        owners.setdefault(key, []).append(name)
-    packed = {
-        key: weight
-        for key, shape in wanted.items()
-        if (weight := find_packed(layout[key][0].key, shape, entries)) is not None
-    }
-    in_pieces = {key: shape for key, shape in wanted.items() if key not in packed}
+    parameters = [(n, p) for n, p in model.named_parameters() if n in empty]
+    for name, tensor in (*parameters, *persistent_buffers(model)):
+        names = [file_name(alias) for alias in aliases.get(id(tensor), [name])]
+        present = [one for one in names if _single_key(one, layout, tensors)]
+        keys = [_single_key(one, layout, tensors) for one in present]
+        _check_tied({key: tensors[key] for key in filter(None, keys)})
+        tied |= set(filter(None, keys[1:]))
+        first = (present or names)[0]
+        wanted[first], dtypes[first] = tuple(tensor.shape), tensor.dtype
+        owners.setdefault(first, []).append(name)
+    own = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
     try:
-        found = find_pieces(entries, in_pieces, layout, plan)
+        found = find_pieces(tensors, wanted, layout, plan)
     except ValueError as error:
-        own = {piece.key for pieces in layout.values() for piece in pieces} | layout.keys()
-        instead = sorted(unexpected_keys(model, entries.keys() - own))
+        instead = sorted(unexpected_keys(model, tensors.keys() - own))
         if not instead:
             raise
         raise ValueError(
-            f"{error}; {list_names('it holds instead', instead)}. Keys of another layout: load it "
-            f"in transformers and save it there, or say in a plan how weights are stored (plan=)"
+            f"{error}; {list_names('it holds instead', instead)}. The keys belong to another "
+            f"layout: load it in transformers and save it there, or give the layout of the weights "
+            f"in a plan (plan=)"
         ) from error
-    used = {piece.key for pieces in found.values() for piece in pieces}
-    used |= {name for key in packed for name in packed_keys(layout[key][0].key)}
-    used |= tied
-    read = {id(tensor) for _, tensor in tensors}
+    used = {piece.key for pieces in found.values() for piece in pieces} | tied
+    read = {id(tensor) for _, tensor in parameters}
     others = [names for key, names in aliases.items() if key not in read]
     used |= {piece.key for names in others for name in names for piece in layout[file_name(name)]}
-    if unexpected := sorted(unexpected_keys(model, entries.keys() - used)):
+    if unexpected := sorted(unexpected_keys(model, tensors.keys() - used)):
         raise ValueError(list_names("unexpected", unexpected))
-    stored: dict[str, list[tuple[Piece, Entry]] | Packed] = {
-        key: [(piece, entries[piece.key]) for piece in pieces] for key, pieces in found.items()
-    }
     return {
-        name: InFiles(parts, dtypes[key])
-        for key, parts in (stored | packed).items()
-        for name in owners[key]
+        name: InFiles([(piece, tensors[piece.key]) for piece in pieces], dtypes[first])
+        for first, pieces in found.items()
+        for name in owners[first]
     }
 
 
-def _stored_as(name: str, layout: Layout, entries: Mapping[str, Entry]) -> str | None:
-    """Return the key of a tensor that a checkpoint holds in one, by its name there or in memory."""
+def _single_key(name: str, layout: Layout, tensors: Mapping[str, FileTensor]) -> str | None:
+    """Return the key of a parameter that a checkpoint stores as one tensor; None for others."""
     keys = [piece.key for piece in layout[name]]
-    found = [key for key in (*keys, name) if key in entries]
+    found = [key for key in (*keys, name) if key in tensors]
     return found[0] if found and len(keys) == 1 else None
 
 
-def _check_tied(entries: Mapping[str, Entry]) -> None:
-    """Raise where tied tensors differ: one would be lost; transformers does not tie such."""
-    first, *others = entries or [""]
+def _check_tied(tensors: Mapping[str, FileTensor]) -> None:
+    """Raise if tied tensors differ: one of them would be lost."""
+    first, *others = tensors or [""]
     for other in others if is_first() else ():
-        if not same_values(entries[first], entries[other]):
+        if not same_values(tensors[first], tensors[other]):
             raise ValueError(
-                f"{first} and {other} have different values, and are one weight by the config; "
-                f"load it with tie_word_embeddings=False, or correct its config.json"
+                f"{first} and {other} have different values, but the config ties them to one "
+                f"weight; load it with tie_word_embeddings=False, or correct its config.json"
             )
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch.device) -> None:
-    """Allocate what is on the meta device and fill it; every rank calls this.
+    """Allocate the tensors that are on the meta device and load them; every rank calls this.
 
     Args:
         model: sharded.
-        weights: of `find_weights`.
-        device: of the parameters.
+        weights: the result of `find_weights`.
+        device: the device of the parameters.
     """
     allocate_meta(model, device)
     held = dict(model.named_parameters()) | dict(model.named_buffers())
-    as_bytes = held_as_bytes(model)
-    computed_on = patched_state(model).device if as_bytes else device
+    quantised = held_as_bytes(model)
+    compute_device = patched_state(model).device if quantised else device
     sizes = {
-        name: as_bytes[name].num_bytes if name in as_bytes else _bytes(held[name])
+        name: quantised[name].num_bytes if name in quantised else local_tensor(held[name]).nbytes
         for name in weights
     }
 
@@ -258,16 +253,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, InFiles], device: torch
             progress_bar(sum(sizes.values()), "loading weights", is_first()) as progress,
         ):
             for name, stored in weights.items():
-                if name in as_bytes:
-                    as_bytes[name].read(stored, reader, computed_on)
+                if name in quantised:
+                    quantised[name].read(stored, reader, compute_device)
                 else:
                     tensor = held[name]
                     stored.read_into(local_tensor(tensor), local_box(tensor), reader)
                 progress.update(sizes[name])
 
     together("reading weights", read)
-
-
-def _bytes(tensor: Tensor) -> int:
-    local = local_tensor(tensor)
-    return local.numel() * local.element_size()

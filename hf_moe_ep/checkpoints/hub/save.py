@@ -1,8 +1,8 @@
-"""A model -> a Hugging Face checkpoint in hub layout.
+"""Save a model as a Hugging Face checkpoint in the hub's layout.
 
-Rank 0 writes (`write.py`) what it is sent: one tensor after the other, and of a tensor one rank's
-part after the other (`gather.py`). A model with adapters is saved as PEFT saves it: small, and
-whole on rank 0.
+Rank 0 writes the files (`write.py`). It receives one tensor after the other, shard by shard
+(`gather.py`). The adapters of a model with adapters are small: rank 0 gathers them and PEFT saves
+them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hf_moe_ep.checkpoints.hub.layout import distinct_tensors, list_names
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
 from hf_moe_ep.checkpoints.hub.write import (
     first_dtype,
+    group_tensors,
     parse_size,
     saved_dtype,
-    sources_of,
     split_files,
     write_checkpoint,
 )
@@ -52,24 +52,24 @@ def save_pretrained(
 ) -> None:
     """Write `model` so that stock `from_pretrained(directory)` loads it; every rank calls this.
 
-    Beside its shards a rank needs memory for another rank's part of one tensor; rank 0, with
-    expert_shard_dim=1, for one ep rank's experts of a layer. A process killed on the way leaves
-    the checkpoint that was there.
+    Besides its shards a rank needs memory for another rank's shard of one tensor; rank 0 needs
+    memory for one ep rank's experts of a layer with expert_shard_dim=1. If a process is killed
+    meanwhile, the previous checkpoint stays.
 
     Args:
         model: patched, sharded or not.
         directory: created if missing; only rank 0 writes.
-        max_shard_size: bytes of a file, or "5GB".
-        dtype: None is the one that the model was loaded in; fp32 keeps the fp32 masters of a bf16
-            model.
-        processor: tokenizer or processor to save beside the model, or several.
-        kwargs: of a model with adapters alone: passed to PEFT's `save_pretrained`.
+        max_shard_size: the largest size of a file, in bytes or as text like "5GB".
+        dtype: the dtype of the saved weights; None is the dtype that the model was loaded in.
+            torch.float32 saves the fp32 master weights of a bf16 model.
+        processor: a tokenizer or processor to save with the model, or a list of them.
+        kwargs: passed to PEFT's `save_pretrained`; allowed only for a model with adapters.
 
     Raises:
-        ValueError: a size that is none; experts that are held quantised, without adapters; on every
-            rank, where ranks disagree about the arguments.
-        RuntimeError: some rank has not called this within five minutes; on every rank, where rank
-            0 cannot write: what was there stays.
+        ValueError: `max_shard_size` is no size; the experts are held quantised and there are no
+            adapters; ranks pass different arguments (raised on every rank).
+        RuntimeError: a rank has not called this within five minutes; rank 0 cannot write (raised on
+            every rank; the previous checkpoint stays).
     """
     check_everyone_calls("save_pretrained")
     folder, model = Path(directory), unwrap(model)
@@ -77,7 +77,7 @@ def save_pretrained(
     if has_adapters(model):
         _save_adapters(model, folder, others, kwargs)
         return
-    # These decide where ranks meet.
+    # Both arguments change the number of collectives.
     check_alike("save_pretrained", max_shard_size=max_shard_size, dtype=dtype)
     if kwargs:
         raise TypeError(f"save_pretrained() got unexpected arguments: {', '.join(kwargs)}")
@@ -99,18 +99,18 @@ def _save_weights(
     others: Sequence[Any],
 ) -> None:
     tensors = distinct_tensors(model)
-    sources = sources_of(
+    groups = group_tensors(
         model,
         state.plan,
         tensors,
         lambda name, tensor: saved_dtype(tensor, dtype or state.dtypes.get(name)),
         lambda _, tensor: slabs_of(tensor),
     )
-    files = split_files(sources, max_shard_size)
+    files = split_files(groups, max_shard_size)
 
     def begin() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        return stage_configs(model, folder, first_dtype(sources), others)
+        return stage_configs(model, folder, first_dtype(groups), others)
 
     configs = on_first(f"saving to {folder}", begin)
     write_checkpoint(folder, files, writes=is_first(), together=together, configs=configs)
@@ -122,10 +122,10 @@ def save_state_dict(
     state_dict: Mapping[str, Tensor],
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write tensors gathered before, as `save_pretrained` does; one process calls this.
+    """Write a full state dict in the hub's layout; one process calls this.
 
     Raises:
-        ValueError: tensors of the model are missing, or some are no part of it; nothing is written.
+        ValueError: the state dict lacks tensors of the model, or has others; nothing is written.
     """
     state = find_state(model)
     assert state is not None
@@ -143,7 +143,7 @@ def save_state_dict(
             f"{'; '.join(filter(None, problems))}"
         )
     tensors = {name: tensor for name, tensor in given.items() if name in names}
-    sources = sources_of(
+    groups = group_tensors(
         model,
         state.plan,
         tensors,
@@ -151,8 +151,8 @@ def save_state_dict(
         lambda _, tensor: whole(tensor),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    files = split_files(sources, parse_size(max_shard_size))
-    configs = stage_configs(model, folder, first_dtype(sources), ())
+    files = split_files(groups, parse_size(max_shard_size))
+    configs = stage_configs(model, folder, first_dtype(groups), ())
     write_checkpoint(folder, files, configs=configs)
 
 

@@ -1,15 +1,15 @@
-"""A model's weights as the hub has them, one tensor after the other, on every rank.
+"""Yield a model's weights as the hub stores them, one tensor after the other, on every rank.
 
-What an engine that generates wants: the keys of a checkpoint, whole tensors, and no second copy of
-the model. `save.py` writes the same pieces of the same parameters; there parts go to rank 0 and to
-its disk, here to all. Of Qwen3-MoE on 4 ranks every rank is given
+An inference engine that receives the weights of a training run wants the keys of a checkpoint,
+whole tensors, and no second copy of the model. `save.py` sends the same pieces to rank 0 and its
+disk; here every rank receives them. For Qwen3-MoE on 4 ranks, each rank is given
 
     model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight, ..,
     model.layers.0.mlp.experts.0.gate_proj.weight, model.layers.0.mlp.experts.0.up_proj.weight, ..
 
-A slab, some rows of a parameter, is gathered; the pieces that lie in it are yielded; a piece that
-does not fit into one slab is put together from several. Before each slab ranks tell each other
-whether all of them still iterate.
+A slab, which is some rows of a parameter, is gathered and the pieces in it are yielded; a piece
+that is larger than a slab is assembled from several. Before each slab the ranks check that all of
+them still iterate.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from hf_moe_ep.checkpoints.hub.gather import gather_changed, slabs_for_all
 from hf_moe_ep.checkpoints.hub.layout import distinct_tensors
-from hf_moe_ep.checkpoints.hub.pieces import overlaps
+from hf_moe_ep.checkpoints.hub.pieces import cut_pieces
 from hf_moe_ep.checkpoints.hub.whole_weights import check_whole_weights
-from hf_moe_ep.checkpoints.hub.write import Source, saved_dtype, sources_of
+from hf_moe_ep.checkpoints.hub.write import TensorGroup, group_tensors, saved_dtype
 from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.lora.merged import Update, add_updates, with_experts_in_front
 from hf_moe_ep.placement.hub_order import placement_by_tensor
@@ -42,9 +42,10 @@ from hf_moe_ep.upstream.adapters import (
 from hf_moe_ep.upstream.hub import file_name
 from hf_moe_ep.upstream.module_names import unwrap
 
-# Of max_bytes, to one slab: one that the caller still holds, one that is being made, and on its
-# owner the part in the dtype of the masters, the adapter's product and their sum, each up to twice
-# as large as what is sent; an all-gather needs two besides its result.
+# max_bytes // _SLABS is the size of a slab. Alive at the same time are: a slab that the caller
+# still holds, a slab that is being filled, and on the rank that owns a shard the shard in the dtype
+# of the master weights, the adapter's product and their sum, each up to twice as large as the sent
+# values. An all-gather needs two slabs besides its result.
 _SLABS = 8
 
 
@@ -64,29 +65,31 @@ def hub_tensors(
     layer; tensors are contiguous copies, on the device that the model computes on, and never the
     model's own memory. Nothing of the model changes.
 
-    Every rank has to iterate, to the end, and in step: each tensor is gathered from all of them.
-    Do not run the model in between, nor move its experts. Where a rank stops early (`break`,
-    `close()`, an error that is handled) the others get a RuntimeError that names it with their next
-    tensor; if all stop, all do. An error that is kept (`last = error`) keeps an iterator that a
-    variable holds, and the others wait: write the loop into `with contextlib.closing(tensors):`. An
-    error that nobody handles ends the process, and with it the others.
+    Every rank must iterate to the end and in step, because each tensor is gathered from all ranks.
+    Do not run the model or move its experts meanwhile. If a rank stops early (`break`, `close()`,
+    an error that is handled), the other ranks raise a RuntimeError that names it at their next
+    tensor; if all ranks stop, no rank raises. A stored exception (`last = error`) keeps the
+    variables of its frames alive, an iterator among them, and then the other ranks wait: write the
+    loop inside `with contextlib.closing(tensors):`. An error that is not handled ends the process
+    and with it the other ranks.
 
     Args:
         model: patched, sharded or not, with adapters or not.
-        merge_adapters: add LoRA, on experts and other modules, to what is sent, as PEFT's
-            `merge_adapter` would to the model: all active adapters, by their own scales, and
-            modules_to_save in place of the originals. Names are those of a model without adapters.
-        dtype: None is the one that the model was loaded in, as in `save_pretrained`.
-        max_bytes: how much may be alive beyond the shards, the last tensor that was yielded
-            included. A single tensor that is larger comes all the same, by itself (the embedding;
-            where the hub has all experts of a layer in one tensor, that); the slabs that it is made
-            of are small. Besides it, factors of one parameter's adapters are on each rank whole.
+        merge_adapters: add LoRA, on experts and other modules, to the yielded tensors, as PEFT's
+            `merge_adapter` adds it to the model: all active adapters with their scales, and
+            modules_to_save instead of the originals. Keys are those of a model without adapters.
+        dtype: the dtype of the tensors; None is the dtype that the model was loaded in, as in
+            `save_pretrained`.
+        max_bytes: limit of the memory beyond the shards, including the tensor that was yielded
+            last. A single tensor that is larger is yielded all the same (the embedding, or all
+            experts of a layer where the hub stores them in one tensor); it is assembled from small
+            slabs. In addition each rank holds the whole factors of one parameter's adapters.
 
     Raises:
-        ValueError: the model is not patched, has no values, has adapters that are not merged, or
-            some that cannot be, or are switched off, or experts that are held quantised; on every
-            rank, where ranks disagree about the arguments.
-        RuntimeError: some rank has not begun to iterate within five minutes, or has stopped early;
+        ValueError: the model is not patched or is on the meta device; it has adapters and
+            `merge_adapters` is False, or adapters that cannot be merged or are disabled; its
+            experts are held quantised; ranks pass different arguments (raised on every rank).
+        RuntimeError: a rank has not begun to iterate within five minutes, or has stopped early;
             `balance_experts` has moved experts since the first tensor.
     """
     model = unwrap(model)
@@ -116,7 +119,7 @@ def _iterate(
     dtype: torch.dtype | None,
     max_bytes: int,
 ) -> Iterator[tuple[str, Tensor]]:
-    # Also for a caller in inference mode, in which a sharded model gives no state dict.
+    # The caller may be in inference mode, in which a sharded model gives no state dict.
     still_here = None
     if state.meshes is not None:
         check_everyone_calls("hub_tensors")
@@ -129,12 +132,12 @@ def _iterate(
             max_bytes=max_bytes,
         )
         still_here = StillHere("hub_tensors", state.device)
-    lie = [layer.placement for layer in state.moe_layers]
+    placements = [layer.placement for layer in state.moe_layers]
     try:
-        for source in _sources(model, state, dtype, max_bytes // _SLABS):
-            for named in _tensors_of(source, still_here):
+        for group in _describe_groups(model, state, dtype, max_bytes // _SLABS):
+            for named in _assemble(group, still_here):
                 yield named
-                _check_unmoved(lie, state)
+                _check_not_moved(placements, state)
     except GeneratorExit:
         if still_here is not None:
             still_here.leave()
@@ -143,34 +146,34 @@ def _iterate(
         still_here.end()
 
 
-def _check_unmoved(before: list[Tensor | None], state: ModelState) -> None:
-    """Raise where what is sent of experts would no longer be theirs; all ranks move them."""
-    if any(layer.placement is not lie for layer, lie in zip(state.moe_layers, before, strict=True)):
+def _check_not_moved(before: list[Tensor | None], state: ModelState) -> None:
+    """Raise if experts were moved: the keys of the next tensors would name other experts."""
+    layers = zip(state.moe_layers, before, strict=True)
+    if any(layer.placement is not placement for layer, placement in layers):
         raise RuntimeError(
             "balance_experts has moved experts while hub_tensors sent them; iterate to the end, "
-            "and move them behind that"
+            "and move them after that"
         )
 
 
-def _sources(
+def _describe_groups(
     model: nn.Module, state: ModelState, dtype: torch.dtype | None, max_bytes: int
-) -> list[Source]:
-    """Describe every tensor of a checkpoint, with slabs that go to all ranks."""
-    # First: while units are gathered, modules hold other tensors than a state dict.
+) -> list[TensorGroup]:
+    """Describe every tensor of a checkpoint, with slabs that every rank receives."""
+    # Before anything is gathered: the modules of a gathered unit hold other tensors.
     tensors = distinct_tensors(model, left_out_by_merging(model))
     updates = updates_of(model, tensors.values())
     slots = placement_by_tensor(model)
-    dtypes = {file_name(name): kept for name, kept in state.dtypes.items()}
+    dtypes = {file_name(name): loaded for name, loaded in state.dtypes.items()}
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
         return saved_dtype(tensor, dtype or dtypes.get(file_name(name)))
 
     def slabs_of(name: str, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        of_tensor = updates.get(id(tensor), [])
-        lie = slots.get(id(tensor))
-        return _slabs(tensor, dtype_of(name, tensor), of_tensor, max_bytes, lie)
+        of_tensor, slots_E = updates.get(id(tensor), []), slots.get(id(tensor))
+        return _slabs(tensor, dtype_of(name, tensor), of_tensor, max_bytes, slots_E)
 
-    return sources_of(model, state.plan, tensors, dtype_of, slabs_of)
+    return group_tensors(model, state.plan, tensors, dtype_of, slabs_of)
 
 
 def _slabs(
@@ -178,55 +181,55 @@ def _slabs(
     dtype: torch.dtype,
     updates: Sequence[LowRank],
     max_bytes: int,
-    slots: Tensor | None,
+    slots_E: Tensor | None,
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the values of a parameter, adapters merged, cast, cut along dim 0, on every rank."""
-    change = partial(_to_be_sent, dtype, [_gathered(update) for update in updates])
-    return slabs_for_all(tensor, dtype, change, max_bytes, slots)
+    """Yield the merged values of a parameter in `dtype`, cut along dim 0, on every rank."""
+    change = partial(_merge_and_cast, dtype, [_gather_factors(update) for update in updates])
+    return slabs_for_all(tensor, dtype, change, max_bytes, slots_E)
 
 
 @torch.no_grad()
-def _gathered(update: LowRank) -> Update:
-    a, b = gather_changed(update.a, _as_it_is), gather_changed(update.b, _as_it_is)
+def _gather_factors(update: LowRank) -> Update:
+    a, b = gather_changed(update.a, _unchanged), gather_changed(update.b, _unchanged)
     if update.num_experts:
         a, b = with_experts_in_front(a, b, update.num_experts)
     return Update(a, b, update.scale, update.turned, update.casts)
 
 
-def _as_it_is(part: Box, values: Tensor) -> Tensor:
+def _unchanged(box: Box, values: Tensor) -> Tensor:
     return values
 
 
-def _to_be_sent(dtype: torch.dtype, updates: list[Update], part: Box, values: Tensor) -> Tensor:
-    """Make of a part of a parameter what a checkpoint has of it; a copy."""
+def _merge_and_cast(dtype: torch.dtype, updates: list[Update], box: Box, values: Tensor) -> Tensor:
+    """Return the values that a checkpoint has for a box of a parameter, as a copy."""
     if updates:
-        rows = tuple(slice(start, stop) for start, stop in part)
+        rows = tuple(slice(start, stop) for start, stop in box)
         values = add_updates(values.clone(), rows, updates)
     return values.to(dtype, copy=not updates)
 
 
-def _tensors_of(source: Source, still_here: StillHere | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint, in order, as slabs of parameters complete them."""
-    slabs = ((member, *item) for member in source.members for item in member.slabs())
-    missing = {key: math.prod(shape) for key, shape in source.tensors.items()}
+def _assemble(group: TensorGroup, still_here: StillHere | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield checkpoint tensors in order, each as soon as the slabs have filled it."""
+    slabs, shapes = group.slabs(), group.shapes
+    missing = {key: math.prod(shape) for key, shape in shapes.items()}
     unfinished: dict[str, Tensor] = {}
     while missing:
         if still_here is not None:
             still_here.check()
-        member, box, slab = next(slabs)
+        pieces, box, slab = next(slabs)
         assert slab is not None
-        for parts in overlaps(member.pieces, box):
-            key, shape = parts.key, source.tensors[parts.key]
-            for piece, part in parts.parts:
-                values = piece.in_view(slab[part.slices])
+        for key, inside in cut_pieces(pieces, box).items():
+            shape = shapes[key]
+            for piece in inside:
+                values = piece.in_view(slab[piece.slices_in(box)])
                 missing[key] -= values.numel()
                 if values.numel() == math.prod(shape):
                     unfinished[key] = values.reshape(shape).contiguous()
                     continue
                 if key not in unfinished:
                     unfinished[key] = slab.new_empty(shape)
-                inside = tuple(slice(start, stop) for start, stop in part.in_file)
-                unfinished[key].view(piece.view)[inside] = values
+                at = tuple(slice(start, stop) for start, stop in piece.box_in_view)
+                unfinished[key].view(piece.view)[at] = values
                 del values
             if missing[key] == 0:
                 del missing[key]

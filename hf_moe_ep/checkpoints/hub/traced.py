@@ -1,17 +1,17 @@
 """Tensors without values that know where each of their elements comes from.
 
-transformers' own operations are run on them, and what comes out says how a file's tensor is made
-up of parameters; so nothing of an operation is written here a second time. A parameter is known by
-a number. Its element [e, o, i] has the coordinates (number, e, o, i, 0, 0), and those of a traced
-tensor are a sum of one term per dim, whatever views, transpositions and concatenations it has seen:
+transformers' own conversion runs on them, and the results show how a checkpoint tensor is made up
+of parameters; so no conversion is written a second time here. A parameter is known by a number. The
+element [e, o, i] of parameter n has the coordinates (n, e, o, i, 0, 0). The coordinates of a traced
+tensor are a base plus one term per dim, whatever views, transpositions and concatenations made it:
 
-    parameter 7, [2, 6, 5]    (7, 0, 0, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
-    its rows 3 to 5           (7, 0, 3, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
-    of these expert 1         (7, 1, 3, 0, ..) + (0, 0, o, 0, ..) + (0, 0, 0, i, ..)
+    parameter 7, [2, 6, 5]      (7, 0, 0, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
+    its rows 3 to 5             (7, 0, 3, 0, ..) + (0, e, 0, 0, ..) + (0, 0, o, 0, ..) + ..
+    expert 1 of these rows      (7, 1, 3, 0, ..) + (0, 0, o, 0, ..) + (0, 0, 0, i, ..)
 
-So a tensor of any size costs its dims, not its elements. What is no such sum, and a function of
-torch that is not named here, is refused. The zeros with which a conversion pads a tensor are a
-parameter of their own, ZEROS.
+So a traced tensor needs memory for its dims, not for its elements. A tensor whose coordinates are
+no such sum, and a torch function that is not listed here, raise `Untraceable`.
+A conversion may pad a tensor with zeros; these are elements of a parameter of their own, ZEROS.
 """
 
 from __future__ import annotations
@@ -24,40 +24,45 @@ from typing import Any
 import numpy as np
 import torch
 
-# A number for the tensor, and coordinates of up to five dims (a kernel of a 3d convolution).
+# The number of the parameter and up to five indices (the kernel of a 3d convolution).
 COORDINATES = 6
 
-# The number of all tensors of zeros.
+# The number that stands for all tensors of zeros.
 ZEROS = -1
 
-# [size, COORDINATES]: what each index of a dim adds.
+# [size, COORDINATES]: the term that each index of a dim adds to the coordinates.
 Axis = np.ndarray
 Axes = tuple[Axis, ...] | list[Callable[[], Axis]]
 
 
-# Of which all traced tensors are views: they have no values.
-_NOTHING = torch.empty(0)
+# All traced tensors are views of this tensor, because they have no values.
+_EMPTY = torch.empty(0)
 
 
 class Untraceable(ValueError):
-    """An operation does to a tensor what this file does not know."""
+    """An operation that this module cannot trace."""
 
 
 class Traced(torch.Tensor):
-    """Elements of tensors that have numbers, in any order."""
+    """A rearrangement of elements of one or several parameters.
+
+    Attributes:
+        base: the coordinates of the first element.
+        axes: for each dim, the term that each of its indices adds.
+    """
 
     base: np.ndarray
 
     @staticmethod
     def __new__(cls: type[Traced], base: np.ndarray, axes: Axes) -> Traced:
-        return _NOTHING.as_subclass(cls)
+        return _EMPTY.as_subclass(cls)
 
     def __init__(self, base: np.ndarray, axes: Axes) -> None:
         self.base, self._axes = base, axes
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """What each dim adds; made when first asked for, as most tensors are only renamed."""
+        """The terms of all dims; made at the first use, because most tensors are only renamed."""
         if isinstance(self._axes, list):
             self._axes = tuple(make() for make in self._axes)
         return self._axes
@@ -112,7 +117,7 @@ class Traced(torch.Tensor):
     def squeeze(self, dim: int | None = None) -> Traced:  # type: ignore[override]
         if dim is not None:
             return self.select(dim, 0) if len(self.axes[dim]) == 1 else self
-        # As transformers 5.17 does with each chunk of a weight.
+        # transformers 5.17 squeezes each chunk of a weight without a dim.
         found = self
         for axis in reversed(range(self.ndim)):
             found = found.squeeze(axis)
@@ -155,13 +160,13 @@ class Traced(torch.Tensor):
 
 
 class Tracer:
-    """Makes traced tensors of parameters; those of one size have an axis in common."""
+    """Makes the traced tensors of parameters; dims of the same size share an array."""
 
     def __init__(self) -> None:
         self._axes: dict[tuple[int, int], Axis] = {}
 
     def tensor(self, number: int, shape: Sequence[int]) -> Traced:
-        """Make the tensor `number` of a shape, whose elements are its own."""
+        """Make the traced tensor of parameter `number`."""
         if len(shape) >= COORDINATES:
             raise Untraceable(f"a tensor of {len(shape)} dims {tuple(shape)} is not traced")
         base = np.zeros(COORDINATES, np.int64)
@@ -187,12 +192,12 @@ def _concatenated(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     dim %= first.ndim
     parts = []
     for tensor in tensors:
-        # From the first element of the first tensor: how each tensor begins goes into this dim.
+        # The base of each tensor becomes part of the terms of the concatenated dim.
         start = sum((axis[0] for axis in tensor.axes), tensor.base)
         for other, (one, two) in enumerate(zip(first.axes, tensor.axes, strict=True)):
             same = one is two or np.array_equal(one - one[:1], two - two[:1])
             if other != dim and not same:
-                raise Untraceable("a concatenation of tensors whose elements lie differently")
+                raise Untraceable("a concatenation of tensors that are arranged differently")
         parts.append(tensor.axes[dim] - tensor.axes[dim][:1] + start)
     axis = np.concatenate(parts)
     others = [one if one[0].any() == 0 else one - one[:1] for one in first.axes]
@@ -205,7 +210,11 @@ def _stacked(tensors: Sequence[Traced], dim: int = 0) -> Traced:
 
 
 def _reshaped(tensor: Traced, shape: Sequence[int]) -> Traced:
-    """Split and merge dims, as far as rows of memory in both shapes end together."""
+    """Split and merge dims, [E, 2F, H] to [E, 2, F, H] or [E * 2F, H] and back.
+
+    The dims are worked off from the front: dims are merged until the merged dim has at least the
+    wanted size; if it is larger, it is split into the wanted size and the rest.
+    """
     sizes = list(shape)
     if -1 in sizes:
         sizes[sizes.index(-1)] = tensor.numel() // -math.prod(sizes)
@@ -220,7 +229,7 @@ def _reshaped(tensor: Traced, shape: Sequence[int]) -> Traced:
             following = axes.pop(0)
             axis = (axis[:, None] + following[None]).reshape(-1, COORDINATES)
         if len(axis) > size:
-            # [size, the rest]: the rest is for the dims to come.
+            # A table [size, rest]; the rest belongs to the next dims.
             table = axis.reshape(size, -1, COORDINATES)
             outer, inner = table[:, 0], table[0] - table[0, 0]
             if len(axis) % size or not np.array_equal(outer[:, None] + inner[None], table):

@@ -1,4 +1,4 @@
-"""Where a model whose experts are held quantised has no weights to give away."""
+"""Refuse to export the weights of a model whose experts are held quantised."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hf_moe_ep.state import patched_state, quantised_matrices
 
 
 def check_whole_weights(model: nn.Module, what: str) -> None:
-    """Raise ValueError where experts are bytes: rounded once, they are not the model's weights."""
+    """Raise ValueError if experts are held quantised: they are not the model's exact weights."""
     if any(True for _ in quantised_matrices(model)):
         kind = patched_state(model).config.experts_dtype
         raise ValueError(
-            f"{what} of a model whose experts are held by experts_dtype={kind!r}: what they were "
-            f"before is in the checkpoint that they were loaded from. Save the adapter with "
-            f"save_pretrained(model, directory), which PEFT and engines load beside that "
+            f"{what} of a model whose experts are held by experts_dtype={kind!r}: their original "
+            f"values are in the checkpoint that they were loaded from. Save the adapter with "
+            f"save_pretrained(model, directory), which PEFT and engines load together with that "
             f"checkpoint, or merge both: hf-moe-ep merge-adapter BASE ADAPTER OUT"
         )

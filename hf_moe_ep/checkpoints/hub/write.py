@@ -1,23 +1,22 @@
-"""A checkpoint in the hub's layout, written one slab of experts at a time, by rank 0.
+"""Write a checkpoint in the hub's layout: rank 0 writes, one slab of a parameter at a time.
 
-    .configs-..: config.json, .., tokenizer            first, beside their places
+    .configs-..: config.json, .., tokenizer            written first, into a folder of their own
     model-3f9c21ab-00001-of-00013.safetensors, ..      names that no earlier checkpoint has
-    config.json, generation_config.json, tokenizer     describe the model; they and
-    model.safetensors.index.json                       appear at one moment: the commit
+    config.json, generation_config.json, tokenizer     these and the index are replaced at one
+    model.safetensors.index.json                       moment: the commit
     shards that the index does not name                are removed
 
-What holds when a process is killed or fails:
+The state of the folder when a process is killed or fails:
 
-    before the commit    the folder is the previous checkpoint, configs and shards
-    after it             the folder is the new checkpoint; old shards may be left, unnamed
+    before the commit    the previous checkpoint, configs and shards
+    after the commit     the new checkpoint; old shards may be left that the index does not name
 
-Where a checkpoint is in the folder whose configs are the same as the new ones, file by file, and
-that has an index, the commit is the rename of the index. Otherwise `switch.py` replaces configs and
-index and removes a model.safetensors, which readers would prefer to the index, by one rename of a
-link. On a file system without links (symbolic and hard) that is not possible: there configs, index
-and the removal follow each other within milliseconds, a kill between them leaves configs that do
-not describe the weights, and a warning says so. The index also keeps the sha256 of every shard, for
-`hf-moe-ep verify`.
+If the folder has an index and its configs equal the new ones, file by file, the commit is the
+rename of the index. Otherwise `switch.py` replaces configs and index with one rename of a link; it
+also removes a model.safetensors, which readers would prefer to the index. On a file system without
+symbolic and hard links that is not possible: configs, index and the removal follow each other
+within milliseconds, a kill between them leaves configs that do not describe the weights, and a
+warning says so. The index also stores the sha256 of every shard, for `hf-moe-ep verify`.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ import torch
 from torch import Tensor
 
 from hf_moe_ep.checkpoints.hub.configs import CONFIG, publish
-from hf_moe_ep.checkpoints.hub.layout import PADDING, hub_layout, joined
-from hf_moe_ep.checkpoints.hub.pieces import Piece, overlaps
+from hf_moe_ep.checkpoints.hub.layout import PADDING, group_by_shared_tensors, hub_layout
+from hf_moe_ep.checkpoints.hub.pieces import Piece, cut_pieces, filled_box
 from hf_moe_ep.checkpoints.hub.switch import changed_files, settle, switch_files
 from hf_moe_ep.checkpoints.storage.atomic import write_atomically
-from hf_moe_ep.checkpoints.storage.boxes import Box
+from hf_moe_ep.checkpoints.storage.boxes import Box, box_sizes, slices
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, SINGLE, Writer
 from hf_moe_ep.plan import ModelPlan
 from hf_moe_ep.upstream.hub import file_name, progress_bar
@@ -50,98 +49,102 @@ from hf_moe_ep.upstream.hub import file_name, progress_bar
 _logger = logging.getLogger("hf_moe_ep")
 
 HASHES = "hf_moe_ep_sha256"
-# Of ours and of transformers; model-ema.safetensors and its like are the user's.
+# Names that this package and transformers choose. Others, like model-ema.safetensors, are the
+# user's.
 _SHARD = re.compile(r"model-(?:[0-9a-f]{8}-)?\d{5}-of-\d{5}\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-@dataclass(frozen=True)
-class Member:
-    """One parameter to be saved, or zeros with which a tensor of the checkpoint is padded.
-
-    Attributes:
-        pieces: what it is in the checkpoint, in order.
-        slabs: yields its values, (box, tensor), cut along dim 0 and in order; every rank runs it
-            to the end. While a checkpoint is written tensors are given to rank 0, to others None.
-    """
-
-    pieces: list[Piece]
-    slabs: Callable[[], Iterable[tuple[Box, Tensor | None]]]
+# The values of a parameter, cut along dim 0 and in order: (box, values). While a checkpoint is
+# written, rank 0 gets the values and the other ranks get None; every rank iterates to the end.
+Slabs = Iterable[tuple[Box, Tensor | None]]
 
 
 @dataclass(frozen=True)
-class Source:
-    """What is saved together: one parameter, or several that share tensors of the checkpoint.
+class TensorGroup:
+    """Checkpoint tensors that are written together, and the parameters that fill them.
+
+    A group has one parameter (experts.gate_up_proj fills experts.0.gate_proj, experts.0.up_proj,
+    ..), or several if they share a checkpoint tensor.
 
     Attributes:
-        dtype: in the checkpoint.
+        parameters: for each parameter its pieces, in order, and a function that yields its slabs.
+            Zeros that pad a checkpoint tensor stand here like a parameter.
+        dtype: the dtype in the checkpoint.
     """
 
-    members: list[Member]
+    parameters: Sequence[tuple[list[Piece], Callable[[], Slabs]]]
     dtype: torch.dtype
 
     @property
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its tensors in the checkpoint, by key, in order."""
-        return {piece.key: piece.shape for member in self.members for piece in member.pieces}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the checkpoint tensors by key, in order."""
+        return {piece.key: piece.shape for pieces, _ in self.parameters for piece in pieces}
 
     @property
-    def bytes(self) -> int:
-        return sum(map(math.prod, self.tensors.values())) * self.dtype.itemsize
+    def num_bytes(self) -> int:
+        return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
+
+    def slabs(self) -> Iterator[tuple[list[Piece], Box, Tensor | None]]:
+        """Yield the slabs of all parameters, each with the pieces of its parameter."""
+        for pieces, slabs_of in self.parameters:
+            for box, slab in slabs_of():
+                yield pieces, box, slab
+                del slab
 
 
-def sources_of(
+def group_tensors(
     model: Any,
     plan: ModelPlan,
     tensors: Mapping[str, Tensor],
     dtype_of: Callable[[str, Tensor], torch.dtype],
-    slabs_of: Callable[[str, Tensor], Iterable[tuple[Box, Tensor | None]]],
-) -> list[Source]:
-    """Describe tensors of a model, by name, as the hub has them.
+    slabs_of: Callable[[str, Tensor], Slabs],
+) -> list[TensorGroup]:
+    """Describe the checkpoint that holds these tensors of a model, in the hub's layout.
 
     Args:
-        model: that they are of; tensors are by their names in it.
-        plan: what it says about storing goes before what transformers would do.
-        dtype_of: says in which dtype each is saved.
-        slabs_of: yields the values of each, as `Member.slabs`.
+        model: the model that the tensors belong to.
+        plan: `plan.stored` overrides the layout that transformers would write.
+        tensors: parameters and buffers by their names in the model.
+        dtype_of: returns the dtype in which a tensor is saved.
+        slabs_of: yields the slabs of a tensor.
 
     Raises:
-        ValueError: parameters that share a tensor of the checkpoint and are of several dtypes.
+        ValueError: parameters that share a checkpoint tensor have several dtypes.
     """
     names = {file_name(name): name for name in tensors}
     shapes = {name: tuple(tensors[given].shape) for name, given in names.items()}
     layout = hub_layout(model, plan, shapes)
-    sources = []
-    for group in joined(layout, names):
+    groups = []
+    for group in group_by_shared_tensors(layout, names):
         dtypes = {name: dtype_of(names[name], tensors[names[name]]) for name in group}
         if len(set(dtypes.values())) > 1:
             held = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
             raise ValueError(f"one tensor of the hub cannot be of two dtypes: {held}; pass dtype=")
-        members = [
-            Member(layout[name], partial(slabs_of, names[name], tensors[names[name]]))
-            for name in group
+        parameters: list[tuple[list[Piece], Callable[[], Slabs]]] = [
+            (layout[name], partial(slabs_of, names[name], tensors[names[name]])) for name in group
         ]
         dtype = dtypes[group[0]]
-        keys = {piece.key for member in members for piece in member.pieces}
-        zeros = [piece for piece in layout[PADDING] if piece.key in keys]
-        members += [Member([piece], partial(_zeros, piece, dtype)) for piece in zeros]
-        sources.append(Source(members, dtype))
-    return sources
+        keys = {piece.key for pieces, _ in parameters for piece in pieces}
+        padding = [piece for piece in layout[PADDING] if piece.key in keys]
+        parameters += [([piece], partial(_zeros, piece, dtype)) for piece in padding]
+        groups.append(TensorGroup(parameters, dtype))
+    return groups
 
 
-def _zeros(piece: Piece, dtype: torch.dtype) -> list[tuple[Box, Tensor | None]]:
+def _zeros(piece: Piece, dtype: torch.dtype) -> Slabs:
     box = tuple((at, at + size) for at, size in zip(piece.start, piece.sizes, strict=True))
     return [(box, torch.zeros((), dtype=dtype).expand(piece.sizes))]
 
 
 def saved_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor in a checkpoint whose floating point ones are of `dtype`."""
+    """Return the dtype in which a tensor is saved; `dtype` applies to floating point tensors."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def parse_size(size: int | str) -> int:
-    """Count the bytes of "5GB", "500MiB" or a number, as transformers' max_shard_size."""
+    """Parse a size in bytes, "5GB" or "500MiB", as max_shard_size of transformers allows."""
     found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]I?B)\s*", str(size).upper())
     if isinstance(size, str) and found:
         size = int(float(found[1]) * _UNITS[found[2]])
@@ -150,55 +153,55 @@ def parse_size(size: int | str) -> int:
     return size
 
 
-def split_files(sources: list[Source], max_bytes: int) -> list[list[Source]]:
-    """Deal sources to files, in order; one that is larger than `max_bytes` is alone."""
-    files: list[list[Source]] = []
+def split_files(groups: list[TensorGroup], max_bytes: int) -> list[list[TensorGroup]]:
+    """Assign groups to files in order; a group larger than `max_bytes` gets a file of its own."""
+    files: list[list[TensorGroup]] = []
     size = 0
-    for source in sources:
-        if not files or size + source.bytes > max_bytes:
+    for group in groups:
+        if not files or size + group.num_bytes > max_bytes:
             files.append([])
             size = 0
-        files[-1].append(source)
-        size += source.bytes
+        files[-1].append(group)
+        size += group.num_bytes
     return files
 
 
-def first_dtype(sources: Iterable[Source]) -> torch.dtype:
-    """Return what config.json calls the dtype of the model."""
-    return next(source.dtype for source in sources if source.dtype.is_floating_point)
+def first_dtype(groups: Iterable[TensorGroup]) -> torch.dtype:
+    """Return the dtype that config.json names: that of the first floating point tensor."""
+    return next(group.dtype for group in groups if group.dtype.is_floating_point)
 
 
-def _alone(what: str, part: Callable[[], None]) -> None:
-    part()
+def _run_alone(what: str, step: Callable[[], None]) -> None:
+    step()
 
 
 def write_checkpoint(
     folder: Path,
-    files: list[list[Source]],
+    files: list[list[TensorGroup]],
     *,
     writes: bool = True,
-    together: Callable[[str, Callable[[], None]], Any] = _alone,
+    together: Callable[[str, Callable[[], None]], Any] = _run_alone,
     configs: Path | None = None,
     names: Sequence[str] | None = None,
     what: str | None = None,
 ) -> None:
-    """Write all files, then the index; what fails on the way leaves the previous checkpoint.
+    """Write all files, then commit the index; an error leaves the previous checkpoint.
 
     Args:
-        writes: whether this process does; the others only run the slabs.
-        together: runs what is to be done for a file, and the commit; where an error of the writing
-            process becomes one of the others.
-        configs: of `stage_configs`, published with the checkpoint or removed.
-        names: of the files, in a folder that has none; None are those of no earlier checkpoint.
-        what: is done, for the progress bar and errors.
+        writes: whether this process writes; the other ranks only iterate over the slabs.
+        together: runs a step on all ranks and raises an error of one rank on every rank.
+        configs: the folder of `stage_configs`; it is published with the commit or removed.
+        names: the names of the files, for a folder without a checkpoint; None chooses names that no
+            earlier checkpoint in the folder has.
+        what: describes the work in the progress bar and in errors.
     """
     writer = _HubWriter(folder, files, configs, names) if writes else None
-    total = sum(source.bytes for sources in files for source in sources)
+    total = sum(group.num_bytes for groups in files for group in groups)
     what = what or f"saving to {folder}"
     try:
         with progress_bar(total, what, writes) as progress:
-            for number, sources in enumerate(files):
-                together(what, partial(_write_file, writer, number, sources, progress))
+            for number, groups in enumerate(files):
+                together(what, partial(_write_file, writer, number, groups, progress))
         together(what, writer.commit if writer is not None else lambda: None)
     except (OSError, RuntimeError, ValueError):
         if writer is not None:
@@ -207,55 +210,59 @@ def write_checkpoint(
 
 
 def _write_file(
-    writer: _HubWriter | None, number: int, sources: list[Source], progress: Any
+    writer: _HubWriter | None, number: int, groups: list[TensorGroup], progress: Any
 ) -> None:
-    slabs = _all_slabs(sources)
+    slabs = _all_slabs(groups)
     if writer is None:
         for _ in slabs:
             pass
         return
     try:
-        with writer.open(number, sources) as file:
-            for source, member, box, slab in slabs:
+        with writer.open(number, groups) as file:
+            for dtype, pieces, box, slab in slabs:
                 assert slab is not None
-                _write_slab(file, source, member, box, slab)
-                progress.update(slab.numel() * source.dtype.itemsize)
-                del slab  # before the next one is allocated
-        writer.done(number, file)
+                _write_slab(file, dtype, pieces, box, slab)
+                progress.update(slab.numel() * dtype.itemsize)
+                del slab
+        writer.finish_file(number, file)
     finally:
-        for _ in slabs:  # where writing failed, the others are still gathering
+        for _ in slabs:  # if writing failed, the other ranks are still in the collectives
             pass
 
 
-def _all_slabs(sources: list[Source]) -> Iterator[tuple[Source, Member, Box, Tensor | None]]:
-    for source in sources:
-        for member in source.members:
-            for box, slab in member.slabs():
-                yield source, member, box, slab
-                del slab
+def _all_slabs(
+    groups: list[TensorGroup],
+) -> Iterator[tuple[torch.dtype, list[Piece], Box, Tensor | None]]:
+    for group in groups:
+        for pieces, box, slab in group.slabs():
+            yield group.dtype, pieces, box, slab
+            del slab  # free it before the next one is allocated
 
 
-def _write_slab(file: Writer, source: Source, member: Member, box: Box, slab: Tensor) -> None:
-    """Write the part of each piece that a slab holds, parts of the same rows in one go."""
-    for parts in overlaps(member.pieces, box):
-        if parts.is_filled:
-            values = torch.empty(parts.sizes, dtype=source.dtype)
-            for piece, part in parts.parts:
-                values[parts.inside(part)] = piece.in_view(slab[part.slices])
-            file.write(parts.key, parts.view, parts.hull, values)
-            continue
-        for piece, part in parts.parts:
-            values = piece.in_view(slab[part.slices]).to(source.dtype)
-            file.write(parts.key, piece.view, part.in_file, values)
+def _write_slab(
+    file: Writer, dtype: torch.dtype, pieces: list[Piece], box: Box, slab: Tensor
+) -> None:
+    """Write the part of each piece that a slab holds; interleaved pieces are written in one go."""
+    for key, inside in cut_pieces(pieces, box).items():
+        filled = filled_box(inside)
+        block = None if filled is None else torch.empty(box_sizes(filled), dtype=dtype)
+        for piece in inside:
+            values = piece.in_view(slab[piece.slices_in(box)])
+            if block is None or filled is None:
+                file.write(key, piece.view, piece.box_in_view, values.to(dtype))
+            else:
+                block[slices(piece.box_in_view, filled)] = values
+        if block is not None and filled is not None:
+            file.write(key, inside[0].view, filled, block)
 
 
 class _HubWriter:
-    """Rank 0's part of a save: `write` every file in order, then `commit`."""
+    """The files of one save, on rank 0: open and finish each of them in order, then commit."""
 
     def __init__(
         self,
         folder: Path,
-        files: list[list[Source]],
+        files: list[list[TensorGroup]],
         configs: Path | None,
         names: Sequence[str] | None,
     ) -> None:
@@ -265,32 +272,30 @@ class _HubWriter:
             f"model-{tag}-{number:05d}-of-{len(files):05d}.safetensors"
             for number in range(1, len(files) + 1)
         ]
-        self._places = {
+        self._file_of = {
             key: name
-            for name, sources in zip(self._names, files, strict=True)
-            for source in sources
-            for key in source.tensors
+            for name, groups in zip(self._names, files, strict=True)
+            for group in groups
+            for key in group.shapes
         }
-        self._total = sum(source.bytes for sources in files for source in sources)
+        self._total = sum(group.num_bytes for groups in files for group in groups)
         self._hashes: dict[str, str] = {}
 
-    def open(self, number: int, sources: list[Source]) -> Writer:
-        """Open the next file, whose header says all that `sources` will write."""
+    def open(self, number: int, groups: list[TensorGroup]) -> Writer:
+        """Create a file with the header of all tensors of its groups."""
         header = [
-            (key, shape, source.dtype)
-            for source in sources
-            for key, shape in source.tensors.items()
+            (key, shape, group.dtype) for group in groups for key, shape in group.shapes.items()
         ]
         return Writer(self._folder / self._names[number], header)
 
-    def done(self, number: int, writer: Writer) -> None:
-        """Note that a file is complete."""
+    def finish_file(self, number: int, writer: Writer) -> None:
+        """Keep the hash of a complete file for the index."""
         self._hashes[self._names[number]] = writer.sha256
 
     def commit(self) -> None:
-        """Make the new shards the checkpoint, and remove those of earlier ones."""
+        """Make the new shards the checkpoint, then remove the shards of earlier checkpoints."""
         metadata = {"total_size": self._total, HASHES: self._hashes}
-        index = {"metadata": metadata, "weight_map": dict(sorted(self._places.items()))}
+        index = {"metadata": metadata, "weight_map": dict(sorted(self._file_of.items()))}
         text = json.dumps(index, indent=2) + "\n"
         if not self._switch(text):
             if self._configs is not None:
@@ -299,7 +304,11 @@ class _HubWriter:
         self._remove(lambda name: name not in self._names)
 
     def _switch(self, index: str) -> bool:
-        """Commit several files at one moment where one rename is not enough."""
+        """Replace configs and index at one moment.
+
+        Returns:
+            False if one rename is enough, or if the file system has no links.
+        """
         hidden = SINGLE not in self._names and (self._folder / SINGLE).is_file()
         if self._configs is None or not (self._folder / CONFIG).is_file():
             return False
@@ -317,7 +326,7 @@ class _HubWriter:
         return False
 
     def abandon(self) -> None:
-        """Remove what was written, unless it is the checkpoint now: others may fail after that."""
+        """Remove the files of a save that failed, unless it failed after the commit."""
         settle(self._folder)
         if not self._is_committed():
             self._remove(lambda name: name in self._names)
@@ -328,8 +337,8 @@ class _HubWriter:
         index = self._folder / INDEX
         if not index.is_file():
             return False
-        named = json.loads(index.read_text("utf-8"))["weight_map"].values()
-        return not set(self._names).isdisjoint(named)
+        files = json.loads(index.read_text("utf-8"))["weight_map"].values()
+        return not set(self._names).isdisjoint(files)
 
     def _remove(self, unwanted: Callable[[str], bool]) -> None:
         for path in self._folder.iterdir():

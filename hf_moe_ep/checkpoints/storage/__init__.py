@@ -1,4 +1,4 @@
-"""Files and folders: byte ranges, renames that commit, manifests, JSON without pickle.
+"""Files and folders: byte ranges, atomic renames, manifests, JSON without pickle.
 
-Never: a model, a layer, an optimizer. Whatever is here could serve another project as it is.
+Another project could use this folder unchanged. Never: a model, a layer, an optimizer.
 """

@@ -1,4 +1,4 @@
-"""Files and folders that survive a kill and a power cut: all of the new one, or the old one."""
+"""Replace files and folders so that a kill or a power cut leaves the whole new or the old one."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PIECE = 4 << 20  # bytes
+_CHUNK = 4 << 20  # bytes
 
 
 def partial_name(path: Path) -> Path:
-    """Name where `write_atomically` writes first; what a kill leaves is overwritten."""
+    """Return the name under which `write_atomically` writes before its rename."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write beside `path`, then rename; one process at a time."""
-    beside = partial_name(path)
-    with beside.open("w", encoding="utf-8") as file:
+    """Write a file under another name, then rename it; only one process may call this at a time."""
+    partial = partial_name(path)
+    with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    partial.replace(path)
     sync_folder(path.parent)
 
 
 def check_is_free(target: Path) -> None:
-    """Raise ValueError where a folder to be written is there and not empty, or cannot be made."""
+    """Raise ValueError if a folder exists and is not empty, or cannot be made."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"target {target} exists and is not empty; name another folder")
     above = next(path for path in target.absolute().parents if path.exists())
@@ -38,42 +38,42 @@ def check_is_free(target: Path) -> None:
 
 
 def check_can_appear(target: Path) -> None:
-    """Raise ValueError where `whole_folder` cannot make a folder."""
+    """Raise ValueError if `whole_folder` cannot make a folder."""
     check_is_free(target)
     if target.is_mount():
         raise ValueError(
-            f"target {target} is where a disk is mounted, which no folder can be renamed to; name "
-            f"a folder on it, {target / 'model'}"
+            f"target {target} is a mount point, which no folder can be renamed to; name a folder "
+            f"on that disk, {target / 'model'}"
         )
 
 
 def partial_folder(target: Path) -> str:
-    """Return how the name begins of what `whole_folder` writes to."""
+    """Return the prefix of the temporary folders that `whole_folder` makes."""
     return f".{target.name}.partial-"
 
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Give a folder beside `target`, which is renamed to it where the block ends.
+    """Yield a new folder next to `target` that is renamed to `target` when the block ends.
 
-    An error in the block removes it; what a kill leaves is called `.NAME.partial-PID`.
+    An error in the block removes the folder. A kill leaves it under the name `.NAME.partial-PID`.
     """
     check_can_appear(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f"{partial_folder(target)}{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)  # of a killed process with the same number
-    beside.mkdir()
+    folder = target.with_name(f"{partial_folder(target)}{os.getpid()}")
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed process with the same id
+    folder.mkdir()
     try:
-        yield beside
-        sync_folder(beside)
-        beside.rename(target)
+        yield folder
+        sync_folder(folder)
+        folder.rename(target)
         sync_folder(target.parent)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder written to disk."""
+    """Sync the directory entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,11 +82,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256_of(path: Path, on_read: Callable[[int], object] | None = None) -> str:
-    """Hash a file, read in pieces; `on_read` is told the bytes of each."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    """Hash a file; `on_read` is called with the number of bytes after each read."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            digest.update(piece[:count])
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
             if on_read is not None:
                 on_read(count)
     return digest.hexdigest()

@@ -1,10 +1,10 @@
-"""Boxes: which elements of a tensor a file or a rank holds, [start, stop) of every dim.
+"""Boxes: index ranges of a tensor, one [start, stop) per dim.
 
-    of a tensor [4, 6]                   overlap of both            in a tensor of the rank's
-    rank 1 holds     (2, 4), (0, 6)      (2, 4), (3, 6)             rows 0 to 2, columns 3 to 6
-    a file holds     (0, 4), (3, 6)
+    a tensor [4, 6]                       overlap of both boxes     slices of the overlap in the
+    rank 1 holds     (2, 4), (0, 6)       (2, 4), (3, 6)            rank's local tensor:
+    a file holds     (0, 4), (3, 6)                                 rows 0 to 2, columns 3 to 6
 
-A sharded tensor's box on a rank follows from its mesh and placements alone.
+The box that a rank holds of a sharded tensor follows from the tensor's mesh and placements alone.
 """
 
 from __future__ import annotations
@@ -18,43 +18,53 @@ from torch.distributed.tensor import DTensor, Replicate
 Box = tuple[tuple[int, int], ...]
 
 
+def box_sizes(box: Box) -> list[int]:
+    """Return the shape of a tensor that holds a box."""
+    return [stop - start for start, stop in box]
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of all elements of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return the elements that both hold, None without any."""
+    """Return the elements that both boxes hold, None if there are none."""
     pairs = zip(one, other, strict=True)
     box = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs)
     return box if all(start < stop for start, stop in box) else None
 
 
-def slices(part: Box, origin: Box) -> tuple[slice, ...]:
-    """Find where `part` of a parameter lies in a tensor that holds `origin` of it."""
-    pairs = zip(part, origin, strict=True)
+def slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the slices that select the box `inner` in a tensor that holds the box `outer`."""
+    pairs = zip(inner, outer, strict=True)
     return tuple(slice(a - at, b - at) for (a, b), (at, _) in pairs)
 
 
 def whole(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Yield a tensor that is here whole, as the one part of itself."""
-    yield tuple((0, size) for size in tensor.shape), tensor
+    """Yield a tensor that is not sharded as one slab: its box and its values."""
+    yield whole_box(tensor.shape), tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, the same memory."""
+    """Return this rank's shard of a tensor; the memory is shared."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Find the part of a parameter that this rank holds, as `shard.py` and FSDP2 cut it."""
+    """Return the box of a tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
-        return tuple((0, size) for size in tensor.shape)
+        return whole_box(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     box = box_at(tensor, coordinate)
-    held, local = tuple(stop - start for start, stop in box), tuple(tensor.to_local().shape)
+    held, local = tuple(box_sizes(box)), tuple(tensor.to_local().shape)
     assert held == local, f"{held} is not {local}"
     return box
 
 
 def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """Find the part of a parameter that the rank at `coordinate` of its mesh holds."""
+    """Return the box of a tensor that the rank at `coordinate` of its mesh holds."""
     cuts = [
         None if isinstance(placement, Replicate) else placement.dim  # type: ignore[attr-defined]
         for placement in tensor.placements
@@ -68,9 +78,16 @@ def cut_box(
     cuts: Sequence[int | None],
     coordinate: Sequence[int],
 ) -> Box:
-    """Find the part of a tensor at `coordinate` of a grid whose axes cut these dims, or none."""
-    box = [(0, size) for size in shape]
-    # The ep axis is the last one and was cut first; FSDP2 cuts what it left.
+    """Return the box that one rank of a grid holds.
+
+    Args:
+        shape: the shape of the whole tensor.
+        grid: the sizes of the grid's axes.
+        cuts: for each axis, the dim of the tensor that it cuts; None for an axis of replicas.
+        coordinate: the position of the rank in the grid.
+    """
+    box = list(whole_box(shape))
+    # The ep axis is the last one and cuts first; FSDP2 cuts the shards that ep leaves.
     for axis in reversed(range(len(grid))):
         dim = cuts[axis]
         if dim is None:

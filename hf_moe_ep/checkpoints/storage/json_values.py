@@ -1,7 +1,7 @@
-"""Python values as JSON and back, exactly and without pickle.
+"""Encode Python values as JSON and decode them exactly, without pickle.
 
-JSON has no tuples, no keys but strings, no bytes and no tensors; each becomes an object with one
-key of its own:
+JSON has no tuples, bytes or tensors, and its keys are strings. Such values become an object with a
+reserved key:
 
     (0.9, 0.999)                  {"__tuple__": [0.9, 0.999]}
     {3: "a"}                      {"__items__": [[3, "a"]]}
@@ -10,8 +10,8 @@ key of its own:
     torch.zeros(0, 3)             {"__tensor__": [], "dtype": "float32", "shape": [0, 3]}
     torch.tensor(2 + 1j)          {"__tensor__": [2.0, 1.0], "dtype": "complex64"}
 
-For the small things of a training state: learning rates, schedulers, positions. Functions and
-objects are refused, by where they are.
+This is for the small values of a training state: learning rates, schedulers, positions. Functions
+and other objects are an error that says where they are.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LARGEST = 1 << 16  # elements of a tensor; a generator's state has 5056
 
 
 def encode(value: Any, where: str) -> Any:
-    """Turn `value` into what JSON takes; `where` it is, for the error.
+    """Encode `value` as JSON values; `where` describes its position in errors.
 
     Raises:
-        ValueError: something in it has no form in JSON.
+        ValueError: a value inside has no form in JSON.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -48,17 +48,17 @@ def encode(value: Any, where: str) -> Any:
         return encode(value.item(), where)
     if isinstance(value, Tensor):
         raise ValueError(
-            f"{where} is a tensor of {value.numel()} elements; beside the model's and the "
-            f"optimizer's a checkpoint holds tensors of up to {_LARGEST}: save it apart"
+            f"{where} is a tensor of {value.numel()} elements; apart from the model's and the "
+            f"optimizer's tensors a checkpoint holds tensors of up to {_LARGEST}: save it yourself"
         )
     raise ValueError(
-        f"{where} is a {type(value).__name__}, which a checkpoint without pickle cannot hold; make "
-        f"it of numbers, strings, lists, tuples and dicts"
+        f"{where} is a {type(value).__name__}, which a checkpoint without pickle cannot hold; use "
+        f"numbers, strings, lists, tuples and dicts"
     )
 
 
 def decode(value: Any) -> Any:
-    """Restore what `encode` was given; tensors on the host."""
+    """Decode a result of `encode`; tensors are in host memory."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -84,7 +84,7 @@ def _encode_tensor(tensor: Tensor, where: str) -> dict[str, Any]:
             f"{tensor.device}); make it dense, on a device"
         )
     encoded: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch.")}
-    if not tensor.numel():  # the lists in lists do not show it
+    if not tensor.numel():  # nested empty lists do not tell the shape
         encoded["shape"] = list(tensor.shape)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -92,7 +92,7 @@ def _encode_tensor(tensor: Tensor, where: str) -> dict[str, Any]:
 
 
 def _decode_tensor(numbers: Any, dtype: torch.dtype, shape: list[int] | None) -> Tensor:
-    """Make the tensor on the host, also under torch.set_default_device."""
+    """Make the tensor in host memory, whatever torch.set_default_device says."""
     if shape is not None:
         return torch.empty(shape, dtype=dtype, device="cpu")
     if dtype.is_complex:

@@ -1,6 +1,6 @@
-"""A checkpoint folder is complete, or it is not there.
+"""The manifest of a checkpoint folder: with it the checkpoint is complete, without it unfinished.
 
-`manifest.json` is written last, by rank 0, and names every other file of its folder:
+Rank 0 writes `manifest.json` last. It names every other file of the folder:
 
     {"format": 1,
      "number": 7,
@@ -8,16 +8,16 @@
      "layout": {"world_size": 8, "ep_size": 4, ...},
      "files": {"tensors/shard-00001-...": {"size": 1234, "sha256": "..."}, ...}}
 
-Until its rename the folder counts as unfinished, so killing any rank at any moment leaves the
-previous checkpoint the newest. Each file is read once, by one rank, in pieces, unless its writer
-has hashed it; either way it is on disk (fsync) first, because a manifest that survives a power
-failure must not name files that did not.
+The folder counts as unfinished until the manifest is renamed to its final name. So if any rank is
+killed at any moment, the previous checkpoint stays the newest. Each file is synced to disk (fsync)
+before the manifest is written: a manifest that survives a power failure must not name files that
+did not. A file is hashed by its writer, or read once by one rank for its hash.
 
-The number is one more than the highest in the folders beside this one: `order.py` chooses by it
-which checkpoint is the newest. Manifests of older versions have none.
+The number is one more than the highest number in the neighbouring folders; `order.py` uses it to
+choose the newest checkpoint. Manifests of older versions have none.
 
-Files that came to the folder later are not looked at, and a checkpoint is not protected against
-someone who means harm: who can change a file can change the manifest.
+Files that are added to the folder later are not checked. The manifest is no protection against an
+attacker, who can change it as well as the files.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from hf_moe_ep.checkpoints.storage.order import Saved, newest_last
 from hf_moe_ep.ranks.together import for_first, on_first, this_rank, together, world_size
 
 MANIFEST = "manifest.json"
-# Written first: tells our unfinished checkpoint from one that never had a manifest.
+# Written first: an unfinished checkpoint of ours has it, a checkpoint of other programs does not.
 STARTED = "hf_moe_ep.json"
 PARTIAL = partial_name(Path(MANIFEST)).name
 _FORMAT = 1
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Tell whether a folder is a checkpoint with a manifest, or one that was not finished."""
+    """Tell whether a folder is a checkpoint with a manifest, or an unfinished one of ours."""
     return Path(folder, MANIFEST).exists() or Path(folder, STARTED).exists()
 
 
 def begin(folder: str | os.PathLike[str]) -> None:
-    """Declare a folder unfinished: from here to `write` no reader takes it; one rank calls this."""
+    """Mark a folder as unfinished: readers refuse it until `write`. One rank calls this."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     (path / MANIFEST).unlink(missing_ok=True)
@@ -70,27 +70,28 @@ def write(
     folder: str | os.PathLike[str],
     layout: dict[str, Any],
     *,
-    told: dict[str, dict[str, Any]] | None = None,
+    written: dict[str, dict[str, Any]] | None = None,
     belongs: Callable[[str], bool] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Hash every file of `folder`, shared among ranks, then commit; every rank calls this.
+    """Hash all files of a folder and write its manifest; every rank calls this.
 
     Args:
-        folder: seen by all ranks; nobody writes to it any more.
-        layout: what wrote it, for the reader; JSON values.
-        told: of files that this rank wrote, has on disk, and hashed as it wrote them.
-        belongs: tells a file of the checkpoint by its path in the folder from one that others keep
-            there; None takes all files.
-        group: over which ranks meet; None is the default group.
+        folder: shared by all ranks, which have finished writing to it.
+        layout: the layout of the ranks that wrote it, as JSON values.
+        written: size and sha256 of the files that this rank wrote, synced and hashed already. The
+            other files are hashed here, each by one rank.
+        belongs: takes a path in the folder; returns False for files that are not part of the
+            checkpoint. None takes all files.
+        group: the process group for the exchange; None is the default group.
 
     Raises:
-        RuntimeError: on every rank, naming the rank that failed and why; no manifest was written.
+        RuntimeError: on every rank, with the rank that failed and the reason; there is no manifest.
     """
     path = Path(folder)
     known: dict[str, dict[str, Any]] = {}
-    if told is not None:
-        for of_rank in for_first(f"writing {path / MANIFEST}", lambda: told, group) or ():
+    if written is not None:
+        for of_rank in for_first(f"writing {path / MANIFEST}", lambda: written, group) or ():
             known |= of_rank
     sizes = on_first("the list of files", lambda: _list(path, known, belongs), group)
     parts = for_first(
@@ -117,7 +118,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the manifest of a complete checkpoint.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: the manifest is missing or damaged.
     """
     path = Path(folder) / MANIFEST
     try:
@@ -152,13 +153,14 @@ def check(
     group: dist.ProcessGroup | None = None,
     on_read: Callable[[int], object] | None = None,
 ) -> None:
-    """Read every file of a checkpoint against its manifest; every rank calls this.
+    """Compare every file of a checkpoint with its manifest; every rank calls this.
 
-    `on_read` is told the bytes of each piece that this rank has read.
+    Args:
+        on_read: called with the number of bytes after each read of this rank.
 
     Raises:
-        ValueError: on every rank; the first file that is missing, too short or changed, with what
-            the manifest says and what was found.
+        ValueError: on every rank: names the first file that is missing, too short or changed, with
+            the expected and the found value.
     """
     path = Path(folder)
 
@@ -178,15 +180,15 @@ def check(
 
 
 def check_sizes(folder: str | os.PathLike[str]) -> None:
-    """Check as `check` does, but by sizes alone, without reading the files."""
+    """Compare the sizes of all files with the manifest, without reading the files."""
     _compare_sizes(Path(folder), read(folder)["files"])
 
 
 def newest_complete(root: str | os.PathLike[str]) -> Path:
-    """Find the newest complete checkpoint in `root`, or `root` itself; sizes only.
+    """Return the newest complete checkpoint in `root`, or `root` if it is one; compares sizes only.
 
     Raises:
-        ValueError: there is none; it lists what was there instead.
+        ValueError: there is no complete checkpoint; the message lists the other folders.
     """
     path = Path(root)
     if is_ours(path):
@@ -202,7 +204,7 @@ def newest_complete(root: str | os.PathLike[str]) -> Path:
 
 
 def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """List the complete checkpoints in `root`, the newest last, and why other folders are none."""
+    """List the complete checkpoints in `root`, the newest last; and why other folders are none."""
     complete: list[Saved] = []
     others: dict[Path, str] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
@@ -210,7 +212,7 @@ def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
             continue
         try:
             check_sizes(folder)
-        except (ValueError, PermissionError) as error:  # lost+found is root's
+        except (ValueError, PermissionError) as error:  # lost+found belongs to root
             others[folder] = str(error)
         else:
             complete.append(saved(folder))
@@ -218,25 +220,24 @@ def complete_in(root: Path) -> tuple[list[Path], dict[Path, str]]:
 
 
 def saved(folder: Path) -> Saved:
-    """Read what orders a checkpoint among those beside it; ValueError where it is not complete."""
+    """Read the number and the time of a checkpoint; ValueError if it has no valid manifest."""
     found = read(folder)
     return Saved(folder, found.get("number", 0), found["written"]["time"])
 
 
 def _numbers_beside(folder: Path) -> Iterator[int]:
-    """Yield the numbers of the complete checkpoints beside a folder."""
-    beside = folder.absolute().parent
-    for other in beside.iterdir():
+    """Yield the numbers of the complete checkpoints in the neighbouring folders."""
+    for other in folder.absolute().parent.iterdir():
         if other.name == folder.name or not other.is_dir():
             continue
         try:
             yield saved(other).number
-        except (ValueError, OSError):  # no checkpoint, a torn one, or a folder that is root's
+        except (ValueError, OSError):  # no checkpoint, an unfinished one, or not readable
             continue
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that a checkpoint depends on."""
+    """Return the versions of the packages that a checkpoint depends on."""
     found = {}
     for package in ("hf_moe_ep", "torch", "transformers"):
         try:
@@ -249,7 +250,7 @@ def versions() -> dict[str, str]:
 def _list(
     folder: Path, known: dict[str, dict[str, Any]], belongs: Callable[[str], bool] | None
 ) -> dict[str, int]:
-    """List sizes of files that are to be read; of what is known the size has to be as told."""
+    """Return the sizes of the files to hash; check the sizes of the `known` files."""
     files = (path for path in folder.rglob("*") if path.is_file())
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     _compare_sizes(folder, known)
@@ -263,7 +264,7 @@ def _list(
 
 
 def _share(sizes: dict[str, int], group: dist.ProcessGroup | None) -> list[str]:
-    """Choose this rank's files: the largest first, each to the rank with least to read."""
+    """Choose this rank's files: the largest first, each to the rank with the fewest bytes."""
     load, mine = [(0, rank) for rank in range(world_size(group))], []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         so_far, rank = load[0]

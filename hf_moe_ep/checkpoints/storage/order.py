@@ -1,18 +1,19 @@
-"""Which of several checkpoints in one folder is the newest: by steps, never by a clock.
+"""Choose the newest of several checkpoints in one folder: by their numbers, not by a clock.
 
-Rank 0 of the next job may run on another machine, whose clock is behind. So:
+Rank 0 of the next job may run on another machine whose clock is behind. The rules:
 
-1. Folders that are named alike and end in a number (`checkpoint-100`, `checkpoint-200`) are in the
-   order of their numbers. That holds for the Trainer's names, for Accelerate's (`checkpoint_0`)
-   and for those of `save_checkpoint` (`step-100`).
-2. Everything else is in the order in which it was written. Each manifest has a number for that,
-   which is one more than the highest among the folders beside it.
+1. Folders whose names differ only in a final number (`checkpoint-100`, `checkpoint-200`) are
+ordered
+   by that number. The Trainer (`checkpoint-100`), Accelerate (`checkpoint_0`) and the examples of
+   `save_checkpoint` (`step-100`) use such names.
+2. All others are in the order in which they were written. Each manifest has a number for this, one
+   more than the highest number in the neighbouring folders.
 
     step-100 (number 1), step-200 (2), best (3)     the newest is best
     step-100 (number 1), best (2), step-200 (3)     the newest is step-200
 
-Manifests that were written before there were such numbers count as number 0. Between two of them
-that rule 1 does not order nothing is left but the time that they hold.
+Manifests of older versions have no number and count as number 0. Where rule 1 does not order two of
+them, the time in the manifest does.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _NUMBERED = re.compile(r"([A-Za-z][A-Za-z_-]*?[-_]?)(\d+)")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, and what its manifest says of the order.
+    """A checkpoint folder and its position in the order of writing.
 
     Attributes:
-        number: one more than that of any checkpoint that was beside it; 0 where there is none.
-        time: seconds since 1970 by the clock of rank 0.
+        number: the number in its manifest, 0 without one.
+        time: the time in its manifest, in seconds since 1970 by the clock of rank 0.
     """
 
     folder: Path
@@ -41,11 +42,11 @@ class Saved:
 
 
 def newest_last(saved: Iterable[Saved]) -> list[Path]:
-    """Sort checkpoints of one folder by the rules of this module."""
+    """Sort the checkpoints of one folder by the rules of this module."""
     series: dict[str, list[tuple[int, Saved]]] = defaultdict(list)
     for one in saved:
         match = _NUMBERED.fullmatch(one.folder.name)
-        # A name without a number is a series of its own. No series of numbers is called so.
+        # A name without a number is a series of its own; "/" keeps its key apart from the others.
         key, step = (match[1], int(match[2])) if match else (f"/{one.folder.name}", 0)
         series[key].append((step, one))
     for of_series in series.values():
@@ -55,5 +56,5 @@ def newest_last(saved: Iterable[Saved]) -> list[Path]:
 
 
 def _written(one: Saved) -> tuple[int, float, str]:
-    """The order of writing: by number. Only those of number 0 differ in nothing but their time."""
+    """Return the sort key of rule 2; the time counts only for number 0."""
     return one.number, 0.0 if one.number else one.time, one.folder.name

@@ -1,14 +1,15 @@
-"""Tensors that ranks wrote in parts, each into files of its own, read by ranks that lie otherwise.
+"""Sharded tensors in files: each rank writes its shards, and ranks of any other layout read them.
 
-    shard-00002-model-00001-of-00001.safetensors     of rank 1, counted from 1
+    shard-00002-model-00001-of-00001.safetensors     written by rank 1; ranks count from 1 here
     header    {"__metadata__": {"DCP_SHARDING_INFO": "{\"w\": {\"saved_offsets\": [4, 0]}, .. }"},
                "w": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ..}
 
-holds rows 4 to 8 of w. The form is that of torch.distributed.checkpoint (hf_storage.py), so either
-reads what the other wrote. Its reader has every rank read all headers and keep what they say: of
-3384 tensors by 128 ranks 433,000 parts. A rank here reads the headers of files that it needs, one
-after the other, and stops where nothing is missing; `spread.py` tells which files these are. Where
-nobody noted that (files of torch), those of ranks near it come first, its own among them.
+holds rows 4 to 8 of w. This is the format of torch.distributed.checkpoint (hf_storage.py), so torch
+reads these files and this module reads torch's. torch's reader reads all headers on every rank and
+keeps every shard in a list: 433,000 shards for 3384 tensors on 128 ranks. Here a rank reads the
+headers of the files that it needs, one after the other, and stops when nothing is missing.
+`spread.py` says which files those are. Files of torch do not say it: then the files of the nearest
+ranks are read first, the rank's own among them.
 """
 
 from __future__ import annotations
@@ -16,62 +17,60 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hf_moe_ep.checkpoints.storage.boxes import Box, local_box, local_tensor, overlap, slices
-from hf_moe_ep.checkpoints.storage.safetensors_file import Entry, Reader, Writer, read_table
+from hf_moe_ep.checkpoints.storage.boxes import (
+    Box,
+    local_box,
+    local_tensor,
+    overlap,
+    slices,
+    whole_box,
+)
+from hf_moe_ep.checkpoints.storage.safetensors_file import FileTensor, Reader, Writer, read_header
 
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
 
+# The shards in one file of one rank: the box and the values of each tensor, by name.
+Shards = Mapping[str, tuple[Box, Tensor]]
+
 
 def file_name(rank: int, number: int, of: int) -> str:
-    """Name the `number`-th file of a rank, counted from 1, as torch.distributed.checkpoint does."""
+    """Return torch's name for the `number`-th of `of` files of a rank; files count from 1."""
     return f"shard-{rank + 1:05d}-model-{number:05d}-of-{of:05d}.safetensors"
 
 
-@dataclass(frozen=True)
-class Part:
-    """What a rank writes of one tensor: `values`, the part of it that is `box`.
+def write_parts(folder: Path, rank: int, files: Sequence[Shards]) -> dict[str, Any]:
+    """Write a rank's files, one tensor in host memory at a time; empty files are left out.
 
-    `number` is that of the rank's file, from 1.
+    Returns:
+        The size and the sha256 of each file, by its name.
     """
-
-    name: str
-    box: Box
-    values: Tensor
-    number: int
-
-
-def write_parts(folder: Path, rank: int, parts: Iterable[Part], num_files: int) -> dict[str, Any]:
-    """Write a rank's files, one tensor in memory at a time; returns size and hash by file name."""
-    by_number: dict[int, list[Part]] = {}
-    for part in parts:
-        by_number.setdefault(part.number, []).append(part)
     written: dict[str, Any] = {}
-    for number, of_file in sorted(by_number.items()):
-        # What needs to lie at multiples of 8 bytes comes before what does not.
-        of_file.sort(key=lambda part: (-part.values.element_size(), part.name))
-        path = folder / file_name(rank, number, num_files)
-        offsets = {part.name: {_OFFSETS: [at for at, _ in part.box]} for part in of_file}
-        header = [(part.name, tuple(part.values.shape), part.values.dtype) for part in of_file]
-        about = {_SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
-        with Writer(path, header, about) as writer:
-            for part in of_file:
-                shape = tuple(part.values.shape)
-                box = tuple((0, size) for size in shape)
-                writer.write(part.name, shape, box, part.values.cpu())
+    for number, shards in enumerate(files, 1):
+        if not shards:
+            continue
+        # Larger elements first, so that each tensor is aligned to the size of its elements.
+        names = sorted(shards, key=lambda name: (-shards[name][1].element_size(), name))
+        path = folder / file_name(rank, number, len(files))
+        offsets = {name: {_OFFSETS: [at for at, _ in shards[name][0]]} for name in names}
+        header = [(name, tuple(shards[name][1].shape), shards[name][1].dtype) for name in names]
+        metadata = {_SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0"}
+        with Writer(path, header, metadata) as writer:
+            for name, shape, _ in header:
+                writer.write(name, shape, whole_box(shape), shards[name][1].cpu())
         written[path.name] = {"size": path.stat().st_size, "sha256": writer.sha256}
     return written
 
 
 def of_rank(name: str) -> int:
-    """Return the rank whose file it is; ValueError where the name is not `file_name`'s."""
+    """Return the rank that wrote a file; ValueError if the name is not one of `file_name`."""
     match = re.fullmatch(r"shard-(\d+)-model-\d+-of-\d+\.safetensors", name)
     if match is None:
         raise ValueError(f"{name} is no name of a rank's file")
@@ -79,25 +78,25 @@ def of_rank(name: str) -> int:
 
 
 def nearest_first(names: Iterable[str], rank: int, world: int) -> list[str]:
-    """Sort names of files by how near those who wrote them were to a rank, of so many.
+    """Sort file names by the distance of their writers from a rank of `world` ranks.
 
-    Its own first where as many ranks wrote as now read. Else those that had the same place among
-    more or fewer of them: ranks lie in order, so what is looked for is there or not far from it,
-    and with fewer readers rather behind it.
+    If as many ranks wrote as read now, the rank's own file is the first. Otherwise the first file
+    is that of the rank at the same relative position. Ranks hold shards in order, so the shards
+    that a rank needs are in that file or near it, and with fewer readers in the files after it.
     """
     writers = {name: of_rank(name) for name in names}
-    place = rank * (1 + max(writers.values(), default=0)) // world
-    return sorted(writers, key=lambda name: (abs(writers[name] - place), -writers[name], name))
+    position = rank * (1 + max(writers.values(), default=0)) // world
+    return sorted(writers, key=lambda name: (abs(writers[name] - position), -writers[name], name))
 
 
 @dataclass
 class _Missing:
-    """Part of a tensor that is to be read.
+    """The elements of one tensor that this rank still has to read.
 
     Attributes:
-        local: this rank's part, `box` of the whole.
-        left: elements of it that were not read yet.
-        found: what was read.
+        local: this rank's shard, the box `box` of the tensor.
+        left: the number of elements that were not read yet.
+        found: the boxes that were read.
     """
 
     local: Tensor
@@ -105,27 +104,27 @@ class _Missing:
     left: int
     found: set[Box] = field(default_factory=set)
 
-    def take(self, box: Box, entry: Entry, reader: Reader) -> bool:
-        """Read what a file with `box` holds of it; tell whether nothing is missing any more."""
+    def read(self, box: Box, stored: FileTensor, reader: Reader) -> None:
+        """Read the elements that a file with the box `box` holds of the shard."""
         common = overlap(box, self.box)
-        if common is not None and common not in self.found:
-            pairs = zip(common, box, strict=True)
-            inside = tuple((start - at, stop - at) for (start, stop), (at, _) in pairs)
-            values = reader.read(entry, inside)
-            self.local[slices(common, self.box)].copy_(values)
-            self.found.add(common)
-            self.left -= values.numel()
-        return not self.left
+        if common is None or common in self.found:
+            return
+        pairs = zip(common, box, strict=True)
+        inside = tuple((start - at, stop - at) for (start, stop), (at, _) in pairs)
+        values = reader.read(stored, inside)
+        self.local[slices(common, self.box)].copy_(values)
+        self.found.add(common)
+        self.left -= values.numel()
 
 
 def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
-    """Fill `targets`, each as this rank holds it, from files in this order; until all is there.
+    """Fill this rank's shards of `targets` from files in this order, until nothing is missing.
 
     Returns:
         The number of files whose headers were read.
 
     Raises:
-        ValueError: a file is damaged, or they do not hold everything together.
+        ValueError: a file is damaged, or the files do not hold all elements.
     """
     missing: dict[str, _Missing] = {}
     for name, target in targets.items():
@@ -138,8 +137,9 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
             if not missing:
                 break
             number += 1
-            for name, box, entry in _parts(file, missing):
-                if missing[name].take(box, entry, reader):
+            for name, box, stored in _wanted_shards(file, missing):
+                missing[name].read(box, stored, reader)
+                if not missing[name].left:
                     del missing[name]
             reader.close()
     if missing:
@@ -152,29 +152,20 @@ def read_parts(files: Iterable[Path], targets: Mapping[str, Tensor]) -> int:
     return number
 
 
-def _parts(file: Path, missing: Mapping[str, _Missing]) -> Iterator[tuple[str, Box, Entry]]:
-    """Yield (name, its box, where it lies) of what a file has of these tensors' missing parts."""
-    table, data, size = read_table(file)
+def _wanted_shards(
+    file: Path, missing: Mapping[str, _Missing]
+) -> Iterator[tuple[str, Box, FileTensor]]:
+    """Yield (name, box, tensor in the file) of the shards in a file that hold missing elements."""
+    tensors, metadata = read_header(file)
     try:
-        offsets = json.loads(table.get("__metadata__", {}).get(_SHARDING, "{}"))
-        # A copy: what was found is missing no more.
-        for name in [name for name in missing if name in table]:
-            shape = table[name]["shape"]
+        offsets = json.loads(metadata.get(_SHARDING, "{}"))
+        # A list, because the caller removes complete tensors from `missing`.
+        for name in [name for name in missing if name in tensors]:
+            shape = tensors[name].shape
             begin = offsets[name][_OFFSETS] if name in offsets else [0] * len(shape)
-            # First and fast: of most tensors most files have nothing that is wanted here.
-            if _is_beside(begin, shape, missing[name].box):
-                continue
-            entry = Entry.of_header(file, table[name], data, size)
-            pairs = zip(begin, entry.shape, strict=True)
-            yield name, tuple((at, at + length) for at, length in pairs), entry
+            box = tuple((at, at + size) for at, size in zip(begin, shape, strict=True))
+            if overlap(box, missing[name].box) is not None:
+                yield name, box, tensors[name]
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{file} has a damaged header: {reason}") from error
-
-
-def _is_beside(begin: list[int], shape: list[int], box: Box) -> bool:
-    """Tell whether a part of `shape` that begins there has nothing of `box`."""
-    for at, length, (start, stop) in zip(begin, shape, box, strict=True):
-        if at >= stop or at + length <= start:
-            return True
-    return False

@@ -1,15 +1,16 @@
-"""How tensors are spread over ranks: which rank writes which part, and where a part can be read.
+"""How a tensor is sharded over ranks: which rank writes which box, and where a box can be read.
 
-A tensor lies on a grid of ranks. Each axis of the grid cuts a dim of what later axes left of it, or
-cuts nothing, and then its ranks are replicas of each other. 8 rows on 8 ranks, cut by the second
-axis of a grid [2, 4], `cuts` (None, 0):
+A tensor is sharded over a grid of ranks. Each axis of the grid cuts one dim of the shards that the
+later axes leave, or cuts nothing; the ranks along an axis that cuts nothing are replicas. 8 rows on
+8 ranks, cut by the second axis of a grid [2, 4], `cuts` (None, 0):
 
                    rows 0, 1   2, 3   4, 5   6, 7
     replica 0      rank 0      1      2      3
     replica 1      rank 4      5      6      7
 
-One replica writes a tensor: that with least to write so far. All of this follows from the layout,
-which every rank knows, so nobody has to be asked; the file of a state keeps it for the reader.
+One replica writes a tensor: the one with the fewest bytes to write so far. All of this follows from
+the layout, which every rank knows, so no rank has to ask another. A training checkpoint stores it
+for the reader.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from hf_moe_ep.checkpoints.storage.boxes import Box, cut_box, overlap
 
 @dataclass(frozen=True)
 class Spread:
-    """A grid of all ranks, and what its axes cut.
+    """The sharding of a tensor over a grid of all ranks.
 
     Attributes:
-        grid: sizes of its axes.
-        ranks: row-major.
-        cuts: of each axis the dim of the tensor that it cuts, None for none.
+        grid: the sizes of the grid's axes.
+        ranks: the ranks in the grid, row-major.
+        cuts: for each axis the dim of the tensor that it cuts; None for an axis of replicas.
     """
 
     grid: tuple[int, ...]
@@ -43,24 +44,24 @@ class Spread:
 
     @staticmethod
     def of(name: str, tensor: Tensor, world: int) -> Spread:
-        """Find how a tensor lies on `world` ranks; one that is no DTensor is whole on each.
+        """Return the sharding of a tensor on `world` ranks; a plain tensor is whole on each rank.
 
         Raises:
-            ValueError: it lies on some of the ranks only, or in sums that were not added up.
+            ValueError: only some of the ranks hold the tensor, or its values are partial sums.
         """
         if not isinstance(tensor, DTensor):
             return Spread((world,), tuple(range(world)), (None,))
         mesh = tensor.device_mesh
         if mesh.size() != world:
             raise ValueError(
-                f"{name} lies on {mesh.size()} of {world} ranks, and what the others hold of it "
-                f"nobody knows here; shard the model with apply_ep_fsdp2 or Accelerate"
+                f"{name} is sharded over {mesh.size()} of {world} ranks, and this rank does not "
+                f"know what the other ranks hold; shard the model with apply_ep_fsdp2 or Accelerate"
             )
         cuts: list[int | None] = []
         for placement in tensor.placements:
             dim: int | None = getattr(placement, "dim", None)
             if dim is None and not isinstance(placement, Replicate):
-                raise ValueError(f"{name} is {placement} over ranks, which is no part of it")
+                raise ValueError(f"{name} is {placement} over ranks, which is not a shard of it")
             cuts.append(dim)
         return Spread(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(cuts))
 
@@ -78,57 +79,62 @@ class Spread:
         )
 
     def is_writer(self, rank: int, replica: int) -> bool:
-        """Tell whether a rank is one of those of a replica."""
-        place, coordinate = self.ranks.index(rank), []
+        """Tell whether a rank belongs to a replica."""
+        position, coordinate = self.ranks.index(rank), []
         for size in reversed(self.grid):
-            place, at = divmod(place, size)
+            position, at = divmod(position, size)
             coordinate.append(at)
-        return self._replica(coordinate[::-1]) == replica
+        return self._replica_of(coordinate[::-1]) == replica
 
     def boxes(self, shape: Iterable[int], replica: int) -> Iterator[tuple[int, Box]]:
-        """Yield (rank, its part) of a tensor of `shape`, of all ranks of a replica."""
+        """Yield (rank, its box) for all ranks of a replica; `shape` is that of the tensor."""
         shape = tuple(shape)
         for rank, coordinate in zip(self.ranks, product(*map(range, self.grid)), strict=True):
-            if self._replica(coordinate) == replica:
+            if self._replica_of(coordinate) == replica:
                 yield rank, cut_box(shape, self.grid, self.cuts, coordinate)
 
-    def _replica(self, coordinate: Iterable[int]) -> int:
-        """Number the replicas, of the last axis that cuts nothing the fastest."""
+    def _replica_of(self, coordinate: Iterable[int]) -> int:
+        """Number the replicas row-major over the axes that cut nothing."""
         number = 0
         for at, size, dim in zip(coordinate, self.grid, self.cuts, strict=True):
             number = number * size + at if dim is None else number
         return number
 
     def holders(self, shape: Iterable[int], replica: int, box: Box) -> frozenset[int]:
-        """Find the ranks of a replica that hold some of `box` of a tensor of `shape`."""
+        """Return the ranks of a replica that hold elements of `box`."""
         found = (rank for rank, theirs in self.boxes(shape, replica) if overlap(theirs, box))
         return frozenset(found)
 
 
-def find_spreads(tensors: Mapping[str, Tensor], world: int) -> dict[str, Spread]:
-    """Find how each tensor lies; those that lie alike share one object, which may be large.
+def choose_writers(tensors: Mapping[str, Tensor], world: int) -> dict[str, tuple[Spread, int]]:
+    """Return the sharding of each tensor and the replica that writes it, equal on every rank.
+
+    Tensors with the same sharding share one object, which is large on many ranks.
 
     Raises:
         ValueError: as `Spread.of`.
     """
     known: dict[Any, Spread] = {}
-    alike: dict[Spread, Spread] = {}
-    found: dict[str, Spread] = {}
+    equal: dict[Spread, Spread] = {}
+    spreads: dict[str, Spread] = {}
     for name, tensor in tensors.items():
         key: Any = None
         if isinstance(tensor, DTensor):
             key = (id(tensor.device_mesh), tensor.placements)
         if key not in known:
             spread = Spread.of(name, tensor, world)
-            known[key] = alike.setdefault(spread, spread)
-        found[name] = known[key]
-    return found
+            known[key] = equal.setdefault(spread, spread)
+        spreads[name] = known[key]
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    replicas = choose_replicas({name: (spreads[name], sizes[name]) for name in tensors})
+    return {name: (spreads[name], replicas[name]) for name in tensors}
 
 
 def choose_replicas(tensors: Mapping[str, tuple[Spread, int]]) -> dict[str, int]:
-    """Choose which replica writes each tensor, (spread, bytes); every rank chooses the same.
+    """Choose which replica writes each tensor, given as (sharding, bytes).
 
-    The largest first, each to the replica with least to write, of as many replicas.
+    Tensors are assigned in the order of their sizes, the largest first, to the replica with the
+    fewest bytes so far. Tensors with another number of replicas are balanced on their own.
     """
     chosen: dict[str, int] = {}
     loads: dict[int, list[tuple[int, int]]] = {}

@@ -1,22 +1,23 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP), loaded without running code from their files.
+"""Load checkpoints of torch.distributed.checkpoint (DCP) without running code from their files.
 
-DCP keeps two kinds of pickles, and torch runs whatever is in them:
+DCP stores two kinds of pickles, and torch runs whatever code is in them:
 
-    .metadata       which tensors there are, and where (filesystem.py, read_metadata)
-    __0_0.distcp    beside tensors "byte items": an optimizer's options, lr, betas, ..
+    .metadata       names and positions of all tensors (filesystem.py, read_metadata)
+    __0_0.distcp    besides tensors "byte items": an optimizer's options, lr, betas, ..
                     (default_planner.py, load_bytes: torch.load with weights_only=False)
 
-Here `.metadata` may build the classes of `_MAY_BUILD` and nothing else, and a byte item is loaded
-with weights_only=True: numbers, strings, tuples, lists, dicts, tensors, and numpy's numbers (an lr
-that numpy has computed). Anything else is a ValueError that names the file. A class of the user's
-own is loaded after torch.serialization.add_safe_globals([TheClass]).
+Here `.metadata` may build the classes in `_MAY_BUILD` only. A byte item is loaded with
+weights_only=True: numbers, strings, tuples, lists, dicts, tensors, and numpy's numbers (such as an
+lr that numpy computed). Anything else is a ValueError that names the file. A user's class is loaded
+after torch.serialization.add_safe_globals([TheClass]).
 
-`ValuesPlanner` and `MetadataReader` are for calls of `torch.distributed.checkpoint.load` that this
-package makes. Accelerate makes its own planner and reader; `values_alone` guards these inside a
-block, on the thread that runs the block and on no other. DCP reads on the thread that called it.
+`ValuesPlanner` and `MetadataReader` are for this package's own calls of
+`torch.distributed.checkpoint.load`. Accelerate creates its own planner and reader; `values_alone`
+guards these inside a block, on the thread that runs the block only. DCP reads on the thread that
+calls it.
 
-The guard does not cover files that DCP does not read: Accelerate loads `custom_checkpoint_*.pkl`,
-the state of objects that were registered for checkpointing, with weights_only=False.
+Files that DCP does not read are not guarded: Accelerate loads `custom_checkpoint_*.pkl`, the state
+of objects registered for checkpointing, with weights_only=False.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from hf_moe_ep.ranks.together import one_line
 from hf_moe_ep.upstream.checkpoint_files import file_of_item, metadata_path, put_value
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-# What a DCP `.metadata` is made of (torch/distributed/checkpoint/metadata.py, filesystem.py).
+# The classes in a DCP `.metadata` (torch/distributed/checkpoint/metadata.py, filesystem.py).
 _MAY_BUILD = {
     (_METADATA, "Metadata"),
     (_METADATA, "MetadataIndex"),
@@ -59,16 +60,16 @@ _MAY_BUILD = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
-# The function that numpy pickles a number as a call of. numpy 1 has it under another name.
+# numpy pickles a number as a call of this function; numpy 1 has another name for it.
 _SCALAR = numpy.float64(0).__reduce__()[0]
-# What a byte item may build beside what torch.load(weights_only=True) allows.
+# What a byte item may build in addition to what torch.load(weights_only=True) allows.
 _NUMPY_NUMBERS: list[Any] = [
     (_SCALAR, "numpy._core.multiarray.scalar"),
     (_SCALAR, "numpy.core.multiarray.scalar"),
     numpy.dtype,
     *(type(numpy.dtype(name)) for name in ("bool", "int32", "int64", "float32", "float64")),
 ]
-# What reading a pickle raises where it refuses the content, or the content is damaged.
+# Errors of reading a pickle that is damaged or has refused content.
 _UNREADABLE = (
     pickle.UnpicklingError,
     RuntimeError,
@@ -82,22 +83,22 @@ _UNREADABLE = (
 
 
 class _RefusedError(ValueError):
-    """The ValueError of this module, told from those of DCP when it comes from another rank."""
+    """The ValueError of this module; its class tells it from DCP's when another rank raises it."""
 
 
-# The refusals of the guarded block that runs on this thread; None outside of such a block.
+# The refusals inside `values_alone` on this thread; None outside of such a block.
 _refusals: ContextVar[list[_RefusedError] | None] = ContextVar("_refusals", default=None)
 
 
 def _member(owner: Any, name: str) -> Any:
-    """Look up an Enum's member, which Python up to 3.11.3 pickles as getattr(class, name)."""
+    """Return an Enum's member, which Python up to 3.11.3 pickles as getattr(class, name)."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) has no place in a checkpoint")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds what a `.metadata` is made of; anything else in the file is an error."""
+    """Builds the classes of a `.metadata`; anything else in the file is an error."""
 
     def find_class(self, module: str, name: str) -> Any:
         whole = (module, name)
@@ -109,16 +110,16 @@ class _Unpickler(pickle.Unpickler):
         if whole in _MAY_BUILD or is_torch_constant:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"{module}.{name} has no place in the metadata of a checkpoint; the file is not one, "
+            f"{module}.{name} has no place in the metadata of a checkpoint; this is another file, "
             f"or someone put code into it"
         )
 
 
 def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
-    """Read `.metadata` as FileSystemReader.read_metadata does, but build metadata alone.
+    """Read `.metadata` as FileSystemReader.read_metadata does, but build only metadata classes.
 
     Raises:
-        ValueError: it holds something else, or is damaged.
+        ValueError: the file holds other classes, or is damaged.
     """
     path = metadata_path(self, kwargs.get("rank"))
     with self.fs.create_stream(path, "rb") as file:
@@ -126,7 +127,7 @@ def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
             found = _Unpickler(file).load()
             found.storage_meta = found.storage_meta or StorageMeta()
             found.storage_meta.load_id = self.load_id
-            # The folder that is read now, for errors; the file says where it was written.
+            # For errors: the folder that is read now. The file names the one it was written to.
             found.storage_meta.checkpoint_id = os.fspath(self.path)
         except _UNREADABLE as error:
             raise _refused(f"{path} cannot be loaded: {error}; take an older checkpoint") from error
@@ -135,10 +136,10 @@ def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
 
 
 def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
-    """Load a byte item as DefaultLoadPlanner.load_bytes does, but values alone.
+    """Load a byte item as DefaultLoadPlanner.load_bytes does, but only plain values.
 
     Raises:
-        ValueError: it holds something else, or is damaged.
+        ValueError: the item holds other objects, or is damaged.
     """
     known = torch.serialization.get_safe_globals()
     allowed = [one for one in _NUMPY_NUMBERS if one not in known]
@@ -157,7 +158,7 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return in one line what torch.load refused, without its advice to load it all the same."""
+    """Return torch.load's reason in one line, without its advice to load the file unsafely."""
     cause = error.__context__ or error
     return " ".join(str(cause).split()) or repr(cause)
 
@@ -170,41 +171,42 @@ def _refused(text: str) -> _RefusedError:
 
 
 class MetadataReader(FileSystemReader):
-    """torch's reader of a checkpoint by DCP, with metadata alone out of `.metadata`."""
+    """DCP's reader of a folder; builds only metadata classes from `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return _build_metadata(self, *args, **kwargs)
 
 
 class ValuesPlanner(DefaultLoadPlanner):
-    """torch's planner of a load by DCP, with values alone out of byte items."""
+    """DCP's planner of a load; loads only plain values from byte items."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         _load_value(self, read_item, value)
 
 
 def read_metadata(original: Callable[..., Metadata], *args: Any, **kwargs: Any) -> Metadata:
-    """`FileSystemReader.read_metadata`, which builds metadata alone inside `values_alone`."""
+    """Wrap `FileSystemReader.read_metadata`: inside `values_alone` build only metadata classes."""
     return (
         original(*args, **kwargs) if _refusals.get() is None else _build_metadata(*args, **kwargs)
     )
 
 
 def load_bytes(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """`DefaultLoadPlanner.load_bytes`, which loads values alone inside `values_alone`."""
+    """Wrap `DefaultLoadPlanner.load_bytes`: inside `values_alone` load only plain values."""
     return original(*args, **kwargs) if _refusals.get() is None else _load_value(*args, **kwargs)
 
 
 @contextmanager
 def values_alone() -> Iterator[None]:
-    """Guard what DCP loads inside the block, on this thread: metadata and values, never code.
+    """Guard DCP's loads inside the block, on this thread: metadata and plain values, never code.
 
-    It needs `read_metadata` and `load_bytes` in front of torch's own (`integrations/install.py`).
+    The guard needs the wraps `read_metadata` and `load_bytes` to be installed
+    (`integrations/install.py`).
 
     Raises:
-        ValueError: a file holds something else; it is named.
-        RuntimeError: loading failed for another reason, where DCP's error is no Exception, so that
-            few would catch it.
+        ValueError: a file holds other objects; it is named.
+        RuntimeError: loading failed for another reason. DCP's own error is no Exception, so most
+            callers would not catch it.
     """
     refusals: list[_RefusedError] = []
     token = _refusals.set(refusals)
@@ -212,7 +214,7 @@ def values_alone() -> Iterator[None]:
         yield
     except CheckpointException as error:
         causes = [*refusals, *(cause for cause, _ in error.failures.values())]
-        # DCP makes another error of one in its metadata; the list has the first one.
+        # DCP replaces an error from `.metadata` by its own; `refusals` has the original.
         for cause in causes:
             if isinstance(cause, _RefusedError):
                 raise ValueError(str(cause)) from error

@@ -1,4 +1,4 @@
-"""What a training run goes on from: parameters, moments, progress, random numbers.
+"""The state from which a training run resumes: parameters, moments, progress, random generators.
 
-Here: the state by name, and saving and loading it at any layout. Never: the hub's layout.
+These modules name the state, save it and load it at any layout. Never: the hub's layout (`hub/`).
 """

@@ -1,19 +1,19 @@
-"""The base of a run whose experts are held quantised: not saved again, known by its hashes.
+"""Identify the base of a run whose experts are held quantised: hashes instead of a second copy.
 
     quantised_base.json    {"format": 1, "model": "Qwen/Qwen3-30B-A3B", "experts_dtype": "nf4",
                             "experts_double_quant": false,
                             "hashes": {"model.layers.0.mlp.experts.gate_up_proj": "03f2...", ..}}
 
-A hash is the sum, in 64 bits and twice, of a number made of each word of a stacked matrix, of its
-scales, and of the word's place in the whole tensor. Sums of ranks add up to that of the whole, so
-no tensor is gathered, and any layout gives the same. It finds another base; it is no protection
-against someone who means harm.
+A hash is two 64-bit sums. Each adds up, over all words of a stacked matrix or of its scales, a
+number that depends on the word and on its position in the whole tensor. So the sums of the ranks
+add up to the sum of the whole tensor: no tensor is gathered, and every layout gives the same hash.
+It tells bases apart; it is no protection against an attacker.
 
-Of experts that `balance_experts` has moved, each counts at its place in hub order.
+An expert that `balance_experts` has moved counts at its position in hub order.
 
-Frozen bytes do not change, so a rank reads its part once and keeps the sums: until autograd has
-counted a write into that tensor, or another one is in its place. A change behind `.data` is not
-counted: a checkpoint that is loaded reads all anew.
+Frozen bytes do not change, so a rank reads its shards once and keeps the sums. It reads a shard
+again if autograd has counted a write into the tensor, or if another tensor has replaced it. A write
+through `.data` is not counted; loading a checkpoint always reads all bytes.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from hf_moe_ep.upstream.sharded_models import times_written
 
 BASE = "quantised_base.json"
 _FORMAT = 1
-# What can be read of a row of bytes at once.
+# The word sizes in which a row of bytes can be read, the largest that fits first.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-# Two sums that do not know of each other.
+# The seeds of the two independent sums.
 _SEEDS = (1, 0x5851F42D4C957F2D)
 
 
 def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | None:
-    """Describe the quantised experts of a resharded model; None without any. Every rank calls it.
+    """Describe the quantised experts of a resharded model; every rank calls this.
 
-    With `anew` all bytes are read, whatever is known of them.
+    Args:
+        anew: read all bytes, and do not use the sums that are known.
 
     Returns:
-        The content of the module's file, the same on every rank.
+        The content of quantised_base.json, the same on every rank; None without quantised experts.
     """
     model = unwrap(model)
     tensors = {
@@ -71,7 +72,7 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
             for name, tensor in tensors.items()
         ]
     )
-    totals = _over_ranks(sums, next(iter(tensors.values()))).tolist()
+    totals = _add_up(sums, next(iter(tensors.values()))).tolist()
     return {
         "format": _FORMAT,
         "model": source_of(model),
@@ -85,21 +86,21 @@ def describe_base(model: nn.Module, *, anew: bool = False) -> dict[str, Any] | N
 
 
 def base_file(index: int) -> str:
-    """Name the file of the `index`-th model of a folder, as Accelerate names those of models."""
+    """Return the file name for the `index`-th model of a folder, numbered as Accelerate does."""
     return BASE if index == 0 else f"{Path(BASE).stem}_{index}.json"
 
 
 def check_base(folder: Path, model: nn.Module, index: int = 0) -> None:
-    """Raise ValueError, on every rank, where a checkpoint is of a run on another base."""
+    """Raise ValueError on every rank if a checkpoint was saved by a run on another base."""
     saved = on_first(f"reading {folder}", lambda: _read(folder / base_file(index)))
     here = describe_base(model, anew=True)
     if saved == here:
         return
-    there, mine = _form(saved), _form(here)
+    there, mine = _describe_format(saved), _describe_format(here)
     if there != mine:
         raise ValueError(
             f"{folder} was saved by a run on experts {there}, this model has them {mine}; adapters "
-            f"are of one base: patch the model as it was patched then"
+            f"fit one base only: patch the model as it was patched then"
         )
     assert saved is not None and here is not None
     names = [name for name, value in here["hashes"].items() if saved["hashes"].get(name) != value]
@@ -109,7 +110,7 @@ def check_base(folder: Path, model: nn.Module, index: int = 0) -> None:
             f"{folder} was saved by a run on {saved['model'] or 'a model'} with {first} "
             f"{saved['hashes'].get(first)}, and this is {here['model'] or 'a model'} with "
             f"{here['hashes'][first]} ({len(names)} of {len(here['hashes'])} tensors of experts "
-            f"differ): another base; load the one that those adapters were trained on"
+            f"differ): this is another base; load the one that those adapters were trained on"
         )
 
 
@@ -127,19 +128,19 @@ def _read(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _form(base: dict[str, Any] | None) -> str:
+def _describe_format(base: dict[str, Any] | None) -> str:
     if base is None:
         return "as they were loaded (experts_dtype=None)"
     nested = ", experts_double_quant=True" if base["experts_double_quant"] else ""
     return f"held by experts_dtype={base['experts_dtype']!r}{nested}"
 
 
-def _over_ranks(sums: Tensor, like: Tensor) -> Tensor:
-    """Add up the sums of ranks that hold different parts of tensors that lie as `like` does."""
+def _add_up(sums: Tensor, like: Tensor) -> Tensor:
+    """Add up the sums of all ranks for tensors that are sharded as `like` is."""
     if not isinstance(like, DTensor):
         return sums
     mesh = like.device_mesh
-    # Parameters that FSDP2 offloads are on the host, their groups are not.
+    # FSDP2 offloads parameters to the host, but their process groups need the device.
     total = sums.to(mesh.device_type)
     for axis, placement in enumerate(like.placements):
         if not isinstance(placement, Replicate):
@@ -151,7 +152,7 @@ def _over_ranks(sums: Tensor, like: Tensor) -> Tensor:
 def _sums_of(
     name: str, tensor: Tensor, slots: Tensor | None, known: dict[str, KnownSums]
 ) -> Tensor:
-    """Return the sums of this rank's part, read where it is not `known` as it is now."""
+    """Return the sums of this rank's shard; use the `known` sums if the shard is unchanged."""
     part, written = local_tensor(tensor), times_written(tensor)
     before = known.get(name)
     if before is not None and before.still_hold(tensor, part, written):
@@ -163,9 +164,10 @@ def _sums_of(
 
 @torch.no_grad()
 def _local_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
-    """Return the two sums of this rank's part of a tensor, whose last dim is never cut.
+    """Return the two sums of this rank's shard of a tensor, whose last dim is never sharded.
 
-    `slots` is where each expert lies, None for hub order.
+    Args:
+        slots: the row in which each expert is stored; None for hub order.
     """
     local, box = local_tensor(tensor).detach(), local_box(tensor)
     num_bytes = local.shape[-1] * local.element_size()
@@ -174,16 +176,16 @@ def _local_sums(tensor: Tensor, slots: Tensor | None = None) -> Tensor:
     (first_slot, _), *_ = box
     expert_of = list(range(len(tensor))) if slots is None else slots.argsort().tolist()
     for slot, rows in enumerate(local, first_slot):
-        # One expert at a time: a word becomes several of 8 bytes.
+        # One expert at a time, because every word becomes several int64 values.
         words = rows.contiguous().view(torch.uint8).view(word).to(torch.int64)
-        places = _places(words, box, expert_of[slot], tensor.shape[1])
+        positions = _positions(words, box, expert_of[slot], tensor.shape[1])
         for index, seed in enumerate(_SEEDS):
-            total[index] += _mixed(words + _mixed(places + seed)).sum()
+            total[index] += _mixed(words + _mixed(positions + seed)).sum()
     return total
 
 
-def _places(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
-    """Number the words of an expert's rows as in the whole tensor."""
+def _positions(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
+    """Return the position of each word of an expert's rows in the whole tensor."""
     _, (first_row, _), *_ = box
     per_row = words.shape[-1]
     start = (expert * num_rows + first_row) * per_row
@@ -191,7 +193,7 @@ def _places(words: Tensor, box: Box, expert: int, num_rows: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Spread every bit over all (splitmix64; Steele, Lea, Flood, OOPSLA 2014)."""
+    """Mix every bit into all bits (splitmix64; Steele, Lea, Flood, OOPSLA 2014)."""
     x = x * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
@@ -199,7 +201,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Shift right as if without a sign."""
+    """Shift right as an unsigned number."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 

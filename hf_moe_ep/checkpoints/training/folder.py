@@ -1,16 +1,17 @@
-"""What lies in the folder of a training checkpoint, and how each kind of file is written and read.
+"""The files in the folder of a training checkpoint, and how each kind is written and read.
 
-    manifest.json            last: what is there, sizes, hashes (`manifest.py`)
-    hf_moe_ep.json           first: this folder is ours
-    tensors/shard-*          parameters, buffers, moments (`tensors.py`): safetensors, each rank its
-                             own part, as torch.distributed.checkpoint reads them (`part_files.py`)
+    manifest.json            written last: names, sizes and hashes of all files (`manifest.py`)
+    hf_moe_ep.json           written first: marks the folder as ours
+    tensors/shard-*          parameters, buffers, moments (`tensors.py`) as safetensors; each rank
+                             writes its shards in torch.distributed.checkpoint's format
+                             (`part_files.py`)
     state.json               everything else (`state_file.py`)
     quantised_base.json      hashes of experts that are held quantised (`base.py`)
     random-00003.json        the random generators of rank 3
-    config.json, ..          of the model, for `hf-moe-ep convert`
+    config.json, ..          the model's config, for `hf-moe-ep convert`
 
-No file is a pickle. Nothing is renamed but the manifest: a folder without one is not there, and
-an older checkpoint stays the newest.
+No file is a pickle. Only the manifest is renamed: a folder without a manifest is unfinished, and an
+older checkpoint stays the newest.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_moe_ep.checkpoints.hub.configs import BESIDE, CONFIGS, save_configs
+from hf_moe_ep.checkpoints.hub.configs import CONFIGS, STAGED, save_configs
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.boxes import local_box, local_tensor
 from hf_moe_ep.checkpoints.storage.part_files import (
-    Part,
+    Shards,
     nearest_first,
     of_rank,
     read_parts,
@@ -43,12 +44,12 @@ TENSORS, STATE = "tensors", "state.json"
 
 
 def random_file(rank: int) -> str:
-    """The name of the file that holds the random generators of a rank."""
+    """Return the name of the file with the random generators of a rank."""
     return f"random-{rank:05d}.json"
 
 
 def layout_of(state: ModelState) -> dict[str, Any]:
-    """Say how a model lies, for the manifest and for whoever loads at another layout."""
+    """Return the layout of a model, for the manifest and for loading at another layout."""
     config = state.config
     return {
         "world_size": world_size(),
@@ -61,32 +62,32 @@ def layout_of(state: ModelState) -> dict[str, Any]:
 
 
 def check_free(path: Path) -> None:
-    """Raise ValueError where a save to `path` would remove what is no torn checkpoint of ours."""
+    """Raise ValueError if a save to `path` would remove more than an unfinished save of ours."""
     if is_written(path):
         raise ValueError(f"another model is being saved to {path}; save each to its own directory")
     if (path / manifest.MANIFEST).exists():
         manifest.check_sizes(path)
         raise ValueError(f"{path} holds a complete checkpoint; save to another directory")
     found = {item.name for item in path.iterdir()} if path.exists() else set()
-    # Names like config.json are others' too: without the marker, which comes first, none is ours.
+    # Other programs write config.json too. Our saves write the marker first.
     marked = manifest.STARTED in found
     others = [name for name in found if not (marked and _is_known(name))]
     if others:
         raise ValueError(
             f"{path} holds {', '.join(sorted(others)[:5])}, no part of a checkpoint; save to a "
-            f"directory of its own, like {path / 'step-100'}"
+            f"directory for this checkpoint only, like {path / 'step-100'}"
         )
 
 
 def _is_known(name: str) -> bool:
     known = (TENSORS, STATE, BASE, *CONFIGS, manifest.STARTED, manifest.PARTIAL)
-    return name in known or name.startswith(BESIDE) or Path(name).match("random-*.json")
+    return name in known or name.startswith(STAGED) or Path(name).match("random-*.json")
 
 
 def clear(path: Path, model: nn.Module) -> None:
-    """Make an empty folder that is marked as ours, with the model's config in it."""
+    """Make a folder with nothing but the marker of an unfinished save and the model's config."""
     for item in path.iterdir() if path.exists() else ():
-        if item.name == manifest.STARTED:  # stays: a kill here leaves a folder known as ours
+        if item.name == manifest.STARTED:  # if a kill follows, the folder stays marked as ours
             continue
         if item.is_dir():
             shutil.rmtree(item)
@@ -98,19 +99,19 @@ def clear(path: Path, model: nn.Module) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file of `folder`; the manifest has it on disk later."""
+    """Write a JSON file; the manifest syncs it to disk later."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file)
 
 
-def write_tensors(path: Path, parts: list[Part], num_files: int) -> dict[str, Any]:
-    """Write this rank's files, every rank for itself; returns what the manifest says of them."""
-    written = write_parts(path / TENSORS, this_rank(), parts, num_files)
+def write_tensors(path: Path, files: list[Shards]) -> dict[str, Any]:
+    """Write this rank's files of tensors; return their entries for the manifest."""
+    written = write_parts(path / TENSORS, this_rank(), files)
     return {f"{TENSORS}/{name}": entry for name, entry in written.items()}
 
 
 def read_tensors(path: Path, targets: dict[str, Tensor], saved: StateFile) -> None:
-    """Fill `targets`, each as this rank holds it; every rank for itself."""
+    """Read this rank's shards of `targets`."""
     known = manifest.read(path)["files"]
     names = [Path(name).name for name in known if name.startswith(f"{TENSORS}/")]
     ranks = ranks_needed(targets, saved)
@@ -121,10 +122,10 @@ def read_tensors(path: Path, targets: dict[str, Tensor], saved: StateFile) -> No
 
 
 def ranks_needed(targets: dict[str, Tensor], saved: StateFile) -> set[int] | None:
-    """Find the ranks that wrote something of what this one holds; None where nobody noted it."""
+    """Return the ranks that wrote shards this rank needs; None if the checkpoint does not say."""
     needed: set[int] = set()
-    # Layers are alike, and so are an optimizer's moments: asked once for all of them.
-    asked: dict[tuple[Any, ...], frozenset[int]] = {}
+    # Many tensors have the same shape and sharding: layers, and an optimizer's moments.
+    known: dict[tuple[Any, ...], frozenset[int]] = {}
     for name, target in targets.items():
         form = saved.tensors[name]
         if form.spread is None:
@@ -132,16 +133,16 @@ def ranks_needed(targets: dict[str, Tensor], saved: StateFile) -> set[int] | Non
         if local_tensor(target).numel():
             box = local_box(target)
             key = (id(form.spread), tuple(form.shape), form.replica, box)
-            if key not in asked:
-                asked[key] = form.spread.holders(form.shape, form.replica, box)
-            needed |= asked[key]
+            if key not in known:
+                known[key] = form.spread.holders(form.shape, form.replica, box)
+            needed |= known[key]
     return needed
 
 
 def check_only_ours(path: Path) -> None:
-    """Raise ValueError where a file that nobody named lies beside the tensors: `convert` reads it.
+    """Raise ValueError if the folder of tensors has a file that the manifest does not name.
 
-    For one rank: it lists the files of all.
+    `convert` would read such a file. One rank checks the files of all ranks.
     """
     known = manifest.read(path)["files"]
     for file in sorted((path / TENSORS).iterdir()):
@@ -153,7 +154,7 @@ def read_state(path: Path) -> StateFile:
     """Read the state of a complete checkpoint of `save_checkpoint`.
 
     Raises:
-        ValueError: the Trainer or Accelerate wrote it, or it is damaged.
+        ValueError: the Trainer or Accelerate wrote the checkpoint, or it is damaged.
     """
     known = manifest.read(path)["files"]
     if STATE not in known:

@@ -1,8 +1,8 @@
-"""Put a checkpoint of `save_checkpoint` into a model of whatever layout.
+"""Load a checkpoint of `save_checkpoint` into a model of any layout.
 
-find        the newest complete folder; every file is read against its hash
+find        the newest complete folder; every file is compared with its hash
 compare     names, shapes, dtypes, optimizer (`same_run.py`), before anything is changed
-read        each rank its part of each tensor: parameters into place, moments beside them
+read        each rank reads its shards: parameters into the model, moments into new tensors
 put         buffers, optimizer, scheduler, random generators
 """
 
@@ -51,25 +51,28 @@ def load_checkpoint(
     *,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Put the state of a checkpoint into model, optimizer and scheduler; every rank calls this.
+    """Load a checkpoint into model, optimizer and scheduler; every rank calls this.
 
-    Parameters, moments and `step` come back bit by bit at any layout. Random generators too, where
-    as many ranks as before have data of their own; else they are seeded anew, with a warning.
+    Parameters, moments and `step` are restored bit by bit at any layout. Random generators are
+    restored if the number of data ranks is the same; otherwise they are seeded again, with a
+    warning.
 
     Args:
-        directory: a checkpoint, or a folder of several: then the newest complete one.
-        model: the same architecture and adapters, patched, sharded or not.
-        optimizer: with the same parameters in its groups; state and options are replaced. None
-            ignores what was saved of one.
-        scheduler: its state is replaced; None ignores what was saved of one.
-        verify: read every file against its hash first; else sizes alone.
+        directory: a checkpoint, or a folder of checkpoints, of which the newest complete one is
+            loaded.
+        model: the same architecture and adapters; patched, sharded or not.
+        optimizer: has the same parameters in its groups; its state and options are replaced. None
+            ignores the saved optimizer.
+        scheduler: its state is replaced; None ignores the saved scheduler.
+        verify: compare every file with its hash first; False compares sizes alone.
 
     Returns:
-        The `progress` that was saved, {} for None.
+        The saved `progress`, {} if it was None.
 
     Raises:
-        ValueError: on every rank, before anything was changed: no complete checkpoint, a damaged
-            file, another model, quantised base or optimizer; it names the file or the tensors.
+        ValueError: on every rank, before anything is changed: there is no complete checkpoint, a
+            file is damaged, or the model, the quantised base or the optimizer is another one. The
+            file or the tensors are named.
         RuntimeError: on every rank: a rank could not read.
     """
     check_everyone_calls("load_checkpoint")
@@ -104,7 +107,7 @@ def load_checkpoint(
             scheduler.load_state_dict(saved.scheduler)
         _put_random(path, saved.layout, state)
 
-    # What is read of an optimizer takes the place of what it keeps, and moves with the experts.
+    # The optimizer too: its new state is in hub order and moves back with the experts.
     with experts_in_hub_order(model, optimizer):
         saved, targets = together(f"reading {path}", compare)
         together(f"reading {path}", lambda: folder.read_tensors(path, targets, saved))
@@ -113,22 +116,22 @@ def load_checkpoint(
 
 
 def _targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[str, Tensor]:
-    """Choose where each tensor is read to: the model's own storage where it has the file's form."""
+    """Choose the tensors to read into: the model's own memory if it has the form of the files."""
     targets: dict[str, Tensor] = {}
-    for name, slot in model_slots(model).items():
-        if slot.tensor.ndim:
-            converted = slot.to_file is not None
-            targets[f"model.{name}"] = slot.saved(slot.tensor) if converted else slot.tensor
+    for name, one in model_slots(model).items():
+        if one.tensor.ndim:
+            converted = one.to_file is not None
+            targets[f"model.{name}"] = one.in_file_form(one.tensor) if converted else one.tensor
     if optimizer is None or saved.optimizer is None:
         return targets
-    _, slots = parameter_names(model, optimizer)
-    for parameter, values in saved.optimizer.kept.items():
+    _, trained = parameter_names(model, optimizer)
+    for parameter, values in saved.optimizer.values.items():
         of_parameter = saved.tensors.get(f"model.{parameter}")
-        for kept in values.values():
-            if kept.in_file is not None:
-                targets[kept.in_file] = new_moment(
-                    slots[parameter],
-                    saved.tensors[kept.in_file].dtype,
+        for value in values.values():
+            if value.in_file is not None:
+                targets[value.in_file] = new_moment(
+                    trained[parameter],
+                    saved.tensors[value.in_file].dtype,
                     None if of_parameter is None else of_parameter.dtype,
                 )
     return targets
@@ -136,29 +139,29 @@ def _targets(model: nn.Module, optimizer: Any, saved: StateFile) -> dict[str, Te
 
 @torch.no_grad()
 def _put_model(model: nn.Module, targets: dict[str, Tensor], saved: StateFile) -> None:
-    for name, slot in model_slots(model).items():
-        if not slot.tensor.ndim:
-            slot.tensor.copy_(saved.scalars[name])
-        elif slot.from_file is not None:
-            slot.tensor.copy_(slot.fit(targets[f"model.{name}"]))
+    for name, one in model_slots(model).items():
+        if not one.tensor.ndim:
+            one.tensor.copy_(saved.scalars[name])
+        elif one.from_file is not None:
+            one.tensor.copy_(one.in_model_form(targets[f"model.{name}"]))
 
 
 def _put_random(path: Path, saved: dict[str, Any], state: ModelState) -> None:
-    """Put this data rank's generators back, or seed them anew where there is no such rank."""
+    """Restore this data rank's random generators, or seed them if the number of ranks changed."""
     now, rank = folder.layout_of(state), this_rank()
     before = saved["world_size"] // saved["sp_size"]
     here = now["world_size"] // now["sp_size"]
     data_rank = rank // now["sp_size"]
     first = _read_random(path, 0)
     if before == here and first["device"] == state.device.type:
-        place = rank % now["sp_size"] % saved["sp_size"]
-        mine = _read_random(path, data_rank * saved["sp_size"] + place)
+        sp_rank = rank % now["sp_size"] % saved["sp_size"]
+        mine = _read_random(path, data_rank * saved["sp_size"] + sp_rank)
         random_state.restore(mine, state.device)
         return
     random_state.reseed(first, data_rank)
     if is_first():
         warnings.warn(
-            f"{path} was saved by {before} data ranks on {first['device']}, here are {here} on "
+            f"{path} was saved by {before} data ranks on {first['device']}, this run has {here} on "
             f"{state.device.type}: random generators are seeded anew, dropout and shuffling will "
             f"differ",
             stacklevel=2,

@@ -1,9 +1,9 @@
-"""Random generators of one rank: kept in a checkpoint, put back, or seeded anew.
+"""The random generators of one rank: captured, restored, or seeded again.
 
-Where as many ranks as before have data of their own, each goes on exactly where it was. At another
-number there is no such place: every generator is seeded from (the saved state of rank 0, data
-rank), so that a run resumed twice draws the same numbers, and not those of its first steps again.
-Ranks that share their batches (sp) are seeded alike: what they draw samples by must be the same.
+If the number of data ranks is the same, each rank restores its own generators. Otherwise every
+generator is seeded from (the saved state of rank 0, data rank): a run that is resumed twice draws
+the same numbers, and they differ from those of its first steps. The ranks of a sequence-parallel
+group share their batches and are seeded alike, because they must draw the same samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Return this rank's generators, for `json_values.encode`."""
+    """Return the state of this rank's generators, for `json_values.encode`."""
     name, keys, *rest = np.random.get_state(legacy=True)
     found = {
         "python": random.getstate(),
@@ -31,7 +31,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any], device: torch.device) -> None:
-    """Put back what `capture` returned, on a device of the same type."""
+    """Restore a result of `capture`, on a device of the same type."""
     name, keys, *rest = saved["numpy"]
     random.setstate(saved["python"])
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
@@ -46,7 +46,7 @@ def reseed(saved_of_rank_0: dict[str, Any], data_rank: int) -> None:
     seed = int.from_bytes(digest[:7], "big")
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # of all devices too
+    torch.manual_seed(seed)  # seeds all devices, too
 
 
 def _bytes(state: torch.Tensor) -> bytes:

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is one of this model and this optimizer, before anything is read into them.
+"""Check that a checkpoint belongs to this model and this optimizer, before anything is changed.
 
-Loading in part would train on with a mixture of two runs, so every difference is an error that
-names what differs.
+A partial load would train on with a mixture of two runs, so every difference is an error that names
+what differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_moe_ep.checkpoints.training.state_file import OptimizerState, StateFile, TensorForm
 from hf_moe_ep.checkpoints.training.tensors import (
-    Slot,
+    StateTensor,
     bases_of,
     kind_of,
     model_slots,
@@ -29,8 +29,8 @@ _SHOWN = 5
 
 
 def check_model(model: nn.Module, saved: StateFile, where: str) -> None:
-    """Raise ValueError where parameters and buffers are not those of the checkpoint."""
-    slots = model_slots(model)
+    """Raise ValueError if parameters and buffers differ from those of the checkpoint."""
+    mine = model_slots(model)
     forms = {
         name.removeprefix(_OF_MODEL): form
         for name, form in saved.tensors.items()
@@ -38,39 +38,39 @@ def check_model(model: nn.Module, saved: StateFile, where: str) -> None:
     }
     names = forms.keys() | saved.scalars.keys()
     problems = []
-    if missing := slots.keys() - names:
+    if missing := mine.keys() - names:
         problems.append(f"it lacks {_some(missing)}")
-    if unexpected := names - slots.keys():
+    if unexpected := names - mine.keys():
         problems.append(f"the model lacks {_some(unexpected)}")
     wrong: list[str] = []
-    for name in sorted(slots.keys() & names):
-        is_scalar = not slots[name].tensor.ndim
+    for name in sorted(mine.keys() & names):
+        is_scalar = not mine[name].tensor.ndim
         if is_scalar != (name in saved.scalars):
             wrong.append(f"{name} is a single number on one side only")
         elif not is_scalar:
-            wrong += _differences(name, slots[name], forms[name])
+            wrong += _differences(name, mine[name], forms[name])
     if wrong:
         problems.append("; ".join(wrong[:_SHOWN]) + _more(wrong))
     if problems:
         raise ValueError(f"{where} is a checkpoint of another model: " + "; ".join(problems))
 
 
-def _differences(name: str, slot: Slot, saved: TensorForm) -> Iterator[str]:
-    shape = slot.file_shape()
+def _differences(name: str, tensor: StateTensor, saved: TensorForm) -> Iterator[str]:
+    shape = tensor.file_shape()
     if shape != saved.shape:
         yield f"{name} has shape {saved.shape}, the model's {shape}"
-    mine = slot.tensor.dtype
+    mine = tensor.tensor.dtype
     if torch.promote_types(saved.dtype, mine) != mine:
         yield (
             f"{name} is {saved.dtype}, which the model's {mine} would round (a checkpoint of "
-            f"fp32 masters wants model.float() or apply_ep_fsdp2(model))"
+            f"fp32 master weights needs model.float() or apply_ep_fsdp2(model))"
         )
 
 
 def check_optimizer(
     model: nn.Module, optimizer: Any, saved: OptimizerState | None, where: str
 ) -> None:
-    """Raise ValueError where it is another optimizer, or has other parameters in its groups."""
+    """Raise ValueError if the optimizer's class, groups or parameters differ."""
     if saved is None:
         raise ValueError(f"{where} was saved without an optimizer; call with optimizer=None")
     _check_kind(optimizer, saved, where)
@@ -91,14 +91,14 @@ def check_optimizer(
 
 
 def _check_kind(optimizer: Any, saved: OptimizerState, where: str) -> None:
-    """Take the class that was saved, one derived from it, or one that it derives from."""
+    """Accept the saved class, a class derived from it, or one of its bases."""
     was, now = saved.kind, kind_of(optimizer)
     if was in (None, now):
         return
     if was not in bases_of(optimizer) and now not in saved.bases:
         raise ValueError(
-            f"{where} was saved with {was}, this optimizer is {now}, which would go on with the "
-            f"other's lr and without a state of its own; load with {was}, then make {now}"
+            f"{where} was saved with {was}, this optimizer is {now}, which would take over the lr "
+            f"of {was} without its own state; load with {was}, then make {now}"
         )
     here = set().union(*(group.keys() for group in optimizer.param_groups))
     there = set().union(*(group.options.keys() for group in saved.groups))

@@ -1,20 +1,20 @@
-"""Save everything a training run goes on from, at whatever layout it lies.
+"""Save the complete state of a training run, at any layout.
 
-    meet        ranks that stay away, or call with other arguments, are named
-    prepare     each rank names its tensors (`tensors.py`) and makes JSON of the rest; nothing is
-                written where one of them cannot, or where they differ
+    meet        ranks that do not call, or call with other arguments, are named in an error
+    prepare     each rank names its tensors (`tensors.py`) and encodes the rest as JSON; if a rank
+                fails here, or ranks differ, nothing is written
     clear       rank 0 makes an empty folder, marked as unfinished (`folder.py`)
-    write       each rank its part, which it knows by itself (`spread.py`), and the manifest last
+    write       each rank writes its shards (`spread.py`); the manifest is written last
 
-An error of one rank is an error on every rank. In the background (`asynchronous=True`) the step
-waits for `prepare` alone, which then copies to the host. Ranks meet over a group of their own
-there, because collectives of two threads on one group would mix (`ranks/background.py`).
+An error on one rank is raised on every rank. With `asynchronous=True` the training step waits only
+for `prepare`, which then copies to host memory. The background threads use a process group of their
+own, because collectives of two threads on one group would mix (`ranks/background.py`).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.json_values import encode
-from hf_moe_ep.checkpoints.storage.part_files import Part
+from hf_moe_ep.checkpoints.storage.part_files import Shards
 from hf_moe_ep.checkpoints.training import folder
 from hf_moe_ep.checkpoints.training import rng as random_state
 from hf_moe_ep.checkpoints.training.base import BASE, describe_base
@@ -44,16 +44,15 @@ from hf_moe_ep.ranks.together import (
 from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import ModelState, patched_state
 
-# Of one rank; files are what ranks share when they verify a checkpoint.
+# The size of a file. Ranks verify a checkpoint file by file, so large files balance badly.
 _FILE_BYTES = 1 << 30
 
 
 @dataclass
 class _Snapshot:
-    """One rank's part of a checkpoint; all but the tensors as JSON takes it."""
+    """One rank's part of a checkpoint: its tensors by file, and the rest as JSON values."""
 
-    parts: list[Part]
-    num_files: int
+    files: list[Shards]
     state: dict[str, Any]
     random: dict[str, Any]
     layout: dict[str, Any]
@@ -71,35 +70,35 @@ def save_checkpoint(
 ) -> SaveHandle:
     """Write a checkpoint that `load_checkpoint` reads at any layout; every rank calls this.
 
-    Of a model with PEFT's adapters those, active or not, what else trains, and all persistent
-    buffers are saved: its frozen base is where it was loaded from. Of experts that are held
-    quantised hashes are saved, by which `load_checkpoint` knows their base.
+    For a model with PEFT adapters, all adapters (active or not), other trainable parameters and all
+    persistent buffers are saved; the frozen base is not. For experts that are held quantised,
+    hashes are saved, and `load_checkpoint` compares the base with them.
 
     Args:
-        directory: of this checkpoint alone (`out/step-100`), shared by all ranks. What an
-            unfinished save left there is removed.
-        model: patched, sharded or (in one process) not.
-        optimizer: of the model's parameters as they are now, or None: of the model alone. State of
-            a parameter's own shape and single numbers fit another layout; anything else is refused.
-        scheduler: with `state_dict()`, or None.
-        progress: where training stands (step, epoch, position in the data): numbers, strings,
-            lists, tuples, dicts and small tensors; rank 0's is kept.
-        asynchronous: return when the state is copied to host memory; write in the background, where
-            ranks wait for each other no longer than the process group's timeout. A later save waits
-            for it, and raises its error. Call `wait()` before the process ends.
+        directory: a folder for this checkpoint only (`out/step-100`), shared by all ranks. The
+            files of an unfinished save are removed.
+        model: patched; sharded, or not sharded in a single process.
+        optimizer: the optimizer of the model's current parameters; None saves the model alone. Its
+            state may be tensors of the parameter's shape and single numbers.
+        scheduler: an object with `state_dict()`, or None.
+        progress: the position of the training (step, epoch, position in the data), made of numbers,
+            strings, lists, tuples, dicts and small tensors; that of rank 0 is saved.
+        asynchronous: return when the state is copied to host memory, and write in the background.
+            Ranks wait for each other there up to the process group's timeout. The next save waits
+            for this one and raises its error. Call `wait()` before the process ends.
 
     Returns:
-        A handle; without `asynchronous` its `wait()` has nothing left to do.
+        A handle; `wait()` returns at once if `asynchronous` is False.
 
     Raises:
         ValueError: on every rank: `directory` holds a complete checkpoint or other files, the model
-            is not patched, or something cannot be saved.
-        RuntimeError: on every rank, naming the rank that failed and why; what was there before is
-            untouched and training can go on.
+            is not patched, or a value cannot be saved.
+        RuntimeError: on every rank, with the rank that failed and the reason; earlier checkpoints
+            are unchanged and training can go on.
     """
     check_everyone_calls("save_checkpoint")
     state = patched_state(model)
-    path = Path(directory).absolute()  # the thread outlives an os.chdir
+    path = Path(directory).absolute()  # os.chdir must not redirect the background thread
     check_alike("save_checkpoint", directory=os.fspath(directory), asynchronous=asynchronous)
     saver = state.saver = state.saver or Saver()
     saver.wait()
@@ -110,8 +109,9 @@ def save_checkpoint(
             folder.check_free(path)
         snapshot = _take(model, optimizer, scheduler, progress, state)
         if asynchronous:
-            snapshot.parts = [
-                replace(part, values=part.values.to("cpu", copy=True)) for part in snapshot.parts
+            snapshot.files = [
+                {name: (box, values.to("cpu", copy=True)) for name, (box, values) in shards.items()}
+                for shards in snapshot.files
             ]
         return snapshot
 
@@ -119,7 +119,7 @@ def save_checkpoint(
     with experts_in_hub_order(model, optimizer):
         snapshot = together("save_checkpoint", prepare)
         snapshot.base = base
-        _check_same_everywhere(digest(snapshot.state))
+        _check_equal(digest(snapshot.state))
         on_first(f"clearing {path}", lambda: folder.clear(path, model))
         if not asynchronous:
             _write(path, snapshot, None)
@@ -139,7 +139,6 @@ def _take(
         raise ValueError(f"progress is {progress!r}; make it a dict, like {{'step': 100}}")
     named = collect(model, optimizer)
     layout, forms = folder.layout_of(state), named.forms()
-    parts, num_files = named.parts(forms, _FILE_BYTES)
     content = StateFile(
         layout=layout,
         progress=progress or {},
@@ -149,27 +148,26 @@ def _take(
         optimizer=named.optimizer,
     )
     return _Snapshot(
-        parts=parts,
-        num_files=num_files,
+        files=named.files(forms, _FILE_BYTES),
         state=content.to_json(),
         random=encode(random_state.capture(state.device), "random state"),
         layout=layout,
     )
 
 
-def _check_same_everywhere(of_state: str) -> None:
-    digests = differing(of_state) or [of_state]
+def _check_equal(state_digest: str) -> None:
+    digests = differing(state_digest) or [state_digest]
     odd = [rank for rank, of_rank in enumerate(digests) if of_rank != digests[0]]
     if odd:
         raise ValueError(
-            f"ranks {odd} have other tensors or another state of the optimizer than rank 0: every "
-            f"rank must take the same steps with the same options"
+            f"ranks {odd} have other tensors or another optimizer state than rank 0: every rank "
+            f"must take the same steps with the same options"
         )
 
 
 def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> None:
     def tensors() -> dict[str, Any]:
-        return folder.write_tensors(path, snapshot.parts, snapshot.num_files)
+        return folder.write_tensors(path, snapshot.files)
 
     def others() -> None:
         folder.write_json(path / folder.random_file(this_rank()), snapshot.random)
@@ -178,6 +176,6 @@ def _write(path: Path, snapshot: _Snapshot, group: dist.ProcessGroup | None) -> 
             if snapshot.base is not None:
                 folder.write_json(path / BASE, snapshot.base)
 
-    told = together(f"saving {path}", tensors, group)
+    written = together(f"saving {path}", tensors, group)
     together(f"saving {path}", others, group)
-    manifest.write(path, snapshot.layout, told=told, group=group)
+    manifest.write(path, snapshot.layout, written=written, group=group)

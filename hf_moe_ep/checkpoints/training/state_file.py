@@ -1,21 +1,22 @@
-"""`state.json`: everything of a training state that is no file of tensors.
+"""`state.json`: all of a training state except the tensors.
 
     {"format": 1,
-     "layout": {"world_size": 8, "ep_size": 4, ...},         how it was saved
-     "progress": {"step": 100},                              the user's, by `json_values.py`
-     "scheduler": {"last_epoch": 100, ...},                  null without one
-     "spreads": [{"grid": [8], "ranks": [0, 1, ...], "cuts": [0]}, ...],     of `spread.py`
+     "layout": {"world_size": 8, "ep_size": 4, ...},         the layout that saved it
+     "progress": {"step": 100},                              given by the user
+     "scheduler": {"last_epoch": 100, ...},                  null without a scheduler
+     "spreads": [{"grid": [8], "ranks": [0, 1, ...], "cuts": [0]}, ...],     see `spread.py`
      "tensors": {"model.norm.weight": {"shape": [32], "dtype": "float32",
                                        "spread": 0, "replica": 0}, ...},
-     "rest": {"scalars": {"scale": ...},                     tensors of the model without a dim
+     "rest": {"scalars": {"scale": ...},                     0-dim tensors of the model
               "kind": "MyAdamW", "bases": ["AdamW"],         null without an optimizer
               "groups": [{"names": ["norm.weight"], "options": {"lr": 0.1, ...}}],
               "optimizer": {"norm.weight": {
                   "exp_avg": {"__in_file__": "optimizer.exp_avg.norm.weight"},
                   "step": {"on": "host", "value": ...}}}}}
 
-The names of these fields stand in this file alone. A file without a number is of format 1: the
-number came later, and so did "bases", "spreads", "spread" and "replica".
+The names of these fields are used in this module only. Values are encoded by `json_values.py`. A
+file without a format number has format 1; older files lack the number, "bases", "spreads", "spread"
+and "replica".
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _HOST, _PARAMETER = "host", "parameter"
 
 @dataclass(frozen=True)
 class TensorForm:
-    """Global shape and dtype of a tensor in the files; and who wrote them.
+    """Global shape and dtype of a saved tensor, and the ranks that wrote it.
 
     Attributes:
-        spread: how it lay on ranks; None in files of versions that did not write it.
-        replica: which of its replicas wrote it.
+        spread: the sharding at the time of the save; None in files of older versions.
+        replica: the replica that wrote it.
     """
 
     shape: list[int]
@@ -52,23 +53,23 @@ class TensorForm:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One thing that an optimizer keeps of a parameter: a tensor in the files, or a value.
+class OptimizerValue:
+    """One entry of an optimizer's state of a parameter: a tensor in the files, or a value.
 
     Attributes:
-        in_file: the tensor's name there; None for a value.
-        value: a number, or a tensor without a dim, or anything that JSON can hold.
-        beside_parameter: a tensor that lies on the parameter's device, as fused AdamW's `step`.
+        in_file: the name of the tensor in the files; None for a value.
+        value: a number, a 0-dim tensor, or another value that JSON can hold.
+        on_device: the value is a tensor on the parameter's device, like `step` of fused AdamW.
     """
 
     in_file: str | None = None
     value: Any = None
-    beside_parameter: bool = False
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
 class Group:
-    """One group of an optimizer: its parameters by name; lr and what else stands there."""
+    """A parameter group of an optimizer: the names of its parameters, and lr and other options."""
 
     names: list[str]
     options: dict[str, Any]
@@ -76,23 +77,23 @@ class Group:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The knowledge of an optimizer, its tensors by name alone.
+    """The state and the options of an optimizer.
 
     Attributes:
-        kind: its class; None in files of versions that did not write it.
-        bases: the classes it derives from, up to torch's own.
-        kept: {parameter: {key: what}}.
+        kind: the name of its class; None in files of older versions.
+        bases: the names of its base classes, up to the first class of torch.
+        values: {parameter: {key: value}}.
     """
 
     kind: str | None
     bases: list[str]
-    kept: dict[str, dict[str, Kept]]
+    values: dict[str, dict[str, OptimizerValue]]
     groups: list[Group]
 
 
 @dataclass(frozen=True)
 class StateFile:
-    """The content of `state.json`; `scalars` are the model's tensors without a dim."""
+    """The content of `state.json`; `scalars` are the model's 0-dim tensors."""
 
     layout: dict[str, Any]
     progress: dict[str, Any] = field(default_factory=dict)
@@ -102,10 +103,10 @@ class StateFile:
     optimizer: OptimizerState | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Copy everything into what JSON takes.
+        """Copy everything into values that JSON can hold.
 
         Raises:
-            ValueError: something has no form in JSON; it says where.
+            ValueError: a value has no form in JSON; the message says where it is.
         """
         scheduler = None if self.scheduler is None else encode(self.scheduler, "scheduler")
         spreads = {form.spread: None for form in self.tensors.values() if form.spread is not None}
@@ -125,11 +126,11 @@ class StateFile:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> StateFile:
-        """Restore what `to_json` was called on.
+        """Restore the object from the result of `to_json`.
 
         Raises:
-            ValueError: the file is of a format that this version does not know.
-            LookupError, TypeError, AttributeError: it is damaged.
+            ValueError: the file has a format that this version does not know.
+            LookupError, TypeError, AttributeError: the file is damaged.
         """
         number = content.get("format", 1)
         if number != FORMAT:
@@ -149,9 +150,9 @@ class StateFile:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """Hash what must be alike on every rank, of what `to_json` returned."""
-    alike = [content["spreads"], content["tensors"], content["rest"]]
-    return hashlib.sha256(json.dumps(alike).encode()).hexdigest()
+    """Hash the parts of a result of `to_json` that must be equal on every rank."""
+    equal = [content["spreads"], content["tensors"], content["rest"]]
+    return hashlib.sha256(json.dumps(equal).encode()).hexdigest()
 
 
 def read(path: Path) -> StateFile:
@@ -190,40 +191,40 @@ def _optimizer_to_json(optimizer: OptimizerState | None) -> dict[str, Any]:
         {"names": group.names, "options": encode(group.options, f"param_groups[{index}]")}
         for index, group in enumerate(optimizer.groups)
     ]
-    kept = {
+    values = {
         parameter: {
-            key: _kept_to_json(value, f"{key} of {parameter} in {optimizer.kind}")
-            for key, value in values.items()
+            key: _value_to_json(value, f"{key} of {parameter} in {optimizer.kind}")
+            for key, value in of_parameter.items()
         }
-        for parameter, values in optimizer.kept.items()
+        for parameter, of_parameter in optimizer.values.items()
     }
-    return {"kind": optimizer.kind, "bases": optimizer.bases, "groups": groups, "optimizer": kept}
+    return {"kind": optimizer.kind, "bases": optimizer.bases, "groups": groups, "optimizer": values}
 
 
 def _optimizer_from_json(rest: dict[str, Any]) -> OptimizerState | None:
-    if not rest["groups"]:  # which every optimizer has
+    if not rest["groups"]:  # every optimizer has at least one group
         return None
-    kept = {
-        parameter: {key: _kept_from_json(entry) for key, entry in entries.items()}
+    values = {
+        parameter: {key: _value_from_json(entry) for key, entry in entries.items()}
         for parameter, entries in rest["optimizer"].items()
     }
     groups = [Group(group["names"], decode(group["options"])) for group in rest["groups"]]
-    return OptimizerState(rest.get("kind"), rest.get("bases", []), kept, groups)
+    return OptimizerState(rest.get("kind"), rest.get("bases", []), values, groups)
 
 
-def _kept_to_json(kept: Kept, where: str) -> dict[str, Any]:
-    if kept.in_file is not None:
-        return {"__in_file__": kept.in_file}
-    value = encode(kept.value, where)
-    if not isinstance(kept.value, Tensor):
+def _value_to_json(saved: OptimizerValue, where: str) -> dict[str, Any]:
+    if saved.in_file is not None:
+        return {"__in_file__": saved.in_file}
+    value = encode(saved.value, where)
+    if not isinstance(saved.value, Tensor):
         return {"value": value}
-    return {"on": _PARAMETER if kept.beside_parameter else _HOST, "value": value}
+    return {"on": _PARAMETER if saved.on_device else _HOST, "value": value}
 
 
-def _kept_from_json(entry: dict[str, Any]) -> Kept:
+def _value_from_json(entry: dict[str, Any]) -> OptimizerValue:
     if "__in_file__" in entry:
-        return Kept(in_file=entry["__in_file__"])
-    return Kept(value=decode(entry["value"]), beside_parameter=entry.get("on") == _PARAMETER)
+        return OptimizerValue(in_file=entry["__in_file__"])
+    return OptimizerValue(value=decode(entry["value"]), on_device=entry.get("on") == _PARAMETER)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
