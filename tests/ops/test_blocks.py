@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from expert_cases import FORMULAS, NAMES
+from expert_cases import FORMULAS, NAMES, TRITON
 from support.close import assert_close
 from torch import Tensor
 from transformers.utils.import_utils import enable_tf32
@@ -54,6 +55,34 @@ def test_bytes_have_tiles_of_as_many_rows(num_pairs: int, monkeypatch: pytest.Mo
         of_bytes = blocks.choose_blocks(rows, 8, num_pairs, "nf4")
         assert of_bytes.m == usual.m
         assert (of_bytes == usual) == (dtype != torch.float32)
+
+
+@pytest.mark.parametrize(("backend", "device"), TRITON)
+@pytest.mark.parametrize("name", ["silu", "gpt-oss"])
+def test_a_block_of_dgated_that_is_wider_than_128_gives_the_same_gradients(
+    name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel then applies the gate's formula to quarters of a block; the table has no such row."""
+    case = FORMULAS[name]
+    inputs = case.inputs(torch.float32, device)
+
+    def gradients() -> list[Tensor]:
+        leaves = [None if x is None else x.clone().requires_grad_() for x in inputs]
+        rows_RH, weights_RK, *experts = leaves
+        args = (rows_RH, case.ids_RK(device), weights_RK, ExpertWeights(*experts), case.formula)
+        out_RH = expert_mlp(*args, counts_L=case.counts_L(), backend=backend)
+        return list(
+            torch.autograd.grad(out_RH.square().sum(), [x for x in leaves if x is not None])
+        )
+
+    want = gradients()
+    for bucket in ("many", "few"):
+        key = (generation(torch.device(device)), 4, bucket)
+        row = blocks.TABLE[key]
+        wide = replace(row, dgated=replace(row.dgated, n=256))
+        monkeypatch.setitem(blocks.TABLE, key, wide)
+    for mine, theirs in zip(gradients(), want, strict=True):
+        torch.testing.assert_close(mine, theirs)  # fp32: sums of other lengths
 
 
 def test_a_cpu_gets_the_rows_of_the_interpreter() -> None:

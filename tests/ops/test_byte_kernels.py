@@ -320,9 +320,8 @@ def test_no_tensor_of_the_size_of_a_dequantised_matrix(
 
     assert 0 < largest() < of_one
 
-    def hoard(values: Tensor, scale: Tensor | None, kind: str) -> Tensor:
-        assert scale is not None
-        return reference.matrices(Quantised(values, scale), kind, torch.float32)
+    def hoard(experts: ExpertWeights, name: str) -> Tensor:
+        return reference.matrices(experts.stack(name), experts.quantised, torch.float32)
 
     monkeypatch.setattr(triton_mlp, "_matrices", hoard)
     assert largest() >= 8 * of_one

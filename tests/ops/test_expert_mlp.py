@@ -28,8 +28,8 @@ from torch import Tensor
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertWeights
-from hf_moe_ep.ops.spec import ExpertSpec
+from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
+from hf_moe_ep.ops.operators import INPUT_NAMES, Settings
 
 
 def _run(fn, case: Case, inputs, grad_RH: Tensor, wanted=(1,) * 6, **kw):
@@ -435,14 +435,16 @@ def test_the_operators_keep_torch_library_rules(backend: str, device: str, layou
     assert rows.is_contiguous() == weights.is_contiguous() == (layout == "contiguous")
     named = adapted(case, 2, torch.float32, device)
     tensors = [*experts, *(leaf(named[name]) for name in ADAPTERS)]
-    spec = ExpertSpec(case.formula, (*NAMES[2:], *ADAPTERS), 0.5, 2.0, 0.5, True, backend)
-    args = (rows, weights, tensors, put(case.ids_RK(device)), case.counts_L(), spec.to_text())
+    inputs = [rows, weights, *tensors, *[None] * (len(WEIGHT_NAMES) - len(tensors))]
+    settings = Settings(case.formula, 0.5, 2.0, "", 0.5, True, (), backend).arguments()
+    args = (*inputs, put(case.ids_RK(device)), case.counts_L(), *settings)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp.default, args, test_utils=tests)
     out, *saved = torch.ops.hf_moe_ep.expert_mlp(*args)
-    kept = [x.detach() for x in (rows, weights, *tensors, *saved)]
-    needs = [name != "up_bias" for name in spec.names]
-    back = (put(torch.randn_like(out)), kept, spec.to_text(), needs)
+    kept = [None if x is None else x.detach() for x in (*inputs, *saved)]
+    pairs = zip(INPUT_NAMES, inputs, strict=True)
+    needs = [x is not None and name != "up_bias" for name, x in pairs]
+    back = (put(torch.randn_like(out)), kept, needs, *settings)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp_backward.default, back, test_utils=tests)
 

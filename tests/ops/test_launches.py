@@ -36,7 +36,7 @@ def _experts(device: str, rank: int = 0, *, bias: bool = True) -> ExpertWeights:
 
 
 def _step(
-    rows: int, pairs: int, experts: ExpertWeights, device: str, *, later: bool = False
+    rows: int, pairs: int, experts: ExpertWeights, device: str, *, postpone: bool = False
 ) -> None:
     """Forward and backward of `rows` rows, `pairs` of whose choices are of experts here."""
     rows_RH = torch.empty(rows, HIDDEN, dtype=torch.bfloat16, device=device)
@@ -56,7 +56,7 @@ def _step(
         formula,
         grad_scale=0.5,
         need={"rows", "weights", *experts.named_tensors()},
-        later=later,
+        postpone=postpone,
     )
     if finish is not None:
         finish(ExpertGrads())
@@ -103,15 +103,15 @@ class _Current:
         _Current.index = self._before
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("postpone", [False, True])
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(
-    later: bool, monkeypatch: pytest.MonkeyPatch
+    postpone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model may be on cuda:1 while cuda:0 is the current device, where Triton would launch."""
     monkeypatch.setattr(torch.cuda, "device_of", _Current)
     launched: list[tuple[str, int]] = []
     with FakeTensorMode(), Launches(lambda name: launched.append((name, _Current.index))):
-        _step(40, 60, _experts("cuda:1", rank=16), "cuda:1", later=later)
+        _step(40, 60, _experts("cuda:1", rank=16), "cuda:1", postpone=postpone)
         rows_NH = torch.empty(9, HIDDEN, device="cuda:1")
         slots_TJ = torch.empty(5, 2, dtype=torch.int64, device="cuda:1")
         assert len({name for name, _ in launched}) == 12  # every kernel

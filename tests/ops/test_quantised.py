@@ -19,7 +19,6 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.quantised import (
     Quantisation,
-    Quantised,
     check_available,
     check_sizes,
     dequantise,
@@ -309,16 +308,11 @@ def test_compiled(name: str) -> None:
         assert torch.equal(got, want)
 
 
-class Hoarder:
-    """Matrices that are all dequantised at once: what must not be."""
-
-    def __init__(self, stack: Quantised, kind: str, dtype: torch.dtype) -> None:
-        ones = [dequantise(stack.of(e), kind, dtype) for e in range(len(stack.values))]
-        self._all = torch.stack(ones)
-        self.shape_OI = (self._all.shape[1], self._all.shape[2])
-
-    def of(self, expert: int) -> Tensor:
-        return self._all[expert]
+def dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch.dtype) -> Tensor:
+    """Stand for `ExpertWeights.matrix`: dequantise all experts at once, which must not happen."""
+    stack = experts.stack(name)
+    ones = [dequantise(stack.of(e), experts.quantised, dtype) for e in range(len(stack.values))]
+    return torch.stack(ones)[expert]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -356,7 +350,7 @@ def test_no_tensor_of_the_size_of_the_dequantised_experts(
         return watch.elements
 
     assert of_one <= largest() < of_all
-    monkeypatch.setattr("hf_moe_ep.ops.interface.DequantisedMatrices", Hoarder)
+    monkeypatch.setattr(ExpertWeights, "matrix", dequantise_all)
     assert largest() >= of_all
 
 

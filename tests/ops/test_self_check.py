@@ -16,16 +16,21 @@ import triton
 from launches import Launches
 from torch import Tensor
 
-from hf_moe_ep.ops import self_check, sum_check, torch_mlp, triton_mlp
+from hf_moe_ep.ops import self_check, torch_mlp, triton_mlp
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertWeights, WeightGrads
+from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, up
 from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.quantised import Quantisation, empty_stack
-from hf_moe_ep.ops.self_check import Kind, check_once
-from hf_moe_ep.ops.spec import ExpertSpec
-from hf_moe_ep.ops.sum_check import Sums, check_sums_once, self_check_sums, unweighted_sums
+from hf_moe_ep.ops.self_check import (
+    Kind,
+    TokenSumKind,
+    check_once,
+    check_sums_once,
+    self_check_sums,
+    token_sums,
+)
 
 MATRICES = ("up", "down")
 ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
@@ -67,7 +72,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     self_check.warn_once.cache_clear()
     # A tenth of the work: three tiles of an expert instead of sixteen.
     monkeypatch.setattr(self_check, "FEW_ROWS", 32)
-    monkeypatch.setattr(self_check, "_short", lambda size: 16 + size % 16)
+    monkeypatch.setattr(self_check, "_shortened", lambda size: 16 + size % 16)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -77,18 +82,18 @@ def test_right_kernels_pass(name: str) -> None:
 
 def test_wrong_scales_of_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one matrix in another order; right ones pass, without bitsandbytes."""
-    monkeypatch.setattr(self_check, "_short", lambda size: size)
+    monkeypatch.setattr(self_check, "_shortened", lambda size: size)
     monkeypatch.setattr(self_check, "FEW_ROWS", 8)
     monkeypatch.setattr("hf_moe_ep.ops.quantised._functional", None)
     assert check_once(BYTES) == ""
     check_once.cache_clear()
-    right = triton_mlp._down_matrices
+    right = triton_mlp._matrices
 
-    def wrong(experts: ExpertWeights) -> Any:
-        matrices = right(experts)
-        return replace(matrices, scale=matrices.scale.flip(1))
+    def wrong(experts: ExpertWeights, name: str) -> Any:
+        matrices = right(experts, name)
+        return replace(matrices, scale=matrices.scale.flip(1)) if name == "down" else matrices
 
-    monkeypatch.setattr(triton_mlp, "_down_matrices", wrong)
+    monkeypatch.setattr(triton_mlp, "_matrices", wrong)
     with pytest.raises(RuntimeError, match="compute wrong numbers"):
         check_once(BYTES)
 
@@ -97,7 +102,7 @@ def test_wrong_scales_of_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 def test_right_kernels_of_bytes_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an adapter, in fp16: against values that are rounded to it as the kernels round."""
-    monkeypatch.setattr(self_check, "_short", lambda size: size)
+    monkeypatch.setattr(self_check, "_shortened", lambda size: size)
     size = {"nf4": 64, "fp8": 128}[kind]
     frozen = replace(FROZEN, tensors=(*MATRICES, *SCALES), dtype=torch.float16, quantised=kind)
     assert check_once(replace(frozen, hidden=size, ffn=size)) == ""
@@ -107,8 +112,7 @@ def _wrong(
     monkeypatch: pytest.MonkeyPatch, name: str, when: Callable[[dict[str, Any]], bool]
 ) -> None:
     """One element of what a launch writes is wrong, where its arguments are such."""
-    owners = {"combine alone": self_check, "combine of tokens": sum_check}
-    owner = owners.get(name, triton_mlp)
+    owner = self_check if name.startswith("combine ") else triton_mlp
     name, *_ = name.split()
     right = getattr(owner, name)
 
@@ -216,9 +220,9 @@ def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
         keep_pre: bool = True,
     ) -> Kind:
         experts = _experts(hidden, rank)
-        spec = ExpertSpec(ExpertFormula(), tuple(experts.named_tensors()), keep_pre=keep_pre)
         rows_RH, weights_RK = torch.empty(7, hidden), torch.empty(7, 2, dtype=dtype)
-        self_check.self_check(rows_RH, weights_RK, pairs, experts, spec, trained)
+        args = (rows_RH, weights_RK, pairs, experts, ExpertFormula())
+        self_check.self_check(*args, keep_pre=keep_pre, trained=trained)
         return kinds[-1]
 
     assert call(pairs=4000) == call()
@@ -245,10 +249,10 @@ def test_the_first_call_checks_few_rows_per_expert_and_many(
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     monkeypatch.setattr(self_check, "check_once", lambda kind: kinds.append(kind) or "")
     experts = _experts(2048)
-    spec = ExpertSpec(ExpertFormula(), tuple(experts.named_tensors()), keep_pre=True)
     for pairs in (5000, 20):
         rows_RH, weights_RK = torch.empty(7, 2048), torch.empty(7, 2)
-        assert self_check.self_check(rows_RH, weights_RK, pairs, experts, spec, ()) == ""
+        args = (rows_RH, weights_RK, pairs, experts, ExpertFormula())
+        assert self_check.self_check(*args, keep_pre=True, trained=()) == ""
         assert {kind.few for kind in kinds} == {False, True}, pairs
     assert len({replace(kind, few=False) for kind in kinds}) == 1
 
@@ -392,7 +396,7 @@ def test_what_is_launched_was_checked(name: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_sum_of_the_rows_of_a_token_was_checked(dtype: torch.dtype) -> None:
     with Launches() as checked:
-        list(unweighted_sums(Sums(torch.device("cpu"), dtype, 4, 2048)))
+        list(token_sums(TokenSumKind(torch.device("cpu"), dtype, 4, 2048)))
     with Launches() as launched:
         rows_NH = torch.empty(1001, 2048, dtype=dtype, device="meta")
         combine(rows_NH, torch.empty(333, 4, dtype=torch.int32, device="meta"), None)
@@ -410,7 +414,7 @@ class _NoTruth:
 
     @staticmethod
     def backward(grad_RH: Tensor, *args: Any, need: set[str], **kwargs: Any) -> Any:
-        return WeightGrads(**dict.fromkeys(need, grad_RH)), None
+        return dict.fromkeys(need, grad_RH), None
 
 
 def _launch(kind: Kind) -> None:

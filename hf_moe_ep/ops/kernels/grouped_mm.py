@@ -1,10 +1,10 @@
 """out_AO[a] = rows_AI[a] @ matrix[expert of a]: rows sorted by expert, one launch for all experts.
 
-    grouped_mm   the down projection (with its bias) and the gradient of the rows; an adapter is a
-                 few more steps of the same sum
-    thin_mm      the first product of an adapter, scaled; where need be it gathers its rows
+    grouped_mm   the down projection (with its bias) and the gradient of the rows; an adapter adds a
+                 few steps to the same sum
+    thin_mm      the first product of an adapter, scaled; it can gather its rows
 
-The matrix is read through its strides, so a weight serves as it lies for both directions.
+The matrix is read through its strides, so neither forward nor backward copies a weight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_moe_ep.ops.interface import NO_ADAPTER, LowRows, Routing
 from hf_moe_ep.ops.kernels.blocks import Block, Blocks, dot_precision, options, rank_block
@@ -26,7 +25,7 @@ from hf_moe_ep.ops.kernels.dequantise import (
     matrix_constants,
 )
 from hf_moe_ep.ops.kernels.gate import add_low_rank
-from hf_moe_ep.ops.kernels.product import block_product, tile_product
+from hf_moe_ep.ops.kernels.product import tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
 
@@ -37,7 +36,7 @@ def grouped_mm_kernel(
     matrix_stride_l, matrix_stride_k, matrix_stride_n, bias_stride_l,
     low, low_b, low_b_stride_l, low_b_stride_p, low_b_stride_n, scale,
     HAS_BIAS: tl.constexpr, RANK: tl.constexpr, BLOCK_P: tl.constexpr, SCALED: tl.constexpr,
-    BY_BLOCKS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, BACK: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr, BACK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -45,15 +44,10 @@ def grouped_mm_kernel(
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
-    # What lies behind the expert's last pair reads that pair again, and is not stored.
+    # Rows after the expert's last pair repeat that pair; their results are not stored.
     position = start + tl.minimum(o_m, left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    if BY_BLOCKS:
-        sums = block_product(
-            rows, matrix, start, expert * inner, column * BLOCK_N, inner,
-            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
-        )  # fmt: skip
-    elif KIND != "":
+    if KIND != "":
         sums = byte_product(
             rows, row_of_position, row_stride, matrix, matrix_scale,
             expert, position, inner, o_n, column, width,
@@ -92,9 +86,9 @@ def grouped_mm(
     *,
     back: bool = False,
 ) -> Tensor:
-    """out_AO in the dtype of `rows_AI`, which is contiguous; of a tensor any strides.
+    """Return out_AO in the dtype of `rows_AI`, which is contiguous. A matrix may have any strides.
 
-    With `back` the rows are gradients of up's output; otherwise they go forward through down.
+    With `back` the rows are gradients of up's output; otherwise they are inputs of down.
     """
     out_AO = rows_AI.new_empty(rows_AI.shape[0], matrix_LIO.shape[2])
     block = blocks.rows if back else blocks.down
@@ -111,9 +105,9 @@ def thin_mm(
     scale: float,
     gather: bool = False,
 ) -> Tensor:
-    """out_AP = scale * rows_AI @ matrix, or of the row of each pair with `gather`.
+    """Return out_AP = scale * rows_AI @ matrix; with `gather` the row of each pair is read first.
 
-    Rows are contiguous; gathered ones may have any distance.
+    Each row is contiguous; gathered rows may have any stride.
     """
     out_AP = rows.new_empty(routing.pair_A.numel(), matrix_LIP.shape[2])
     block = replace(blocks.thin, n=rank_block(matrix_LIP.shape[2], blocks.thin.n))
@@ -137,33 +131,15 @@ def _launch(
 ) -> None:
     inner, width = matrix_LIO.shape[1:]
     values, scales, *strides = matrix_arguments(matrix_LIO)
-    sides: tuple[Tensor | TensorDescriptor, ...] = rows, values
-    by_blocks = block.tma and row_A is None and scales is None
-    by_blocks = by_blocks and _fits_descriptors(rows, values, block)
-    if by_blocks:
-        sides = (
-            TensorDescriptor.from_tensor(rows, [blocks.m, block.k]),
-            TensorDescriptor.from_tensor(values.flatten(0, 1), [block.k, block.n]),
-        )
     grid = (routing.tiles.shape[0] * triton.cdiv(width, block.n),)
     grouped_mm_kernel[grid](
-        sides[0], row_A, routing.offsets, routing.tiles, sides[1], scales, bias_LO, out_AO,
+        rows, row_A, routing.offsets, routing.tiles, values, scales, bias_LO, out_AO,
         inner, width, rows.stride(0), *strides, 0 if bias_LO is None else bias_LO.stride(0),
         *low.kernel_arguments(), 1.0 if scale is None else scale,
         HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
-        SCALED=scale is not None, BY_BLOCKS=by_blocks, **matrix_constants(matrix_LIO),
-        BACK=isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.turned,
+        SCALED=scale is not None, **matrix_constants(matrix_LIO),
+        BACK=isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.transposed,
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=width % block.n == 0, EVEN_K=inner % block.k == 0,
         PRECISION=dot_precision(rows), **options(block),
     )  # fmt: skip
-
-
-def _fits_descriptors(rows: Tensor, matrix_LIO: Tensor, block: Block) -> bool:
-    """Whether both sides are what a descriptor describes: aligned, with contiguous columns."""
-    aligned = all(
-        x.data_ptr() % 16 == 0 and x.stride(-2) * x.element_size() % 16 == 0
-        for x in (rows, matrix_LIO)
-    )
-    whole_steps = matrix_LIO.shape[1] % block.k == 0
-    return aligned and whole_steps and matrix_LIO.is_contiguous() and rows.stride(1) == 1
