@@ -62,7 +62,7 @@ def test_bytes_have_tiles_of_as_many_rows(num_pairs: int, monkeypatch: pytest.Mo
 def test_a_block_of_dgated_that_is_wider_than_128_gives_the_same_gradients(
     name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel then applies the gate's formula to quarters of a block; the table has no such row."""
+    """The kernel applies the gate's formula to quarters of such a block."""
     case = FORMULAS[name]
     inputs = case.inputs(torch.float32, device)
 

@@ -5,14 +5,14 @@ There are four launches and no atomics, so the order is stable whatever the GPU'
     count    [blocks, L]   how many pairs of each block go to each expert
     scan                   where the pairs of each expert, and of each (block, expert), start
     place                  each pair's position: the start of its (block, expert) plus the number
-                           of earlier pairs of both; and the inverse: the pair, and the row, of
-                           each position
+                           of earlier pairs of both; and the inverse: the pair and the row of each
+                           position
     tiles                  the work list of the matrix kernels
 
 A tile is up to BLOCK_M consecutive positions of one expert, stored as `(expert, first position)`.
-The number of tiles depends on the routing, which the host does not know. The list therefore has the
-largest possible length, A / BLOCK_M + L, and its unused entries have expert -1. `open_tile` reads an
-entry.
+The number of tiles depends on the routing, which the host does not know. The list therefore has
+the largest possible length, A / BLOCK_M + L, and its unused entries have expert -1. `open_tile`
+reads an entry.
 """
 
 from __future__ import annotations
