@@ -18,7 +18,7 @@ class Candidate:
 
     row: tuple[str, int, str]
     field: str
-    block: Block | OuterBlock
+    block: Block
 
     def blocks(self) -> Blocks:
         """Return the row of the table with this block in it."""

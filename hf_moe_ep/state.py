@@ -58,7 +58,7 @@ keyword) to search for in FILE.
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ranks/places.py | _UNDER_WAY | exchanges that have not ended
     ops/self_check.py | check_both_sizes check_once warn_once | whether kernels run here
-    ops/self_check.py | check_sums_once | whether compiled sums are right here
+    ops/sum_check.py | check_sums_once | whether compiled sums are right here
     ops/quantised.py | _nested_codes | what bytes of nested scales stand for, by device
     plan.py | _compiled | patterns of module names
     upstream/code.py | _names_used _arguments | what the code of a class says

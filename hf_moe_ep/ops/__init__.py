@@ -1,7 +1,7 @@
 """The expert MLP: its formula, a slow reference in plain torch, and two fast implementations.
 
-The functions of this folder take tensors and return tensors, with gradients. They know no ranks, no
-models and no training framework.
+Here: functions that take tensors and return tensors, and their gradients. Never: ranks, models or a
+training framework.
 
     expert_mlp    the function; read it first, then operators, formula and interface
     torch_mlp     plain torch, one product per expert
@@ -9,5 +9,5 @@ models and no training framework.
     self_check    compares the compiled kernels with torch before they are used
     quantised     the byte formats of frozen matrices, which are dequantised when they are used
     reference     what both implementations must equal, one row at a time
-    permute       sums of the rows that dispatch copied from the tokens
+    permute       sums of the rows that dispatch copied from the tokens, checked by sum_check
 """

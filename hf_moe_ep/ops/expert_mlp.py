@@ -62,7 +62,7 @@ def expert_mlp(
     trained = [name for name, x in inputs.items() if x is not None and x.requires_grad]
     has_backward = bool(trained) and torch.is_grad_enabled()
     settings = Settings(
-        formula,
+        *formula.values(),
         experts.up_scale,
         experts.down_scale,
         experts.quantised,
@@ -71,7 +71,7 @@ def expert_mlp(
         trained=tuple(trained) if has_backward else (),
         backend=backend,
     )
-    arguments = (rows_RH, weights_RK, *tensors, expert_ids_RK, counts_L, *settings.arguments())
+    arguments = (rows_RH, weights_RK, *tensors, expert_ids_RK, counts_L, *settings)
     if experts.postponed is None:
         out_RH, *_ = torch.ops.hf_moe_ep.expert_mlp(*arguments)
     else:
@@ -159,7 +159,7 @@ class _PostponingExpertMLP(torch.autograd.Function):
         needs = ctx.needs_input_grad[1 : 1 + len(INPUT_NAMES)]
         saved = ctx.saved_tensors
         grads, ctx.postponed.finish = run_backward(
-            grad_RH, saved, needs, ctx.arguments, postpone=True
+            grad_RH, saved, needs, ctx.settings, postpone=True
         )
         # The edges to `_Postpone` carry placeholders.
         experts = [

@@ -7,7 +7,7 @@ do not trace into either.
     expert_mlp_backward(grad, saved[], needs[], *settings) -> grads[]
 
     experts    one argument per name of WEIGHT_NAMES, None for a tensor that does not exist
-    settings   the fields of `Settings`, in the order of its `arguments`
+    settings   the fields of `Settings`
     kept       saved for backward: pre_AG (empty unless it is kept) and the five tensors of Routing
     saved      rows, weights, *experts, *kept
     needs      for rows, weights and each tensor of experts: whether its gradient is needed
@@ -17,8 +17,8 @@ do not trace into either.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,24 +35,13 @@ from hf_moe_ep.ops.interface import (
 
 # Inputs that can have a gradient, in the order of the forward operator's arguments.
 INPUT_NAMES = ("rows", "weights", *WEIGHT_NAMES)
-_SETTINGS = (
-    "bool gated, bool interleaved, str activation, float alpha, float limit, float up_offset, "
-    "float up_scale, float down_scale, str quantised, "
-    "float grad_scale, bool keep_pre, str[] trained, str backend"
-)
-_OPTIONAL = [f"Tensor{'' if name in ('up', 'down') else '?'} {name}" for name in WEIGHT_NAMES]
-_FORWARD_SCHEMA = (
-    f"(Tensor rows, Tensor weights, {', '.join(_OPTIONAL)}, Tensor expert_ids, int[]? counts, "
-    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_BACKWARD_SCHEMA = f"(Tensor grad, Tensor?[] saved, bool[] needs, {_SETTINGS}) -> Tensor[]"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """All arguments of a call that are not tensors.
+class Settings(NamedTuple):
+    """The arguments of both operators that are not tensors, in the order of their schemas.
 
     Attributes:
+        gated .. up_offset: the fields of ExpertFormula.
         up_scale, down_scale: scales of the adapters.
         quantised: format of the matrices (`quantised.py`); empty if they are not quantised.
         grad_scale: multiplies the gradients of the experts' own tensors.
@@ -61,38 +50,23 @@ class Settings:
         backend: "torch", "triton", or "auto", which means triton if the kernels can be built.
     """
 
-    formula: ExpertFormula
+    gated: bool
+    interleaved: bool
+    activation: str
+    alpha: float
+    limit: float
+    up_offset: float
     up_scale: float
     down_scale: float
     quantised: str
     grad_scale: float
     keep_pre: bool
-    trained: tuple[str, ...]
+    trained: Sequence[str]
     backend: str
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Return the values that the operators take, in the order of their schemas."""
-        f = self.formula
-        return (
-            *(f.gated, f.interleaved, f.activation, f.alpha, f.limit, f.up_offset),
-            *(self.up_scale, self.down_scale, self.quantised),
-            *(self.grad_scale, self.keep_pre, self.trained, self.backend),
-        )
-
-    @staticmethod
-    def from_arguments(arguments: Sequence[Any]) -> Settings:
-        """Build the settings from what `arguments` returned."""
-        up_scale, down_scale, quantised, grad_scale, keep_pre, trained, backend = arguments[6:]
-        return Settings(
-            ExpertFormula(*arguments[:6]),
-            up_scale,
-            down_scale,
-            quantised,
-            grad_scale,
-            keep_pre,
-            tuple(trained),
-            backend,
-        )
+    @property
+    def formula(self) -> ExpertFormula:
+        return ExpertFormula(*self[:6])
 
     def experts(self, tensors: Sequence[Tensor | None]) -> ExpertWeights:
         """Combine the experts' tensors, in the order of WEIGHT_NAMES, with their settings."""
@@ -105,7 +79,20 @@ class Settings:
         )
 
 
-def _triton_mlp() -> Any:
+_SETTINGS = (
+    "bool gated, bool interleaved, str activation, float alpha, float limit, float up_offset, "
+    "float up_scale, float down_scale, str quantised, "
+    "float grad_scale, bool keep_pre, str[] trained, str backend"
+)
+_EXPERTS = [f"Tensor{'' if name in ('up', 'down') else '?'} {name}" for name in WEIGHT_NAMES]
+_FORWARD_SCHEMA = (
+    f"(Tensor rows, Tensor weights, {', '.join(_EXPERTS)}, Tensor expert_ids, int[]? counts, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_BACKWARD_SCHEMA = f"(Tensor grad, Tensor?[] saved, bool[] needs, {_SETTINGS}) -> Tensor[]"
+
+
+def _import_triton_mlp() -> Any:
     # Imported on demand: not every machine has Triton.
     from hf_moe_ep.ops import triton_mlp
 
@@ -130,7 +117,7 @@ def _choose_implementation(
     from hf_moe_ep.ops.self_check import self_check, warn_once
 
     formula, keep_pre = settings.formula, settings.keep_pre
-    for trained in (settings.trained, *also_trained):
+    for trained in (tuple(settings.trained), *also_trained):
         reason = self_check(
             rows_RH, weights_RK, num_pairs, experts, formula, keep_pre=keep_pre, trained=trained
         )
@@ -142,7 +129,7 @@ def _choose_implementation(
         if reason:
             warn_once(weights_RK.device, reason)
             return torch_mlp
-    return _triton_mlp()
+    return _import_triton_mlp()
 
 
 def _routing_like_triton(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:
@@ -152,7 +139,7 @@ def _routing_like_triton(routing: Routing, num_experts: int, rows_RH: Tensor) ->
     that the kernels cannot run.
     """
     num_pairs = routing.pair_A.numel()
-    _, _, tiles, rows = _triton_mlp().routing_shapes(num_pairs, num_experts, rows_RH)
+    _, _, tiles, rows = _import_triton_mlp().routing_shapes(num_pairs, num_experts, rows_RH)
     offsets = routing.offsets.to(rows_RH.device)
     unused = offsets.new_full(tiles, -1), offsets.new_zeros(rows)
     return replace(routing, offsets=offsets, tiles=unused[0], row_A=unused[1])
@@ -163,8 +150,8 @@ def _split_inputs(
 ) -> tuple[Tensor, Tensor, ExpertWeights, Tensor, list[int] | None, Settings]:
     """Return rows, weights, experts, expert ids, counts and settings of the forward operator."""
     rows, weights, *tensors = inputs[: len(INPUT_NAMES)]
-    expert_ids, counts, *arguments = inputs[len(INPUT_NAMES) :]
-    settings = Settings.from_arguments(arguments)
+    expert_ids, counts, *rest = inputs[len(INPUT_NAMES) :]
+    settings = Settings(*rest)
     counts_L = None if counts is None else list(counts)
     return rows, weights, settings.experts(tensors), expert_ids, counts_L, settings
 
@@ -198,7 +185,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
     pre_shape = (num_pairs, up.shape[1]) if settings.keep_pre else (0,)
     slots = expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
-    implementation = torch_mlp if settings.backend == "torch" else _triton_mlp()
+    implementation = torch_mlp if settings.backend == "torch" else _import_triton_mlp()
     shapes = implementation.routing_shapes(num_pairs, up.shape[0], rows)
     device = "cpu" if settings.backend == "torch" else rows.device
     pair, offsets, tiles, row = (
@@ -210,10 +197,10 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(
-    grad: Tensor, saved: Sequence[Tensor | None], needs: Sequence[bool], *arguments: Any
+    grad: Tensor, saved: Sequence[Tensor | None], needs: Sequence[bool], *settings: Any
 ) -> list[Tensor]:
     """Return the gradients that are needed, in the order of INPUT_NAMES."""
-    grads, _ = run_backward(grad, saved, needs, arguments)
+    grads, _ = run_backward(grad, saved, needs, Settings(*settings))
     return [grads[name] for name, need in zip(INPUT_NAMES, needs, strict=True) if need]
 
 
@@ -224,7 +211,7 @@ _backward_op = torch.library.custom_op(
 
 @_backward_op.register_fake
 def _(
-    grad: Tensor, saved: Sequence[Tensor | None], needs: Sequence[bool], *arguments: Any
+    grad: Tensor, saved: Sequence[Tensor | None], needs: Sequence[bool], *settings: Any
 ) -> list[Tensor]:
     needed = [tensor for tensor, need in zip(saved, needs, strict=False) if need]
     return [empty_grad(tensor) for tensor in needed if tensor is not None]
@@ -234,12 +221,11 @@ def run_backward(
     grad_RH: Tensor,
     saved: Sequence[Tensor | None],
     needs: Sequence[bool],
-    arguments: Sequence[Any],
+    settings: Settings,
     *,
     postpone: bool = False,
 ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
     """Run the implementation's backward on the tensors that `save` kept, and return its result."""
-    settings = Settings.from_arguments(arguments)
     rows_RH, weights_RK, *tensors = saved[: len(INPUT_NAMES)]
     pre_AG, *kept = saved[len(INPUT_NAMES) :]
     assert rows_RH is not None and weights_RK is not None
@@ -266,11 +252,11 @@ def run_backward(
 def save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     """Save the inputs and outputs of the forward that backward needs in `ctx`."""
     _, *kept = output
-    _, _, *arguments = inputs[len(INPUT_NAMES) :]
+    _, _, *settings = inputs[len(INPUT_NAMES) :]
     ctx.save_for_backward(*inputs[: len(INPUT_NAMES)], *kept)
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
-    ctx.arguments = arguments
+    ctx.settings = Settings(*settings)
 
 
 def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -280,7 +266,7 @@ def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tens
         return no_grads
     needs = list(ctx.needs_input_grad[: len(INPUT_NAMES)])
     backward = torch.ops.hf_moe_ep.expert_mlp_backward
-    grads = iter(backward(grad_RH, ctx.saved_tensors, needs, *ctx.arguments))
+    grads = iter(backward(grad_RH, ctx.saved_tensors, needs, *ctx.settings))
     return *(next(grads) if need else None for need in needs), *no_grads[len(needs) :]
 
 

@@ -26,7 +26,7 @@ def add_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tenso
     if rows_NH.is_cuda and rows_NH.dtype != torch.float64 and num_tokens > 0:
         # Imported on demand: not every machine has Triton.
         from hf_moe_ep.ops.kernels.reduce import combine
-        from hf_moe_ep.ops.self_check import self_check_sums
+        from hf_moe_ep.ops.sum_check import self_check_sums
 
         self_check_sums(rows_NH, slots_TJ.shape[1])
         return on_its_device(combine)(rows_NH.contiguous(), slots_TJ.contiguous(), None)

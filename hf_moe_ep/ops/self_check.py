@@ -9,7 +9,6 @@ of a kind therefore runs small problems on both paths, and raises if the results
                 are compared with the values that their bytes stand for
     routing     the sort of pairs by expert, with the call's number of experts and of choices
     sums        the weighted sum of a row's experts, with rows of the call's width
-    token sums  the sum of the rows that dispatch made from one token (`permute.add_rows`)
 
 Two calls are of the same kind if Triton builds the same kernels for both, so every kernel that is
 launched was checked; a test compares the two sets. The check also finds kernels that cannot be
@@ -22,7 +21,7 @@ import functools
 import itertools
 import subprocess
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,17 +38,21 @@ from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
 from hf_moe_ep.ops.quantised import NESTED_SCALE, Quantisation, Quantised, quantise_stack
 from hf_moe_ep.ops.reference import matrices
+from hf_moe_ep.ops.sum_check import (
+    ROUNDINGS,
+    Comparison,
+    TokenSumKind,
+    compare,
+    device_name,
+    draw_slots,
+    token_sums,
+)
 
 # Triton, its compilers and ptxas raise these if a kernel cannot be built or does not fit.
 _BUILD_ERRORS = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
-# The largest allowed error, relative to the largest element, in units of the dtype's rounding.
-_ROUNDINGS = 8
-# Exact fp32 products round at every addition. An error of TF32, which has the mantissa of fp16,
-# would still be far larger than this.
+# The same as ROUNDINGS for exact fp32 products, which round at every addition. An error of TF32,
+# which has the mantissa of fp16, would still be far larger.
 _ROUNDINGS_OF_FP32 = 64
-
-# (name, our tensor, torch's tensor in fp64)
-Comparison = tuple[str, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,16 +84,6 @@ class Kind:
     few: bool
     ranks: tuple[int, int] = (0, 0)
     quantised: str = ""
-
-
-@dataclass(frozen=True)
-class TokenSumKind:
-    """The properties of a sum of at most `num_slots` rows that Triton builds its kernel for."""
-
-    device: torch.device
-    dtype: torch.dtype
-    num_slots: int
-    hidden: int
 
 
 def self_check(
@@ -157,33 +150,16 @@ def check_once(kind: Kind) -> str:
     exact = kind.dtype == torch.float32 and kind.precision == "ieee"
     # fp32 products may be computed in TF32, which rounds like fp16.
     rounded = torch.float16 if kind.dtype == torch.float32 and not exact else kind.dtype
-    limit = (_ROUNDINGS_OF_FP32 if exact else _ROUNDINGS) * torch.finfo(rounded).eps
-    _compare(comparisons, limit, kind, "Train with experts_backend='torch'")
+    limit = (_ROUNDINGS_OF_FP32 if exact else ROUNDINGS) * torch.finfo(rounded).eps
+    compare(comparisons, limit, kind, "Train with experts_backend='torch'")
     return ""
-
-
-def self_check_sums(rows_NH: Tensor, num_slots: int) -> None:
-    """Compare sums of up to `num_slots` rows of `rows_NH` with torch's, once per kind.
-
-    Raises:
-        RuntimeError: the sums are wrong.
-    """
-    if not triton_mlp.interpreted():
-        check_sums_once(TokenSumKind(rows_NH.device, rows_NH.dtype, num_slots, rows_NH.shape[1]))
-
-
-@functools.cache
-def check_sums_once(kind: TokenSumKind) -> None:
-    """Compare the sums of a kind with torch; see `self_check_sums`."""
-    limit = _ROUNDINGS * torch.finfo(kind.dtype).eps
-    _compare(token_sums(kind), limit, kind, "Install another version of Triton")
 
 
 @functools.cache
 def warn_once(device: torch.device, reason: str) -> None:
     """Warn that the experts run on the torch path instead of the kernels."""
     warnings.warn(
-        f"the Triton kernels of hf_moe_ep cannot run on {_device_name(device)} with Triton "
+        f"the Triton kernels of hf_moe_ep cannot run on {device_name(device)} with Triton "
         f"{triton.__version__}, so experts run on the torch path, which is slower: {reason}",
         stacklevel=2,
     )
@@ -304,54 +280,10 @@ def _routing(kind: Kind) -> Iterator[Comparison]:
 def _sums(kind: Kind) -> Iterator[Comparison]:
     """Compare sums over the choices of a few rows of full width, weighted and unweighted."""
     sum_kind = TokenSumKind(kind.device, kind.dtype, kind.top_k, kind.hidden)
-    rows_AH, slots_RK, y_RKH = _draw_slots(sum_kind)
+    rows_AH, slots_RK, y_RKH = draw_slots(sum_kind)
     generator = torch.Generator(kind.device).manual_seed(1)
     weights_RK = torch.rand(slots_RK.shape, generator=generator, device=kind.device)
     weights_RK = weights_RK.to(kind.weights_dtype)
     weighted_RH = (y_RKH * weights_RK.double().unsqueeze(2)).sum(1)
     yield "weighted sums", on_its_device(combine)(rows_AH, slots_RK, weights_RK), weighted_RH
     yield from token_sums(sum_kind)
-
-
-def token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
-    """Compare the sums of the rows of a few tokens."""
-    rows_AH, slots_RK, y_RKH = _draw_slots(kind)
-    yield "sums", on_its_device(combine)(rows_AH, slots_RK, None), y_RKH.sum(1)
-
-
-def _draw_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows_AH, the slots_RK of three sums, and the rows at these slots in fp64.
-
-    The third sum has no rows: all of its slots are A, "no position".
-    """
-    num_rows, num_pairs = 3, 2 * kind.num_slots
-    generator = torch.Generator(kind.device).manual_seed(0)
-    shape = (num_pairs, kind.hidden)
-    rows_AH = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
-    numbers = torch.arange(num_rows * kind.num_slots, dtype=torch.int32, device=kind.device)
-    slots_RK = numbers.view(num_rows, kind.num_slots).clamp(max=num_pairs)
-    padded_AH = torch.cat([rows_AH, rows_AH.new_zeros(1, kind.hidden)]).double()
-    return rows_AH, slots_RK, padded_AH[slots_RK.long()]
-
-
-def _compare(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
-    """Raise if tensors differ by more than `limit` of the largest element; integers must be equal.
-
-    Raises:
-        RuntimeError: names the tensor, the error and `fix`.
-    """
-    for name, got, want in comparisons:
-        scale = want.double().abs().max().item() or 1.0
-        error = (got.double() - want.double()).abs().max().item() / scale
-        if not error <= (limit if got.is_floating_point() else 0):
-            raise RuntimeError(
-                f"the Triton kernels of hf_moe_ep compute wrong numbers on "
-                f"{_device_name(kind.device)} with Triton {triton.__version__}: error "
-                f"{error:.1e} in {name} ({kind}), at most {limit:.1e} is rounding. "
-                f"{fix}, and report this line"
-            )
-
-
-def _device_name(device: torch.device) -> str:
-    """Return the GPU's name, or torch's name of another device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

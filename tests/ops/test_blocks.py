@@ -1,4 +1,4 @@
-"""Which row of the table of block sizes a GPU gets, and in what fp32 products are computed."""
+"""A GPU uses the right row of the table of block sizes, and fp32 products the right precision."""
 
 import itertools
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks
 from hf_moe_ep.ops.kernels.blocks import dot_precision, generation
 
-# Shared memory that a block may opt in to, by compute capability: CUDA's programming guide.
+# Compute capability: (shared memory per block from CUDA's programming guide, expected row).
 KINDS = {
     (8, 0): (166_912, "sm_80"),
     (8, 6): (101_376, "sm_80"),
@@ -27,7 +27,7 @@ KINDS = {
     (10, 0): (232_448, "sm_90"),
     (12, 0): (101_376, "sm_80"),
     (12, 1): (101_376, "sm_80"),
-    (99, 0): (101_376, "sm_80"),  # a kind that nobody has seen
+    (99, 0): (101_376, "sm_80"),  # does not exist
     (99, 1): (400_000, "sm_90"),
 }
 
@@ -46,8 +46,8 @@ def test_a_gpu_gets_a_row_that_fits_into_its_shared_memory(
 
 
 @pytest.mark.parametrize("num_pairs", [100, 10_000])
-def test_bytes_have_tiles_of_as_many_rows(num_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The routing is made, and promised to torch.compile, before anybody asks what it is for."""
+def test_quantised_matrices_change_no_tile(num_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The routing depends on the rows of a tile, and is made without knowing the matrices."""
     for row, dtype in itertools.product(("sm_80", "sm_90"), (torch.float32, torch.bfloat16)):
         monkeypatch.setattr(blocks, "generation", lambda device, row=row: row)
         rows = torch.empty(1, dtype=dtype)
@@ -91,7 +91,7 @@ def test_a_cpu_gets_the_rows_of_the_interpreter() -> None:
 
 @pytest.fixture
 def fresh_switches() -> Iterator[None]:
-    """The switches for fp32 products as a new process has them; other tests set the older one."""
+    """Reset the switches for fp32 products to those of a new process: other tests set them."""
     enable_tf32.cache_clear()  # a second call with the same argument does nothing
     switches = (torch.backends, torch.backends.cuda.matmul)
     were = [switch.fp32_precision for switch in switches]
@@ -104,7 +104,7 @@ def fresh_switches() -> Iterator[None]:
 
 
 def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches: None) -> None:
-    """TrainingArguments(tf32=True) does, and torch_compile=True: torch's older reader raises."""
+    """TrainingArguments(tf32=True) and torch_compile=True do so; torch's older getter raises."""
     case = FORMULAS["silu, bias"]
     inputs = dict(zip(NAMES, case.inputs(torch.float32), strict=True))
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
@@ -114,7 +114,7 @@ def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches
     with pytest.raises(RuntimeError):
         torch.get_float32_matmul_precision()
     out_RH = expert_mlp(*args, counts_L=case.counts_L(), backend="triton")
-    # The interpreter computes exact products whatever it is asked for.
+    # The interpreter always computes exact products.
     assert_close("out", out_RH, reference.expert_mlp(*args), 2e-6)
 
 
@@ -137,7 +137,7 @@ def test_products_follow_the_switch_whoever_set_it(fresh_switches: None) -> None
     assert dot_precision(rows) == "tf32"
 
 
-def test_sixteen_bit_products_ask_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sixteen_bit_products_read_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "matmul", None)
     rows: Tensor = torch.empty(1, dtype=torch.bfloat16)
     assert dot_precision(rows) == "tf32"

@@ -1,4 +1,4 @@
-"""How kernels are launched, on no GPU: which variants Triton would build, and on which device."""
+"""Without a GPU: the kernel variants that Triton would build, and the device of each launch."""
 
 import random
 
@@ -38,7 +38,7 @@ def _experts(device: str, rank: int = 0, *, bias: bool = True) -> ExpertWeights:
 def _step(
     rows: int, pairs: int, experts: ExpertWeights, device: str, *, postpone: bool = False
 ) -> None:
-    """Forward and backward of `rows` rows, `pairs` of whose choices are of experts here."""
+    """Run forward and backward of `rows` rows with `pairs` choices of experts of this rank."""
     rows_RH = torch.empty(rows, HIDDEN, dtype=torch.bfloat16, device=device)
     weights_RK = torch.empty(rows, TOP_K, device=device)
     ids_RK = torch.empty(rows, TOP_K, dtype=torch.int64, device=device)
@@ -64,7 +64,7 @@ def _step(
 
 @pytest.mark.parametrize("rank", [0, 16])
 def test_no_kernel_is_built_again_for_another_routing(rank: int) -> None:
-    """Under ep the counts change in every layer: a build takes a second, and the others wait."""
+    """Counts change in every layer, and a build takes a second while the other ranks wait."""
     experts = _experts("meta", rank)
     draw = random.Random(0)
     counts = [(rows, draw.randint(513, 2 * rows)) for rows in draw.sample(range(300, 900), 20)]
@@ -89,7 +89,7 @@ def test_no_kernel_is_built_again_for_one_row_or_pair() -> None:
 
 
 class _Current:
-    """Stands for torch.cuda.device_of: the device of a tensor is the current one meanwhile."""
+    """Replacement of torch.cuda.device_of that records the current device."""
 
     index = 0
 

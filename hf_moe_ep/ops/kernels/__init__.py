@@ -10,5 +10,5 @@ Arguments that depend on the routing are listed in a kernel's `do_not_specialize
 Triton would build another kernel if a count is 1 or divisible by 16, in the middle of a step and on
 one rank only.
 
-The choice between kernels and torch (`ops/operators.py`) and autograd do not belong here.
+Never: autograd, or the choice between kernels and torch (`ops/operators.py`).
 """

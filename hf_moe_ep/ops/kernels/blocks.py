@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Block:
     n: int
     k: int
@@ -35,17 +35,12 @@ class Block:
     registers: int | None = None
 
 
-@dataclass(frozen=True)
-class OuterBlock:
+@dataclass(frozen=True, kw_only=True)
+class OuterBlock(Block):
     m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    registers: int | None = None
 
 
-def options(block: Block | OuterBlock) -> dict[str, int | None]:
+def options(block: Block) -> dict[str, int | None]:
     """Return the options that a launch passes to the compiler."""
     return {
         "num_warps": block.warps,

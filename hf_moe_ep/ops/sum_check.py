@@ -1,0 +1,96 @@
+"""Compare the compiled sums of a token's rows with torch, once per process and kind of sum.
+
+Dispatch copies a token once for each rank that it goes to, and `permute.add_rows` sums the rows
+that return. `self_check` uses the functions of this module as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from hf_moe_ep.ops import triton_mlp
+from hf_moe_ep.ops.devices import on_its_device
+from hf_moe_ep.ops.kernels.reduce import combine
+
+# The largest allowed error, relative to the largest element, in units of the dtype's rounding.
+ROUNDINGS = 8
+# (name, our tensor, torch's tensor in fp64)
+Comparison = tuple[str, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class TokenSumKind:
+    """The properties of a sum of at most `num_slots` rows that Triton builds its kernel for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_slots: int
+    hidden: int
+
+
+def self_check_sums(rows_NH: Tensor, num_slots: int) -> None:
+    """Compare sums of up to `num_slots` rows of `rows_NH` with torch's, once per kind.
+
+    Raises:
+        RuntimeError: the sums are wrong.
+    """
+    if not triton_mlp.interpreted():
+        check_sums_once(TokenSumKind(rows_NH.device, rows_NH.dtype, num_slots, rows_NH.shape[1]))
+
+
+@functools.cache
+def check_sums_once(kind: TokenSumKind) -> None:
+    """Compare the sums of a kind with torch; see `self_check_sums`."""
+    limit = ROUNDINGS * torch.finfo(kind.dtype).eps
+    compare(token_sums(kind), limit, kind, "Install another version of Triton")
+
+
+def token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
+    """Compare the sums of the rows of a few tokens."""
+    rows_AH, slots_RK, y_RKH = draw_slots(kind)
+    yield "sums", on_its_device(combine)(rows_AH, slots_RK, None), y_RKH.sum(1)
+
+
+def draw_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows_AH, the slots_RK of three sums, and the rows at these slots in fp64.
+
+    The third sum has no rows: all of its slots are A, "no position".
+    """
+    num_rows, num_pairs = 3, 2 * kind.num_slots
+    generator = torch.Generator(kind.device).manual_seed(0)
+    shape = (num_pairs, kind.hidden)
+    rows_AH = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
+    numbers = torch.arange(num_rows * kind.num_slots, dtype=torch.int32, device=kind.device)
+    slots_RK = numbers.view(num_rows, kind.num_slots).clamp(max=num_pairs)
+    padded_AH = torch.cat([rows_AH, rows_AH.new_zeros(1, kind.hidden)]).double()
+    return rows_AH, slots_RK, padded_AH[slots_RK.long()]
+
+
+def compare(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
+    """Raise if tensors differ by more than `limit` of the largest element; integers must be equal.
+
+    Raises:
+        RuntimeError: names the tensor, the error and `fix`.
+    """
+    for name, got, want in comparisons:
+        scale = want.double().abs().max().item() or 1.0
+        error = (got.double() - want.double()).abs().max().item() / scale
+        if not error <= (limit if got.is_floating_point() else 0):
+            raise RuntimeError(
+                f"the Triton kernels of hf_moe_ep compute wrong numbers on "
+                f"{device_name(kind.device)} with Triton {triton.__version__}: error "
+                f"{error:.1e} in {name} ({kind}), at most {limit:.1e} is rounding. "
+                f"{fix}, and report this line"
+            )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or torch's name of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
