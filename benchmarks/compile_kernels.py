@@ -410,8 +410,8 @@ KERNELS = {
 # Bytes of shared memory that a program may use. The rows of sm_80 also serve sm_86, sm_89 and
 # sm_120, which have less than an A100.
 SHARED_LIMIT = {80: 101376, 90: 232448, 120: 101376}
-# Bytes that a thread may spill: two addresses. `dgated` may spill more after its loop, because it
-# then needs a gate, an up, their gradients and a routing weight at once.
+# Bytes that a thread may spill: 8, one address. `dgated` may spill more, because after its loop it
+# needs a gate, an up, their gradients and a routing weight at once.
 SPILL_LIMIT = {"dgated_kernel": 64}
 # Rows of an adapter of rank 4 are 8 bytes long, and sm_80 cannot prefetch loads of that size.
 NOT_PREFETCHED = ("odd sizes r=4 few rows", 80, "outer_kernel")

@@ -121,7 +121,7 @@ def check_available(quantisation: Quantisation) -> None:
     if quantisation.kind == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             'experts_dtype="nf4" quantises by bitsandbytes, which is not installed: '
-            'pip install "bitsandbytes>=0.49"; experts_dtype="fp8" needs torch alone'
+            'pip install "bitsandbytes>=0.49"; experts_dtype="fp8" needs only torch'
         )
 
 

@@ -111,7 +111,7 @@ FORMULAS = {
 def layout_of(formula: ExpertFormula, *, bias: bool, transposed: bool) -> list[bool | str]:
     """Return the properties of an experts module, besides sizes, that a kernel is compiled for.
 
-    Only whether it clamps counts, not the limit: a kernel is the same for all limits.
+    The limit of a clamp does not matter: it is a constant like any other.
     """
     return [
         formula.gated,

@@ -12,7 +12,7 @@ registers, shared memory and loops.
     up, down              the two products of the experts; n of up counts columns of act
     dgated                back through down and gate
     rows, outer           the gradients of the rows and of the matrices
-    thin, thin_outer      products with a size that is an adapter's rank; n is at most the rank
+    thin, thin_outer      products in which one size is a rank; the rank limits n
     rank                  the longest step along the rank in the other kernels
     up_adapted            the block of `up` with an adapter, if the usual one would spill registers
 """

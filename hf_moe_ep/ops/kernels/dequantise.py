@@ -86,9 +86,9 @@ def byte_product(
     KIND: tl.constexpr, NATIVE: tl.constexpr, BACK: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return [M, N], as `tile_product` does: rows times the matrix's rows `o_n`, forward.
+    """Return [M, N]: rows at `position` [M] times the transposed rows `o_n` [N] of the matrix.
 
-    With BACK the matrix's columns are taken instead. They are consecutive: block `column`.
+    With BACK it is rows times columns `o_n` of the matrix, which are block number `column`.
     """
     tl.static_assert(EVEN_K)
     BLOCK_N: tl.constexpr = o_n.shape[0]
