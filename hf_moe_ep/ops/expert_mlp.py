@@ -62,16 +62,21 @@ def expert_mlp(
     trained = [name for name, x in inputs.items() if x is not None and x.requires_grad]
     has_backward = bool(trained) and torch.is_grad_enabled()
     settings = Settings(
-        *formula.values(),
-        experts.up_scale,
-        experts.down_scale,
-        experts.quantised,
-        grad_scale=grad_scale,
+        gated=formula.gated,
+        interleaved=formula.interleaved,
         keep_pre=has_backward and not recompute,
-        trained=tuple(trained) if has_backward else (),
+        alpha=formula.alpha,
+        limit=formula.limit,
+        up_offset=formula.up_offset,
+        up_scale=experts.up_scale,
+        down_scale=experts.down_scale,
+        grad_scale=grad_scale,
+        activation=formula.activation,
+        quantised=experts.quantised,
         backend=backend,
+        trained=tuple(trained) if has_backward else (),
     )
-    arguments = (rows_RH, weights_RK, *tensors, expert_ids_RK, counts_L, *settings)
+    arguments = (rows_RH, weights_RK, *tensors, expert_ids_RK, counts_L, *settings.arguments())
     if experts.postponed is None:
         out_RH, *_ = torch.ops.hf_moe_ep.expert_mlp(*arguments)
     else:

@@ -44,11 +44,6 @@ class ExpertFormula:
                 f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}"
             )
 
-    def values(self) -> tuple[bool, bool, str, float, float, float]:
-        """Return all fields in their order."""
-        head = (self.gated, self.interleaved, self.activation)
-        return *head, self.alpha, self.limit, self.up_offset
-
     @property
     def clamped(self) -> bool:
         return self.limit != math.inf

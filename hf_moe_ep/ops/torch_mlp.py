@@ -25,6 +25,8 @@ from hf_moe_ep.ops.formula import ExpertFormula, activate, activate_backward
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, GradBuffer, Routing
 from hf_moe_ep.ops.permute import count_pairs, invert
 
+# Measured on one core: one block of all pairs takes 1.2 to 1.3 times as long (4096 tokens), and one
+# block per expert 1.2 to 1.5 times (64 or 512 tokens, 128 experts).
 _BLOCK = 2048
 
 

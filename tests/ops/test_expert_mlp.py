@@ -440,7 +440,8 @@ def test_the_operators_keep_torch_library_rules(backend: str, device: str, layou
     named = adapted(case, 2, torch.float32, device)
     tensors = [*experts, *(leaf(named[name]) for name in ADAPTERS)]
     inputs = [rows, weights, *tensors, *[None] * (len(WEIGHT_NAMES) - len(tensors))]
-    settings = Settings(*case.formula.values(), 0.5, 2.0, "", 0.5, True, (), backend)
+    flags, numbers = (True, True, True), (1.702, 1.5, 1.0, 0.5, 2.0, 0.5)  # GPT_OSS
+    settings = Settings(*flags, *numbers, "swish", "", backend, ()).arguments()
     args = (*inputs, put(case.ids_RK(device)), case.counts_L(), *settings)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp.default, args, test_utils=tests)
