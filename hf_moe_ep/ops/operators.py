@@ -145,8 +145,8 @@ def _choose_implementation(
 def _routing_like_triton(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:
     """Give a routing of the torch path the shapes and the device that the kernels' routing has.
 
-    Under "auto" the fake implementation told torch.compile these shapes, before anybody could know
-    that the kernels cannot run.
+    Under "auto" torch.compile has taken these shapes from the fake implementation, which runs
+    before it is known whether the kernels can run.
     """
     num_pairs = routing.pair_A.numel()
     _, _, tiles, rows = _import_triton_mlp().routing_shapes(num_pairs, num_experts, rows_RH)

@@ -179,23 +179,23 @@ def quantise(weight_OI: Tensor, quantisation: Quantisation) -> Quantised:
     """
     kind, (rows, columns) = quantisation.kind, weight_OI.shape
     plain = Quantisation(kind)
-    one = empty_stack((1, rows, columns), plain, weight_OI.device).of(0)
+    matrix = empty_stack((1, rows, columns), plain, weight_OI.device).of(0)
     block_rows = _BLOCKS[kind][0]
     step = max(1, _VALUES // max(1, columns * block_rows)) * block_rows
     quantise_rows = _quantise_fp8 if kind == "fp8" else _quantise_nf4
     for start in range(0, rows, step):
         part = quantise_rows(weight_OI[start : start + step].contiguous())
         at = slice(start, start + step)
-        one.values[at].copy_(part.values)
+        matrix.values[at].copy_(part.values)
         scales_at = slice(start // block_rows, -(-(start + step) // block_rows))
-        one.block_scale[scales_at].copy_(part.block_scale)
-    return _nested(one) if quantisation.nested else one
+        matrix.block_scale[scales_at].copy_(part.block_scale)
+    return _nested(matrix) if quantisation.nested else matrix
 
 
 @torch.no_grad()
-def dequantise(one: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
+def dequantise(matrix: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
     """Dequantise the matrix of one expert to [O, I] in `dtype`."""
-    return _dequantise_fp8(one, dtype) if kind == "fp8" else _dequantise_nf4(one, dtype)
+    return _dequantise_fp8(matrix, dtype) if kind == "fp8" else _dequantise_nf4(matrix, dtype)
 
 
 @torch.no_grad()
@@ -241,24 +241,24 @@ def _quantise_nf4(weight_OI: Tensor) -> Quantised:
     return Quantised(packed.view(rows, columns // 2), state.absmax.view(rows, columns // 64))
 
 
-def _nested(one: Quantised) -> Quantised:
+def _nested(matrix: Quantised) -> Quantised:
     """Quantise the scales of a matrix, as `quantize_4bit` does with compress_statistics."""
-    offset = one.block_scale.flatten().mean()
+    offset = matrix.block_scale.flatten().mean()
     codes, state = _functional().quantize_blockwise(
-        one.block_scale.flatten() - offset, blocksize=_NESTED_BLOCK
+        matrix.block_scale.flatten() - offset, blocksize=_NESTED_BLOCK
     )
     nested_scale = torch.stack([state.absmax, offset.expand_as(state.absmax)], 1)
-    return Quantised(one.values, codes.view(one.block_scale.shape), nested_scale)
+    return Quantised(matrix.values, codes.view(matrix.block_scale.shape), nested_scale)
 
 
-def _dequantise_nf4(one: Quantised, dtype: torch.dtype) -> Tensor:
-    rows, columns = one.values.shape[0], 2 * one.values.shape[1]
-    nested = one.nested_scale if one.nested_scale is None else one.nested_scale[None]
-    block_scale = plain_scales(Quantised(one.values[None], one.block_scale[None], nested))
+def _dequantise_nf4(matrix: Quantised, dtype: torch.dtype) -> Tensor:
+    rows, columns = matrix.values.shape[0], 2 * matrix.values.shape[1]
+    nested = matrix.nested_scale if matrix.nested_scale is None else matrix.nested_scale[None]
+    block_scale = plain_scales(Quantised(matrix.values[None], matrix.block_scale[None], nested))
     known = dtype if dtype in _BITSANDBYTES_DTYPES else torch.float32
     _functional()  # registers the operator
     weight_OI: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-        one.values.view(-1, 1), block_scale.flatten(), 64, "nf4", [rows, columns], known
+        matrix.values.view(-1, 1), block_scale.flatten(), 64, "nf4", [rows, columns], known
     )
     return weight_OI.to(dtype)
 
@@ -274,10 +274,10 @@ def _quantise_fp8(weight_OI: Tensor) -> Quantised:
     return Quantised(scaled.to(_FP8).view(rows, columns).view(torch.uint8), 1 / factor)
 
 
-def _dequantise_fp8(one: Quantised, dtype: torch.dtype) -> Tensor:
-    rows, columns = one.values.shape
-    squares = one.values.view(_FP8).float().view(rows // 128, 128, columns // 128, 128)
-    squares *= one.block_scale[:, None, :, None]
+def _dequantise_fp8(matrix: Quantised, dtype: torch.dtype) -> Tensor:
+    rows, columns = matrix.values.shape
+    squares = matrix.values.view(_FP8).float().view(rows // 128, 128, columns // 128, 128)
+    squares *= matrix.block_scale[:, None, :, None]
     return squares.view(rows, columns).to(dtype)
 
 

@@ -43,7 +43,7 @@ def expert_mlp(
     experts: ExpertWeights,
     formula: ExpertFormula,
 ) -> Tensor:
-    """See `hf_moe_ep.ops.expert_mlp.expert_mlp`. This one computes one row and expert at a time."""
+    """Compute `hf_moe_ep.ops.expert_mlp.expert_mlp`, one row and one expert at a time."""
     out_RH = []
     for row_H, experts_K, weights_K in zip(rows_RH, expert_ids_RK, weights_RK, strict=True):
         out_H = torch.zeros_like(row_H)
