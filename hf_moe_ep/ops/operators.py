@@ -75,7 +75,8 @@ class Settings(NamedTuple):
     def from_arguments(arguments: Sequence[Sequence[Any]]) -> Settings:
         """Build the settings from the values that `arguments` returned."""
         flags, numbers, words, trained = arguments
-        return Settings._make([*flags, *numbers, *words, tuple(trained)])
+        values: list[Any] = [*flags, *numbers, *words, tuple(trained)]
+        return Settings(*values)
 
     @property
     def formula(self) -> ExpertFormula:
