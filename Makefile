@@ -71,7 +71,7 @@ fmt: .venv/.done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# On a GPU machine: its own python3, nothing is installed. Parts 1 to 5, at most ten minutes each;
+# On a GPU machine: its own python3, nothing is installed. Parts 1 to 6, at most ten minutes each;
 # results go to $OUT, or to benchmarks/results/<gpu>/raw (benchmarks/gpu.py).
 PART ?= 1
 gpu:
@@ -80,7 +80,8 @@ gpu:
 gpu-rehearsal: .venv/.done
 	$(BIN)/python benchmarks/gpu.py rehearsal
 
-NOT_ALONE := $(patsubst %,benchmarks/%.py,figures models ranks timing gpu gpu_report layer_kernels)
+NOT_ALONE := $(patsubst %,benchmarks/%.py,figures models ranks timing gpu gpu_report \
+	layer_kernels block_candidates machine_code ahead_of_time compile_kernels)
 
 bench: .venv/.done
 	set -e; for script in $(filter-out $(NOT_ALONE),$(sort $(wildcard benchmarks/*.py))); do \

@@ -5,7 +5,8 @@
     make gpu PART=3          every GPU test, ranks that share a GPU, the sanitizer
     make gpu PART=4          the second round: what moved since the table of blocks was changed
     make gpu PART=5          frozen experts as bytes, nf4 and fp8: right, and how fast beside bf16
-    make gpu-rehearsal       every job with tiny sizes on the CPU, in a few minutes
+    make gpu PART=6          the kernels compiled ahead of time: registers, shared memory, loops
+    make gpu-rehearsal       every job on the CPU with tiny sizes, part 6 as it is: 15 minutes
     python benchmarks/gpu.py report benchmarks/results/GPU      tables and a plot of what they left
 
 A part is a table of jobs, the most valuable first. Each is a process group of its own with an end
@@ -290,6 +291,17 @@ PARTS: dict[int, list[Job]] = {
             variables="PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTORCH_ALLOC_CONF=backend:native",
         ),
     ],
+    6: [
+        Job(
+            "machine code",
+            570,
+            "python benchmarks/compile_kernels.py --check",
+            r"kernels compiled, 0 problems",
+            "python benchmarks/compile_kernels.py --check",
+            # A rehearsal interprets all other kernels.
+            variables="TRITON_INTERPRET=0",
+        ),
+    ],
 }
 
 
@@ -347,7 +359,9 @@ def _one(
     with tempfile.TemporaryDirectory(prefix="gpu_job_") as folder:
         env = environment(os.environ, rehearsal, folder)
         env |= dict(pair.split("=", 1) for pair in job.variables.split())
-        status, output, gpu = run(words, env, min(job.seconds, left), log, lines, about)
+        # A rehearsal may share its machine with other programs.
+        seconds = min(2 * job.seconds if rehearsal else job.seconds, left)
+        status, output, gpu = run(words, env, seconds, log, lines, about)
     if status == "ok" and not rehearsal and not re.search(job.prints, output):
         status = f"did not print {job.prints}"
     return Ended(status, time.monotonic() - start, output, gpu)

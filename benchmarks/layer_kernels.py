@@ -8,7 +8,7 @@
 The layer runs forward and backward once and its calls are noted; each is then made again, alone, a
 few times. What is timed is therefore what runs, whatever arguments a kernel takes.
 
-A sweep goes through candidates of the block table (`hf_moe_ep/ops/kernels/blocks.py`). Workers
+A sweep times the blocks of `block_candidates.py` and a few others. Workers
 compile them first, into Triton's cache on disk. A candidate counts if its result is the table's to
 two roundings; one that does not start is a line that says why. One JSON line per measurement,
 printed at once:
@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 import triton
+from block_candidates import CANDIDATES
 from timing import milliseconds
 from torch import Tensor
 
@@ -261,7 +262,7 @@ def candidates(row: Blocks) -> list[tuple[str, Blocks]]:
     """(field, row with another block there): the table's own, the other row's, one more stage."""
     found = [
         (candidate.field, candidate.blocks())
-        for candidate in table.CANDIDATES
+        for candidate in CANDIDATES
         if table.TABLE[candidate.row] == row
     ]
     names = list(dict.fromkeys(FIELDS.values()))

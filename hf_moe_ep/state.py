@@ -58,9 +58,8 @@ keyword) to search for in FILE.
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
     ranks/places.py | _UNDER_WAY | exchanges that have not ended
     ops/self_check.py | check_both_sizes check_once warn_once | whether kernels run here
-    ops/quantised.py | _nested_codes | what bytes of nested scales stand for, by device
     ops/sum_check.py | check_sums_once | whether compiled sums are right here
-    ops/spec.py | from_text | parsed formulas of the operator
+    ops/quantised.py | _nested_codes | what bytes of nested scales stand for, by device
     plan.py | _compiled | patterns of module names
     upstream/code.py | _names_used _arguments | what the code of a class says
     __init__.py | __class__ | the package: its names are imported at first use

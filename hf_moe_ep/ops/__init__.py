@@ -1,11 +1,13 @@
-"""The expert MLP: its formula, its plain-torch truth, its fast implementations.
+"""The expert MLP: its formula, a slow reference in plain torch, and two fast implementations.
 
-Here: tensors in, tensors out, and their gradients. Never: a rank, a model, a framework.
+Here: functions that take tensors and return tensors, and their gradients. Never: ranks, models or a
+training framework.
 
-    expert_mlp    the function; read first, then operators, spec, formula, interface
+    expert_mlp    the function; read it first, then operators, formula and interface
     torch_mlp     plain torch, one product per expert
-    triton_mlp    the same as a few launches of `kernels/`, checked by self_check
-    quantised     frozen matrices as bytes: dequantised one at a time, by the kernels tile by tile
-    reference     the truth of both, one row at a time
-    permute       rows copied from tokens and added back, for dispatch; checked by sum_check
+    triton_mlp    the same as a few launches of `kernels/`
+    self_check    compares the compiled kernels with torch before they are used
+    quantised     the byte formats of frozen matrices, which are dequantised when they are used
+    reference     what both implementations must equal, one row at a time
+    permute       sums of the rows that dispatch copied from the tokens, checked by sum_check
 """

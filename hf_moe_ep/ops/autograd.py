@@ -1,4 +1,4 @@
-"""Small parts of autograd functions whose gradients pass beside autograd's own edges."""
+"""Helpers of autograd functions that pass gradients to each other outside of the autograd graph."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def mark_without_grad(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, ...]) -> None:
-    """Tell autograd which outputs need no gradient: those whose inputs need none."""
+    """Mark the outputs whose inputs need no gradient as not differentiable."""
     pairs = zip(outputs, needs, strict=True)
     ctx.mark_non_differentiable(*(output for output, needed in pairs if not needed))
 
 
 def nothing(like: Tensor, shape: torch.Size) -> Tensor:
-    """A gradient of that shape which nobody reads, one element in memory.
+    """Return a placeholder gradient of that shape, which takes the memory of one element.
 
-    Two nodes hand it to each other where the gradient itself takes another way.
+    A node passes it along an edge of the autograd graph if the gradient itself is passed outside.
     """
     return like.new_zeros(()).expand(shape)

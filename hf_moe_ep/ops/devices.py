@@ -1,4 +1,4 @@
-"""Launches on the device of their tensors, which need not be the current one."""
+"""Kernel launches on the device of their tensors, which need not be the current device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 def on_its_device(
     function: Callable[Concatenate[Tensor, _P], _R],
 ) -> Callable[Concatenate[Tensor, _P], _R]:
-    """Make the device of the first argument the current one meanwhile: Triton launches there."""
+    """Make the first argument's device current during the call: Triton launches kernels there."""
 
     @wraps(function)
     def on_device(tensor: Tensor, *args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -1,4 +1,4 @@
-"""What an expert computes between its two matrices, and the order of gate and up in the first.
+"""The formula of an expert between its two matrices, and the order of gate and up in the first.
 
     pre  = up_weight x (+ up_bias)                 [2F], or [F] without a gate
     gate, up = the two halves of pre               concatenated: g0 g1 .. u0 u1 ..
@@ -10,8 +10,8 @@
 f is one of ACTIVATIONS; `swish` with alpha 1 is silu. The clamped form with alpha 1.702, limit 7
 and up_offset 1 is gpt-oss (transformers, models/gpt_oss/modeling_gpt_oss.py, _apply_gate).
 
-Pre-activations are kept in the weight's own order, so every matrix product of the backward reads
-the weight as it lies. Transposed weights need nothing here: they are handed over as views.
+Pre-activations are kept in the order of the weight's rows, so no matrix product of the backward
+needs a reordered copy of the weight. Transposed weights are passed in as views.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ACTIVATIONS = ("swish", "gelu", "gelu_tanh", "relu2")
 
 @dataclass(frozen=True)
 class ExpertFormula:
-    """See the module's formula. `limit` is inf where nothing is clamped."""
+    """The parameters of the module's formula. `limit` is inf if nothing is clamped."""
 
     gated: bool = True
     interleaved: bool = False
@@ -49,7 +49,7 @@ class ExpertFormula:
         return self.limit != math.inf
 
     def kernel_constants(self) -> dict[str, Any]:
-        """The formula as compile-time arguments of the Triton kernels (`gate.py`)."""
+        """Return the formula as compile-time arguments of the Triton kernels (`gate.py`)."""
         return {
             "ACTIVATION": self.activation,
             "ALPHA": self.alpha,
@@ -58,12 +58,12 @@ class ExpertFormula:
         }
 
     def ffn_size(self, pre_size: int) -> int:
-        """F, from the number of pre-activations per row."""
+        """Compute F from the number of pre-activations per row."""
         return pre_size // 2 if self.gated else pre_size
 
 
 def split(pre_AG: Tensor, formula: ExpertFormula) -> tuple[Tensor, Tensor]:
-    """gate_AF and up_AF as views; without a gate both are `pre_AG` itself."""
+    """Return gate_AF and up_AF as views; without a gate both are `pre_AG` itself."""
     if not formula.gated:
         return pre_AG, pre_AG
     if formula.interleaved:
@@ -73,7 +73,7 @@ def split(pre_AG: Tensor, formula: ExpertFormula) -> tuple[Tensor, Tensor]:
 
 
 def activate(pre_AG: Tensor, formula: ExpertFormula) -> Tensor:
-    """act_AF of the module's formula."""
+    """Return act_AF of the module's formula."""
     gate_AF, up_AF = split(pre_AG, formula)
     if formula.clamped:
         gate_AF = gate_AF.clamp(max=formula.limit)
@@ -87,7 +87,7 @@ def activate(pre_AG: Tensor, formula: ExpertFormula) -> Tensor:
 def activate_backward(
     pre_AG: Tensor, grad_AF: Tensor, formula: ExpertFormula
 ) -> tuple[Tensor, Tensor]:
-    """act_AF again, and the gradient of pre_AG for `grad_AF`, the gradient of act_AF."""
+    """Recompute act_AF, and compute the gradient of pre_AG from `grad_AF`, that of act_AF."""
     gate_AF, up_AF = split(pre_AG, formula)
     grad_pre_AG = torch.empty_like(pre_AG)
     grad_gate_AF, grad_up_AF = split(grad_pre_AG, formula)

@@ -1,68 +1,138 @@
-"""The expert MLP as two operators of torch.library, and the gradient that joins them.
+"""The expert MLP as two operators of torch.library, and the gradient formula that connects them.
 
-torch.compile and activation checkpointing see `hf_moe_ep::expert_mlp` and its backward, and
-nothing inside them.
+torch.compile and activation checkpointing see only `hf_moe_ep::expert_mlp` and its backward; they
+do not trace into either.
 
-    expert_mlp(rows, weights, experts[], expert_ids, counts, spec) -> out, *made
-    expert_mlp_backward(grad, saved[], spec, needs[]) -> grads[]
+    expert_mlp(rows, weights, *experts, expert_ids, counts, *settings) -> out, *kept
+    expert_mlp_backward(grad, saved[], needs[], *settings) -> grads[]
 
-    experts    the tensors that there are, of WEIGHT_NAMES: `Tensor[]`. A `Tensor?[]` with None in
-               it gets no gradients from torch.library (it takes only lists of tensors apart), so
-               `spec` says which tensors these are
-    made       for backward: pre_AG (empty unless kept), pair_A, slots_RK, offsets, tiles,
-               row_A
-    saved      rows, weights, *experts, *made
-    spec       everything else: `spec.ExpertSpec`, as text
-    needs      of rows, weights and each of experts: whether its gradient is wanted
+    experts    one argument per name of WEIGHT_NAMES, None for a tensor that does not exist
+    settings   the values of `Settings.arguments`
+    kept       saved for backward: pre_AG (empty unless it is kept) and the five tensors of Routing
+    saved      rows, weights, *experts, *kept
+    needs      for rows, weights and each tensor of experts: whether its gradient is needed
+    grads      the gradients that are needed, in that order
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import (
+    WEIGHT_NAMES,
     ExpertGrads,
     ExpertWeights,
     Routing,
-    WeightGrads,
     empty_grad,
 )
-from hf_moe_ep.ops.spec import ExpertSpec
+
+# Inputs that can have a gradient, in the order of the forward operator's arguments.
+INPUT_NAMES = ("rows", "weights", *WEIGHT_NAMES)
 
 
-def _kernels() -> Any:
-    # Triton is imported by those who can use it.
+class Settings(NamedTuple):
+    """The settings of a call. The operators take them as lists of one type each.
+
+    torch.library needs about 5 microseconds per argument and call, so 4 lists are faster than 13
+    arguments.
+
+    Attributes:
+        gated, interleaved, activation, alpha, limit, up_offset: the fields of ExpertFormula.
+        up_scale, down_scale: scales of the adapters.
+        quantised: format of the matrices (`quantised.py`); empty if they are not quantised.
+        grad_scale: multiplies the gradients of the experts' own tensors.
+        keep_pre: whether the pre-activations are kept for backward.
+        trained: names (of INPUT_NAMES) of the inputs that require a gradient.
+        backend: "torch", "triton", or "auto", which means triton if the kernels can be built.
+    """
+
+    gated: bool
+    interleaved: bool
+    keep_pre: bool
+    alpha: float
+    limit: float
+    up_offset: float
+    up_scale: float
+    down_scale: float
+    grad_scale: float
+    activation: str
+    quantised: str
+    backend: str
+    trained: Sequence[str]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return flags, numbers, words and trained, which the operators take."""
+        return self[:3], self[3:9], self[9:12], self.trained
+
+    @staticmethod
+    def from_arguments(arguments: Sequence[Sequence[Any]]) -> Settings:
+        """Build the settings from the values that `arguments` returned."""
+        flags, numbers, words, trained = arguments
+        values: list[Any] = [*flags, *numbers, *words, tuple(trained)]
+        return Settings(*values)
+
+    @property
+    def formula(self) -> ExpertFormula:
+        gate = (self.gated, self.interleaved, self.activation)
+        return ExpertFormula(*gate, self.alpha, self.limit, self.up_offset)
+
+    def experts(self, tensors: Sequence[Tensor | None]) -> ExpertWeights:
+        """Combine the experts' tensors, in the order of WEIGHT_NAMES, with their settings."""
+        named: dict[str, Any] = dict(zip(WEIGHT_NAMES, tensors, strict=True))
+        return ExpertWeights(
+            **named,
+            up_scale=self.up_scale,
+            down_scale=self.down_scale,
+            quantised=self.quantised,
+        )
+
+
+_SETTINGS = "bool[] flags, float[] numbers, str[] words, str[] trained"
+_EXPERTS = [f"Tensor{'' if name in ('up', 'down') else '?'} {name}" for name in WEIGHT_NAMES]
+_FORWARD_SCHEMA = (
+    f"(Tensor rows, Tensor weights, {', '.join(_EXPERTS)}, Tensor expert_ids, int[]? counts, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_BACKWARD_SCHEMA = f"(Tensor grad, Tensor?[] saved, bool[] needs, {_SETTINGS}) -> Tensor[]"
+
+
+def _import_triton_mlp() -> Any:
+    # Imported on demand: not every machine has Triton.
     from hf_moe_ep.ops import triton_mlp
 
     return triton_mlp
 
 
-def _implementation(
-    call: ExpertSpec,
+def _choose_implementation(
+    settings: Settings,
     rows_RH: Tensor,
     weights_RK: Tensor,
     num_pairs: int,
     experts: ExpertWeights,
     *also_trained: tuple[str, ...],
 ) -> Any:
-    """What computes a call forward and, for what is trained or `also_trained`, backward.
+    """Return the module that computes the forward and, for trained inputs, the backward.
 
     Raises:
-        RuntimeError: where it is the kernels by name, and they cannot run here.
+        RuntimeError: the backend is "triton" and the kernels cannot run here.
     """
-    if call.backend == "torch":
+    if settings.backend == "torch":
         return torch_mlp
     from hf_moe_ep.ops.self_check import self_check, warn_once
 
-    for trained in (call.trained, *also_trained):
-        reason = self_check(rows_RH, weights_RK, num_pairs, experts, call, trained)
-        if reason and call.backend == "triton":
+    formula, keep_pre = settings.formula, settings.keep_pre
+    for trained in (tuple(settings.trained), *also_trained):
+        reason = self_check(
+            rows_RH, weights_RK, num_pairs, experts, formula, keep_pre=keep_pre, trained=trained
+        )
+        if reason and settings.backend == "triton":
             raise RuntimeError(
                 f"experts_backend='triton' cannot run here: {reason}; use "
                 f"experts_backend='auto' or 'torch'"
@@ -70,159 +140,151 @@ def _implementation(
         if reason:
             warn_once(weights_RK.device, reason)
             return torch_mlp
-    return _kernels()
+    return _import_triton_mlp()
 
 
-def _as_promised(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:
-    """A routing of the torch path in the shapes and on the device of the kernels'.
+def _routing_like_triton(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:
+    """Give a routing of the torch path the shapes and the device that the kernels' routing has.
 
-    torch.compile was promised those, before anybody could know that the kernels do not run.
+    Under "auto" torch.compile has taken these shapes from the fake implementation, which runs
+    before it is known whether the kernels can run.
     """
     num_pairs = routing.pair_A.numel()
-    _, _, tiles, rows = _kernels().routing_shapes(num_pairs, num_experts, rows_RH)
+    _, _, tiles, rows = _import_triton_mlp().routing_shapes(num_pairs, num_experts, rows_RH)
     offsets = routing.offsets.to(rows_RH.device)
     unused = offsets.new_full(tiles, -1), offsets.new_zeros(rows)
     return replace(routing, offsets=offsets, tiles=unused[0], row_A=unused[1])
 
 
-def _forward(
-    rows: Tensor,
-    weights: Tensor,
-    experts: Sequence[Tensor],
-    expert_ids: Tensor,
-    counts: Sequence[int] | None,
-    spec: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out_RH and what backward needs; see the module."""
-    call = ExpertSpec.from_text(spec)
-    named = call.experts(experts)
+def _split_inputs(
+    inputs: Sequence[Any],
+) -> tuple[Tensor, Tensor, ExpertWeights, Tensor, list[int] | None, Settings]:
+    """Return rows, weights, experts, expert ids, counts and settings of the forward operator."""
+    rows, weights, *tensors = inputs[: len(INPUT_NAMES)]
+    expert_ids, counts, *rest = inputs[len(INPUT_NAMES) :]
+    settings = Settings.from_arguments(rest)
     counts_L = None if counts is None else list(counts)
+    return rows, weights, settings.experts(tensors), expert_ids, counts_L, settings
+
+
+def _forward(*inputs: Any) -> tuple[Tensor, ...]:
+    """Return out_RH and the tensors that backward needs; the module docstring lists both."""
+    rows, weights, experts, expert_ids, counts_L, settings = _split_inputs(inputs)
     num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
-    implementation = _implementation(call, rows, weights, num_pairs, named)
-    routing = implementation.route(expert_ids, counts_L, named, rows)
+    implementation = _choose_implementation(settings, rows, weights, num_pairs, experts)
+    routing = implementation.route(expert_ids, counts_L, experts, rows)
     out_RH, pre_AG = implementation.forward(
-        rows, weights, named, routing, call.formula, call.keep_pre
+        rows, weights, experts, routing, settings.formula, settings.keep_pre
     )
-    if not call.keep_pre:
+    if not settings.keep_pre:
         pre_AG = rows.new_empty(0)
-    if call.backend == "auto" and implementation is torch_mlp:
-        routing = _as_promised(routing, named.up.shape[0], rows)
-    made = routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles, routing.row_A
-    return out_RH, pre_AG, *made
+    if settings.backend == "auto" and implementation is torch_mlp:
+        routing = _routing_like_triton(routing, experts.up.shape[0], rows)
+    kept = routing.pair_A, routing.slots_RK, routing.offsets, routing.tiles, routing.row_A
+    return out_RH, pre_AG, *kept
 
 
-_forward_op = torch.library.custom_op("hf_moe_ep::expert_mlp", mutates_args=())(_forward)
+_forward_op = torch.library.custom_op(
+    "hf_moe_ep::expert_mlp", _forward, mutates_args=(), schema=_FORWARD_SCHEMA
+)
 
 
 @_forward_op.register_fake
-def _(
-    rows: Tensor,
-    weights: Tensor,
-    experts: Sequence[Tensor],
-    expert_ids: Tensor,
-    counts: Sequence[int] | None,
-    spec: str,
-) -> tuple[Tensor, ...]:
-    call = ExpertSpec.from_text(spec)
-    up = call.experts(experts).up
-    num_pairs = expert_ids.numel() if counts is None else sum(counts)
-    pre = rows.new_empty(num_pairs, up.shape[1]) if call.keep_pre else rows.new_empty(0)
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    rows, _, experts, expert_ids, counts_L, settings = _split_inputs(inputs)
+    up = experts.up
+    num_pairs = expert_ids.numel() if counts_L is None else sum(counts_L)
+    pre_shape = (num_pairs, up.shape[1]) if settings.keep_pre else (0,)
     slots = expert_ids.new_empty(expert_ids.shape, dtype=torch.int32)
-    promised = torch_mlp if call.backend == "torch" else _kernels()
-    shapes = promised.routing_shapes(num_pairs, up.shape[0], rows)
-    device = "cpu" if call.backend == "torch" else rows.device
+    implementation = torch_mlp if settings.backend == "torch" else _import_triton_mlp()
+    shapes = implementation.routing_shapes(num_pairs, up.shape[0], rows)
+    device = "cpu" if settings.backend == "torch" else rows.device
     pair, offsets, tiles, row = (
         torch.empty(shape, dtype=torch.int32, device=where)
         for shape, where in zip(shapes, (rows.device, device, device, device), strict=True)
     )
-    return rows.new_empty(rows.shape), pre, pair, slots, offsets, tiles, row
+    out = rows.new_empty(rows.shape)
+    return out, rows.new_empty(pre_shape), pair, slots, offsets, tiles, row
 
 
-def _run_for_needs(
-    grad: Tensor, saved: Sequence[Tensor], spec: str, needs: Sequence[bool]
+def _backward(
+    grad: Tensor, saved: Sequence[Tensor | None], needs: Sequence[bool], *settings: Any
 ) -> list[Tensor]:
-    """Gradients of rows, weights and each of the experts' tensors; empty where not in `needs`."""
-    names = ExpertSpec.from_text(spec).names
-    grads, _ = run_backward(grad, saved, spec, needs)
-    # Scales have no place there: what is quantised is frozen.
-    found = (getattr(grads, name, None) for name in names)
-    return [grad.new_empty(0) if g is None else g for g in found]
+    """Return the gradients that are needed, in the order of INPUT_NAMES."""
+    grads, _ = run_backward(grad, saved, needs, Settings.from_arguments(settings))
+    return [grads[name] for name, need in zip(INPUT_NAMES, needs, strict=True) if need]
 
 
-_backward_op = torch.library.custom_op("hf_moe_ep::expert_mlp_backward", mutates_args=())(
-    _run_for_needs
+_backward_op = torch.library.custom_op(
+    "hf_moe_ep::expert_mlp_backward", _backward, mutates_args=(), schema=_BACKWARD_SCHEMA
 )
 
 
 @_backward_op.register_fake
-def _(grad: Tensor, saved: Sequence[Tensor], spec: str, needs: Sequence[bool]) -> list[Tensor]:
-    inputs = saved[: len(needs)]
-    return [
-        empty_grad(tensor) if need else grad.new_empty(0)
-        for tensor, need in zip(inputs, needs, strict=True)
-    ]
+def _(
+    grad: Tensor, saved: Sequence[Tensor | None], needs: Sequence[bool], *settings: Any
+) -> list[Tensor]:
+    needed = [tensor for tensor, need in zip(saved, needs, strict=False) if need]
+    return [empty_grad(tensor) for tensor in needed if tensor is not None]
 
 
 def run_backward(
     grad_RH: Tensor,
-    saved: Sequence[Tensor],
-    spec: str,
+    saved: Sequence[Tensor | None],
     needs: Sequence[bool],
+    settings: Settings,
     *,
-    later: bool = False,
-) -> tuple[WeightGrads, Callable[[ExpertGrads], None] | None]:
-    """Run the implementation's backward on what `save` has kept; returns what it returns."""
-    call = ExpertSpec.from_text(spec)
-    names = call.names
-    rows_RH, weights_RK, *experts = saved[: len(names)]
-    pre_AG, *made = saved[len(names) :]
-    routing = Routing(*made)
-    named = call.experts(experts)
-    need = tuple(name for name, wanted in zip(names, needs, strict=True) if wanted)
+    postpone: bool = False,
+) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
+    """Run the implementation's backward on the tensors that `save` kept, and return its result."""
+    rows_RH, weights_RK, *tensors = saved[: len(INPUT_NAMES)]
+    pre_AG, *kept = saved[len(INPUT_NAMES) :]
+    assert rows_RH is not None and weights_RK is not None
+    routing = Routing(*(tensor for tensor in kept if tensor is not None))
+    experts = settings.experts(tensors)
+    need = tuple(name for name, wanted in zip(INPUT_NAMES, needs, strict=True) if wanted)
     num_pairs = routing.pair_A.numel()
-    implementation = _implementation(call, rows_RH, weights_RK, num_pairs, named, need)
-    return implementation.backward(
+    implementation = _choose_implementation(settings, rows_RH, weights_RK, num_pairs, experts, need)
+    grads, finish = implementation.backward(
         grad_RH,
         rows_RH,
         weights_RK,
-        named,
+        experts,
         routing,
-        pre_AG if call.keep_pre else None,
-        call.formula,
-        grad_scale=call.grad_scale,
+        pre_AG if settings.keep_pre else None,
+        settings.formula,
+        grad_scale=settings.grad_scale,
         need=set(need),
-        later=later,
+        postpone=postpone,
     )
+    return grads, finish
 
 
 def save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    """Keep in `ctx` what backward takes, from the forward's inputs and output."""
-    rows, weights, experts, _, _, spec = inputs
-    _, *made = output
-    ctx.save_for_backward(rows, weights, *experts, *made)
-    ctx.mark_non_differentiable(*made)
+    """Save the inputs and outputs of the forward that backward needs in `ctx`."""
+    _, *kept = output
+    _, _, *settings = inputs[len(INPUT_NAMES) :]
+    ctx.save_for_backward(*inputs[: len(INPUT_NAMES)], *kept)
+    ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
-    ctx.spec = spec
+    ctx.settings = Settings.from_arguments(settings)
 
 
-def _backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Any, ...]:
-    """Gradients in the structure of the forward's inputs."""
-    need_rows, need_weights, need_experts, *_ = ctx.needs_input_grad
-    needs = [need_rows, need_weights, *need_experts]
+def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    """Return one gradient for each argument of the forward operator, None where it has none."""
+    no_grads = (None,) * len(ctx.needs_input_grad)
     if grad_RH is None:
-        wanted: list[Tensor | None] = [None] * len(needs)
-    else:
-        backward = torch.ops.hf_moe_ep.expert_mlp_backward
-        grads = backward(grad_RH, ctx.saved_tensors, ctx.spec, needs)
-        wanted = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
-    rows, weights, *experts = wanted
-    return rows, weights, experts, None, None, None
+        return no_grads
+    needs = list(ctx.needs_input_grad[: len(INPUT_NAMES)])
+    backward = torch.ops.hf_moe_ep.expert_mlp_backward
+    grads = iter(backward(grad_RH, ctx.saved_tensors, needs, *ctx.settings.arguments()))
+    return *(next(grads) if need else None for need in needs), *no_grads[len(needs) :]
 
 
-_forward_op.register_autograd(_backward, setup_context=save)
+_forward_op.register_autograd(_autograd_backward, setup_context=save)
 
-# For whoever wants to see what the operators do one step after the other.
+# The planner runs these functions to see the single steps of an operator.
 STEPS_INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.hf_moe_ep.expert_mlp.default: _forward,
-    torch.ops.hf_moe_ep.expert_mlp_backward.default: _run_for_needs,
+    torch.ops.hf_moe_ep.expert_mlp_backward.default: _backward,
 }

@@ -1,24 +1,25 @@
-"""Frozen matrices of experts as bytes: what is stored, and how to get there and back.
+"""The formats of quantised expert matrices, and the conversions from and to them.
 
-A matrix is [O, I], out and in, whatever way its module keeps it. Neighbours along I share a scale:
+A matrix is [O, I], out and in, even if its module stores the transpose. Neighbours along I share a
+scale:
 
-    nf4           values        [O, I / 2]        two codes of 4 bits each, as bitsandbytes packs
-                  block_scale   [O, I / 64]       fp32, of 64 neighbours
+    nf4           values        [O, I / 2]        two 4-bit codes per byte, as in bitsandbytes
+                  block_scale   [O, I / 64]       fp32, one for 64 neighbours
     nf4, nested   values        [O, I / 2]
                   block_scale   [O, I / 64]       bytes: bitsandbytes' 8-bit codes
                   nested_scale  [blocks, 2]       fp32 scale and offset of 256 bytes of block_scale,
                                                   counted row by row; the last block may have fewer
     fp8           values        [O, I]            the bytes of float8_e4m3fn
-                  block_scale   [O / 128, I / 128]  fp32, of 128 x 128: value = fp8 * scale, as the
-                                                  weight_scale_inv of published checkpoints
+                  block_scale   [O / 128, I / 128]  fp32, one for 128 x 128: value = fp8 * scale;
+                                                  published checkpoints: weight_scale_inv
 
 [6, 128] in nf4 is 6 x 64 bytes and 6 x 2 scales. Bytes per value: 0.5625, nested 0.516, fp8 1.0002.
-In a stack the experts are in front, each quantised by itself: [E, O, I / 2] and so on. Values are
-bytes (uint8) in all formats, so that neither gloo nor FSDP2 has to know a dtype of 8 bits.
+A stack holds the matrices of all experts, each quantised by itself: [E, O, I / 2] and so on. Values
+are bytes (uint8) in all formats, so neither gloo nor FSDP2 has to support an 8-bit float dtype.
 
-nf4 is bitsandbytes' own, which is imported when it is first used: equal values, code for code. What
-is stored times its scale is formed in fp32 and rounded once. Here is no gradient: what is
-quantised is frozen.
+nf4 is computed by bitsandbytes, which is imported at its first use; every code and value equals its
+own. The product of a stored value and its scale is computed in fp32 and rounded once. Quantised
+matrices are frozen, so nothing in this module has a gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 KINDS = ("nf4", "fp8")
-# What codes of nf4 stand for: arXiv 2305.14314, appendix E, to the digits that fp32 has.
+# The values of the 16 nf4 codes (arXiv 2305.14314, appendix E), with the digits of fp32.
 NF4_CODES = (
     -1.0,
     -0.6961928009986877,
@@ -51,7 +52,7 @@ NF4_CODES = (
     0.7229568362236023,
     1.0,
 )
-# Of the parameters beside `gate_up_proj`: gate_up_proj_block_scale, gate_up_proj_nested_scale.
+# Suffixes of parameter names: gate_up_proj_block_scale, gate_up_proj_nested_scale.
 BLOCK_SCALE, NESTED_SCALE = "_block_scale", "_nested_scale"
 
 # Rows and columns of a matrix that share a scale.
@@ -59,20 +60,20 @@ _BLOCKS = {"nf4": (1, 64), "fp8": (128, 128)}
 _VALUES_PER_BYTE = {"nf4": 2, "fp8": 1}
 # Bytes of block_scale that share a nested scale.
 _NESTED_BLOCK = 256
-# How many values are quantised at once: each of them takes some 20 bytes meanwhile.
+# How many values are quantised at once. Quantising takes about 20 bytes of memory per value.
 _VALUES = 1 << 17
 _FP8 = torch.float8_e4m3fn
-# What bitsandbytes quantises from, and dequantises to.
-_OF_BITSANDBYTES = (torch.float32, torch.bfloat16, torch.float16)
+# The dtypes that bitsandbytes quantises from and dequantises to.
+_BITSANDBYTES_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How matrices of experts are held.
+    """The format in which expert matrices are stored.
 
     Attributes:
-        kind: of KINDS.
-        nested: nf4's scales are quantised too.
+        kind: one of KINDS.
+        nested: whether the scales of nf4 are quantised as well.
     """
 
     kind: str
@@ -80,34 +81,35 @@ class Quantisation:
 
     @property
     def values_per_byte(self) -> int:
-        """How many parameters a byte of `values` stands for."""
+        """Return how many values of a matrix one byte of `values` holds."""
         return _VALUES_PER_BYTE[self.kind]
 
     def num_values(self, stored: Tensor) -> int:
-        """Count the parameters that `values` of a matrix, or of a stack, stand for."""
+        """Count the values of the matrix, or of the stack, whose bytes are `stored`."""
         return stored.numel() * self.values_per_byte
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix as bytes with its scales, or a stack of them; see the module."""
+    """The bytes and scales of a matrix or of a stack; see the module docstring."""
 
     values: Tensor
     block_scale: Tensor
     nested_scale: Tensor | None = None
 
     def of(self, expert: int) -> Quantised:
-        """Return one matrix of a stack, the same memory."""
+        """Return one matrix of a stack, as views."""
         nested = None if self.nested_scale is None else self.nested_scale[expert]
         return Quantised(self.values[expert], self.block_scale[expert], nested)
 
-    def copy_into(self, place: Quantised) -> None:
-        """Copy into tensors of these shapes."""
-        for target, tensor in zip(_tensors(place), _tensors(self), strict=True):
-            target.copy_(tensor)
+    def copy_into(self, target: Quantised) -> None:
+        """Copy all tensors into those of `target`, which have the same shapes."""
+        pairs = zip(target.by_name("").values(), self.by_name("").values(), strict=True)
+        for copy, tensor in pairs:
+            copy.copy_(tensor)
 
     def by_name(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors by the names of their parameters, that of the values first."""
+        """Return the tensors by parameter name, values first; `name` is that of the values."""
         named = {name: self.values, name + BLOCK_SCALE: self.block_scale}
         if self.nested_scale is not None:
             named[name + NESTED_SCALE] = self.nested_scale
@@ -115,16 +117,16 @@ class Quantised:
 
 
 def check_available(quantisation: Quantisation) -> None:
-    """Raise ImportError where what a format needs is not installed."""
+    """Raise ImportError if a format needs a library that is not installed."""
     if quantisation.kind == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             'experts_dtype="nf4" quantises by bitsandbytes, which is not installed: '
-            'pip install "bitsandbytes>=0.49"; experts_dtype="fp8" needs torch alone'
+            'pip install "bitsandbytes>=0.49"; experts_dtype="fp8" needs only torch'
         )
 
 
 def check_sizes(name: str, shape_OI: tuple[int, int], quantisation: Quantisation) -> None:
-    """Raise ValueError where blocks do not divide a matrix; `name` is that of its parameter."""
+    """Raise ValueError if the blocks do not divide the matrix of the parameter `name`."""
     kind = quantisation.kind
     words = ("out", "in")
     for word, size, block in zip(words, shape_OI, _BLOCKS[kind], strict=True):
@@ -142,7 +144,7 @@ def check_sizes(name: str, shape_OI: tuple[int, int], quantisation: Quantisation
 def empty_stack(
     shape_EOI: tuple[int, int, int], quantisation: Quantisation, device: torch.device | str
 ) -> Quantised:
-    """Allocate what a stack of matrices is stored in, on the meta device too."""
+    """Allocate the tensors of a stack; the meta device is allowed."""
     experts, rows, columns = shape_EOI
     kind, nested = quantisation.kind, quantisation.nested
     block_rows, block_columns = _BLOCKS[kind]
@@ -158,7 +160,7 @@ def empty_stack(
 
 
 def quantise_stack(weight_EOI: Tensor, quantisation: Quantisation) -> Quantised:
-    """Quantise the matrices of experts one by one; of a tensor on meta the shapes alone."""
+    """Quantise one expert matrix at a time. On the meta device only the shapes are computed."""
     experts, rows, columns = weight_EOI.shape
     stack = empty_stack((experts, rows, columns), quantisation, weight_EOI.device)
     if weight_EOI.is_meta:
@@ -170,34 +172,35 @@ def quantise_stack(weight_EOI: Tensor, quantisation: Quantisation) -> Quantised:
 
 @torch.no_grad()
 def quantise(weight_OI: Tensor, quantisation: Quantisation) -> Quantised:
-    """Quantise the matrix of one expert, or whole rows of it where nothing is nested.
+    """Quantise the matrix of one expert. Without nested scales whole rows of it are allowed.
 
-    Some rows at a time, which know nothing of each other; scales of scales at the end.
+    A few rows are quantised at a time, independently of the others. Nested scales come last,
+    because they depend on all rows.
     """
     kind, (rows, columns) = quantisation.kind, weight_OI.shape
     plain = Quantisation(kind)
-    one = empty_stack((1, rows, columns), plain, weight_OI.device).of(0)
+    matrix = empty_stack((1, rows, columns), plain, weight_OI.device).of(0)
     block_rows = _BLOCKS[kind][0]
     step = max(1, _VALUES // max(1, columns * block_rows)) * block_rows
     quantise_rows = _quantise_fp8 if kind == "fp8" else _quantise_nf4
     for start in range(0, rows, step):
         part = quantise_rows(weight_OI[start : start + step].contiguous())
         at = slice(start, start + step)
-        one.values[at].copy_(part.values)
+        matrix.values[at].copy_(part.values)
         scales_at = slice(start // block_rows, -(-(start + step) // block_rows))
-        one.block_scale[scales_at].copy_(part.block_scale)
-    return _nested(one) if quantisation.nested else one
+        matrix.block_scale[scales_at].copy_(part.block_scale)
+    return _nested(matrix) if quantisation.nested else matrix
 
 
 @torch.no_grad()
-def dequantise(one: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return the matrix of one expert, [O, I] in `dtype`."""
-    return _dequantise_fp8(one, dtype) if kind == "fp8" else _dequantise_nf4(one, dtype)
+def dequantise(matrix: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
+    """Dequantise the matrix of one expert to [O, I] in `dtype`."""
+    return _dequantise_fp8(matrix, dtype) if kind == "fp8" else _dequantise_nf4(matrix, dtype)
 
 
 @torch.no_grad()
 def plain_scales(stack: Quantised) -> Tensor:
-    """Return the block scales of a stack in fp32, contiguous; without bitsandbytes."""
+    """Return the block scales of a stack in fp32, contiguous. Does not need bitsandbytes."""
     if stack.nested_scale is None:
         return stack.block_scale.contiguous()
     experts, *shape = stack.block_scale.shape
@@ -208,65 +211,54 @@ def plain_scales(stack: Quantised) -> Tensor:
     padded[:, : scales.shape[1]] = codes[scales.int()]
     scale, offset = stack.nested_scale.unsqueeze(2).unbind(3)
     values = (padded.view(experts, blocks, _NESTED_BLOCK) * scale).flatten(1)
-    # One offset for all blocks of a matrix.
+    # All blocks of a matrix have the same offset.
     return (values[:, : scales.shape[1]] + offset[:, 0]).view(experts, *shape)
 
 
 def dequantised_shape(stored: Tensor, kind: str) -> tuple[int, int]:
-    """Return (O, I) of the matrices of a stack, from its values."""
+    """Return (O, I) of the matrices of a stack whose bytes are `stored`."""
     return stored.shape[1], stored.shape[2] * _VALUES_PER_BYTE[kind]
 
 
 def rows_may_be_cut(shape_OI: tuple[int, int], quantisation: Quantisation, parts: int) -> bool:
-    """Tell whether `parts` equal shares of the rows of a matrix cut no block.
+    """Return True if splitting the rows of a matrix into `parts` equal parts splits no block.
 
-    Then each share has its own scales: all tensors are cut along their first dim, evenly.
+    Each part then has its own scales, and all tensors are split evenly along their first dim.
     """
     rows, columns = shape_OI
     block_rows, block_columns = _BLOCKS[quantisation.kind]
     if rows % parts or (rows // parts) % block_rows:
         return False
-    scales_of_share = rows // parts // block_rows * (columns // block_columns)
-    return not quantisation.nested or scales_of_share % _NESTED_BLOCK == 0
-
-
-def _tensors(quantised: Quantised) -> list[Tensor]:
-    return list(quantised.by_name("").values())
+    scales_per_part = rows // parts // block_rows * (columns // block_columns)
+    return not quantisation.nested or scales_per_part % _NESTED_BLOCK == 0
 
 
 def _quantise_nf4(weight_OI: Tensor) -> Quantised:
     rows, columns = weight_OI.shape
-    if weight_OI.dtype not in _OF_BITSANDBYTES:
+    if weight_OI.dtype not in _BITSANDBYTES_DTYPES:
         weight_OI = weight_OI.float()
     packed, state = _functional().quantize_4bit(weight_OI, blocksize=64, quant_type="nf4")
     return Quantised(packed.view(rows, columns // 2), state.absmax.view(rows, columns // 64))
 
 
-def _nested(one: Quantised) -> Quantised:
+def _nested(matrix: Quantised) -> Quantised:
     """Quantise the scales of a matrix, as `quantize_4bit` does with compress_statistics."""
-    offset = one.block_scale.flatten().mean()
+    offset = matrix.block_scale.flatten().mean()
     codes, state = _functional().quantize_blockwise(
-        one.block_scale.flatten() - offset, blocksize=_NESTED_BLOCK
+        matrix.block_scale.flatten() - offset, blocksize=_NESTED_BLOCK
     )
     nested_scale = torch.stack([state.absmax, offset.expand_as(state.absmax)], 1)
-    return Quantised(one.values, codes.view(one.block_scale.shape), nested_scale)
+    return Quantised(matrix.values, codes.view(matrix.block_scale.shape), nested_scale)
 
 
-def _dequantise_nf4(one: Quantised, dtype: torch.dtype) -> Tensor:
-    rows, columns = one.values.shape[0], 2 * one.values.shape[1]
-    operators = _operators()
-    block_scale = one.block_scale.flatten()
-    if one.nested_scale is not None:
-        scale, offset = one.nested_scale.unbind(1)
-        codes = _nested_codes(block_scale.device)
-        block_scale = operators.dequantize_blockwise(
-            block_scale, scale.contiguous(), codes, _NESTED_BLOCK, torch.float32
-        )
-        # One offset for all blocks of a matrix.
-        block_scale = block_scale + offset[0]
-    known = dtype if dtype in _OF_BITSANDBYTES else torch.float32
-    weight_OI: Tensor = operators.dequantize_4bit(
-        one.values.view(-1, 1), block_scale, 64, "nf4", [rows, columns], known
+def _dequantise_nf4(matrix: Quantised, dtype: torch.dtype) -> Tensor:
+    rows, columns = matrix.values.shape[0], 2 * matrix.values.shape[1]
+    nested = matrix.nested_scale if matrix.nested_scale is None else matrix.nested_scale[None]
+    block_scale = plain_scales(Quantised(matrix.values[None], matrix.block_scale[None], nested))
+    known = dtype if dtype in _BITSANDBYTES_DTYPES else torch.float32
+    _functional()  # registers the operator
+    weight_OI: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+        matrix.values.view(-1, 1), block_scale.flatten(), 64, "nf4", [rows, columns], known
     )
     return weight_OI.to(dtype)
 
@@ -276,38 +268,34 @@ def _quantise_fp8(weight_OI: Tensor) -> Quantised:
     squares = weight_OI.float().view(rows // 128, 128, columns // 128, 128)
     largest = squares.abs().amax((1, 3))
     limit = torch.finfo(_FP8).max
-    # As transformers' quantiser rounds; a block of zeros has scale 1.
+    # Multiplied by the inverse scale, as in transformers' quantiser. A block of zeros has scale 1.
     factor = torch.where(largest > 0, limit / largest, torch.ones_like(largest))
     scaled = (squares * factor[:, None, :, None]).clamp(-limit, limit)
     return Quantised(scaled.to(_FP8).view(rows, columns).view(torch.uint8), 1 / factor)
 
 
-def _dequantise_fp8(one: Quantised, dtype: torch.dtype) -> Tensor:
-    rows, columns = one.values.shape
-    squares = one.values.view(_FP8).float().view(rows // 128, 128, columns // 128, 128)
-    squares *= one.block_scale[:, None, :, None]
+def _dequantise_fp8(matrix: Quantised, dtype: torch.dtype) -> Tensor:
+    rows, columns = matrix.values.shape
+    squares = matrix.values.view(_FP8).float().view(rows // 128, 128, columns // 128, 128)
+    squares *= matrix.block_scale[:, None, :, None]
     return squares.view(rows, columns).to(dtype)
 
 
 def _functional() -> Any:
-    # Imported by those who use it: it is optional, and looks for GPUs.
+    # Imported on demand: it is optional, and its import looks for GPUs.
     import bitsandbytes.functional
 
     return bitsandbytes.functional
 
 
-def _operators() -> Any:
-    _functional()
-    return torch.ops.bitsandbytes
-
-
 @cache
 def _nested_codes(device: torch.device) -> Tensor:
-    """Return the 256 numbers that bytes of nested scales stand for, least first.
+    """Return the values of the 256 codes of nested scales, in ascending order.
 
-    0 and 1, and for each power of ten from 1e-6 to 1 the middles of 1, 2, 4 .. 64 parts of 0.1 to
-    1 times it, of either sign (arXiv 1511.04561, "dynamic tree"). bitsandbytes' own table is no
-    source: up to 0.49 its CPU code sets the first number to -1, for the process alone.
+    The values are 0, 1 and, for each power of ten from 1e-6 to 1, the centres of 1, 2, 4 .. 64
+    equal parts of the interval from 0.1 to 1 times that power, with either sign (arXiv 1511.04561,
+    "dynamic tree"). They are not taken from bitsandbytes, because up to version 0.49 its CPU code
+    overwrites the first value of its own table with -1.
     """
     found = [torch.tensor([0.0, 1.0], device="cpu")]
     for bits in range(7):

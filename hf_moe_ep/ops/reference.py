@@ -1,4 +1,7 @@
-"""Plain-torch truth of every op in this folder: slow and obvious, differentiated by autograd."""
+"""Slow and obvious versions of every op in this folder, differentiated by autograd.
+
+The tests compare the fast implementations with them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertWeights, LowRank
+from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.quantised import NF4_CODES, Quantised, plain_scales
 
 
 def matrices(stack: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
-    """All matrices of a stack, [E, O, I] in `dtype`: each value times its scale, rounded once."""
+    """Dequantise a stack to [E, O, I] in `dtype`: each value times its scale, rounded once."""
     scale = plain_scales(stack)
     if kind == "nf4":
         codes = torch.tensor(NF4_CODES, device=scale.device)
@@ -26,6 +29,7 @@ def matrices(stack: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def sum_rows(rows_NH: Tensor, token_of_row_N: Tensor, num_tokens: int) -> Tensor:
+    """See `hf_moe_ep.ops.permute.add_rows`."""
     out_TH = list(rows_NH.new_zeros(num_tokens, rows_NH.shape[1]))
     for row_H, token in zip(rows_NH, token_of_row_N.tolist(), strict=True):
         out_TH[token] = out_TH[token] + row_H
@@ -39,23 +43,24 @@ def expert_mlp(
     experts: ExpertWeights,
     formula: ExpertFormula,
 ) -> Tensor:
-    """See `hf_moe_ep.ops.expert_mlp.expert_mlp`; one row and one expert at a time."""
-    up, down = (experts.up, experts.up_adapter), (experts.down, experts.down_adapter)
+    """Compute `hf_moe_ep.ops.expert_mlp.expert_mlp`, one row and one expert at a time."""
     out_RH = []
     for row_H, experts_K, weights_K in zip(rows_RH, expert_ids_RK, weights_RK, strict=True):
         out_H = torch.zeros_like(row_H)
         for expert, weight in zip(experts_K.tolist(), weights_K, strict=True):
             if expert < experts.up.shape[0]:
-                pre_G = _linear(row_H, _merged(up, expert), experts.up_bias, expert)
+                pre_G = _linear(row_H, _merged(experts, "up", expert), experts.up_bias, expert)
                 act_F = _gate(pre_G, formula)
-                y_H = _linear(act_F, _merged(down, expert), experts.down_bias, expert)
+                y_H = _linear(act_F, _merged(experts, "down", expert), experts.down_bias, expert)
                 out_H = out_H + weight * y_H
         out_RH.append(out_H)
     return torch.stack(out_RH) if out_RH else torch.zeros_like(rows_RH)
 
 
-def _merged(matrix: tuple[Tensor, LowRank | None], expert: int) -> Tensor:
-    weight_LOI, adapter = matrix
+def _merged(experts: ExpertWeights, name: str, expert: int) -> Tensor:
+    """Return the matrix `name` of one expert with its adapter merged into it."""
+    weight_LOI: Tensor = getattr(experts, name)
+    adapter = experts.adapter(name)
     if adapter is None:
         return weight_LOI[expert]
     delta_OI = adapter.b_LOP[expert] @ adapter.a_LPI[expert]
@@ -69,7 +74,7 @@ def _linear(x_I: Tensor, weight_OI: Tensor, bias_LO: Tensor | None, expert: int)
 
 def _gate(pre_G: Tensor, formula: ExpertFormula) -> Tensor:
     if not formula.gated:
-        # Without a gate the limit bounds what is activated from above, as it does a gate.
+        # The limit bounds the activated value from above, gate or not.
         return _activation(pre_G.clamp(max=formula.limit), formula)
     if formula.interleaved:
         gate_F, up_F = pre_G[0::2], pre_G[1::2]

@@ -1,18 +1,18 @@
-"""The compiled kernels against the torch path, once per process, GPU and kind of call.
+"""Compare the compiled kernels with torch, once per process, GPU and kind of call.
 
-A compiler that miscompiles one kernel on one GPU has happened (Triton 3.7.1 on B300: a wrong
-gradient and no error; Liger-Kernel pull request 1294), and nothing but numbers shows it. So the
-first call of a kind runs small problems on both paths, and raises if they differ:
+Compilers have miscompiled single kernels on single GPUs (Triton 3.7.1 on B300: a wrong gradient and
+no error; Liger-Kernel pull request 1294), and only a comparison of numbers shows it. The first call
+of a kind therefore runs small problems on both paths, and raises if the results differ:
 
-    products    the expert MLP forward and, where something is trained, backward: a few experts of
-                the same dtypes, formula, block sizes, alignment, ranks of adapters; matrices that
-                are held as bytes against their values
-    routing     the sort of pairs by expert, for as many experts and choices as there are
-    sums        of a row's experts, over rows as wide as they are
+    products    the expert MLP forward and, if anything is trained, backward: a few experts with the
+                call's dtypes, formula, block sizes, alignment and adapter ranks. Quantised matrices
+                are compared with the values that their bytes stand for
+    routing     the sort of pairs by expert, with the call's number of experts and of choices
+    sums        the weighted sum of a row's experts, with rows of the call's width
 
-A kind is whatever Triton builds a kernel anew for, so what is launched was checked: a test compares
-the two. Kernels that cannot be built or do not fit into a GPU are found here as well. Most of the
-time is compilation that the call needs anyway.
+Two calls are of the same kind if Triton builds the same kernels for both, so every kernel that is
+launched was checked; a test compares the two sets. The check also finds kernels that cannot be
+built or do not fit into the GPU. Most of its time is compilation that the call needs anyway.
 """
 
 from __future__ import annotations
@@ -38,35 +38,34 @@ from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.kernels.sort_pairs import sort_pairs
 from hf_moe_ep.ops.quantised import NESTED_SCALE, Quantisation, Quantised, quantise_stack
 from hf_moe_ep.ops.reference import matrices
-from hf_moe_ep.ops.spec import ExpertSpec
 from hf_moe_ep.ops.sum_check import (
     ROUNDINGS,
-    Number,
-    Sums,
-    chosen,
+    Comparison,
+    TokenSumKind,
     compare,
-    name_of,
-    unweighted_sums,
+    device_name,
+    draw_slots,
+    token_sums,
 )
 
-# What Triton, its compilers and ptxas raise where a kernel cannot be built or does not fit.
-_UNBUILT = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
-# Largest error, relative to the largest element, in roundings of what products round to. Exact
-# fp32 products round at every addition; TF32, which rounds like fp16, is still far beyond that.
+# Triton, its compilers and ptxas raise these if a kernel cannot be built or does not fit.
+_BUILD_ERRORS = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
+# The same as ROUNDINGS for exact fp32 products, which round at every addition. An error of TF32,
+# which has the mantissa of fp16, would still be far larger.
 _ROUNDINGS_OF_FP32 = 64
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the kernels of a call are built for.
+    """The properties of a call that Triton builds kernels for.
 
     Attributes:
-        precision: of fp32 products.
-        tensors: names of the experts' tensors that there are.
-        trained: names of what wants a gradient; of rows, weights and the experts' tensors.
+        precision: precision of fp32 products.
+        tensors: names of the experts' tensors that are not None.
+        trained: names of the inputs that need a gradient: rows, weights and the experts' tensors.
         few: whether experts have few rows each.
-        ranks: of the adapters of up and down, 0 where there is none.
-        quantised: format of the matrices, empty where they are as they are.
+        ranks: ranks of the adapters of up and down, 0 without an adapter.
+        quantised: format of the matrices, empty if they are not quantised.
     """
 
     device: torch.device
@@ -92,13 +91,15 @@ def self_check(
     weights_RK: Tensor,
     num_pairs: int,
     experts: ExpertWeights,
-    spec: ExpertSpec,
+    formula: ExpertFormula,
+    *,
+    keep_pre: bool,
     trained: tuple[str, ...],
 ) -> str:
-    """Why the kernels of such a call cannot run here, empty if they can.
+    """Return the reason why the kernels of such a call cannot run here, empty if they can.
 
     Raises:
-        RuntimeError: where they compute something else than torch.
+        RuntimeError: the kernels run and compute wrong numbers.
     """
     if triton_mlp.interpreted():
         return ""
@@ -109,19 +110,19 @@ def self_check(
         rows_RH.dtype,
         weights_RK.dtype,
         dot_precision(rows_RH),
-        spec.formula,
-        # Nested scales are dequantised before any kernel.
-        tuple(name for name in spec.tensors if not name.endswith(NESTED_SCALE)),
+        formula,
+        # Nested scales are dequantised before any kernel runs.
+        tuple(name for name in experts.named_tensors() if not name.endswith(NESTED_SCALE)),
         trained,
-        spec.keep_pre,
+        keep_pre,
         experts.up.stride(2) != 1,
         weights_RK.shape[1],
         num_experts,
         rows_RH.shape[1],
-        _short(spec.formula.ffn_size(pre_size)),
+        _shortened(formula.ffn_size(pre_size)),
         num_pairs < FEW_ROWS * num_experts,
         (up, down),
-        spec.quantised,
+        experts.quantised,
     )
     return check_both_sizes(kind)
 
@@ -131,7 +132,7 @@ def check_both_sizes(kind: Kind) -> str:
     """Check the kernels of a kind for few rows per expert and for many; see `self_check`.
 
     The number of rows changes at run time. A rank that met the other size in the middle of a run
-    would build its kernels then, while the other ranks wait for it in an exchange.
+    would build its kernels then, while the other ranks wait for it in a collective.
     """
     return check_once(kind) or check_once(replace(kind, few=not kind.few))
 
@@ -141,36 +142,36 @@ def check_once(kind: Kind) -> str:
     """Compare the kernels of a kind with torch; see `self_check`."""
     checks = (_products, _routing, _sums)
     try:
-        found = [numbers for check in checks for numbers in check(kind)]
+        comparisons = [comparison for check in checks for comparison in check(kind)]
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except _UNBUILT as unbuilt:
-        return f"{type(unbuilt).__name__}: {unbuilt}".splitlines()[0]
+    except _BUILD_ERRORS as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
     exact = kind.dtype == torch.float32 and kind.precision == "ieee"
-    # fp32 products may be TF32, which rounds like fp16.
+    # fp32 products may be computed in TF32, which rounds like fp16.
     rounded = torch.float16 if kind.dtype == torch.float32 and not exact else kind.dtype
     limit = (_ROUNDINGS_OF_FP32 if exact else ROUNDINGS) * torch.finfo(rounded).eps
-    compare(found, limit, kind, "Train with experts_backend='torch'")
+    compare(comparisons, limit, kind, "Train with experts_backend='torch'")
     return ""
 
 
 @functools.cache
 def warn_once(device: torch.device, reason: str) -> None:
-    """Say that experts run on the torch path instead."""
+    """Warn that the experts run on the torch path instead of the kernels."""
     warnings.warn(
-        f"the Triton kernels of hf_moe_ep cannot run on {name_of(device)} with Triton "
+        f"the Triton kernels of hf_moe_ep cannot run on {device_name(device)} with Triton "
         f"{triton.__version__}, so experts run on the torch path, which is slower: {reason}",
         stacklevel=2,
     )
 
 
-def _short(size: int) -> int:
-    """A size that is divisible by the same powers of two, and by the same blocks."""
+def _shortened(size: int) -> int:
+    """Return a small size that the same powers of two and the same blocks divide."""
     return 256 + size % 256
 
 
-def _products(kind: Kind) -> Iterator[Number]:
-    """(name, ours, torch's in fp64) of the output and of every gradient that is wanted."""
+def _products(kind: Kind) -> Iterator[Comparison]:
+    """Compare the output and every needed gradient of a small call."""
     generator = torch.Generator(kind.device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -178,7 +179,7 @@ def _products(kind: Kind) -> Iterator[Number]:
 
     # A row names an expert at most once.
     num_experts = min(kind.num_experts, max(3, kind.top_k + 1))
-    hidden, ffn = _short(kind.hidden), kind.ffn
+    hidden, ffn = _shortened(kind.hidden), kind.ffn
     pre_size = 2 * ffn if kind.formula.gated else ffn
     pairs_per_expert = FEW_ROWS // 2 if kind.few else FEW_ROWS * 2
     num_rows = pairs_per_expert * num_experts // kind.top_k + 1
@@ -218,7 +219,10 @@ def _products(kind: Kind) -> Iterator[Number]:
 
 
 def some_bytes(weight_LOI: Tensor, kind: str, generator: torch.Generator) -> Quantised:
-    """Bytes of matrices about as large: nf4 of random codes, for which nothing is installed."""
+    """Make quantised matrices of about the same magnitude.
+
+    The codes of nf4 are random, because quantising to nf4 needs bitsandbytes.
+    """
     if kind == "fp8":
         return quantise_stack(weight_LOI, Quantisation(kind))
     device, (experts, rows, columns) = weight_LOI.device, weight_LOI.shape
@@ -232,27 +236,22 @@ def some_bytes(weight_LOI: Tensor, kind: str, generator: torch.Generator) -> Qua
 def _run(
     implementation: Any, kind: Kind, inputs: dict[str, Tensor], ids_RK: Tensor, *, keep_pre: bool
 ) -> dict[str, Tensor]:
+    """Return the output and, if anything is trained, the gradients of one call."""
     named: dict[str, Any] = {name: inputs.get(name) for name in WEIGHT_NAMES}
     experts = ExpertWeights(**named, up_scale=0.5, down_scale=2.0, quantised=kind.quantised)
     routing = implementation.route(ids_RK, None, experts, inputs["rows"])
     call = (inputs["rows"], inputs["weights"], experts, routing)
     out_RH, pre_AG = implementation.forward(*call, kind.formula, keep_pre)
-    found = {"out": out_RH}
-    if kind.trained:
-        grads, _ = implementation.backward(
-            inputs["grad"],
-            *call,
-            pre_AG if keep_pre else None,
-            kind.formula,
-            grad_scale=1.0,
-            need=set(kind.trained),
-        )
-        found |= {name: getattr(grads, name) for name in kind.trained}
-    return found
+    if not kind.trained:
+        return {"out": out_RH}
+    pre_AG = pre_AG if keep_pre else None
+    options = {"grad_scale": 1.0, "need": set(kind.trained)}
+    grads, _ = implementation.backward(inputs["grad"], *call, pre_AG, kind.formula, **options)
+    return {"out": out_RH} | {name: grads[name] for name in kind.trained}
 
 
-def _routing(kind: Kind) -> Iterator[Number]:
-    """(name, ours, torch's) of a routing to as many experts, some of the pairs without one."""
+def _routing(kind: Kind) -> Iterator[Comparison]:
+    """Compare a routing in which some of the pairs have no expert."""
     generator = torch.Generator(kind.device).manual_seed(0)
     num_rows = 1 + 1024 // kind.top_k
     scores = torch.rand(num_rows, kind.num_experts, generator=generator, device=kind.device)
@@ -278,13 +277,13 @@ def _routing(kind: Kind) -> Iterator[Number]:
     yield "tiles", got.tiles, torch.tensor(tiles, device=kind.device)
 
 
-def _sums(kind: Kind) -> Iterator[Number]:
-    """(name, ours, torch's in fp64) of sums over the choices of a few rows as wide as real ones."""
-    sums = Sums(kind.device, kind.dtype, kind.top_k, kind.hidden)
-    rows_AH, slots_RK, y_RKH = chosen(sums)
+def _sums(kind: Kind) -> Iterator[Comparison]:
+    """Compare sums over the choices of a few rows of full width, weighted and unweighted."""
+    sum_kind = TokenSumKind(kind.device, kind.dtype, kind.top_k, kind.hidden)
+    rows_AH, slots_RK, y_RKH = draw_slots(sum_kind)
     generator = torch.Generator(kind.device).manual_seed(1)
     weights_RK = torch.rand(slots_RK.shape, generator=generator, device=kind.device)
     weights_RK = weights_RK.to(kind.weights_dtype)
     weighted_RH = (y_RKH * weights_RK.double().unsqueeze(2)).sum(1)
     yield "weighted sums", on_its_device(combine)(rows_AH, slots_RK, weights_RK), weighted_RH
-    yield from unweighted_sums(sums)
+    yield from token_sums(sum_kind)

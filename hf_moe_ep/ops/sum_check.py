@@ -1,7 +1,7 @@
-"""The compiled sums of rows against torch's, and what makes a difference an error.
+"""Compare the compiled sums of a token's rows with torch, once per process and kind of sum.
 
-Of a row's experts in `self_check`; here, of the rows of a token that come home to it, whose number
-is not that of its choices. A kind is checked once per process.
+Dispatch copies a token once for each rank that it goes to, and `permute.add_rows` sums the rows
+that return. `self_check` uses the functions of this module as well.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.devices import on_its_device
 from hf_moe_ep.ops.kernels.reduce import combine
 
-# Largest error, relative to the largest element, in roundings of what is rounded to.
+# The largest allowed error, relative to the largest element, in units of the dtype's rounding.
 ROUNDINGS = 8
-# Of a number: its name, ours, torch's.
-Number = tuple[str, Tensor, Tensor]
+# (name, our tensor, torch's tensor in fp64)
+Comparison = tuple[str, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What the sum of the rows of a token is built for: of at most `num_slots` rows."""
+class TokenSumKind:
+    """The properties of a sum of at most `num_slots` rows that Triton builds its kernel for."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,30 +36,33 @@ class Sums:
 
 
 def self_check_sums(rows_NH: Tensor, num_slots: int) -> None:
-    """Compare the sums of up to `num_slots` rows of `rows_NH` with torch's, once per kind.
+    """Compare sums of up to `num_slots` rows of `rows_NH` with torch's, once per kind.
 
     Raises:
-        RuntimeError: where they are something else.
+        RuntimeError: the sums are wrong.
     """
     if not triton_mlp.interpreted():
-        check_sums_once(Sums(rows_NH.device, rows_NH.dtype, num_slots, rows_NH.shape[1]))
+        check_sums_once(TokenSumKind(rows_NH.device, rows_NH.dtype, num_slots, rows_NH.shape[1]))
 
 
 @functools.cache
-def check_sums_once(kind: Sums) -> None:
-    """Compare sums of a kind with torch; see `self_check_sums`."""
+def check_sums_once(kind: TokenSumKind) -> None:
+    """Compare the sums of a kind with torch; see `self_check_sums`."""
     limit = ROUNDINGS * torch.finfo(kind.dtype).eps
-    compare(unweighted_sums(kind), limit, kind, "Install another version of Triton")
+    compare(token_sums(kind), limit, kind, "Install another version of Triton")
 
 
-def unweighted_sums(kind: Sums) -> Iterator[Number]:
-    """(name, ours, torch's in fp64) of the sums of the rows of a few tokens."""
-    rows_AH, slots_RK, y_RKH = chosen(kind)
+def token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
+    """Compare the sums of the rows of a few tokens."""
+    rows_AH, slots_RK, y_RKH = draw_slots(kind)
     yield "sums", on_its_device(combine)(rows_AH, slots_RK, None), y_RKH.sum(1)
 
 
-def chosen(kind: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """rows_AH, slots_RK of three rows, the last of which has none, and what they choose in fp64."""
+def draw_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows_AH, the slots_RK of three sums, and the rows at these slots in fp64.
+
+    The third sum has no rows: all of its slots are A, "no position".
+    """
     num_rows, num_pairs = 3, 2 * kind.num_slots
     generator = torch.Generator(kind.device).manual_seed(0)
     shape = (num_pairs, kind.hidden)
@@ -70,28 +73,24 @@ def chosen(kind: Sums) -> tuple[Tensor, Tensor, Tensor]:
     return rows_AH, slots_RK, padded_AH[slots_RK.long()]
 
 
-def compare(found: Iterable[Number], limit: float, kind: Any, way_out: str) -> None:
-    """Raise where numbers of a kind differ by more than `limit` of the largest; integers by any.
+def compare(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
+    """Raise if tensors differ by more than `limit` of the largest element; integers must be equal.
 
     Raises:
-        RuntimeError: names the number, the error and `way_out`.
+        RuntimeError: names the tensor, the error and `fix`.
     """
-    for name, got, want in found:
-        error = _error(got, want)
+    for name, got, want in comparisons:
+        scale = want.double().abs().max().item() or 1.0
+        error = (got.double() - want.double()).abs().max().item() / scale
         if not error <= (limit if got.is_floating_point() else 0):
             raise RuntimeError(
                 f"the Triton kernels of hf_moe_ep compute wrong numbers on "
-                f"{name_of(kind.device)} with Triton {triton.__version__}: error "
+                f"{device_name(kind.device)} with Triton {triton.__version__}: error "
                 f"{error:.1e} in {name} ({kind}), at most {limit:.1e} is rounding. "
-                f"{way_out}, and report this line"
+                f"{fix}, and report this line"
             )
 
 
-def name_of(device: torch.device) -> str:
-    """The GPU's name, or what torch calls the device."""
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or torch's name of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def _error(got: Tensor, want: Tensor) -> float:
-    scale = want.double().abs().max().item()
-    return (got.double() - want.double()).abs().max().item() / (scale or 1.0)

@@ -331,7 +331,7 @@ def what_is_missing_or_of_another_kind_is_refused(rank: int, world: int, folder:
     def without(name: str, *args: Any) -> Any:
         return None if name == "bitsandbytes" else found(name, *args)
 
-    said = r"bitsandbytes, which is not installed: pip install .*\"fp8\" needs torch alone"
+    said = r"bitsandbytes, which is not installed: pip install .*\"fp8\" needs only torch"
     base = Path(folder, "base")
     if rank == 0:
         tiny(**LARGE).save_pretrained(base)

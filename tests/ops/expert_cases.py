@@ -23,13 +23,13 @@ NAMES = ("rows", "weights", "up", "up_bias", "down", "down_bias")
 ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
 
 GPT_OSS = ExpertFormula(interleaved=True, alpha=1.702, limit=1.5, up_offset=1.0)
-# The same gate on halves one behind the other: MiniMax-M3.
+# The same gate on concatenated halves, as in MiniMax-M3.
 IN_HALVES = ExpertFormula(alpha=1.702, limit=1.5, up_offset=1.0)
 
 
 @dataclass
 class Case:
-    """ids_RK as a list; L experts; the rest is random. L is the id of "no expert here"."""
+    """One call: the expert ids are given, all else is random. L is the id of "no expert here"."""
 
     ids: list[list[int]]
     num_experts: int
@@ -48,7 +48,7 @@ class Case:
         return [flat.count(expert) for expert in range(self.num_experts)]
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu") -> list[Tensor | None]:
-        """In the order of NAMES; scaled so that outputs are of the size of the rows."""
+        """Draw the inputs in the order of NAMES, scaled so that outputs are as large as rows."""
         (rows, top_k), experts = self.ids_RK().shape, self.num_experts
         pre_size = 2 * self.ffn if self.formula.gated else self.ffn
 
@@ -71,7 +71,7 @@ class Case:
 
 
 def random_ids(rows: int, top_k: int, num_experts: int, seed: int) -> list[list[int]]:
-    """Distinct ids per row, a good part of them "not here"."""
+    """Draw distinct ids for each row; about half of them are "no expert here"."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(rows, 2 * num_experts, generator=generator).argsort(1)[:, :top_k]
     return order.clamp(max=num_experts).tolist()
@@ -89,7 +89,7 @@ CASES = {
     "every expert, every row": Case([[2, 0, 1], [0, 1, 2]], 3),
     "no rows": Case([], 3),
 }
-# More pairs than one tile of an expert holds, sizes that are no multiples of a block.
+# An expert has more pairs than a tile holds, and the sizes are no multiples of a block.
 _IDS = random_ids(45, 2, 3, seed=2)
 FORMULAS = {
     "silu": Case(_IDS, 3, 40, 24),
@@ -109,9 +109,9 @@ FORMULAS = {
 
 
 def layout_of(formula: ExpertFormula, *, bias: bool, transposed: bool) -> list[bool | str]:
-    """What a kernel is compiled for besides sizes: two experts modules that agree in it are alike.
+    """Return the properties of an experts module, besides sizes, that a kernel is compiled for.
 
-    The numbers of a clamp are constants like any other.
+    The limit of a clamp does not matter: it is a constant like any other.
     """
     return [
         formula.gated,
@@ -128,7 +128,7 @@ def layout_of(formula: ExpertFormula, *, bias: bool, transposed: bool) -> list[b
 def adapted(
     case: Case, rank: int, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> dict[str, Tensor | None]:
-    """Inputs of a case as keywords, with adapters of this rank."""
+    """Draw the inputs of a case by name, with adapters of this rank."""
     named = dict(zip(NAMES, case.inputs(dtype, device), strict=True))
     for name in ("up", "down"):
         experts, out_size, in_size = named[name].shape
@@ -139,7 +139,7 @@ def adapted(
 
 
 def strided(x: Tensor) -> list[Tensor]:
-    """The same values in layouts a caller may hand over: transposed storage, and every other."""
+    """Return the values of x in two other layouts: transposed, and every second element."""
     other = x.transpose(-1, -2).contiguous().transpose(-1, -2)
     hole = float("nan") if x.is_floating_point() else 1 << 40
     gaps = torch.stack([x, torch.full_like(x, hole)], dim=-1)[..., 0]

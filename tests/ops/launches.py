@@ -1,11 +1,11 @@
-"""Launches of Triton kernels, noted instead of run: which kernel, and the variant that is built.
+"""Record the launches of Triton kernels instead of running them.
 
     with Launches() as launches:
         triton_mlp.forward(...)         tensors may be on "meta" or fake: nothing is computed
     launches.variants["up_kernel"]      one line for each kernel that Triton would compile
 
-A variant is what Triton's own binder makes of the arguments for an H100: types, constants, and of
-pointers and integers whether they are divisible by 16 (or 1).
+A variant is the output of Triton's own binder for an H100: types, constants, and whether pointers
+and integers are divisible by 16 (or equal to 1).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
 
 
 class Launches:
-    """Within it no kernel runs; `on_launch`, where given, is called instead of the binder."""
+    """Context in which no kernel runs. `on_launch`, if given, is called instead of the binder."""
 
     def __init__(self, on_launch: Callable[[str], None] | None = None) -> None:
         self.variants: dict[str, set[str]] = defaultdict(set)

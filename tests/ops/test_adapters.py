@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the matrices of the experts, both backends, against merged weights.
+"""Experts with low-rank adapters, on both backends, equal experts with merged weights.
 
 On a CPU the Triton kernels run in Triton's interpreter, whose blocks are small: a rank of 40 is
 two blocks of the thin products and three steps inside the other kernels.
@@ -35,8 +35,8 @@ Named = dict[str, Tensor | None]
 FROZEN_BASE = ("rows", "weights", *ADAPTERS)
 SMALL = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
 RANKS = (1, 8, 16, 40, 64, 200)
-# The ways in which a kernel reads an adapter: two accumulators, strides, one interleaved block and
-# a bias, one accumulator. What follows the sum, the formula, is the same without adapters.
+# These cover the ways in which a kernel reads an adapter: concatenated, transposed, interleaved
+# with a bias, and without a gate. Other formulas differ only after the sum.
 USUAL = {"silu": 8, "transposed": 16, "gpt-oss": 40, "no gate, bias": 1}
 
 
@@ -50,7 +50,7 @@ def _run(
     late: bool = False,
     **kw: Any,
 ) -> dict[str, Tensor]:
-    """Output and the wanted gradients; nothing else gets one."""
+    """Return the output and the wanted gradients; check that no other input gets a gradient."""
     leaves = {
         name: None if x is None else x.detach().requires_grad_(name in wanted)
         for name, x in named.items()
@@ -76,7 +76,7 @@ def _ours(
 
 
 def _truth(case: Case, named: Named, grad_RH: Tensor, wanted: tuple[str, ...]) -> dict[str, Tensor]:
-    """Merged weights in fp64, differentiated by autograd."""
+    """Return the results of merged weights in fp64, differentiated by autograd."""
     wide = {name: None if x is None else x.double() for name, x in named.items()}
     if case.ids_RK().numel() and sum(case.counts_L()):
         return _run(reference.expert_mlp, case, wide, grad_RH.double(), wanted)
@@ -89,7 +89,7 @@ def _all_of(named: Named) -> tuple[str, ...]:
 
 
 def _without(named: Named, matrix: str) -> Named:
-    """The same inputs, `matrix` without its adapter."""
+    """Return the inputs without the adapter of `matrix`."""
     return named | {f"{matrix}_a": None, f"{matrix}_b": None}
 
 
@@ -119,8 +119,10 @@ def test_fp64_equals_merged_weights(name: str, rank: int, recompute: bool, late:
 
 
 def _low_precision() -> Iterator[Any]:
-    """The interpreter needs seconds a case: a usual run takes the formulas and ranks of USUAL; a
-    full run, or one on a GPU, takes all of both."""
+    """Mark all but the formulas and ranks of USUAL as slow on the CPU.
+
+    The interpreter needs seconds per case. A GPU runs every formula with every rank.
+    """
     on_cpu = TRITON[0].marks
 
     def case(name: str, rank: int, device: str, dtype: torch.dtype, marks: Any) -> Any:
@@ -139,7 +141,7 @@ def _low_precision() -> Iterator[Any]:
 def test_triton_is_no_worse_than_the_torch_path(
     name: str, rank: int, device: str, dtype: torch.dtype
 ) -> None:
-    """Trained base, every gradient: error against fp64 at most twice that of torch."""
+    """The base is trained too. Each gradient has at most twice the error of torch against fp64."""
     case = FORMULAS[name]
     draws = []
     for _ in range(6):
@@ -150,7 +152,7 @@ def test_triton_is_no_worse_than_the_torch_path(
         _errors(_ours(case, named, grad_RH, _all_of(named), "torch"), truth)
         for named, grad_RH, truth in draws
     ]
-    # The largest error of a few draws: that of one is luck.
+    # The largest error of six draws, because the error of one draw varies too much.
     budget = {tensor: 2 * max(error[tensor] for error in errors) for tensor in errors[0]}
     named, grad_RH, truth = draws[0]
     got = _ours(case, named, grad_RH, _all_of(named), "triton")
@@ -240,7 +242,7 @@ def test_strided_factors(backend: str, device: str) -> None:
         _assert_close(got, want, 2e-6)  # short fp32 sums
 
 
-# What is asked for, and the thin products and `outer` launches of forward and backward.
+# name: (matrices with adapters, wanted gradients, number of thin products, number of `outer`)
 LAUNCHES = {
     "no adapters": ((), ("rows", "weights", "up", "down"), 0, 2),
     "rows": (("up", "down"), ("rows",), 4, 0),
@@ -254,7 +256,7 @@ LAUNCHES = {
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_nothing_is_launched_that_nobody_asked_for(
+def test_kernels_of_unneeded_gradients_are_not_launched(
     name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matrices, wanted, num_thin, num_outer = LAUNCHES[name]
@@ -277,7 +279,7 @@ def test_nothing_is_launched_that_nobody_asked_for(
 
 @pytest.mark.parametrize("implementation", [torch_mlp, triton_mlp], ids=["torch", "triton"])
 def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> None:
-    """Base frozen: neither merged weights nor their gradients, forward and backward."""
+    """With a frozen base neither merged weights nor their gradients are made."""
     if implementation is triton_mlp and not triton_mlp.interpreted():
         pytest.skip("here the kernels run on the CPU, in the interpreter")
     case = Case(random_ids(40, 2, 6, seed=3), 6, hidden=64, ffn=48)
@@ -288,12 +290,12 @@ def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> Non
     rows, weights = named.pop("rows"), named.pop("weights")
     experts, grad_RH = ExpertWeights(**named), torch.randn_like(rows)
     need = {"rows", "weights", *ADAPTERS}
-    # Below the operator, which hides from the watch what it does.
+    # Calls the implementation, because LargestTensor cannot see inside of the operator.
     with largest:
         routing = implementation.route(case.ids_RK(), case.counts_L(), experts, rows)
         out, pre = implementation.forward(rows, weights, experts, routing, case.formula, True)
         grads, _ = implementation.backward(
             grad_RH, rows, weights, experts, routing, pre, case.formula, grad_scale=1.0, need=need
         )
-    assert grads.up is None and grads.up_a is not None
+    assert grads.keys() == need
     assert out.numel() <= largest.elements < smallest

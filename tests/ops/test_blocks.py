@@ -1,12 +1,14 @@
-"""Which row of the table of block sizes a GPU gets, and in what fp32 products are computed."""
+"""A GPU uses the right row of the table of block sizes, and fp32 products the right precision."""
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from expert_cases import FORMULAS, NAMES
+from expert_cases import FORMULAS, NAMES, TRITON, Case
 from support.close import assert_close
 from torch import Tensor
 from transformers.utils.import_utils import enable_tf32
@@ -14,10 +16,10 @@ from transformers.utils.import_utils import enable_tf32
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.interface import ExpertWeights
-from hf_moe_ep.ops.kernels import blocks
+from hf_moe_ep.ops.kernels import blocks, grouped_mm
 from hf_moe_ep.ops.kernels.blocks import dot_precision, generation
 
-# Shared memory that a block may opt in to, by compute capability: CUDA's programming guide.
+# Compute capability: (shared memory per block from CUDA's programming guide, expected row).
 KINDS = {
     (8, 0): (166_912, "sm_80"),
     (8, 6): (101_376, "sm_80"),
@@ -26,7 +28,7 @@ KINDS = {
     (10, 0): (232_448, "sm_90"),
     (12, 0): (101_376, "sm_80"),
     (12, 1): (101_376, "sm_80"),
-    (99, 0): (101_376, "sm_80"),  # a kind that nobody has seen
+    (99, 0): (101_376, "sm_80"),  # does not exist
     (99, 1): (400_000, "sm_90"),
 }
 
@@ -45,8 +47,8 @@ def test_a_gpu_gets_a_row_that_fits_into_its_shared_memory(
 
 
 @pytest.mark.parametrize("num_pairs", [100, 10_000])
-def test_bytes_have_tiles_of_as_many_rows(num_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The routing is made, and promised to torch.compile, before anybody asks what it is for."""
+def test_quantised_matrices_change_no_tile(num_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The routing depends on the rows of a tile, and is made without knowing the matrices."""
     for row, dtype in itertools.product(("sm_80", "sm_90"), (torch.float32, torch.bfloat16)):
         monkeypatch.setattr(blocks, "generation", lambda device, row=row: row)
         rows = torch.empty(1, dtype=dtype)
@@ -56,13 +58,69 @@ def test_bytes_have_tiles_of_as_many_rows(num_pairs: int, monkeypatch: pytest.Mo
         assert (of_bytes == usual) == (dtype != torch.float32)
 
 
+def _gradients(case: Case, inputs: list[Tensor | None], device: str) -> list[Tensor]:
+    leaves = [None if x is None else x.clone().requires_grad_() for x in inputs]
+    rows_RH, weights_RK, *experts = leaves
+    args = (rows_RH, case.ids_RK(device), weights_RK, ExpertWeights(*experts), case.formula)
+    out_RH = expert_mlp(*args, counts_L=case.counts_L(), backend="triton")
+    return list(torch.autograd.grad(out_RH.square().sum(), [x for x in leaves if x is not None]))
+
+
+def _change_blocks(monkeypatch: pytest.MonkeyPatch, device: str, field: str, **to: Any) -> None:
+    """Change a block in the rows of the table that the device uses for fp32."""
+    for bucket in ("many", "few"):
+        key = (generation(torch.device(device)), 4, bucket)
+        row = blocks.TABLE[key]
+        changed: dict[str, Any] = {field: replace(getattr(row, field), **to)}
+        monkeypatch.setitem(blocks.TABLE, key, replace(row, **changed))
+
+
+@pytest.mark.parametrize(("backend", "device"), TRITON)
+@pytest.mark.parametrize("name", ["silu", "gpt-oss"])
+def test_a_block_of_dgated_that_is_wider_than_128_gives_the_same_gradients(
+    name: str, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel applies the gate's formula to quarters of such a block."""
+    case = FORMULAS[name]
+    inputs = case.inputs(torch.float32, device)
+    want = _gradients(case, inputs, device)
+    _change_blocks(monkeypatch, device, "dgated", n=256)
+    for mine, theirs in zip(_gradients(case, inputs, device), want, strict=True):
+        torch.testing.assert_close(mine, theirs)  # fp32: sums of other lengths
+
+
+@pytest.mark.parametrize(("backend", "device"), TRITON)
+def test_rows_that_tma_copies_give_the_same_gradients(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles that end within an expert read rows of the next one, and the last tile past the end."""
+    case = FORMULAS["silu"]
+    inputs = case.inputs(torch.float32, device)
+    want = _gradients(case, inputs, device)
+    descriptors = []
+    real = grouped_mm.TensorDescriptor
+    describe = {"from_tensor": lambda *args: descriptors.append(args) or real.from_tensor(*args)}
+    monkeypatch.setattr(grouped_mm, "TensorDescriptor", type("Counted", (), describe))
+    _change_blocks(monkeypatch, device, "rows", tma=True)
+    got = _gradients(case, inputs, device)
+    assert len(descriptors) == 2  # of the rows and of the matrix
+    for name, mine, theirs in zip(NAMES, got, want, strict=False):
+        assert torch.equal(mine, theirs), name
+
+
+def test_tma_is_refused_where_no_kernel_uses_it() -> None:
+    row = blocks.TABLE["sm_90", 2, "many"]
+    with pytest.raises(ValueError, match="for `rows` alone"):
+        replace(row, down=replace(row.down, tma=True))
+
+
 def test_a_cpu_gets_the_rows_of_the_interpreter() -> None:
     assert generation(torch.device("cpu")) == "interpreter"
 
 
 @pytest.fixture
 def fresh_switches() -> Iterator[None]:
-    """The switches for fp32 products as a new process has them; other tests set the older one."""
+    """Reset the switches for fp32 products to those of a new process: other tests set them."""
     enable_tf32.cache_clear()  # a second call with the same argument does nothing
     switches = (torch.backends, torch.backends.cuda.matmul)
     were = [switch.fp32_precision for switch in switches]
@@ -75,7 +133,7 @@ def fresh_switches() -> Iterator[None]:
 
 
 def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches: None) -> None:
-    """TrainingArguments(tf32=True) does, and torch_compile=True: torch's older reader raises."""
+    """TrainingArguments(tf32=True) and torch_compile=True do so; torch's older getter raises."""
     case = FORMULAS["silu, bias"]
     inputs = dict(zip(NAMES, case.inputs(torch.float32), strict=True))
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")
@@ -85,7 +143,7 @@ def test_fp32_experts_run_where_transformers_has_switched_tf32_on(fresh_switches
     with pytest.raises(RuntimeError):
         torch.get_float32_matmul_precision()
     out_RH = expert_mlp(*args, counts_L=case.counts_L(), backend="triton")
-    # The interpreter computes exact products whatever it is asked for.
+    # The interpreter always computes exact products.
     assert_close("out", out_RH, reference.expert_mlp(*args), 2e-6)
 
 
@@ -108,7 +166,7 @@ def test_products_follow_the_switch_whoever_set_it(fresh_switches: None) -> None
     assert dot_precision(rows) == "tf32"
 
 
-def test_sixteen_bit_products_ask_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sixteen_bit_products_read_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "matmul", None)
     rows: Tensor = torch.empty(1, dtype=torch.bfloat16)
     assert dot_precision(rows) == "tf32"

@@ -1,9 +1,9 @@
-"""The Triton kernels over matrices that are held as bytes equal those over dequantised ones.
+"""The Triton kernels over quantised matrices equal those over dequantised matrices.
 
-Every product is a sum of the same terms. The order of the additions is the matrix library's choice:
-it depends on the processor and on how an operand lies in memory. So results are compared to a
-number of roundings, and only tiles, which are moved and not summed, to the bit. On a CPU this runs
-in Triton's interpreter, whose small blocks make several tiles, steps and columns of these sizes.
+Both sum the same terms. The order of the additions depends on the processor and on the layout of
+the operands, so results may differ by a few roundings; only single tiles, which are not summed,
+are equal to the bit. On a CPU the kernels run in Triton's interpreter, with blocks so small that
+these sizes need several tiles, steps and columns.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from hf_moe_ep.ops.quantised import (
 )
 from hf_moe_ep.ops.self_check import some_bytes
 
-# Two tiles of two experts, the second of a few rows, and one that has none.
+# Experts 0 and 1 have two tiles, the second with few rows; expert 2 has no rows.
 _IDS = [[0, 1], [1, 0]] * 8 + [[3, 1], [0, 3], [0, 1]]
-# One block of scales along a sum, and several: of columns that no block of theirs divides.
+# Sizes (hidden, ffn) with one block of scales along a sum, and with several.
 SMALL = {"nf4": (64, 64), "nf4 nested": (64, 64), "fp8": (128, 128)}
 LARGE = {"nf4": (192, 320), "nf4 nested": (192, 128), "fp8": (256, 384)}
 FORMULAS = {
@@ -63,8 +63,10 @@ def _case(name: str, sizes: dict[str, tuple[int, int]], ids: Any = _IDS, experts
 
 
 def _budget(dtype: torch.dtype) -> float:
-    """Equal operands and steps, added in another order, as in `self_check`; a byte that is read
-    wrong is off by a percent."""
+    """Return the allowed error, that of another order of the additions (see `self_check`).
+
+    A byte that is read wrong makes an error of about one percent.
+    """
     return (64 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
 
 
@@ -79,7 +81,7 @@ def _same_values(case: Case, name: str, dtype: torch.dtype, rank: int = 5, **kw:
     assert got.keys() == want.keys() and "rows" in got
     for tensor, value in want.items():
         assert_close(f"{name}, {kw}, {tensor}", got[tensor], value, _budget(dtype))
-    # And no two of them are the same because nothing was computed.
+    # Zeros would be equal as well.
     if sum(case.counts_L()):
         assert all(value.any() for value in want.values())
 
@@ -112,7 +114,7 @@ ON_DEVICES = [
 def test_bytes_and_their_values_on_a_device(
     kind: str, rank: int, sizes: tuple[int, int], device: str, dtype: torch.dtype
 ) -> None:
-    """Without bitsandbytes: bytes are drawn, and their values are those of `reference`."""
+    """The bytes are random and `reference` dequantises them, so bitsandbytes is not needed."""
     if (device == "cpu" and sizes == (1024, 768)) or (kind == "fp8" and sizes == (192, 320)):
         pytest.skip("too large for the interpreter, or no multiple of a block")
     rows = 21 if device == "cpu" else 700
@@ -142,7 +144,7 @@ def test_bytes_and_their_values_on_a_device(
 def test_sizes_that_are_no_multiples_of_a_block_of_columns(
     name: str, formula: str, dtype: torch.dtype
 ) -> None:
-    """Every layout of gate and up, biases, in fp32 and fp16, without an adapter."""
+    """All layouts of gate and up, with biases, in fp32 and fp16, without adapters."""
     case = replace(_case(name, LARGE), **FORMULAS[formula])
     _same_values(case, name, dtype, rank=0)
 
@@ -150,8 +152,8 @@ def test_sizes_that_are_no_multiples_of_a_block_of_columns(
 @pytest.mark.slow
 @pytest.mark.parametrize("kw", [{"recompute": True}, {"late": True}, {"late": True, "chunks": 2}])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_way_of_backward(name: str, kw: dict[str, Any]) -> None:
-    """Pre-activations computed again, gradients of adapters later, rows in chunks."""
+def test_options_of_backward(name: str, kw: dict[str, Any]) -> None:
+    """Recomputed pre-activations, postponed gradients of adapters, rows in chunks."""
     _same_values(_case(name, SMALL), name, torch.float32, **kw)
 
 
@@ -166,9 +168,9 @@ def test_edges(name: str, edge: str) -> None:
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_columns_of_several_scales(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks as wide as a GPU's, backward: a row of a tile has one scale for each 64 or 128.
+    """Backward with blocks as wide as on a GPU: a row of a tile has a scale per 64 or 128 columns.
 
-    The last of 320 or 384 columns is not full.
+    The last block of the 320 or 384 columns is not full.
     """
     for bucket, itemsize in itertools.product(("many", "few"), (2, 4)):
         key = (generation(torch.device("cpu")), itemsize, bucket)
@@ -196,7 +198,7 @@ def _tile(
     stack: Quantised, kind: str, place: tuple[int, int, int], shape: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """A tile of [rows, columns] at (expert, row, column)."""
+    """Dequantise a tile of [rows, columns] that starts at (expert, row, column)."""
     _, num_o, in_bytes = stack.values.shape
     out = torch.empty(shape, dtype=dtype, device=stack.values.device)
     num_i = in_bytes * (2 if kind == "nf4" else 1)
@@ -207,9 +209,9 @@ def _tile(
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 def test_a_tile_of_nf4_by_hand(backend: str, device: str) -> None:
-    """Two experts of 2 x 128: all codes, the upper half of a byte first, a scale for each 64."""
+    """Two experts of 2 x 128: all codes, upper half of a byte first, one scale per 64 columns."""
     values = torch.zeros(2, 2, 64, dtype=torch.uint8, device=device)
-    # Of the second expert's second row the first 16 columns are codes 0 .. 15.
+    # The first 16 columns of the second expert's second row are the codes 0 .. 15.
     values[1, 1, :8] = torch.tensor([0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF])
     scale = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]], device=device)
     stack = Quantised(values, scale)
@@ -217,7 +219,7 @@ def test_a_tile_of_nf4_by_hand(backend: str, device: str) -> None:
     want = torch.tensor([[-5.0] * 64 + [-6.0] * 64, [-7.0] * 64 + [-8.0] * 64])
     want[1, :16] = 7 * torch.tensor(NF4_CODES)
     assert torch.equal(got.cpu(), want)
-    # A tile within a block of scales; one that ends outside.
+    # A tile inside of a block of scales; a tile that exceeds the matrix.
     assert torch.equal(_tile(stack, "nf4", (1, 0, 96), (2, 16)).cpu(), want[:, 96:112])
     over = _tile(stack, "nf4", (1, 1, 64), (2, 128)).cpu()
     assert (over[0, :64] == -8).all() and not over[0, 64:].any() and not over[1].any()
@@ -225,8 +227,8 @@ def test_a_tile_of_nf4_by_hand(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 def test_a_tile_of_fp8_by_hand(backend: str, device: str) -> None:
-    """A scale for each 128 x 128; what is behind the end of a row is not the next row."""
-    values = torch.full((2, 256, 256), 0x7F, dtype=torch.uint8, device=device)  # no numbers
+    """One scale per 128 x 128; columns after the end of a row are 0, not the next row."""
+    values = torch.full((2, 256, 256), 0x7F, dtype=torch.uint8, device=device)  # NaN
     values[1, 130] = 0x38  # 1
     scale = torch.tensor([[[2.0, 3.0], [4.0, 5.0]], [[6.0, 7.0], [8.0, 9.0]]], device=device)
     stack = Quantised(values, scale)
@@ -238,10 +240,10 @@ def test_a_tile_of_fp8_by_hand(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 def test_every_byte_of_fp8(backend: str, device: str) -> None:
-    """As torch converts them: subnormal ones, both zeros and what is not a number included.
+    """All bytes are converted as by torch, including subnormal values, both zeros and NaN.
 
-    By bits, and where the GPU converts by its own instruction. The interpreter has both, but for
-    the second knows no number that is none.
+    Tests the conversion by bits and, if the GPU has it, the instruction. The interpreter emulates
+    the instruction too, but without NaN.
     """
     kinds = [False, True] if device == "cpu" or generation(torch.device(device)) == "sm_90" else [0]
     byte = torch.arange(256, dtype=torch.uint8, device=device)
@@ -251,7 +253,7 @@ def test_every_byte_of_fp8(backend: str, device: str) -> None:
         _convert_kernel[(1,)](byte, got, NATIVE=bool(native))
         if device == "cuda" or not native:
             assert torch.equal(got.isnan(), want.isnan()) and got.isnan().sum() == 2
-        # Bits, since -0 equals 0.
+        # Compares the bits, because -0 equals 0.
         real = ~want.isnan()
         assert torch.equal(got[real].view(torch.int32), want[real].view(torch.int32)), native
 
@@ -264,7 +266,7 @@ def _convert_kernel(byte, out, NATIVE: tl.constexpr):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nested scales and the plain truth: to the bit what bitsandbytes makes of the same bytes."""
+    """Nested scales and `reference.matrices` equal bitsandbytes to the bit."""
     quantisation = FORMATS[name]
     torch.manual_seed(0)
     # 320 scales of an expert are a block of 256 and a part of one.
@@ -279,7 +281,7 @@ def test_scales_and_values_need_no_bitsandbytes(name: str, monkeypatch: pytest.M
     for dtype in dtypes:
         assert torch.equal(reference.matrices(stack, quantisation.kind, dtype), want[dtype])
         columns = shape[2]
-        # The interpreter does not round to bf16, it cuts off.
+        # The interpreter truncates to bf16 instead of rounding.
         tiles = () if dtype == torch.bfloat16 else ((0, 0), (2, 64))
         for expert, row in tiles:
             got = _tile(stack, quantisation.kind, (expert, row, 0), (64, columns), dtype)
@@ -298,9 +300,9 @@ def _experts(name: str, case: Case) -> tuple[dict[str, Tensor | None], ExpertWei
 def test_no_tensor_of_the_size_of_a_dequantised_matrix(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels make none, forward and backward; one that is made is seen."""
+    """Forward and backward make no such tensor; the test notices a kernel that makes one."""
     case = _case(name, SMALL, [[0, 1]], 8)
-    # In bytes, as which the interpreter handles what a launch takes.
+    # In bytes, because the interpreter handles the arguments of a launch as bytes.
     of_one = 4 * case.hidden * case.ffn
     named, experts = _experts(name, case)
     rows, weights = named["rows"], named["weights"]
@@ -308,7 +310,7 @@ def test_no_tensor_of_the_size_of_a_dequantised_matrix(
 
     def largest() -> int:
         watch = LargestTensor(x for x in named.values() if x is not None)
-        # Launches are not watched, since they compute with numpy: what they are handed is.
+        # The interpreter computes with numpy, which is not watched; arguments of launches are.
         with watch:
             routing = triton_mlp.route(case.ids_RK(), case.counts_L(), experts, rows)
             call = (rows, weights, experts, routing)
@@ -320,9 +322,8 @@ def test_no_tensor_of_the_size_of_a_dequantised_matrix(
 
     assert 0 < largest() < of_one
 
-    def hoard(values: Tensor, scale: Tensor | None, kind: str) -> Tensor:
-        assert scale is not None
-        return reference.matrices(Quantised(values, scale), kind, torch.float32)
+    def hoard(experts: ExpertWeights, name: str) -> Tensor:
+        return reference.matrices(experts.stack(name), experts.quantised, torch.float32)
 
     monkeypatch.setattr(triton_mlp, "_matrices", hoard)
     assert largest() >= 8 * of_one
@@ -330,7 +331,7 @@ def test_no_tensor_of_the_size_of_a_dequantised_matrix(
 
 @pytest.mark.slow
 def test_bytes_in_any_strides() -> None:
-    """What a gather hands over need not be contiguous."""
+    """The output of an all-gather need not be contiguous."""
     case = _case("nf4", SMALL)
     named, experts = _experts("nf4", case)
     rows, weights = named["rows"], named["weights"]
@@ -349,7 +350,7 @@ def test_bytes_in_any_strides() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_no_worse_than_the_torch_path(name: str) -> None:
-    """Against fp64 over the same values: at most twice the error that torch makes in fp32."""
+    """The error against fp64 is at most twice that of torch in fp32."""
     quantisation = FORMATS[name]
     case = _case(name, SMALL, [[0, 1], [1, 2], [0, 2]], 3)
     named = adapted(case, 5, torch.float32)
@@ -359,6 +360,6 @@ def test_no_worse_than_the_torch_path(name: str) -> None:
     plain = run(case, as_bytes, quantisation.kind)
     got = run(case, as_bytes, quantisation.kind, backend="triton")
     for tensor, want in truth.items():
-        # Sums of 64 to 256 products: torch's own error is a few roundings, by luck none.
+        # torch's own error of these sums of 64 to 256 products can be zero by luck.
         budget = 2 * float((plain[tensor] - want).abs().max() / want.abs().max()) + 1e-6
         assert_close(tensor, got[tensor].double(), want, budget)

@@ -1,4 +1,4 @@
-"""Gradients of experts that serve several chunks of rows: one sum in fp32, rounded once."""
+"""Gradients of experts used for several chunks of rows: summed in fp32 and rounded once."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
 
 CASE = Case(random_ids(96, 2, 3, seed=4), 3, 24, 16, bias=True)
-# fp16 where Triton's interpreter runs, whose bf16 products are garbage.
+# fp16 in Triton's interpreter, because its bf16 products are garbage.
 SIXTEEN_BIT = [
     pytest.param(
         backend,
@@ -28,7 +28,7 @@ SIXTEEN_BIT = [
 def _grads(
     inputs: dict[str, Tensor], grad_RH: Tensor, case: Case, backend: str, chunks: int
 ) -> dict[str, Tensor]:
-    """Gradients of all inputs, the rows in `chunks` parts that share their experts."""
+    """Return the gradients of all inputs, with the rows split into `chunks` calls."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     named = dict(leaves)
     rows_RH, weights_RK = named.pop("rows"), named.pop("weights")
@@ -68,7 +68,7 @@ def test_chunks_have_the_gradients_of_all_rows(backend: str, device: str) -> Non
 
 @pytest.mark.parametrize(("backend", "device", "dtype"), SIXTEEN_BIT)
 def test_four_chunks_are_as_exact_as_one(backend: str, device: str, dtype: torch.dtype) -> None:
-    """Error against fp64 at most 1.2 times that of one chunk; added up in bf16, four had 2.6."""
+    """The error is at most 1.2 times that of one chunk; a sum in bf16 had 2.6 times."""
     inputs = adapted(CASE, 4, dtype, device)
     grad_RH = torch.randn_like(inputs["rows"])
     wide = {name: x.double() for name, x in inputs.items()}
@@ -105,7 +105,7 @@ def test_a_chunk_whose_output_nobody_uses_adds_nothing(unused: int) -> None:
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts new tensors of at least one size."""
+    """Records new tensors of at least `size` elements."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _Allocations(TorchDispatchMode):
             storage = x.untyped_storage() if isinstance(x, Tensor) else None
             if storage is not None and storage.nbytes() >= self.size * x.element_size():
                 self.seen.add(storage.data_ptr())
-                self.kept.append(storage)  # so that no address comes twice
+                self.kept.append(storage)  # keeps addresses unique
         return out
 
 
@@ -142,5 +142,5 @@ def test_six_chunks_make_one_sum_and_no_gradient_each() -> None:
         outs.append(expert_mlp(*rows, experts, case.formula, counts_L=counts_L))
     with _Allocations(size) as allocations:
         torch.cat(outs).backward(torch.ones(48, 80, dtype=torch.bfloat16))
-    # The sum, and what it is rounded to.
+    # The fp32 sum and the rounded gradient.
     assert len(allocations.seen - own) == 2

@@ -1,4 +1,4 @@
-"""The experts' MLP over (row, expert) pairs, both backends: output, all gradients, every edge.
+"""The expert MLP on both backends: output, all gradients and edge cases.
 
 On a CPU the Triton kernels run in Triton's interpreter (fp32 and fp16; its bf16 products are
 garbage), with the table's small blocks, so every size here is several blocks and a ragged rest.
@@ -28,12 +28,12 @@ from torch import Tensor
 from hf_moe_ep.ops import reference
 from hf_moe_ep.ops.expert_mlp import expert_mlp, postpone_grads
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertWeights
-from hf_moe_ep.ops.spec import ExpertSpec
+from hf_moe_ep.ops.interface import WEIGHT_NAMES, ExpertWeights
+from hf_moe_ep.ops.operators import INPUT_NAMES, Settings
 
 
 def _run(fn, case: Case, inputs, grad_RH: Tensor, wanted=(1,) * 6, **kw):
-    """Output and gradients (None where not wanted) of `fn` for the upstream gradient grad_RH."""
+    """Return the output and the gradients of `fn`; a gradient that is not wanted is None."""
     leaves = [
         None if x is None else x.detach().clone().requires_grad_(bool(want))
         for x, want in zip(inputs, wanted)
@@ -52,7 +52,7 @@ def _ours(case: Case, inputs, grad_RH: Tensor, backend: str, wanted=(1,) * 6, sc
 
 
 def _truth(case: Case, inputs, grad_RH: Tensor):
-    """The reference in fp64; gradients of inputs that it never reads are zero."""
+    """Run the reference in fp64. Gradients of inputs that it never reads are zero."""
     wide = [None if x is None else x.double() for x in inputs]
     out_RH, grads = _run(reference.expert_mlp, case, wide, grad_RH.double())
     pairs = zip(grads, wide)
@@ -94,7 +94,7 @@ def test_the_example_of_the_docstring_by_hand() -> None:
 @pytest.mark.parametrize(("backend", "device"), TORCH)
 @pytest.mark.parametrize("name", [*CASES, *FORMULAS])
 def test_fp64_equals_the_reference(name: str, backend: str, device: str) -> None:
-    assert hasattr(torch.empty, "poisoned")  # what is left unwritten is NaN here
+    assert hasattr(torch.empty, "poisoned")  # uninitialised memory is NaN here
     case = CASES.get(name) or FORMULAS[name]
     inputs = case.inputs(torch.float64, device)
     grad_RH = torch.randn_like(inputs[0])
@@ -106,7 +106,7 @@ def test_fp64_equals_the_reference(name: str, backend: str, device: str) -> None
 def test_gradcheck(name: str) -> None:
     case = FORMULAS[name]
     inputs = case.inputs(torch.float64)
-    # Finite differences must not step over the corners of relu and clamp.
+    # Finite differences must not cross the kinks of relu and clamp.
     inputs[0] = inputs[0].round(decimals=1)
     leaves = [x.requires_grad_() for x in inputs if x is not None]
 
@@ -123,8 +123,8 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(fn, leaves, fast_mode=True)
 
 
-# The interpreter needs seconds a case: every formula in fp32, a few in fp16 (all of them on a GPU).
-# Each of these differs from others in one thing alone, which yet another has.
+# The interpreter needs seconds per case: it runs all formulas in fp32 and one in fp16. The cases
+# named here are marked slow, because other cases cover each of their properties.
 SLOW_INTERPRETED = {"gpt-oss in halves", "privacy filter", "transposed", "no gate, clamped"}
 LOW_PRECISION = [
     *((name, backend, device, dtype) for name in FORMULAS for backend, device, dtype in [
@@ -154,18 +154,18 @@ def _low_precision(name: str, backend: str, device: str, dtype: torch.dtype):
 def test_low_precision_is_no_worse_than_plain_torch(
     name: str, backend: str, device: str, dtype: torch.dtype
 ) -> None:
-    """Error against fp64 at most twice that of the reference run in the same dtype."""
+    """The error against fp64 is at most twice that of the reference in the same dtype."""
     if backend == "triton" and device == "cpu" and torch.cuda.is_available():
         pytest.skip("the real kernels run instead of the interpreter")
     case = FORMULAS[name]
-    # The largest error of a few draws: the error of a single draw is luck. Where rounding moves a
-    # value across the corner of a clamp, its gradient is off by all of itself, so these need more.
+    # The largest error of several draws, because the error of one draw varies too much. Rounding
+    # can move a value across the corner of a clamp, and then its whole gradient is an error.
     draws = [_draw(case, dtype, device) for _ in range(30 if case.formula.clamped else 6)]
     errors = [_errors(_run(reference.expert_mlp, case, *draw), truth) for *draw, truth in draws]
     budget = {tensor: 2 * max(error[tensor] for error in errors) for tensor in errors[0]}
     if name == "gpt-oss in halves":
-        # Ours is a sum over F of gated values, which up_offset makes cancel; the reference's one
-        # over H of outputs, which are small. In 30 draws at most 2.9 times as large.
+        # We sum gated values over F, which cancel because of up_offset; the reference sums small
+        # outputs over H. In 30 draws our error was at most 2.9 times as large.
         budget["weights"] *= 2
     inputs, grad_RH, truth = draws[0]
     for weights_dtype in {dtype, torch.float32} if backend == "torch" else {torch.float32}:
@@ -299,8 +299,8 @@ def test_strided_inputs(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_rows_without_experts_touch_nothing(backend: str, device: str) -> None:
-    """NaN in a row or weight that no expert here reads stays out of everything."""
+def test_rows_without_experts_change_no_result(backend: str, device: str) -> None:
+    """NaN in a row or weight without an expert here does not reach any result."""
     case = Case([[0, 1], [2, 2], [1, 2]], 2)
     inputs = case.inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
@@ -325,7 +325,7 @@ def test_repeats_bit_for_bit(backend: str, device: str) -> None:
 
 
 def _saved_bytes(fn, parameters: list[Tensor]) -> int:
-    """Bytes that `fn` keeps for backward, storages counted once and the parameters left out."""
+    """Count the bytes that `fn` saves for backward: each storage once, without the parameters."""
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ def test_saved_for_backward_rows_pre_activations_and_routing(
     )
     (num_rows, top_k), pairs = weights_RK.shape, sum(case.counts_L())
     half, word = 2, 4
-    # One tile of 16 rows per expert that has pairs, (expert, start) each, in the longest list.
+    # The longest list of tiles of 16 rows; each tile is (expert, start).
     tiles = pairs // (16 if device == "cpu" else 64) + min(case.num_experts, pairs)
     want = {
         "rows": num_rows * case.hidden * half,
@@ -383,13 +383,15 @@ def test_saved_for_backward_rows_pre_activations_and_routing(
 def test_saved_bytes_at_the_shape_of_qwen3_30b(
     recompute: bool, limit: int, adapted_by: int
 ) -> None:
-    """Transformers' grouped_mm keeps 114,688 bytes per token here (its own arithmetic: the
-    gathered rows, pre-activations, silu, activation and output of each of 8 pairs).
+    """Transformers' grouped_mm saves 114,688 bytes per token here.
 
-    Adapters, the base frozen, add nothing: their first products are made again in backward."""
+    These are the gathered rows, pre-activations, silu, activation and output of each of 8 pairs.
+    Adapters on a frozen base save no more than ours, because backward recomputes their first
+    products.
+    """
     tokens, top_k, hidden, ffn, num_experts = 128, 8, 2048, 768, 128
 
-    # One expert's weights, shared by all: 10 MiB instead of 1.2 GB.
+    # All experts share the memory of one: 10 MiB instead of 1.2 GB.
     def stacked(*shape: int, trained: bool) -> Tensor:
         one = torch.zeros(1, *shape, dtype=torch.bfloat16).requires_grad_(trained)
         own.add(one.data_ptr())
@@ -424,8 +426,10 @@ LAYOUTS["with gaps"] = lambda x: strided(x)[1]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 def test_the_operators_keep_torch_library_rules(backend: str, device: str, layout: str) -> None:
-    """Fake shapes and strides equal real ones whatever the inputs' strides are, no output aliases
-    an input, autograd is registered."""
+    """For inputs with any strides, fake shapes and strides equal the real ones.
+
+    No output aliases an input, and autograd is registered.
+    """
     case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True, transposed=True)
     put = LAYOUTS[layout]
 
@@ -436,14 +440,17 @@ def test_the_operators_keep_torch_library_rules(backend: str, device: str, layou
     assert rows.is_contiguous() == weights.is_contiguous() == (layout == "contiguous")
     named = adapted(case, 2, torch.float32, device)
     tensors = [*experts, *(leaf(named[name]) for name in ADAPTERS)]
-    spec = ExpertSpec(case.formula, (*NAMES[2:], *ADAPTERS), 0.5, 2.0, 0.5, True, backend)
-    args = (rows, weights, tensors, put(case.ids_RK(device)), case.counts_L(), spec.to_text())
+    inputs = [rows, weights, *tensors, *[None] * (len(WEIGHT_NAMES) - len(tensors))]
+    flags, numbers = (True, True, True), (1.702, 1.5, 1.0, 0.5, 2.0, 0.5)  # GPT_OSS
+    settings = Settings(*flags, *numbers, "swish", "", backend, ()).arguments()
+    args = (*inputs, put(case.ids_RK(device)), case.counts_L(), *settings)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp.default, args, test_utils=tests)
     out, *saved = torch.ops.hf_moe_ep.expert_mlp(*args)
-    kept = [x.detach() for x in (rows, weights, *tensors, *saved)]
-    needs = [name != "up_bias" for name in spec.names]
-    back = (put(torch.randn_like(out)), kept, spec.to_text(), needs)
+    kept = [None if x is None else x.detach() for x in (*inputs, *saved)]
+    pairs = zip(INPUT_NAMES, inputs, strict=True)
+    needs = [x is not None and name != "up_bias" for name, x in pairs]
+    back = (put(torch.randn_like(out)), kept, needs, *settings)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp_backward.default, back, test_utils=tests)
 
@@ -458,7 +465,7 @@ def test_compiled_without_a_graph_break_equals_eager() -> None:
 
 
 def test_one_compiled_function_takes_several_scales() -> None:
-    """torch.compile makes a number that changes an input of its graph: layers' own scales may."""
+    """torch.compile makes a number that changes an input of its graph, as scales of layers do."""
     case = Case([[1, 0], [2, 1], [0, 2], [1, 2]], 3, hidden=8, ffn=4)
     inputs = case.inputs(torch.float32)
     grad_RH = torch.randn_like(inputs[0])
@@ -468,8 +475,8 @@ def test_one_compiled_function_takes_several_scales() -> None:
         _assert_equal(_run(compiled, case, inputs, grad_RH, grad_scale=scale), want)
 
 
-def test_backward_under_autocast_is_backward() -> None:
-    """bf16 rows and fp32 routing weights, as they arrive under ep."""
+def test_autocast_does_not_change_backward() -> None:
+    """With bf16 rows and fp32 routing weights, as under expert parallelism."""
     torch.manual_seed(0)
     rows = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.rand(5, 2, requires_grad=True)

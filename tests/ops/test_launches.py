@@ -1,4 +1,4 @@
-"""How kernels are launched, on no GPU: which variants Triton would build, and on which device."""
+"""Without a GPU: the kernel variants that Triton would build, and the device of each launch."""
 
 import random
 
@@ -36,9 +36,9 @@ def _experts(device: str, rank: int = 0, *, bias: bool = True) -> ExpertWeights:
 
 
 def _step(
-    rows: int, pairs: int, experts: ExpertWeights, device: str, *, later: bool = False
+    rows: int, pairs: int, experts: ExpertWeights, device: str, *, postpone: bool = False
 ) -> None:
-    """Forward and backward of `rows` rows, `pairs` of whose choices are of experts here."""
+    """Run forward and backward of `rows` rows with `pairs` choices of experts of this rank."""
     rows_RH = torch.empty(rows, HIDDEN, dtype=torch.bfloat16, device=device)
     weights_RK = torch.empty(rows, TOP_K, device=device)
     ids_RK = torch.empty(rows, TOP_K, dtype=torch.int64, device=device)
@@ -56,7 +56,7 @@ def _step(
         formula,
         grad_scale=0.5,
         need={"rows", "weights", *experts.named_tensors()},
-        later=later,
+        postpone=postpone,
     )
     if finish is not None:
         finish(ExpertGrads())
@@ -64,7 +64,7 @@ def _step(
 
 @pytest.mark.parametrize("rank", [0, 16])
 def test_no_kernel_is_built_again_for_another_routing(rank: int) -> None:
-    """Under ep the counts change in every layer: a build takes a second, and the others wait."""
+    """Counts change in every layer, and a build takes a second while the other ranks wait."""
     experts = _experts("meta", rank)
     draw = random.Random(0)
     counts = [(rows, draw.randint(513, 2 * rows)) for rows in draw.sample(range(300, 900), 20)]
@@ -89,7 +89,7 @@ def test_no_kernel_is_built_again_for_one_row_or_pair() -> None:
 
 
 class _Current:
-    """Stands for torch.cuda.device_of: the device of a tensor is the current one meanwhile."""
+    """Replacement of torch.cuda.device_of that records the current device."""
 
     index = 0
 
@@ -103,15 +103,15 @@ class _Current:
         _Current.index = self._before
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("postpone", [False, True])
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(
-    later: bool, monkeypatch: pytest.MonkeyPatch
+    postpone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model may be on cuda:1 while cuda:0 is the current device, where Triton would launch."""
     monkeypatch.setattr(torch.cuda, "device_of", _Current)
     launched: list[tuple[str, int]] = []
     with FakeTensorMode(), Launches(lambda name: launched.append((name, _Current.index))):
-        _step(40, 60, _experts("cuda:1", rank=16), "cuda:1", later=later)
+        _step(40, 60, _experts("cuda:1", rank=16), "cuda:1", postpone=postpone)
         rows_NH = torch.empty(9, HIDDEN, device="cuda:1")
         slots_TJ = torch.empty(5, 2, dtype=torch.int64, device="cuda:1")
         assert len({name for name, _ in launched}) == 12  # every kernel

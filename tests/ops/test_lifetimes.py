@@ -1,4 +1,4 @@
-"""What backward still holds while it makes the gradients of the experts, which are large."""
+"""Backward frees its large tensors before it allocates the gradients of the experts."""
 
 import weakref
 from typing import Any
@@ -10,16 +10,16 @@ from expert_cases import ADAPTERS, FORMULAS, TRITON, adapted
 from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.interface import ExpertWeights
 
-# What they return, and whether an expert's gradient is made of it.
+# For each launcher: for each tensor it returns, whether an expert's gradient is computed from it.
 MADE_BY = {"grouped_mm": (False,), "up": (False, False), "dgated": (True, True, False)}
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("backend", "device"), TRITON)
-def test_backward_lets_go_of_what_the_experts_gradients_are_not_made_of(
+def test_tensors_that_the_experts_gradients_do_not_need_are_freed(
     backend: str, device: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows' gradient of every pair is [A, H], what is computed again [A, 2F]: 1 GB each."""
+    """The rows' gradients [A, H] and recomputed pre-activations [A, 2F] are about 1 GB each."""
     case = FORMULAS["silu, bias"]
     inputs = adapted(case, 2, torch.float32, device)
     rows_RH, weights_RK = inputs.pop("rows"), inputs.pop("weights")

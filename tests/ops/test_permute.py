@@ -1,4 +1,4 @@
-"""Rows copied from tokens and added back: hand-worked indices, both directions, every dtype."""
+"""Sums of rows that are copies of tokens: indices by hand, both directions, every dtype."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ CASES = {
 
 
 def _layout(name: str, device: str = "cpu") -> tuple[Tensor, Tensor, int]:
-    """token_of_row_N, slots_TJ and H of a case; the slots are written out, not inverted by us."""
+    """Return token_of_row_N, slots_TJ and H of a case. The slots are not computed by `invert`."""
     tokens, slots, hidden, token_of_row = CASES[name]
     table = [[len(token_of_row)] * slots for _ in range(tokens)]
     for row, token in enumerate(token_of_row):
@@ -58,10 +58,10 @@ def test_fp64_equals_the_reference(name: str, device: str) -> None:
     x_TH = torch.randn(tokens, hidden, dtype=torch.float64, device=device).requires_grad_()
     r_NH = torch.randn(num_rows, hidden, dtype=torch.float64, device=device)
     out_TH = add_rows(r_NH, token_of_row_N, slots_TJ)
-    # reference.py stacks rows and cannot stack none: there the answer is empty.
+    # The reference cannot stack zero rows; the sum is empty then.
     want_TH = reference.sum_rows(r_NH, token_of_row_N, tokens) if tokens else x_TH.detach()
     assert_close("add_rows", out_TH, want_TH, 1e-12)
-    # It is the gradient of the copy on the same data.
+    # add_rows is the gradient of the copy.
     x_TH.index_select(0, token_of_row_N).backward(r_NH)
     assert x_TH.grad is not None
     assert_close("grad of the copy", x_TH.grad, out_TH, 1e-12)
@@ -89,7 +89,7 @@ def test_low_precision_is_no_worse_than_plain_torch(dtype: torch.dtype, device: 
 @pytest.mark.parametrize("device", DEVICES)
 def test_strided_rows(device: str) -> None:
     token_of_row_N, slots_TJ, _ = _layout("odd sizes", device)
-    # Expanded rows have stride 0: what the gradient of a sum is.
+    # Expanded rows have stride 0, as the gradient of a sum has.
     ones_NH = torch.ones((), dtype=torch.float64, device=device).expand(10, 11)
     counts_T = torch.bincount(token_of_row_N, minlength=7).double()
     want_TH = counts_T.unsqueeze(1).expand(7, 11)

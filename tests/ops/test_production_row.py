@@ -1,6 +1,6 @@
-"""The row of the block table that real models take: whole blocks of 128 rows, no masks.
+"""Kernels with the block sizes of real models: full blocks of 128 rows, loops without masks.
 
-Every other test's sizes are small: they fill tiles in part, and take the masked loops.
+The sizes of all other tests are so small that tiles are not full and loops need masks.
 """
 
 import math
@@ -47,7 +47,7 @@ def _run(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, backend: str) -
 
 
 def _check(tensors: list[Tensor], ids_RK: Tensor, grad_RH: Tensor, dtype: torch.dtype) -> None:
-    """Errors against fp64 at most twice those of plain torch in the same dtype."""
+    """Check that errors against fp64 are at most twice those of plain torch in the same dtype."""
     low = [x if index == 1 else x.to(dtype) for index, x in enumerate(tensors)]
     grad_RH = grad_RH.to(dtype)
     truth = _run([x.double() for x in low], ids_RK, grad_RH.double(), "torch")
@@ -65,7 +65,7 @@ def test_sixteen_experts_of_qwen3_30b() -> None:
 
 
 def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, in fp16: tiles full and ragged, every other block full."""
+    """In the interpreter and in fp16. The last tiles are not full; all other blocks are."""
     monkeypatch.setattr(blocks, "generation", lambda device: ROW[0])
     row = TABLE[ROW]
     products = (row.up, row.down, row.rows, row.dgated, row.outer)
@@ -83,7 +83,7 @@ def test_the_smallest_sizes_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _launch(size: int, tokens: int, experts: int) -> None:
-    """Forward and backward of such a call on meta tensors."""
+    """Run forward and backward of such a call on meta tensors."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float16, device="meta")

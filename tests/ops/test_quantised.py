@@ -1,4 +1,4 @@
-"""Quantised experts: values are bitsandbytes' own, products those of the dequantised matrices."""
+"""Quantised values equal bitsandbytes', and products equal those of dequantised matrices."""
 
 import importlib.util
 import itertools
@@ -19,7 +19,6 @@ from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.quantised import (
     Quantisation,
-    Quantised,
     check_available,
     check_sizes,
     dequantise,
@@ -36,7 +35,7 @@ Named = dict[str, Tensor | None]
 
 
 def matrices(dtype: torch.dtype, shape: tuple[int, int, int] = (3, 128, 256)) -> Tensor:
-    """Experts of different sizes, one with a block of zeros."""
+    """Draw experts of different magnitudes, one with a block of zeros."""
     torch.manual_seed(0)
     weight = torch.randn(shape) * torch.tensor([1.0, 1e-3, 50.0])[: shape[0], None, None]
     weight[0, :, :128] = 0
@@ -46,7 +45,7 @@ def matrices(dtype: torch.dtype, shape: tuple[int, int, int] = (3, 128, 256)) ->
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("nested", [False, True])
 def test_nf4_is_bitsandbytes_own(nested: bool, dtype: torch.dtype) -> None:
-    """Bytes, scales and values of every expert equal its functional calls, nested ones too."""
+    """Bytes, scales and values of every expert equal bitsandbytes', also with nested scales."""
     functional = pytest.importorskip("bitsandbytes.functional")
     # 1044 scales of an expert are four blocks of 256, and one of 20.
     weight_LOI = matrices(dtype, (3, 348, 192))
@@ -62,7 +61,7 @@ def test_nf4_is_bitsandbytes_own(nested: bool, dtype: torch.dtype) -> None:
             assert one.nested_scale is not None and len(one.nested_scale) == 5
             assert torch.equal(one.nested_scale[:, 0], state.state2.absmax)
             assert (one.nested_scale[:, 1] == state.offset).all()
-            # What quantising on a CPU does to it up to 0.49: `support/quantised.py`.
+            # Up to 0.49 quantising on a CPU overwrites the table: `support/quantised.py`.
             state.state2.code = functional.create_dynamic_map()
         want = functional.dequantize_4bit(packed, state)
         assert want.dtype == dtype and want.shape == weight_OI.shape
@@ -70,21 +69,21 @@ def test_nf4_is_bitsandbytes_own(nested: bool, dtype: torch.dtype) -> None:
 
 
 def test_nf4_by_hand() -> None:
-    """Two rows of 64; the code book is that of the paper (arXiv 2305.14314, appendix E)."""
+    """Two rows of 64 with all codes of the paper (arXiv 2305.14314, appendix E)."""
     codes = [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0]
     codes += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
     places = torch.arange(64) % 16
     weight_OI = torch.stack([2.0 * torch.tensor(codes)[places], 0.5 * torch.tensor(codes)[places]])
     one = quantise(weight_OI, NF4)
     assert one.block_scale.tolist() == [[2.0], [0.5]]
-    # The first of two is in the upper half of a byte.
+    # The first of two codes is in the upper half of a byte.
     by_hand = [16 * code + code + 1 for code in range(0, 16, 2)] * 4
     assert one.values.tolist() == [by_hand, by_hand]
     assert_close("values", dequantise(one, "nf4", torch.float32), weight_OI, 1e-7)  # 8 digits
 
 
 def test_fp8_by_hand() -> None:
-    """One scale for each 128 x 128, values the nearest that e4m3 has below 448 of them."""
+    """One scale per 128 x 128; the largest value of a block becomes 448."""
     weight_OI = torch.zeros(256, 384)
     weight_OI[0, 0], weight_OI[127, 127] = 896.0, -3.0
     weight_OI[128, 256] = 0.875
@@ -93,7 +92,7 @@ def test_fp8_by_hand() -> None:
     scale = 0.875 / 448
     assert_close("scales", one.block_scale, torch.tensor([[2.0, 1, 1], [1, 1, scale]]), 1e-7)
     got = dequantise(one, "fp8", torch.float32)
-    # e4m3 has three bits behind the first: 17 becomes 16, -1.5 is itself.
+    # e4m3 has three mantissa bits: 17 becomes 16, and -1.5 stays -1.5.
     want = weight_OI.clone()
     want[255, 383] = scale * 16
     assert_close("values", got, want, 1e-7)
@@ -118,7 +117,7 @@ def test_fp8_is_the_formula(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [*HALF, torch.float64])
-def test_a_product_is_formed_in_fp32_and_rounded_once(name: str, dtype: torch.dtype) -> None:
+def test_a_value_is_computed_in_fp32_and_rounded_once(name: str, dtype: torch.dtype) -> None:
     quantisation = FORMATS[name]
     one = quantise(matrices(torch.float64)[2], quantisation)
     wide = dequantise(one, quantisation.kind, torch.float32)
@@ -127,7 +126,7 @@ def test_a_product_is_formed_in_fp32_and_rounded_once(name: str, dtype: torch.dt
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_stored(name: str) -> None:
-    """Shapes alike on meta, bytes per value as in the module's table, transposes quantised."""
+    """Shapes are equal on meta, bytes per value as documented, and strides do not matter."""
     quantisation = FORMATS[name]
     weight_LOI = matrices(torch.bfloat16, (2, 512, 768))
     stack = quantise_stack(weight_LOI, quantisation)
@@ -146,7 +145,7 @@ def test_what_is_stored(name: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_rows_are_cut_where_blocks_end() -> None:
+def test_rows_can_be_split_at_block_boundaries() -> None:
     assert rows_may_be_cut((6, 64), NF4, 3) and not rows_may_be_cut((6, 64), NF4, 4)
     assert rows_may_be_cut((512, 128), FP8, 4) and not rows_may_be_cut((512, 128), FP8, 8)
     # 512 rows with 2 scales each: 4 blocks of 256 scales.
@@ -154,7 +153,7 @@ def test_rows_are_cut_where_blocks_end() -> None:
 
 
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
-def test_a_share_of_the_rows_has_the_scales_of_its_own(name: str) -> None:
+def test_quantising_parts_of_the_rows_equals_quantising_all(name: str) -> None:
     quantisation = FORMATS[name]
     weight_OI = matrices(torch.float32, (1, 384, 256))[0]
     assert rows_may_be_cut((384, 256), quantisation, 3)
@@ -199,7 +198,7 @@ CALLS = {
 
 
 def weights_of(named: Named, quantisation: Quantisation | None, dtype: torch.dtype) -> Named:
-    """Inputs with matrices as bytes, or with the values that those stand for."""
+    """Replace the matrices of the inputs by their quantised bytes and scales."""
     made = dict(named)
     for name in ("up", "down"):
         weight_LOI = named[name]
@@ -227,7 +226,7 @@ def dequantised(named: Named, quantisation: Quantisation, dtype: torch.dtype) ->
 def run(
     case: Case, named: Named, kind: str, *, chunks: int = 1, late: bool = False, **kw: Any
 ) -> dict[str, Tensor]:
-    """Output, and every gradient that a frozen base leaves to be wanted."""
+    """Return the output and all gradients of a call with frozen matrices."""
     wanted = ("rows", "weights", "up_bias", "down_bias", *ADAPTERS)
     leaves = {
         name: None if x is None else x.detach().requires_grad_(name in wanted)
@@ -269,7 +268,7 @@ def ways() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "call", "dtype"), list(ways()))
 def test_the_same_bits_as_dequantised_matrices(name: str, call: str, dtype: torch.dtype) -> None:
-    """Output and gradients of rows, routing weights, adapters, biases; chunks, recompute, later."""
+    """Output and all gradients are equal, also with chunks, recompute and postponed gradients."""
     quantisation, case = FORMATS[name], CALLS[call]
     named = adapted(case, 5, dtype)
     as_bytes = weights_of(named, quantisation, dtype)
@@ -285,7 +284,7 @@ def test_the_same_bits_as_dequantised_matrices(name: str, call: str, dtype: torc
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "fp8"])
 def test_compiled(name: str) -> None:
-    """torch.compile of a function around the operator: one graph, equal numbers."""
+    """A function that calls the operator is compiled to one graph with equal results."""
     quantisation, case = FORMATS[name], CALLS["silu"]
     named = weights_of(adapted(case, 5, torch.float32), quantisation, torch.float32)
     ids, counts_L = case.ids_RK(), case.counts_L()
@@ -309,23 +308,18 @@ def test_compiled(name: str) -> None:
         assert torch.equal(got, want)
 
 
-class Hoarder:
-    """Matrices that are all dequantised at once: what must not be."""
-
-    def __init__(self, stack: Quantised, kind: str, dtype: torch.dtype) -> None:
-        ones = [dequantise(stack.of(e), kind, dtype) for e in range(len(stack.values))]
-        self._all = torch.stack(ones)
-        self.shape_OI = (self._all.shape[1], self._all.shape[2])
-
-    def of(self, expert: int) -> Tensor:
-        return self._all[expert]
+def dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch.dtype) -> Tensor:
+    """Stand for `ExpertWeights.matrix`: dequantise all experts at once, which must not happen."""
+    stack = experts.stack(name)
+    ones = [dequantise(stack.of(e), experts.quantised, dtype) for e in range(len(stack.values))]
+    return torch.stack(ones)[expert]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_tensor_of_the_size_of_the_dequantised_experts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward: bytes are as large as ever; what is seen to fail makes them all."""
+    """Forward and backward dequantise one expert at a time; the test notices if all are made."""
     quantisation = FORMATS[name]
     case = Case(random_ids(40, 2, 6, seed=3), 6, hidden=128, ffn=128)
     named = weights_of(adapted(case, 2, torch.float32), quantisation, torch.float32)
@@ -338,7 +332,7 @@ def test_no_tensor_of_the_size_of_the_dequantised_experts(
         assert rows is not None and weights is not None
         experts = ExpertWeights(**inputs, quantised=quantisation.kind)
         need = {"rows", "weights", *ADAPTERS}
-        # Below the operator, which hides from the watch what it does.
+        # Calls the implementation, because LargestTensor cannot see inside of the operator.
         with watch:
             routing = torch_mlp.route(case.ids_RK(), case.counts_L(), experts, rows)
             _, pre = torch_mlp.forward(rows, weights, experts, routing, case.formula, True)
@@ -356,12 +350,12 @@ def test_no_tensor_of_the_size_of_the_dequantised_experts(
         return watch.elements
 
     assert of_one <= largest() < of_all
-    monkeypatch.setattr("hf_moe_ep.ops.interface.DequantisedMatrices", Hoarder)
+    monkeypatch.setattr(ExpertWeights, "matrix", dequantise_all)
     assert largest() >= of_all
 
 
 def test_nothing_of_the_matrices_is_kept_for_backward() -> None:
-    """Saved tensors of an nf4 call are its inputs and what the routing needs, no larger ones."""
+    """An nf4 call saves its inputs and the routing for backward, and no other large tensor."""
     case = CALLS["silu"]
     named = weights_of(adapted(case, 5, torch.float32), NF4, torch.float32)
     leaves = {n: None if x is None else x.requires_grad_(n in ADAPTERS) for n, x in named.items()}

@@ -1,6 +1,7 @@
-"""The self-check passes on right kernels, refuses wrong ones, and says why one cannot be built.
+"""The self-check accepts right kernels, refuses wrong ones, and names the reason of a failed build.
 
-Here in Triton's interpreter; what is launched on an H100 is compared with what was checked.
+The kernels run in Triton's interpreter. A test without a GPU compares the kernels that an H100
+would launch with those that the self-check runs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from torch import Tensor
 from hf_moe_ep.ops import self_check, sum_check, torch_mlp, triton_mlp
 from hf_moe_ep.ops.expert_mlp import expert_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertWeights, WeightGrads
+from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ops.kernels import blocks, dgated, grouped_mm, outer, up
 from hf_moe_ep.ops.kernels.reduce import combine
 from hf_moe_ep.ops.quantised import Quantisation, empty_stack
 from hf_moe_ep.ops.self_check import Kind, check_once
-from hf_moe_ep.ops.spec import ExpertSpec
-from hf_moe_ep.ops.sum_check import Sums, check_sums_once, self_check_sums, unweighted_sums
+from hf_moe_ep.ops.sum_check import TokenSumKind, check_sums_once, self_check_sums, token_sums
 
 MATRICES = ("up", "down")
 ADAPTERS = ("up_a", "up_b", "down_a", "down_b")
@@ -65,9 +65,9 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     self_check.check_both_sizes.cache_clear()
     check_sums_once.cache_clear()
     self_check.warn_once.cache_clear()
-    # A tenth of the work: three tiles of an expert instead of sixteen.
+    # Three tiles per expert instead of sixteen: a tenth of the work.
     monkeypatch.setattr(self_check, "FEW_ROWS", 32)
-    monkeypatch.setattr(self_check, "_short", lambda size: 16 + size % 16)
+    monkeypatch.setattr(self_check, "_shortened", lambda size: 16 + size % 16)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -76,19 +76,19 @@ def test_right_kernels_pass(name: str) -> None:
 
 
 def test_wrong_scales_of_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one matrix in another order; right ones pass, without bitsandbytes."""
-    monkeypatch.setattr(self_check, "_short", lambda size: size)
+    """Scales in another order are refused; right scales pass, without bitsandbytes."""
+    monkeypatch.setattr(self_check, "_shortened", lambda size: size)
     monkeypatch.setattr(self_check, "FEW_ROWS", 8)
     monkeypatch.setattr("hf_moe_ep.ops.quantised._functional", None)
     assert check_once(BYTES) == ""
     check_once.cache_clear()
-    right = triton_mlp._down_matrices
+    right = triton_mlp._matrices
 
-    def wrong(experts: ExpertWeights) -> Any:
-        matrices = right(experts)
-        return replace(matrices, scale=matrices.scale.flip(1))
+    def wrong(experts: ExpertWeights, name: str) -> Any:
+        matrices = right(experts, name)
+        return replace(matrices, scale=matrices.scale.flip(1)) if name == "down" else matrices
 
-    monkeypatch.setattr(triton_mlp, "_down_matrices", wrong)
+    monkeypatch.setattr(triton_mlp, "_matrices", wrong)
     with pytest.raises(RuntimeError, match="compute wrong numbers"):
         check_once(BYTES)
 
@@ -96,8 +96,8 @@ def test_wrong_scales_of_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 def test_right_kernels_of_bytes_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an adapter, in fp16: against values that are rounded to it as the kernels round."""
-    monkeypatch.setattr(self_check, "_short", lambda size: size)
+    """Without adapters, in fp16. Values are rounded to fp16 as the kernels round them."""
+    monkeypatch.setattr(self_check, "_shortened", lambda size: size)
     size = {"nf4": 64, "fp8": 128}[kind]
     frozen = replace(FROZEN, tensors=(*MATRICES, *SCALES), dtype=torch.float16, quantised=kind)
     assert check_once(replace(frozen, hidden=size, ffn=size)) == ""
@@ -106,7 +106,7 @@ def test_right_kernels_of_bytes_pass(kind: str, monkeypatch: pytest.MonkeyPatch)
 def _wrong(
     monkeypatch: pytest.MonkeyPatch, name: str, when: Callable[[dict[str, Any]], bool]
 ) -> None:
-    """One element of what a launch writes is wrong, where its arguments are such."""
+    """Make one element of a launch's output wrong if `when(arguments)` is true."""
     owners = {"combine alone": self_check, "combine of tokens": sum_check}
     owner = owners.get(name, triton_mlp)
     name, *_ = name.split()
@@ -136,7 +136,7 @@ def test_one_wrong_element_of_any_kernel_is_refused(
         check_once(LORA if kernel == "thin_mm" else KIND)
 
 
-# What is wrong, where, the kind that has to find it, one that has nothing to do with it.
+# name: (kernel, launches that are wrong, a kind that has such launches, a kind that has none)
 VARIANTS = {
     "a frozen base": ("dgated", lambda x: not x["need_act"], FROZEN, KIND),
     "nothing kept": ("up", lambda x: not x["keep_pre"], INFERENCE, FROZEN),
@@ -164,7 +164,7 @@ def test_a_variant_that_is_wrong_is_refused_where_it_is_launched(
 
 
 def _tf32(x: Tensor) -> Tensor:
-    """Rounded to the 10 bits of mantissa that TF32 has."""
+    """Round x to the 10 mantissa bits of TF32."""
     return ((x.view(torch.int32) + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
 
 
@@ -183,7 +183,7 @@ def test_a_tf32_product_is_refused_where_exact_ones_were_asked_for(
 
 
 def test_wrong_sums_of_the_rows_of_a_token_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that come home to a token, which are not as many as its choices."""
+    """The number of rows of a token differs from the number of its choices."""
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     self_check_sums(torch.empty(9, 48, dtype=torch.bfloat16), 4)
     _wrong(monkeypatch, "combine of tokens", lambda x: x[1].shape[1] == 5)
@@ -202,7 +202,7 @@ def _experts(hidden: int, rank: int | None = None) -> ExpertWeights:
 
 
 def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kind is whatever a kernel would be built anew for."""
+    """Calls are of different kinds if Triton would build different kernels for them."""
     kinds: list[Kind] = []
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     monkeypatch.setattr(self_check, "check_once", kinds.append)
@@ -216,9 +216,9 @@ def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
         keep_pre: bool = True,
     ) -> Kind:
         experts = _experts(hidden, rank)
-        spec = ExpertSpec(ExpertFormula(), tuple(experts.named_tensors()), keep_pre=keep_pre)
         rows_RH, weights_RK = torch.empty(7, hidden), torch.empty(7, 2, dtype=dtype)
-        self_check.self_check(rows_RH, weights_RK, pairs, experts, spec, trained)
+        args = (rows_RH, weights_RK, pairs, experts, ExpertFormula())
+        self_check.self_check(*args, keep_pre=keep_pre, trained=trained)
         return kinds[-1]
 
     assert call(pairs=4000) == call()
@@ -240,15 +240,15 @@ def test_it_runs_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_call_checks_few_rows_per_expert_and_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So no rank builds kernels later, when its share of the rows has changed."""
+    """Otherwise a rank would build kernels later, when its number of rows changes."""
     kinds: list[Kind] = []
     monkeypatch.setattr(triton_mlp, "interpreted", lambda: False)
     monkeypatch.setattr(self_check, "check_once", lambda kind: kinds.append(kind) or "")
     experts = _experts(2048)
-    spec = ExpertSpec(ExpertFormula(), tuple(experts.named_tensors()), keep_pre=True)
     for pairs in (5000, 20):
         rows_RH, weights_RK = torch.empty(7, 2048), torch.empty(7, 2)
-        assert self_check.self_check(rows_RH, weights_RK, pairs, experts, spec, ()) == ""
+        args = (rows_RH, weights_RK, pairs, experts, ExpertFormula())
+        assert self_check.self_check(*args, keep_pre=True, trained=()) == ""
         assert {kind.few for kind in kinds} == {False, True}, pairs
     assert len({replace(kind, few=False) for kind in kinds}) == 1
 
@@ -279,7 +279,7 @@ UNBUILT = {
 def test_kernels_that_cannot_be_built_leave_the_experts_to_torch(
     kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under "auto", with one warning; by name it is an error."""
+    """Backend "auto" warns once and uses torch; backend "triton" raises."""
     want = _call("torch")
 
     def unbuilt(*args: Any, **kwargs: Any) -> Any:
@@ -293,7 +293,7 @@ def test_kernels_that_cannot_be_built_leave_the_experts_to_torch(
             got = _call("auto")
             assert all(torch.equal(mine, true) for mine, true in zip(got, want, strict=True))
             _call("auto", grads=False) if kernel != "dgated" else None
-    # The interpreter of Triton 3.6 warns of its own NumPy.
+    # The interpreter of Triton 3.6 raises NumPy warnings.
     (said,) = (str(one.message) for one in caught if "hf_moe_ep" in str(one.message))
     reason = str(UNBUILT[name])
     assert reason in said and "torch path" in said
@@ -321,7 +321,7 @@ def test_a_gpu_that_is_out_of_memory_is_not_unfit(monkeypatch: pytest.MonkeyPatc
 REAL = replace(
     KIND, dtype=torch.bfloat16, top_k=8, num_experts=128, hidden=2048, ffn=768, few=False
 )
-# The real sizes of calls; ffn as `self_check` writes it.
+# Kinds of real calls.
 LAUNCHED = {
     "trained": replace(REAL, tensors=MATRICES, trained=("rows", "weights", *MATRICES)),
     "biases": REAL,
@@ -371,13 +371,13 @@ LAUNCHED = {
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_what_is_launched_was_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every variant of every kernel that a call on an H100 would build, and no GPU in sight."""
+    """Without a GPU: the self-check builds every kernel variant that a call on an H100 needs."""
     monkeypatch.undo()
     kind = LAUNCHED[name]
     monkeypatch.setattr(blocks, "generation", lambda device: "sm_90")
     for module in (blocks, dgated, grouped_mm, outer, up):
         monkeypatch.setattr(module, "dot_precision", lambda rows: kind.precision)
-    # Numbers are not the point: nothing runs, and torch need not either.
+    # Only the launches count, so torch computes nothing either.
     monkeypatch.setattr(self_check, "torch_mlp", _NoTruth())
     with Launches() as checked:
         for check in (self_check._products, self_check._routing, self_check._sums):
@@ -392,7 +392,7 @@ def test_what_is_launched_was_checked(name: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_sum_of_the_rows_of_a_token_was_checked(dtype: torch.dtype) -> None:
     with Launches() as checked:
-        list(unweighted_sums(Sums(torch.device("cpu"), dtype, 4, 2048)))
+        list(token_sums(TokenSumKind(torch.device("cpu"), dtype, 4, 2048)))
     with Launches() as launched:
         rows_NH = torch.empty(1001, 2048, dtype=dtype, device="meta")
         combine(rows_NH, torch.empty(333, 4, dtype=torch.int32, device="meta"), None)
@@ -400,7 +400,7 @@ def test_the_sum_of_the_rows_of_a_token_was_checked(dtype: torch.dtype) -> None:
 
 
 class _NoTruth:
-    """In place of the torch path: routes, and computes nothing."""
+    """Replacement of the torch path that routes but computes nothing."""
 
     route = staticmethod(torch_mlp.route)
 
@@ -410,11 +410,11 @@ class _NoTruth:
 
     @staticmethod
     def backward(grad_RH: Tensor, *args: Any, need: set[str], **kwargs: Any) -> Any:
-        return WeightGrads(**dict.fromkeys(need, grad_RH)), None
+        return dict.fromkeys(need, grad_RH), None
 
 
 def _launch(kind: Kind) -> None:
-    """One call of the kind's real sizes."""
+    """Launch a call of this kind with its real sizes."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=kind.dtype, device="meta")

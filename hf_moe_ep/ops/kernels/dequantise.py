@@ -1,16 +1,17 @@
-"""The same loop as `product.py`'s over matrices that are held as bytes (`ops/quantised.py`).
+"""The loop of `product.py` over quantised matrices (`ops/quantised.py`).
 
-A tile [O, I] of a matrix is read as it lies, dequantised in registers, and turned where the sum
-runs along I: forward. Backward it runs along O, over the same bytes. What a byte stands for times
-its scale is formed in fp32 and rounded once, to the dtype of the rows.
+A tile [O, I] of a matrix is loaded as bytes and dequantised in registers. Forward sums along I and
+transposes the tile; backward sums along O over the same bytes. The product of a value and its scale
+is computed in fp32 and rounded once, to the dtype of the rows.
 
-    nf4    two codes a byte, the first in its upper half. Each row of a block of 64 first makes the
-           16 values that its codes can stand for; a code then picks one, which is a shuffle between
-           threads, no memory
-    fp8    converted by GPUs that can (sm_90), elsewhere its bits are put where fp32 has them
+    nf4    two codes per byte, the first in the upper half. For each scale the kernel computes the
+           16 values that a code can have; a code then selects one of them, which is a shuffle
+           between threads and needs no memory access
+    fp8    sm_90 converts with an instruction; on other GPUs the bits are moved to their places in
+           an fp32 number
 
-Steps along the sum are never longer than a block along I, so a row of a tile has one scale in it
-forward, and one per block of columns backward. Sizes are multiples of a block: no step is masked.
+A step along the sum is never longer than a block along I, so forward a row of a tile has one scale,
+and backward one scale per block of columns. Sizes are multiples of a block: no step needs a mask.
 """
 
 from __future__ import annotations
@@ -33,37 +34,37 @@ _TWO_TO_120 = tl.constexpr(2.0**120)
 
 @dataclass(frozen=True)
 class ByteMatrices:
-    """Matrices [L, O, I] as bytes, in place of the tensor that a launcher takes.
+    """Quantised matrices [L, O, I], which launchers accept instead of a tensor.
 
     Attributes:
-        values: contiguous bytes of `ops/quantised.py`.
-        scale: contiguous, fp32: nested ones have been dequantised.
-        turned: the transposes are meant, [L, I, O].
+        values: contiguous bytes in a format of `ops/quantised.py`.
+        scale: contiguous, fp32; nested scales are already dequantised.
+        transposed: whether the matrices stand for their transposes [L, I, O].
     """
 
     values: Tensor
     scale: Tensor
     kind: str
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """As of a tensor."""
+        """Return the shape, as a tensor does."""
         experts, rows, in_bytes = self.values.shape
         columns = in_bytes * (2 if self.kind == "nf4" else 1)
-        return (experts, columns, rows) if self.turned else (experts, rows, columns)
+        return (experts, columns, rows) if self.transposed else (experts, rows, columns)
 
     def transpose(self, first: int, second: int) -> ByteMatrices:
-        """As of a tensor, of its last two dims."""
+        """Transpose the last two dims, as a tensor does."""
         assert {first, second} == {1, 2}
-        return replace(self, turned=not self.turned)
+        return replace(self, transposed=not self.transposed)
 
 
 Matrices = Tensor | ByteMatrices
 
 
 def matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int, int, int]:
-    """Values, scales and strides as a kernel takes them: bytes are contiguous and need none."""
+    """Return a kernel's arguments: values, scales and strides. Bytes are contiguous: strides 0."""
     if isinstance(matrix, ByteMatrices):
         return matrix.values, matrix.scale, 0, 0, 0
     stride_l, stride_k, stride_n = matrix.stride()
@@ -71,7 +72,7 @@ def matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int, int,
 
 
 def matrix_constants(matrix: Matrices) -> dict[str, Any]:
-    """What a kernel is compiled for: the format, and whether the GPU converts fp8 itself."""
+    """Return the compile-time arguments: the format, and whether the GPU converts fp8 itself."""
     if not isinstance(matrix, ByteMatrices):
         return {"KIND": "", "NATIVE": False}
     native = matrix.kind == "fp8" and converts_fp8(matrix.values.device)
@@ -85,9 +86,9 @@ def byte_product(
     KIND: tl.constexpr, NATIVE: tl.constexpr, BACK: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[M, N]: as `tile_product`, of rows `o_n` of the matrix; with BACK of its columns.
+    """Return [M, N]: rows at `position` [M] times the transposed rows `o_n` [N] of the matrix.
 
-    Those are all of block `column`, one behind the other.
+    With BACK it is rows times columns `o_n` of the matrix, which are block number `column`.
     """
     tl.static_assert(EVEN_K)
     BLOCK_N: tl.constexpr = o_n.shape[0]
@@ -98,7 +99,7 @@ def byte_product(
     o_k = tl.arange(0, BLOCK_K)
     p_x = rows + o_row.to(tl.int64)[:, None] * row_stride + o_k[None, :]  # [M, K]
     sums = tl.zeros([position.shape[0], BLOCK_N], tl.float32)
-    # As in `tile_product`.
+    # See `tile_product`.
     tl.assume(inner > 0)
     for step in range(0, inner, BLOCK_K):
         b_x = tl.load(p_x)  # [M, K]
@@ -123,19 +124,19 @@ def dequantised_tile(
     KIND: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
     OUT: tl.constexpr,
 ):  # fmt: skip
-    """[O, TILE] in OUT: rows `o_o` of an expert's matrix [num_o, num_i], columns from `first` on.
+    """Dequantise [O, TILE] to OUT: rows `o_o` of an expert's matrix [num_o, num_i].
 
-    Not all of it is in the matrix unless WHOLE; what is not is 0.
+    Columns start at `first`. Unless WHOLE, the tile may exceed the matrix; the excess is 0.
     """
     PER_BYTE: tl.constexpr = 2 if KIND == "nf4" else 1
     BLOCK_O: tl.constexpr = 1 if KIND == "nf4" else 128
     BLOCK_I: tl.constexpr = 64 if KIND == "nf4" else 128
-    # Scales of a row of the tile, and the columns that each is for.
+    # The number of scales in a row of the tile, and the number of columns of each scale.
     SCALES: tl.constexpr = (TILE + BLOCK_I - 1) // BLOCK_I
     SPAN: tl.constexpr = TILE // SCALES
     tl.static_assert(SPAN <= BLOCK_I)  # both are powers of 2
     ROWS: tl.constexpr = o_o.shape[0]
-    # Rows are whole blocks.
+    # A row of the matrix consists of whole blocks.
     in_bytes = tl.multiple_of(num_i // PER_BYTE, 32)
     in_scales = num_i // BLOCK_I
     values += expert.to(tl.int64) * num_o * in_bytes
@@ -164,7 +165,7 @@ def dequantised_tile(
 
 @triton.jit
 def _nf4_codes():
-    """[16]: what the codes stand for."""
+    """Return [16]: the values of the codes."""
     o_code = tl.arange(0, 16)
     codes = tl.zeros([16], tl.float32)
     for code in tl.static_range(16):
@@ -174,12 +175,12 @@ def _nf4_codes():
 
 @triton.jit
 def e4m3(byte, NATIVE: tl.constexpr):
-    """fp32 values of bytes of float8_e4m3fn."""
+    """Convert bytes of float8_e4m3fn to fp32."""
     if NATIVE:
         value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        # Sign, exponent and mantissa where fp32 has them: the exponent is short of 127 - 7, for
-        # values below the least normal one as well.
+        # The sign, exponent and mantissa are moved to their places in fp32. The exponent is then
+        # too small by 127 - 7, for subnormal values as well.
         code = byte.to(tl.int32)
         bits = ((code << 24) >> 4) & _SIGN_AND_LOW_EXPONENT
         value = bits.to(tl.float32, bitcast=True) * _TWO_TO_120

@@ -1,12 +1,12 @@
 """Back through the down projection and the gate in one kernel.
 
-With g the gradient of a row's output, s its routing weight and down the matrix of its expert:
+g is the gradient of a row's output, s its routing weight and down the matrix of its expert:
 
     grad_act_AF = g @ down (+ its adapter)    never stored
-    grad_s_A    = <grad_act, act> (+ <g, down_bias>)      one partial sum per block of columns,
-                                                          the bias's in a launch of its own
-    grad_pre_AG = gate formula backwards, for s * grad_act
-    act_AF      = s * act, the right side of down's gradient
+    grad_s_A    = <grad_act, act> (+ <g, down_bias>)      one partial sum per block of columns; the
+                                                          bias's term has a launch of its own
+    grad_pre_AG = backward of the gate formula for s * grad_act
+    act_AF      = s * act, the right factor of down's gradient
 
 act is recomputed from the pre-activations.
 """
@@ -41,7 +41,7 @@ def _back_through_gate(
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, NEED_ACT: tl.constexpr,
 ):  # fmt: skip
-    """Stores grad_pre and act for columns from `first` on; returns the sums of grad_act * act."""
+    """Store grad_pre and act for columns from `first` on; return the sums of grad_act * act."""
     PART: tl.constexpr = grad_act.shape[1]
     pre_size = 2 * ffn if GATED else ffn
     o_n = first + tl.arange(0, PART)
@@ -94,7 +94,7 @@ def dgated_kernel(
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
-    # What lies behind the expert's last pair reads that pair again, and is not stored.
+    # Rows after the expert's last pair repeat that pair; their results are not stored.
     position = start + tl.minimum(o_m, left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND != "":
@@ -115,13 +115,13 @@ def dgated_kernel(
             low_b_stride_p, low_b_stride_f, RANK, BLOCK_P, PRECISION,
         )  # fmt: skip
     s = tl.load(weights + tl.load(pair_of_position + position)).to(tl.float32)  # [M]
-    # Row addresses start at the tile, so that what each element adds fits in 32 bits.
+    # Row addresses start at the tile, so that the offset of each element fits in 32 bits.
     pre_size = 2 * ffn if GATED else ffn
     pre += start.to(tl.int64) * pre_size
     grad_pre += start.to(tl.int64) * pre_size
     act += start.to(tl.int64) * ffn
-    # A gate's formula over a whole block needs more registers than there are: by halves, and
-    # where more columns or pairs of them taken apart want more, by quarters.
+    # The gate's formula over a whole block would need more registers than a thread has. It runs on
+    # halves, or on quarters if blocks are wider or their columns are interleaved.
     HALF: tl.constexpr = BLOCK_N // 2
     QUARTER: tl.constexpr = BLOCK_N // 4
     dot = tl.zeros([BLOCK_M], tl.float32)
@@ -151,7 +151,7 @@ def bias_dots_kernel(
     num_columns, hidden, num_pairs, grad_stride, bias_stride_l,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """partial[num_columns, a] = <gradient of the row of a, bias of its expert>."""
+    """Store partial[num_columns, a] = <gradient of the row of a, bias of its expert>."""
     expert, start, left, _ = open_tile(tiles, offsets, 1, 1)
     if expert < 0:
         return
@@ -183,12 +183,10 @@ def dgated(
     need_act: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_pre_AG, act_AF times the routing weight, and partial sums [columns, A] of grad_s.
+    """Return grad_pre_AG, act_AF times the routing weights, and partial sums of grad_s.
 
-    A bias has a column of its own, the last one.
-
-    `grad_RH` has contiguous rows, `weights_RK` and `pre_AG` are contiguous. What is not needed
-    is empty.
+    The partial sums are [columns, A]; the last one is the bias's, if there is a bias. An output
+    that is not needed is empty. `weights_RK`, `pre_AG` and each row of `grad_RH` are contiguous.
     """
     hidden, ffn = down_LHF.shape[1:]
     num_pairs = pre_AG.shape[0]

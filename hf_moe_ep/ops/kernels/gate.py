@@ -1,7 +1,7 @@
-"""What the epilogues of the Triton kernels share: adapters, the formula of `formula.py`, halves.
+"""Steps that the kernels run after the main loop: adapters, the formula of `formula.py`, halves.
 
-fp32 in, fp32 out. Constants arrive as compile-time values: an unclamped formula compiles without a
-clamp, experts without an adapter without its product.
+All values are fp32. Constants are compile-time values: an unclamped formula compiles without a
+clamp, and experts without an adapter compile without its product.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def add_low_rank(
     sums, low, position, factor, o_n, limit_n, stride_p, stride_n,
     RANK: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sums + low[position] @ factor: the sum along the rank goes on in the same registers.
+    """Return sums + low[position] @ factor, computed in the registers of `sums`.
 
-    A rank below BLOCK_P is filled up with zeros: tensor cores take no less than 16.
+    A rank below BLOCK_P is padded with zeros, because tensor cores need at least 16 elements.
     """
     o_p = tl.arange(0, BLOCK_P)
     p_low = low + position.to(tl.int64)[:, None] * RANK + o_p[None, :]  # [M, P]
@@ -46,7 +46,7 @@ def activate(
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):
-    """act = f(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET)."""
+    """Return act = f(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET)."""
     gate, up = clamp(gate, up, GATED, LIMIT)
     f, _ = _f_and_slope(gate, ACTIVATION, ALPHA)
     if GATED:
@@ -65,7 +65,7 @@ def activate_backward(
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):
-    """act, and the gradients of gate and up for `grad`, the gradient of act."""
+    """Return act, and the gradients of gate and up for `grad`, the gradient of act."""
     raw_gate = gate
     raw_up = up
     gate, up = clamp(gate, up, GATED, LIMIT)
@@ -95,7 +95,7 @@ def clamp(gate, up, GATED: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _f_and_slope(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
-    """f(x) and f'(x)."""
+    """Return f(x) and f'(x)."""
     if ACTIVATION == "swish":
         sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * x))
         f = x * sigmoid
@@ -121,8 +121,9 @@ def _f_and_slope(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def halves(block, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """Left and right columns of a block.
+    """Return the left and the right columns of a block.
 
-    An epilogue over a whole block needs more registers than there are; by halves it spills nothing.
+    The gate's formula over a whole block would need more registers than a thread has. Computed one
+    half after the other, it spills nothing.
     """
     return tl.split(tl.permute(tl.reshape(block, (ROWS, 2, HALF)), (0, 2, 1)))

@@ -1,10 +1,10 @@
 """out_AO[a] = rows_AI[a] @ matrix[expert of a]: rows sorted by expert, one launch for all experts.
 
-    grouped_mm   the down projection (with its bias) and the gradient of the rows; an adapter is a
-                 few more steps of the same sum
-    thin_mm      the first product of an adapter, scaled; where need be it gathers its rows
+    grouped_mm   the down projection (with its bias) and the gradient of the rows; an adapter adds a
+                 few steps to the same sum
+    thin_mm      the first product of an adapter, scaled; it can gather its rows
 
-The matrix is read through its strides, so a weight serves as it lies for both directions.
+The matrix is read through its strides, so neither forward nor backward copies a weight.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def grouped_mm_kernel(
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
-    # What lies behind the expert's last pair reads that pair again, and is not stored.
+    # Rows after the expert's last pair repeat that pair; their results are not stored.
     position = start + tl.minimum(o_m, left - 1)  # [M]
     o_n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if BY_BLOCKS:
@@ -92,9 +92,9 @@ def grouped_mm(
     *,
     back: bool = False,
 ) -> Tensor:
-    """out_AO in the dtype of `rows_AI`, which is contiguous; of a tensor any strides.
+    """Return out_AO in the dtype of `rows_AI`, which is contiguous. A matrix may have any strides.
 
-    With `back` the rows are gradients of up's output; otherwise they go forward through down.
+    With `back` the rows are gradients of up's output; otherwise they are inputs of down.
     """
     out_AO = rows_AI.new_empty(rows_AI.shape[0], matrix_LIO.shape[2])
     block = blocks.rows if back else blocks.down
@@ -111,9 +111,9 @@ def thin_mm(
     scale: float,
     gather: bool = False,
 ) -> Tensor:
-    """out_AP = scale * rows_AI @ matrix, or of the row of each pair with `gather`.
+    """Return out_AP = scale * rows_AI @ matrix; with `gather` the row of each pair is read first.
 
-    Rows are contiguous; gathered ones may have any distance.
+    Each row is contiguous; gathered rows may have any stride.
     """
     out_AP = rows.new_empty(routing.pair_A.numel(), matrix_LIP.shape[2])
     block = replace(blocks.thin, n=rank_block(matrix_LIP.shape[2], blocks.thin.n))
@@ -152,7 +152,7 @@ def _launch(
         *low.kernel_arguments(), 1.0 if scale is None else scale,
         HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
         SCALED=scale is not None, BY_BLOCKS=by_blocks, **matrix_constants(matrix_LIO),
-        BACK=isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.turned,
+        BACK=isinstance(matrix_LIO, ByteMatrices) and not matrix_LIO.transposed,
         BLOCK_M=blocks.m, BLOCK_N=block.n, BLOCK_K=block.k,
         EVEN_N=width % block.n == 0, EVEN_K=inner % block.k == 0,
         PRECISION=dot_precision(rows), **options(block),
@@ -160,7 +160,7 @@ def _launch(
 
 
 def _fits_descriptors(rows: Tensor, matrix_LIO: Tensor, block: Block) -> bool:
-    """Whether both sides are what a descriptor describes: aligned, with contiguous columns."""
+    """Return True if a TMA descriptor can describe both sides: aligned, with contiguous rows."""
     aligned = all(
         x.data_ptr() % 16 == 0 and x.stride(-2) * x.element_size() % 16 == 0
         for x in (rows, matrix_LIO)

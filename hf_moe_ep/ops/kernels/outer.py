@@ -1,12 +1,13 @@
 """out[l] (+)= scale * left^T right over the pairs of expert l: the gradient of a weight.
 
-Either side is a buffer in pair order, or rows that are gathered on the way in. An expert without
-pairs gets exact zeros. Programs of the busiest experts start first: theirs are the longest loops.
-Of an adapter's factors the side of the rank is the right one, `thin`; a gradient that has it the
-other way round is filled as a transposed view.
+Each of left and right is either in pair order, or gathered by the kernel. An expert without pairs
+gets exact zeros. Programs of the busiest experts start first, because their loops are longest. For
+an adapter's factor (`thin`) the rank is the width of right; if the factor has the rank as its first
+dimension, the caller passes a transposed view of its gradient.
 
-To an fp32 `out` may be added: a launch adds to every element once, so the order of the sum is that
-of the launches, and the additions in memory are atomic only because those need no registers.
+The kernel can add to an fp32 `out`. A launch adds to every element once, so the order of the sum is
+the order of the launches. It adds with atomics only because they need no registers for the old
+values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _add_step(
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, WHOLE: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sums + left^T right over the pairs at `position` [K]; all are before `end` where WHOLE."""
+    """Return sums + left^T right over the pairs at `position` [K]; WHOLE: all are below `end`."""
     if GATHER_LEFT or GATHER_RIGHT:
         if WHOLE:
             row = tl.load(row_of_position + position)  # [K]
@@ -72,7 +73,7 @@ def outer_kernel(
     o_k = tl.arange(0, BLOCK_K)
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
-    # The last step, of fewer pairs, stands apart: in the others nothing is masked by position.
+    # The last step, with fewer pairs, is outside of the loop: the loop needs no mask by position.
     last = start + (end - start) // BLOCK_K * BLOCK_K
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(start, last, BLOCK_K):
@@ -109,7 +110,7 @@ def outer(
     thin: bool = False,
     add: bool = False,
 ) -> None:
-    """Fill `out_LOI`, of any strides, or add to it; `left` and `right` have contiguous rows."""
+    """Fill `out_LOI`, of any strides, or add to it. Rows of `left` and `right` are contiguous."""
     num_experts, height, width = out_LOI.shape
     block: OuterBlock = blocks.outer
     if thin:

@@ -1,6 +1,6 @@
-"""The loop that three kernels share: rows of one tile times the matrix of its expert.
+"""The main loop of `up`, `grouped_mm` and `dgated`: rows of one tile times its expert's matrix.
 
-up, grouped_mm, dgated     sums[m, n] = sum over k of x[m, k] * w[k, n], in fp32
+sums[m, n] = sum over k of x[m, k] * w[k, n], in fp32
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ def tile_product(
     expert, position, inner, o_n, limit_n,
     BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[M, N]: rows at `position` [M] times the expert's columns `o_n` [N], those below `limit_n`.
+    """Return [M, N]: rows at `position` [M] times columns `o_n` [N] of the expert's matrix.
 
-    Where `row_of_position` is None, rows lie in the order of the positions.
+    Columns from `limit_n` on are 0. If `row_of_position` is None, rows are in the order of the
+    positions.
     """
     o_row = position if row_of_position is None else tl.load(row_of_position + position)  # [M]
     o_k = tl.arange(0, BLOCK_K)
@@ -25,8 +26,8 @@ def tile_product(
     matrix += expert.to(tl.int64) * stride_l
     p_w = matrix + o_k[:, None] * stride_k + o_n[None, :] * stride_n  # [K, N]
     sums = tl.zeros([position.shape[0], o_n.shape[0]], tl.float32)
-    # Else sums may come from no step at all, and an adapter's product behind the loop, into the
-    # same registers, made Triton 3.6 finish each product on sm_90 before the next one began.
+    # Without this hint the loop may have no step. An adapter's product after it, into the same
+    # registers, then made Triton 3.6 wait on sm_90 for each product before starting the next one.
     tl.assume(inner > 0)
     for step in range(0, inner, BLOCK_K):
         if EVEN_K:
@@ -51,9 +52,10 @@ def block_product(
     rows, matrix, start, matrix_row, matrix_column, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[M, N]: rows from `start` on times a part of a matrix; both are descriptors, K divides inner.
+    """Return [M, N]: rows from `start` on times a block of columns; both sides are descriptors.
 
-    Rows of the next expert, and none at all past the end, make sums that are not stored.
+    `inner` is a multiple of BLOCK_K. A tile that ends within an expert also reads rows of the next
+    one, and the last tile reads past the end; their sums are not stored.
     """
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     tl.assume(inner > 0)

@@ -1,10 +1,10 @@
-"""Sums over pairs, each in a fixed order and in fp32: bandwidth is all they need.
+"""Sums over pairs in a fixed order and in fp32. These kernels are limited by memory bandwidth.
 
     combine        out_RH[r]    = sum over k of (weights[r, k] *) rows_AH[slots[r, k]]
     weight_grads   out_RK[r, k] = sum over columns of partial[column, slots[r, k]]
     segment_sum    out_LO[l]    = scale * sum over the pairs of expert l of (weight *) rows[row]
 
-Slots of pairs that are not here point past the last row: they are never read.
+The slot of a pair without an expert here is A, one past the last row; it is never read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
 
-# Rows and columns of a block of `segment_sum`; routing weights of one of `weight_grads`.
+# Rows and columns of a block of `segment_sum`, and routing weights of a block of `weight_grads`.
 _SUM_ROWS = 32
 _SUM_COLUMNS = 128
 _FLAT = 256
@@ -32,12 +32,12 @@ def combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         slot = tl.load(slots + row * TOP_K + k)  # []
-        # Not `& (slot < num_pairs)`: the interpreter makes no mask of block & scalar.
+        # Not `& (slot < num_pairs)`: the interpreter cannot combine a block and a scalar.
         m_here = o_h < tl.where(slot < num_pairs, hidden, 0)
         b_y = tl.load(rows + slot.to(tl.int64) * hidden + o_h, mask=m_here, other=0.0)  # [BLOCK]
         b_y = b_y.to(tl.float32)
         if WEIGHTED:
-            # A weight that no pair here has may be anything, NaN included.
+            # The weight of a pair without an expert here may be anything, even NaN.
             s = tl.load(weights + row * TOP_K + k, mask=slot < num_pairs, other=0.0)  # []
             b_y = b_y * s.to(tl.float32)
         total += b_y
@@ -87,7 +87,7 @@ def segment_sum_kernel(
 
 
 def combine(rows_AH: Tensor, slots_RK: Tensor, weights_RK: Tensor | None) -> Tensor:
-    """out_RH in the dtype of `rows_AH`; everything is contiguous, and there is a row to write."""
+    """Return out_RH in the dtype of `rows_AH`. All inputs are contiguous; R is at least 1."""
     num_pairs, hidden = rows_AH.shape
     num_rows, top_k = slots_RK.shape
     out_RH = rows_AH.new_empty(num_rows, hidden)
@@ -100,7 +100,7 @@ def combine(rows_AH: Tensor, slots_RK: Tensor, weights_RK: Tensor | None) -> Ten
 
 
 def weight_grads(partial_CA: Tensor, routing: Routing, like_RK: Tensor) -> Tensor:
-    """The gradient of the routing weights, zero for pairs that are not here."""
+    """Return the gradient of the routing weights, zero for pairs without an expert here."""
     columns, num_pairs = partial_CA.shape
     out_RK = torch.empty_like(like_RK, memory_format=torch.contiguous_format)
     num_slots = out_RK.numel()
@@ -119,7 +119,7 @@ def segment_sum(
     scale: float,
     gather: bool,
 ) -> None:
-    """Fill `out_LO`, the gradient of a bias; rows are gathered, or lie in pair order."""
+    """Fill `out_LO`, the gradient of a bias. Rows are gathered, or are already in pair order."""
     num_experts, width = out_LO.shape
     segment_sum_kernel[(num_experts, triton.cdiv(width, _SUM_COLUMNS))](
         rows, routing.pair_A, routing.row_A, weights_RK, routing.offsets, out_LO, width,

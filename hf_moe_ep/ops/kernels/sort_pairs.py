@@ -1,16 +1,18 @@
 """Sort (row, expert) pairs by expert on the device: a stable counting sort, no host sync.
 
-Four launches and no atomics, so the order is that of a stable sort whatever the schedule:
+There are four launches and no atomics, so the order is stable whatever the GPU's schedule:
 
     count    [blocks, L]   how many pairs of each block go to each expert
     scan                   where the pairs of each expert, and of each (block, expert), start
-    place                  each pair's position = that start + its rank among the block's equals,
-                           and the other way round: the pair, and the row, of each position
+    place                  each pair's position: the start of its (block, expert) plus the number
+                           of earlier pairs of both; and the inverse: the pair and the row of each
+                           position
     tiles                  the work list of the matrix kernels
 
-A tile is up to BLOCK_M consecutive positions of one expert, `(expert, first position)`. Their
-number depends on the routing, which the host does not know, so the list is as long as it can get,
-A / BLOCK_M + L, and ends in entries with expert -1. `open_tile` reads it.
+A tile is up to BLOCK_M consecutive positions of one expert, stored as `(expert, first position)`.
+The number of tiles depends on the routing, which the host does not know. The list therefore has
+the largest possible length, A / BLOCK_M + L, and its unused entries have expert -1. `open_tile`
+reads an entry.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def _count_kernel(
 def _scan_kernel(
     counts, offsets, num_blocks, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr
 ):
-    """One program: counts become starts in place, and offsets are written."""
+    """Replace the counts by starts, in place, and write the offsets. Runs as one program."""
     experts = tl.arange(0, EXPERTS)
     valid = experts < num_experts
     total = tl.zeros([EXPERTS], tl.int32)
@@ -89,7 +91,7 @@ def _tiles_kernel(
     own_tiles = (end - start + BLOCK_M - 1) // BLOCK_M
     tiles_so_far = tl.cumsum(own_tiles, 0)
     tile = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    # A tile's expert is the number of experts whose tiles all come before it.
+    # The expert of a tile is the number of experts whose tiles all precede it.
     before = (tiles_so_far[None, :] <= tile[:, None]) & valid[None, :]
     expert = tl.sum(before.to(tl.int32), axis=1)
     own = experts[None, :] == expert[:, None]
@@ -102,10 +104,10 @@ def _tiles_kernel(
 
 @triton.jit
 def open_tile(tiles, offsets, width, BLOCK_N: tl.constexpr):
-    """(expert, first position, positions left in the expert, block of columns) of this program.
+    """Return (expert, first position, positions left in the expert, block of columns).
 
-    The programs of a tile stand in a row, one per BLOCK_N of its `width` columns. The expert is -1
-    where the list has ended; `left` may be more than a tile holds.
+    Consecutive programs share a tile, one for each BLOCK_N of its `width` columns. The expert is -1
+    after the end of the list. `left` may exceed the size of a tile.
     """
     num_n = tl.cdiv(width, BLOCK_N)
     tile = tl.program_id(0) // num_n
@@ -142,19 +144,19 @@ def _place_kernel(
         position = tl.sum(mine * (start[None, :] + tl.cumsum(mine, 0) - mine), axis=1)
         here = (expert >= 0) & (expert < num_experts)
         tl.store(pair_of_position + position, pair, mask=here)
-        # Here once, so that no loop that reads the row divides.
+        # Divided here once, so that the loops that read the row need no division.
         tl.store(row_of_position + position, pair // top_k, mask=here)
         tl.store(slots + pair, tl.where(here, position, num_sorted), mask=pair < num_pairs)
         start += tl.sum(mine, axis=0)
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Tiles that any routing can need: every expert may leave its last one partly filled."""
+    """Return the largest possible number of tiles: each expert may fill its last one in part."""
     return num_pairs // block_m + min(num_experts, num_pairs)
 
 
 def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) -> Routing:
-    """Routing of `ids_RK`, `num_sorted` of whose pairs name an expert; at least one does."""
+    """Sort the pairs of `ids_RK`. `num_sorted` of them, at least one, name an expert."""
     num_pairs = ids_RK.numel()
     device = ids_RK.device
     num_blocks = triton.cdiv(num_pairs, _BLOCK)

@@ -1,11 +1,12 @@
 """Gather rows, multiply by the gate and up matrices of their expert, apply the gate: one kernel.
 
-    pre_AG[a] = up_weight[expert of a] @ rows[row of a] (+ bias)         kept on demand
-    act_AF[a] = gate formula of pre_AG[a], from the fp32 sums
+    pre_AG[a] = up_weight[expert of a] @ rows[row of a] (+ bias)         stored on demand
+    act_AF[a] = gate formula of pre_AG[a], computed from the fp32 sums
 
-An adapter is a few more steps of the same sum: its first product comes with the call (`LowRows`).
-Gate and up are one product, twice as wide as act: of concatenated weights the columns of both
-halves side by side, of interleaved ones pairs of columns, taken apart after the sum.
+An adapter adds a few steps to the same sum; the call passes in its first product (`LowRows`). Gate
+and up are one product, twice as wide as act. If the weights are concatenated, a block holds the
+same columns of both halves; if they are interleaved, it holds pairs of columns that are split after
+the sum.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def up_kernel(
     if expert < 0:
         return
     o_m = tl.arange(0, BLOCK_M)
-    # What lies behind the expert's last pair reads that pair again, and is not stored.
+    # Rows after the expert's last pair repeat that pair; their results are not stored.
     position = start + tl.minimum(o_m, left - 1)  # [M]
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     HALF: tl.constexpr = WIDTH // 2
     pre_size = 2 * ffn if GATED else ffn
     o_w = tl.arange(0, WIDTH)
     if GATED and not INTERLEAVED:
-        # Columns past ffn read what is not theirs or nothing, and are not stored.
+        # Columns from ffn on read other columns, or zeros; their results are not stored.
         o_g = column * BLOCK_N + o_w % BLOCK_N + (o_w // BLOCK_N) * ffn
     else:
         o_g = column * WIDTH + o_w
@@ -78,7 +79,7 @@ def up_kernel(
         p_bias = bias + expert.to(tl.int64) * bias_stride_l + o_g  # [WIDTH]
         b_bias = tl.load(p_bias, mask=o_g < pre_size, other=0.0)  # [WIDTH]
         sums += b_bias.to(tl.float32)[None, :]
-    # Row addresses start at the tile, so that what each element adds fits in 32 bits.
+    # Row addresses start at the tile, so that the offset of each element fits in 32 bits.
     pre += start.to(tl.int64) * pre_size
     act += start.to(tl.int64) * ffn
     first, second = halves(sums, BLOCK_M, HALF)
@@ -89,7 +90,7 @@ def up_kernel(
         gates = (first, second)
         ups = gates
     for half in tl.static_range(2):
-        g = gates[half]  # [M, N / 2], or of both [M, N]
+        g = gates[half]  # [M, N / 2], or [M, N] with gate and up interleaved
         u = ups[half]
         o_n = column * BLOCK_N + half * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         m_mn = (o_m < left)[:, None] & (o_n < ffn)[None, :]
@@ -121,7 +122,7 @@ def up(
     *,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    """act_AF and pre_AG; the latter is empty unless kept. `rows_RH` has contiguous rows."""
+    """Return act_AF and pre_AG (empty unless kept). Each row of `rows_RH` is contiguous."""
     num_pairs = routing.pair_A.numel()
     pre_size, hidden = weight_LGH.shape[1:]
     ffn = formula.ffn_size(pre_size)

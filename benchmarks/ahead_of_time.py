@@ -1,9 +1,9 @@
-"""What the compiler made of every kernel, on file: the tests compare with it.
+"""Read and write the recorded figures of the compiled kernels.
 
-`benchmarks/results/ahead_of_time.json` holds one line per version of Triton, architecture and
-launch; `ahead_of_time.md` the same as a table, of the launches of two models. Both are made by
-`python tests/ops/compile_kernels.py --write`, which replaces the figures of the version of Triton
-that runs and leaves `before`, those of an earlier state of the kernels, as they are.
+`results/ahead_of_time.json` has one line per version of Triton, architecture and launch;
+`ahead_of_time.md` shows the launches of two models as tables. `compile_kernels.py --write` writes
+both: it replaces the figures of the installed version of Triton and keeps `before`, the figures of
+an earlier state of the kernels. `compile_kernels.py --check` compares with them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import triton
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parent / "results"
 FIGURES = ("block", "registers", "spilled", "shared", "programs", "steps_ahead", "instructions")
 _COLUMNS = (
     "launch",
@@ -39,8 +39,8 @@ _HEAD = """\
 
 Compiled ahead of time, no GPU, so no times. `x > y`: x before the loops of the products were
 written anew (rows stored once, last step of `outer` apart, one wide product in `up`), y now; one
-figure: it stayed. Made by `python tests/ops/compile_kernels.py --write`; every launch is in
-[ahead_of_time.json](ahead_of_time.json), which the tests compare with.
+figure: it stayed. Made by `python benchmarks/compile_kernels.py --write`; every launch is in
+[ahead_of_time.json](ahead_of_time.json), which `--check` compares with.
 
 | column | meaning |
 |---|---|
@@ -55,19 +55,19 @@ figure: it stayed. Made by `python tests/ops/compile_kernels.py --write`; every 
 
 
 def version() -> str:
-    """Major and minor version of the Triton that runs."""
+    """Return the major and minor version of the installed Triton."""
     return ".".join(triton.__version__.split(".")[:2])
 
 
 def figures(report: dict[str, Any]) -> dict[str, Any]:
-    """What is recorded of a report of `compile_kernels.py`; None where there is no loop."""
+    """Select the figures of a report that are recorded; those of a loop are None without a loop."""
     loops = report["loops"]
     longest = max(loops, key=lambda loop: loop["loads"] * loop["products"]) if loops else {}
     return {name: report.get(name, longest.get(name)) for name in FIGURES}
 
 
 def recorded() -> dict[tuple[str, int, str], dict[str, Any]]:
-    """(version of Triton, architecture, name) -> the line of the file."""
+    """Return the lines of the file by (version of Triton, architecture, name)."""
     path = RESULTS / "ahead_of_time.json"
     lines = path.read_text().splitlines() if path.exists() else []
     read = [json.loads(line) for line in lines]
@@ -75,7 +75,7 @@ def recorded() -> dict[tuple[str, int, str], dict[str, Any]]:
 
 
 def on_file(names: list[str], arch: int) -> dict[str, Any] | None:
-    """The figures of a launch that compiles as all of these do, where one of them is recorded."""
+    """Return the figures of launches that are compiled alike, if one of them is recorded."""
     lines = recorded()
     found = (lines.get((version(), arch, name), {}).get("now") for name in names)
     return next((figures for figures in found if figures is not None), None)
@@ -84,7 +84,7 @@ def on_file(names: list[str], arch: int) -> dict[str, Any] | None:
 def record(reports: list[dict[str, Any]], when: str = "now") -> None:
     """Write both files; `when` is "before" for figures of kernels that are about to change.
 
-    A report that was not compiled, of names and architecture alone, has the figures on file.
+    A report with nothing but names and an architecture keeps the figures that are on file.
     """
     lines = recorded()
     was = [on_file(x["names"], x["arch"]) if "loops" not in x else None for x in reports]
@@ -103,7 +103,7 @@ def record(reports: list[dict[str, Any]], when: str = "now") -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """The launches of IN_TABLE as Markdown, a table for each architecture and version."""
+    """Format the launches of IN_TABLE as Markdown, one table per architecture and version."""
     text = _HEAD
     for arch, triton_version in sorted({(x["arch"], x["triton"]) for x in lines}):
         rows = [

@@ -1,17 +1,17 @@
-"""The loops of a compiled kernel, read from its listing (`cuobjdump --dump-sass`).
+"""Find the loops of a compiled kernel in its listing (`cuobjdump --dump-sass`).
 
-A loop of a matrix product has three things that decide its speed and that no number of registers
-shows. One step of it on sm_90, shortened:
+The speed of a loop of matrix products depends on how it waits for loads and products, which the
+number of registers does not show. One step of such a loop on sm_90, shortened:
 
-    DEPBAR.LE SB0, 0x2                 waits until at most two groups of loads are on their way
+    DEPBAR.LE SB0, 0x2                 waits until at most two groups of loads are unfinished
     HGMMA.64x256x16.F32.BF16 ...       a product on the tensor cores (HMMA on sm_80)
     WARPGROUP.DEPBAR.LE gsb0, 0x1      waits until at most one group of products is unfinished
     LDGSTS ... ; LDGDEPBAR             starts loads of a later step; closes their group
-    BRA                                back to the first line
+    BRA                                jumps back to the first line
 
-With two groups closed in a step, "at most two" leaves one whole step of loads on its way while a
-step computes. "At most none" waits for every load that was ever started: a loop without prefetch,
-whatever its number of stages says.
+If a step closes two groups, "at most two" means that the loads of one whole step run while another
+step computes. "At most zero" waits for every load that was started: a loop without prefetch,
+whatever its number of stages is.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dataclasses import dataclass
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", re.MULTILINE)
 _JUMP = re.compile(r"^BRA\b.*?0x([0-9a-f]+)")
 _TENSOR_CORES = ("HGMMA", "HMMA")
-# Exact fp32 products have no tensor cores: a loop of so many multiplications is a product.
+# Exact fp32 products do not use tensor cores. A loop with so many multiplications is a product.
 _EXACT = "FFMA"
 _MANY = 64
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of matrix products; numbers are those of a step.
+    """One loop of matrix products; all numbers are per step.
 
-    `steps_ahead`: whole steps of loads that may be on their way while one computes; None where
-    blocks are copied as wholes (UTMALDG) and waited for by barriers, which show no such number.
-    `serial`: each product waits for the one before it. `spills`: accesses to registers that are
-    kept in memory.
+    `steps_ahead` is the number of whole steps whose loads may run while one step computes; None if
+    TMA copies blocks (UTMALDG), because barriers wait for these and show no such number. `serial`
+    means that each product waits for the one before it. `spills` counts accesses to registers that
+    were spilled to memory.
     """
 
     instructions: int
@@ -46,7 +46,7 @@ class Loop:
 
 
 def product_loops(listing: str) -> list[Loop]:
-    """The innermost loops of matrix products, in the order in which they stand."""
+    """Return the innermost loops of matrix products, in the order of the listing."""
     found = [(int(address, 16), text) for address, text in _INSTRUCTION.findall(listing)]
     index_of = {address: index for index, (address, _) in enumerate(found)}
     code = [text for _, text in found]
@@ -70,12 +70,12 @@ def _read_loop(body: list[str], kinds: tuple[str, ...]) -> Loop:
     left = [int(n, 16) for text in body for n in re.findall(r"^DEPBAR\.LE SB0, 0x(\w+)", text)]
     drained = sum(text.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0") for text in body)
     steps_ahead = min(left) // closed if left and closed else 0
-    by_barriers = any(text.startswith("UTMALDG") for text in body)
+    by_tma = any(text.startswith("UTMALDG") for text in body)
     return Loop(
         instructions=len(body),
         products=products,
         loads=sum(text.startswith(("LDGSTS", "UTMALDG")) for text in body),
-        steps_ahead=None if by_barriers else steps_ahead,
+        steps_ahead=None if by_tma else steps_ahead,
         serial=drained > 1,
         spills=sum(text.startswith(("LDL", "STL")) for text in body),
     )

@@ -1,36 +1,41 @@
-"""Compile every Triton kernel for a GPU that need not be there, and report what came out.
+"""Compile every Triton kernel ahead of time, without a GPU, and check the machine code.
 
-    python compile_kernels.py          one JSON line per kernel, variant and table row
-    python compile_kernels.py --some   per kernel, with an adapter and without, and generation of
-                                       GPU: its first launch in SOME
-    python compile_kernels.py --layouts   what each case has of an experts module's layout
-    python compile_kernels.py --candidates   for each candidate of the table what it changes
-    python compile_kernels.py --write  all of them, into benchmarks/results/ahead_of_time.json
-                                       (what the tests compare with) and the table beside it;
-                                       with --before as the figures to compare with there, with
-                                       --new only those of launches that are not on file yet
+    python benchmarks/compile_kernels.py            prints one JSON line per kernel, variant and
+                                                    row of the table of blocks
+    python benchmarks/compile_kernels.py --check    compiles these and the candidates of
+                                                    `block_candidates.py`, and exits with 1 if a
+                                                    kernel breaks a rule of `problems`
+    python benchmarks/compile_kernels.py --write    records the figures (`ahead_of_time.py`); with
+                                                    --before as figures of an earlier state, with
+                                                    --new only those that are not recorded yet
 
-The launchers run on meta tensors of real sizes with a recorder in place of each kernel, so what is
-compiled are the arguments, block sizes and alignments that a launch on the GPU would specialise
-for. Runs as a process of its own: under TRITON_INTERPRET there is nothing to compile.
+`make gpu-rehearsal` runs the check (about seven minutes on two cores). It finds kernels that would
+be slow on a GPU or could not start there.
+
+The launchers run on meta tensors of real sizes, and a recorder replaces each kernel. So the tool
+compiles for the arguments, block sizes and alignments that a launch on the GPU would have. Nothing
+is compiled under TRITON_INTERPRET=1.
 """
 
+import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from ahead_of_time import IN_TABLE, on_file, record
-from expert_cases import layout_of
+from ahead_of_time import IN_TABLE, figures, on_file, record, recorded, version
+from block_candidates import CANDIDATES
 from machine_code import product_loops
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -47,7 +52,7 @@ from hf_moe_ep.ops.quantised import Quantisation, empty_stack
 
 KERNEL_MODULES = (dgated, grouped_mm, outer, reduce, sort_pairs, up)
 CUOBJDUMP = Path(nvidia_backend).parent / "bin" / "cuobjdump"
-# A100, H100 and RTX 50xx: CUDA's programming guide, "Technical specifications per capability".
+# For A100, H100 and RTX 50xx: CUDA's programming guide, "Technical specifications per capability".
 SHARED_PER_SM = {80: 164 * 1024, 90: 228 * 1024, 120: 100 * 1024}
 THREADS_PER_SM = {80: 2048, 90: 2048, 120: 1536}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -70,7 +75,7 @@ class Launch:
     options: dict[str, int]
 
     def role(self) -> str:
-        """What a kernel that has several duties is launched for."""
+        """Return the purpose of this launch if its kernel has several purposes."""
         if self.kernel.__name__ == "grouped_mm_kernel":
             gathers = "" if self.arguments["row_of_position"] is None else ", gathers"
             return f"thin{gathers}" if self.arguments["SCALED"] else "wide"
@@ -82,10 +87,10 @@ class Launch:
 
 @dataclass
 class Case:
-    """One call of the expert MLP, forward and backward, in one formula.
+    """Forward and backward of one call of the expert MLP.
 
-    `chunks`: its gradients are added to those of an earlier call. `quantised`: its matrices are
-    bytes, and frozen.
+    With `chunks` the gradients are added to those of an earlier call. `quantised` names the format
+    of matrices that are frozen and quantised.
     """
 
     name: str
@@ -122,7 +127,7 @@ class Case:
             trained = ADAPTERS if self.rank or self.quantised else MATRICES_AND_BIASES
             need = {"rows", "weights", *trained.intersection(weights.named_tensors())}
             step = (out, rows, scores, weights, routing, pre, self.formula)
-            _, finish = triton_mlp.backward(*step, grad_scale=0.5, need=need, later=True)
+            _, finish = triton_mlp.backward(*step, grad_scale=0.5, need=need, postpone=True)
             assert finish is not None
             grads = ExpertGrads(wide=self.chunks)
             for _ in range(2 if self.chunks else 1):
@@ -130,7 +135,7 @@ class Case:
         return recorder.launches
 
     def matrix(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
-        """The matrices `name` of all experts, or their bytes with scales."""
+        """Return the matrices `name` of all experts, or their bytes and scales."""
         shape = (self.experts, rows, columns)
         if self.quantised:
             return empty_stack(shape, Quantisation(self.quantised), "meta").by_name(name)
@@ -139,7 +144,7 @@ class Case:
         return {name: self.meta(*shape)}
 
     def adapters(self, pre_size: int) -> dict[str, Tensor]:
-        """Factors a and b of up and of down, beside a frozen base."""
+        """Return the factors a and b of the adapters of up and down; their base is frozen."""
         if not self.rank:
             return {}
         return {
@@ -154,7 +159,7 @@ class Case:
 
 
 class Recorder:
-    """Replaces every kernel of KERNEL_MODULES by one that notes its arguments."""
+    """Replaces every kernel of KERNEL_MODULES by a function that records its arguments."""
 
     def __enter__(self) -> "Recorder":
         self.launches: list[Launch] = []
@@ -191,7 +196,7 @@ class _Recorded:
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
-    """What the compiler says of one kernel: registers, spilled and shared bytes, instructions."""
+    """Compile one launch and return its registers, spilled bytes, shared memory and loops."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         name, value = parameter.name, launch.arguments[parameter.name]
@@ -227,7 +232,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
 
 
 def describe_block(launch: Launch) -> str:
-    """Rows x columns x step along the sum, warps and stages of a product; "" for the others."""
+    """Return rows x columns x step along the sum, warps and stages of a product, else ""."""
     if not {"BLOCK_M", "BLOCK_N", "BLOCK_K"} <= launch.arguments.keys():
         return ""
     sizes = " x ".join(str(launch.arguments[f"BLOCK_{x}"]) for x in "MNK")
@@ -235,9 +240,10 @@ def describe_block(launch: Launch) -> str:
 
 
 def programs_per_sm(registers: int, shared: int, warps: int, arch: int) -> int:
-    """Programs that fit on a multiprocessor: of registers, shared memory and threads the scarcest.
+    """Return how many programs fit on a multiprocessor.
 
-    Registers are given out in eights per thread; a program takes 1 KiB of shared memory on top.
+    Registers, shared memory and threads limit their number. Registers are allocated in multiples of
+    eight per thread, and each program needs 1 KiB of additional shared memory.
     """
     by_registers = 65536 // (-(-registers // 8) * 8 * 32 * warps)
     by_shared = SHARED_PER_SM[arch] // (shared + 1024)
@@ -251,7 +257,7 @@ def _dump(what: str, cubin: str) -> str:
 
 
 def _is_fixed(parameter: Any, value: Any) -> bool:
-    """Whether a kernel is compiled for this value of an argument."""
+    """Return True if Triton compiles the value of this argument into the kernel."""
     if parameter.is_constexpr or value is None:
         return True
     one = isinstance(value, int) and not isinstance(value, bool) and value == 1
@@ -259,7 +265,7 @@ def _is_fixed(parameter: Any, value: Any) -> bool:
 
 
 def _kind(value: Any) -> tuple[str, bool]:
-    """Triton's type of an argument, and whether its launcher would find it divisible by 16."""
+    """Return Triton's type of an argument, and whether Triton would find it divisible by 16."""
     if isinstance(value, Tensor):
         return POINTERS[value.dtype], True
     if isinstance(value, TensorDescriptor):
@@ -294,12 +300,12 @@ def cases() -> list[Case]:
         Case("gpt-oss-20b r=16", gpt_oss, 2880, 2880, 32, 4, bias=True, transposed=True, rank=16),
         Case("ungated r=128", ungated, rank=128),
         Case("odd sizes r=4 few rows", hidden=2064, ffn=784, tokens=512, rank=4),
-        # Behind the others, whose launches these have too: what is new are gates.
+        # These differ from the cases above in their gates only.
         Case("clamped", ExpertFormula(limit=10.0)),
         Case("gelu_tanh", ExpertFormula(activation="gelu_tanh")),
         Case("gpt-oss in halves", in_halves),
         Case("privacy filter", in_halves, bias=True, transposed=True),
-        # Frozen bytes; gpt-oss has columns that no block divides.
+        # Quantised matrices. No block divides the columns of gpt-oss.
         Case("qwen3-30b nf4", quantised="nf4"),
         Case("qwen3-30b nf4 r=16", quantised="nf4", rank=16),
         Case("qwen3-30b nf4 few rows", quantised="nf4", tokens=512),
@@ -311,18 +317,15 @@ def cases() -> list[Case]:
     ]
 
 
-# What sm_120 (RTX 50xx) takes: the rows of sm_80, since its shared memory is as small.
+# sm_120 (RTX 50xx) uses the rows of sm_80, because its shared memory is as small.
 ROWS_OF = {80: "sm_80", 90: "sm_90", 120: "sm_80"}
-# The cases of each generation that stand for all: together they have every kernel, the longest
-# epilogue (clamped, interleaved, biased), adapters and bytes.
-SOME = {80: ("qwen3-30b r=16",), 90: ("gpt-oss-20b", "qwen3-30b r=16", "qwen3-30b nf4 r=16")}
 
 
 @dataclass(frozen=True)
 class Job:
     """One compilation: launch number `launch` of case number `case`.
 
-    `names` are those of all launches that are compiled the same, this one's first.
+    `names` lists all launches that are compiled alike, this one first.
     """
 
     names: list[str]
@@ -332,11 +335,11 @@ class Job:
     candidate: int | None = None
 
 
-def jobs(some: bool) -> list[Job]:
-    """Every launch on every architecture, none compiled twice."""
+def jobs() -> list[Job]:
+    """Return every launch on every architecture, without duplicates."""
     found: dict[str, Job] = {}
-    for arch, (index, case) in itertools.product(SOME if some else ROWS_OF, enumerate(cases())):
-        if (some and case.name not in SOME[arch]) or (arch == 120 and case.name not in IN_TABLE):
+    for arch, (index, case) in itertools.product(ROWS_OF, enumerate(cases())):
+        if arch == 120 and case.name not in IN_TABLE:
             continue
         _use_rows_of(arch)
         taken: Counter[str] = Counter()
@@ -345,18 +348,15 @@ def jobs(some: bool) -> list[Job]:
             place = " ".join(part for part in (kernel, launch.role()) if part)
             taken[place] += 1
             name = f"{case.name} | {place} | {taken[place]}"
-            arguments = launch.arguments
-            key = [kernel, arch, bool(arguments.get("RANK")), bool(arguments.get("KIND"))]
-            if not some:
-                key += [launch.options, _shape_of(launch)]
+            key = [kernel, arch, launch.options, _shape_of(launch)]
             found.setdefault(repr(key), Job([], arch, index, number)).names.append(name)
     return list(found.values())
 
 
 def candidate_jobs() -> list[Job]:
-    """The launches of Qwen3-30B that a candidate for its row of the table changes."""
+    """Return the launches of Qwen3-30B that a candidate changes."""
     found = []
-    for number, candidate in enumerate(blocks.CANDIDATES):
+    for number, candidate in enumerate(CANDIDATES):
         generation, _, bucket = candidate.row
         arch = 90 if generation == "sm_90" else 80
         _use_rows_of(arch)
@@ -372,10 +372,10 @@ def candidate_jobs() -> list[Job]:
 
 
 def _use_candidate(number: int | None) -> None:
-    """Put a candidate into its row of the table, or the table's own rows back."""
+    """Put a candidate into its row of the table; None restores the table."""
     blocks.TABLE.update(_OWN_ROWS)
     if number is not None:
-        candidate = blocks.CANDIDATES[number]
+        candidate = CANDIDATES[number]
         blocks.TABLE[candidate.row] = candidate.blocks()
 
 
@@ -387,7 +387,7 @@ def _use_rows_of(arch: int) -> None:
 
 
 def _shape_of(launch: Launch) -> list[Any]:
-    """What a compilation depends on: two launches that agree in it are compiled once."""
+    """Return the properties of the arguments that a compilation depends on."""
     kinds = []
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
@@ -406,21 +406,109 @@ def run_job(job: Job) -> dict[str, Any]:
     return named | {"kernel": launch.kernel.__name__, **compile_launch(launch, job.arch)}
 
 
-if __name__ == "__main__":
-    if "--layouts" in sys.argv:
-        for case in cases():
-            print(json.dumps(layout_of(case.formula, bias=case.bias, transposed=case.transposed)))
-        sys.exit()
-    reports = []
-    with multiprocessing.Pool(2) as pool:
-        chosen = candidate_jobs() if "--candidates" in sys.argv else jobs("--some" in sys.argv)
-        if "--new" in sys.argv:
-            chosen = [job for job in chosen if not on_file(job.names, job.arch)]
-        for report in pool.imap(run_job, chosen):
-            reports.append(report)
-            if "--write" not in sys.argv:
+KERNELS = {
+    *("up_kernel", "grouped_mm_kernel", "dgated_kernel", "outer_kernel"),
+    *("bias_dots_kernel", "combine_kernel", "weight_grads_kernel", "segment_sum_kernel"),
+    *("_count_kernel", "_scan_kernel", "_place_kernel", "_tiles_kernel"),
+}
+# Bytes of shared memory that a program may use. The rows of sm_80 also serve sm_86, sm_89 and
+# sm_120, which have less than an A100.
+SHARED_LIMIT = {80: 101376, 90: 232448, 120: 101376}
+# Bytes that a thread may spill: 8, one address. `dgated` may spill more, because after its loop it
+# needs a gate, an up, their gradients and a routing weight at once.
+SPILL_LIMIT = {"dgated_kernel": 64}
+# Rows of an adapter of rank 4 are 8 bytes long, and sm_80 cannot prefetch loads of that size.
+NOT_PREFETCHED = ("odd sizes r=4 few rows", 80, "outer_kernel")
+# A step of a loop may have this many times the recorded instructions.
+MOST_GROWTH = 1.1
+
+
+def problems(report: dict[str, Any]) -> list[str]:
+    """Return the rules that a compiled kernel breaks.
+
+    A candidate may spill after its loop, once per tile: a wider tile may still be faster.
+    """
+    found = []
+    loops, arch, is_candidate = report["loops"], report["arch"], report["candidate"] is not None
+    if not is_candidate and report["spilled"] > SPILL_LIMIT.get(report["kernel"], 8):
+        found.append(f"spills {report['spilled']} bytes per thread")
+    if any(loop["spills"] > 2 for loop in loops):
+        found.append("spills registers in a loop")
+    if report["shared"] > SHARED_LIMIT[arch]:
+        found.append(f"needs {report['shared']} bytes of shared memory of {SHARED_LIMIT[arch]}")
+    if report["dots"] and report["stages"] > 1:
+        if not loops:
+            found.append("has no loop of products")
+        place = (report["case"], arch, report["kernel"])
+        if any(loop["steps_ahead"] == 0 for loop in loops) and place != NOT_PREFETCHED:
+            found.append("waits for the loads of the same step")
+    if any(loop["serial"] for loop in loops):
+        found.append("waits for each product before the next one")
+    # Exact fp32 products do not use tensor cores.
+    instructions = report["wgmma" if arch == 90 else "mma"]
+    if report["dots"] and "fp32" not in report["case"] and not instructions:
+        found.append("does not use the tensor cores")
+    return found if is_candidate else found + growth(report)
+
+
+def growth(report: dict[str, Any]) -> list[str]:
+    """Compare a report with the recorded figures, if this version of Triton has any."""
+    lines = recorded()
+    if not any(triton_version == version() for triton_version, _, _ in lines):
+        return []
+    line = lines.get((version(), report["arch"], report["names"][0]))
+    if line is None:
+        return ["is not recorded; run compile_kernels.py --write --new"]
+    was, now = line["now"], figures(report)
+    found = []
+    if (now["instructions"] or 0) > MOST_GROWTH * (was["instructions"] or 0):
+        found.append(f"has {now['instructions']} instructions per step, was {was['instructions']}")
+    if now["programs"] < was["programs"]:
+        found.append(f"fits {now['programs']} times on a multiprocessor, was {was['programs']}")
+    return found
+
+
+def check(reports: Iterable[dict[str, Any]]) -> int:
+    """Print the problems of all reports as they come; return 1 if there are any."""
+    num_kernels = num_problems = 0
+    kernels = set()
+    if not any(triton_version == version() for triton_version, _, _ in recorded()):
+        print(f"no figures of Triton {version()} are recorded: kernels are not compared with them")
+    for report in reports:
+        num_kernels += 1
+        kernels.add(report["kernel"])
+        for problem in problems(report):
+            num_problems += 1
+            print(f"{report['names'][0]} on sm_{report['arch']} {problem}", flush=True)
+    missing = sorted(KERNELS - kernels)
+    print(f"{num_kernels} kernels compiled, {num_problems} problems, not compiled: {missing}")
+    return int(bool(num_problems or missing))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a rule is broken")
+    parser.add_argument("--write", action="store_true", help="record the figures")
+    parser.add_argument("--before", action="store_true", help="record them as an earlier state")
+    parser.add_argument("--new", action="store_true", help="skip launches that are recorded")
+    args = parser.parse_args()
+    chosen = jobs() + (candidate_jobs() if args.check else [])
+    if args.new:
+        chosen = [job for job in chosen if not on_file(job.names, job.arch)]
+    with multiprocessing.Pool(os.cpu_count()) as pool:
+        reports = pool.imap(run_job, chosen)
+        if args.check:
+            return check(reports)
+        if not args.write:
+            for report in reports:
                 print(json.dumps(report), flush=True)
-    if "--write" in sys.argv:
-        if "--new" in sys.argv:
-            reports += [asdict(job) for job in jobs(False) if on_file(job.names, job.arch)]
-        record(reports, "before" if "--before" in sys.argv else "now")
+            return 0
+        written = list(reports)
+    if args.new:
+        written += [asdict(job) for job in jobs() if on_file(job.names, job.arch)]
+    record(written, "before" if args.before else "now")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Blocks that may be faster than those of the kernels' table (`hf_moe_ep/ops/kernels/blocks.py`).
+
+`layer_kernels.py --sweep` times them on a GPU; `compile_kernels.py --check` compiles them without
+one and fails if their loops spill, wait for their loads, or need too much shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_moe_ep.ops.kernels.blocks import TABLE, Block, Blocks, OuterBlock
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Another block for one field of one row of the table."""
+
+    row: tuple[str, int, str]
+    field: str
+    block: Block
+
+    def blocks(self) -> Blocks:
+        """Return the row of the table with this block in it."""
+        changed: dict[str, Any] = {self.field: self.block}
+        return replace(TABLE[self.row], **changed)
+
+
+_MANY = ("sm_90", 2, "many")
+_FEW = ("sm_90", 2, "few")
+_A100 = ("sm_80", 2, "many")
+CANDIDATES: tuple[Candidate, ...] = (
+    # One more stage; or smaller blocks, so that two programs share a multiprocessor. Their first
+    # and last steps overlap, but they read 1.3 times as much from the L2 cache.
+    Candidate(_MANY, "up", Block(n=128, k=64, warps=8, stages=4)),
+    Candidate(_MANY, "up", Block(n=64, k=64, warps=8, stages=3)),
+    Candidate(_MANY, "up", Block(n=64, k=64, warps=4, stages=3)),
+    Candidate(_MANY, "down", Block(n=256, k=64, warps=8, stages=4)),
+    Candidate(_MANY, "down", Block(n=128, k=64, warps=8, stages=3)),
+    Candidate(_MANY, "down", Block(n=128, k=64, warps=4, stages=3)),
+    Candidate(_MANY, "rows", Block(n=256, k=64, warps=8, stages=4)),
+    Candidate(_MANY, "rows", Block(n=128, k=64, warps=8, stages=3)),
+    Candidate(_MANY, "rows", Block(n=256, k=64, warps=8, stages=3, tma=True)),
+    Candidate(_MANY, "rows", Block(n=256, k=64, warps=8, stages=4, tma=True)),
+    Candidate(_MANY, "dgated", Block(n=128, k=64, warps=8, stages=3)),
+    Candidate(_MANY, "dgated", Block(n=128, k=64, warps=8, stages=3, registers=128)),
+    Candidate(_MANY, "dgated", Block(n=256, k=64, warps=8, stages=3)),
+    Candidate(_MANY, "dgated", Block(n=256, k=64, warps=16, stages=4)),
+    Candidate(_MANY, "outer", OuterBlock(m=128, n=256, k=64, warps=8, stages=6)),
+    Candidate(_MANY, "outer", OuterBlock(m=256, n=128, k=64, warps=8, stages=5)),
+    Candidate(_MANY, "outer", OuterBlock(m=128, n=128, k=64, warps=8, stages=5)),
+    Candidate(_FEW, "up", Block(n=128, k=64, warps=8, stages=4)),
+    Candidate(_FEW, "down", Block(n=256, k=64, warps=8, stages=4)),
+    Candidate(_FEW, "rows", Block(n=256, k=64, warps=8, stages=4)),
+    Candidate(_FEW, "outer", OuterBlock(m=128, n=256, k=64, warps=8, stages=5)),
+    Candidate(_A100, "down", Block(n=128, k=64, warps=8, stages=3)),
+    Candidate(_A100, "rows", Block(n=128, k=64, warps=8, stages=3)),
+    Candidate(_A100, "outer", OuterBlock(m=128, n=128, k=32, warps=8, stages=6)),
+)
