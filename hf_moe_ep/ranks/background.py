@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_moe_ep.ranks.missing import name_the_missing
+from hf_moe_ep.ranks.missing import name_missing_ranks
 from hf_moe_ep.ranks.together import one_line, this_rank, world_size
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import default_timeout
@@ -88,7 +88,7 @@ def _own_group(directory: Path, device: torch.device) -> dist.ProcessGroup:
                 backend="gloo", timeout=default_timeout(device), group_desc="hf_moe_ep_saves"
             )
     except RuntimeError as error:
-        missing = name_the_missing("the group of saves", None)
+        missing = name_missing_ranks("the group of saves", None)
         raise RuntimeError(
             f"saving {directory} in the background: the group in which ranks meet for that could "
             f"not be made; {missing} stopped, or did not come within the process group's timeout "

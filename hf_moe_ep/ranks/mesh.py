@@ -36,7 +36,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.interpreter_end import let_threads_finish
-from hf_moe_ep.ranks.places import tell_on_abort
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import flatten_axes, take_default_timeout
 
@@ -138,8 +137,6 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
 
 def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> Meshes:
     let_threads_finish()
-    if device.type == "cuda":
-        tell_on_abort()
     world_size = dist.get_world_size()
     ep, replicate = config.ep_size or 1, config.dp_replicate_size or 1
     sp = config.sp_size or 1

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hf_moe_ep.ranks.missing import name_the_missing
+from hf_moe_ep.ranks.missing import name_missing_ranks
 from hf_moe_ep.upstream.process_groups import default_store, device_of_objects
 
 # How far ranks may be apart when they begin to save.
@@ -155,7 +155,7 @@ def _not_met(what: str, group: dist.ProcessGroup | None, error: RuntimeError) ->
     if not is_distributed():
         return error
     return RuntimeError(
-        f"{what}: ranks did not meet; {name_the_missing(what, group)} stopped, or did not come "
+        f"{what}: ranks did not meet; {name_missing_ranks(what, group)} stopped, or did not come "
         f"within the process group's timeout ({error})"
     )
 

@@ -55,7 +55,12 @@ from hf_moe_ep.sharding.checks import (
     check_ranks_agree,
 )
 from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
-from hf_moe_ep.sharding.units import find_units, keep_last_layer, set_prefetch
+from hf_moe_ep.sharding.units import (
+    find_units,
+    handle_reentrant_checkpoints,
+    keep_last_layer,
+    set_prefetch,
+)
 from hf_moe_ep.sharding.values import (
     Place,
     Places,
@@ -71,7 +76,6 @@ from hf_moe_ep.upstream.models import keep_packing
 from hf_moe_ep.upstream.module_names import canonical_name
 from hf_moe_ep.upstream.sharded_models import (
     bytes_as_parameters,
-    forget_finished_backward,
     keep_recorded_outputs,
     mark_fsdp_managed,
     without_forward_hooks,
@@ -125,13 +129,9 @@ def shard_units(
             shared = _sharded(experts)
             filled = fill([experts])
             _shard_experts(experts, filled, state, meshes, _ignoring(options, shared))
-        # A checkpoint around the unit recomputes it, hooks and all: CheckpointWrapper does that,
-        # and transformers below 5.23.
-        layer.register_forward_pre_hook(forget_finished_backward, prepend=True)
     for part in units.vision:
         fill([part])
         shard(part)
-        part.register_forward_pre_hook(forget_finished_backward, prepend=True)
     for part in units.encoders:
         fill([part])
         with without_forward_hooks(part):
@@ -146,6 +146,7 @@ def shard_units(
     root = _root(model)
     _shard_root(root, meshes, options)
     keep_last_layer(units, root)
+    handle_reentrant_checkpoints(units, root)
     set_prefetch(units)
     mark_fsdp_managed(model)
     keep_recorded_outputs(model)
@@ -198,7 +199,6 @@ def _shard_experts(
         kwargs["mp_policy"] = _gathered_as_it_lies(kwargs["mp_policy"])
     with bytes_as_parameters() if quantised else nullcontext():
         fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
-    experts.register_forward_pre_hook(forget_finished_backward, prepend=True)
     if state.config.experts_backend == "eager":
         return
     assert isinstance(experts, FSDPModule)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.upstream.sharded_models import forget_finished_backward, may_checkpoint_reentrantly
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,26 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
     # Before FSDP2's own hook, which gathers the root.
     root.register_forward_pre_hook(reshard_kept, prepend=True)
     root.register_forward_hook(reshard_without_backward)
+
+
+def handle_reentrant_checkpoints(units: Units, root: nn.Module) -> None:
+    """Hook the units that a checkpoint may recompute, once a reentrant checkpoint is in use.
+
+    Users switch checkpointing on and off between forwards, so each forward in training looks at
+    the functions that checkpoint. A reentrant checkpoint that a model's code calls directly, not
+    through such a function, is not found.
+    """
+    unhooked = [*units.layers, *units.all_experts, *units.vision]
+
+    @torch.compiler.disable
+    def hook_units(model: nn.Module, args: tuple[Any, ...]) -> None:
+        training = unhooked and model.training and torch.is_grad_enabled()
+        if training and any(map(may_checkpoint_reentrantly, model.modules())):
+            while unhooked:
+                # Before FSDP2's own hook, which reads the state that this one resets.
+                unhooked.pop().register_forward_pre_hook(forget_finished_backward, prepend=True)
+
+    root.register_forward_pre_hook(hook_units)
 
 
 def reshard(model: nn.Module) -> None:

@@ -117,17 +117,17 @@ def begin_with_root(model: nn.Module) -> None:
         root._get_fsdp_state()._lazy_init()
 
 
-# Compiled, it would be traced through FSDP2's weak dictionary of all states, which loses entries
-# while dynamo reads it.
+# Under torch.compile it would be traced through FSDP2's weak dictionary of all states, which loses
+# entries while dynamo reads it.
 @torch.compiler.disable
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
-    """Tell FSDP2 that `unit` runs a new forward, after its backward has ended: a pre-forward hook.
+    """Pre-forward hook: reset an FSDP2 unit whose backward has ended, so that it prepares again.
 
-    It matters for two forwards before one backward, under reentrant checkpointing. A nested unit
-    stays in state PRE_BACKWARD until the whole backward ends. When a checkpoint around it then
+    Only reentrant checkpointing with two forwards before one backward needs this hook. A nested
+    unit stays in state PRE_BACKWARD until the whole backward ends. When the checkpoint then
     recomputes the other forward, FSDP2 takes the unit for prepared, registers no hooks and never
-    reduces the unit's gradients (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). Stock experts
-    show the same with torch 2.13, and so do whole layers where transformers checkpoints their
+    reduces the gradients of the unit (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). torch
+    2.13 does the same to stock experts, and to whole layers where transformers checkpoints their
     `__call__` (before 5.23).
     """
     assert isinstance(unit, FSDPModule)
@@ -135,6 +135,29 @@ def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     group = state._fsdp_param_group
     if group is not None and group._training_state == TrainingState.POST_BACKWARD:
         state._training_state = TrainingState.IDLE
+
+
+def may_checkpoint_reentrantly(module: nn.Module) -> bool:
+    """Return True if `module` checkpoints its layers by a function that may be reentrant.
+
+    transformers (modeling_layers.py) and torch (CheckpointWrapper) keep that function in one of two
+    attributes, as a partial with `use_reentrant`. Any other function may do anything.
+    """
+    names = ("_gradient_checkpointing_func", "checkpoint_fn")
+    functions = (vars(module).get(name) for name in names)
+    return getattr(module, "gradient_checkpointing", True) and any(
+        function is not None and _use_reentrant(function) is not False for function in functions
+    )
+
+
+def _use_reentrant(function: Any) -> bool | None:
+    """Return the `use_reentrant` that a partial, or a partial inside it, passes on."""
+    if not isinstance(function, functools.partial):
+        return None
+    if "use_reentrant" in function.keywords:
+        return bool(function.keywords["use_reentrant"])
+    found = map(_use_reentrant, (function.func, *function.args))
+    return next((use for use in found if use is not None), None)
 
 
 @contextmanager
@@ -175,9 +198,15 @@ def _hooks(module: nn.Module) -> list[object]:
 
 
 def is_gathered(unit: FSDPModule) -> bool:
-    """Return whether the parameters of a unit are whole (_fsdp_param_group.py)."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    return group is None or group.is_unsharded
+    """Return True if the parameters of a unit, without those of nested units, are all-gathered."""
+    assert isinstance(unit, nn.Module)
+    modules: list[nn.Module] = [unit]
+    while modules:
+        module = modules.pop()
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            return False
+        modules += [child for child in module.children() if not isinstance(child, FSDPModule)]
+    return True
 
 
 def holds_unreduced_grads(unit: FSDPModule) -> bool:
