@@ -1,4 +1,4 @@
-"""One batch on several ranks: slices of a sequence, attention over heads.
+"""Sequence parallelism: the ranks of an sp group split the sequences of one batch.
 
-Here: how a sequence is split, exchanged and joined. Never: the data loader (`integrations/`).
+Sharing batches between these ranks does not belong here, but to `integrations/`.
 """

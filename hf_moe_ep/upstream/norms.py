@@ -22,5 +22,4 @@ def vector_norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """Return the p-norm of each tensor as a scalar in `norm_dtype(tensors)`."""
     if not tensors:
         return []
-    norms: list[Tensor] = torch._foreach_norm(tensors, norm_type, dtype=norm_dtype(tensors))
-    return norms
+    return list(torch._foreach_norm([*tensors], norm_type, dtype=norm_dtype(tensors)))

@@ -1,5 +1,4 @@
-"""Towers where ranks differ in what they have to see and hear, and the positions of what is seen.
+"""Models with pictures or sound: encoders on ranks with different inputs, positions of pictures.
 
-Here: what a model with pictures or sound needs beyond a model of text. Never: attention over slices
-(`sequence/`).
+Splitting a sequence over ranks does not belong here, but to `sequence/`.
 """
