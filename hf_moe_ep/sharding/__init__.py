@@ -1,4 +1,4 @@
-"""Where parameters lie, where their first values come from, and norms over all of them.
+"""FSDP2 units of a model, their meshes, the initial values of parameters, and gradient clipping.
 
-Here: FSDP2 units, their meshes, their order. Never: what a layer computes.
+The computation of a layer does not belong here.
 """

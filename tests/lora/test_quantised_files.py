@@ -304,12 +304,12 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
         (
             with_lora(tiny(**SIZES["fp8"])),
             HELD["fp8"] | {"expert_shard_dim": 1},
-            r"expert_shard_dim=1 splits the 128 rows of down_proj .*over ep_fsdp \(2\)",
+            r"expert_shard_dim=1 shards the 128 rows of down_proj .*over ep_fsdp \(2\)",
         ),
         (
             with_lora(tiny(**SIZES["nf4"])),
             HELD["nested"] | {"expert_shard_dim": 1},
-            r"splits the 256 rows of gate_up_proj .*a block of nf4, whose scales share others",
+            r"shards the 256 rows of gate_up_proj .*a block of nf4, of which 256 share",
         ),
     ]
     for model, config, words in refused:
