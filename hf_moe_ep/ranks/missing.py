@@ -2,7 +2,7 @@
 
 The error of a backend names a socket, or no rank at all. So each rank whose collective failed
 appends a line to one key of the store, and then reads the lines of the other ranks for a while.
-A rank without a line stopped, died, or is still on its way. Four ranks, of which rank 3 died:
+A rank without a line stopped, died, or is late. Four ranks, of which rank 3 died:
 
     0 MoE layer 3 of forward 12 (..): counts
     2 MoE layer 3 of forward 12 (..): counts

@@ -69,9 +69,9 @@ from hf_moe_ep.sharding.units import (
 from hf_moe_ep.sharding.values import (
     ParameterEntries,
     ParameterEntry,
+    broadcast_correction_biases,
     broadcast_unsharded,
     find_entries,
-    hold_correction_biases,
     materialize,
 )
 from hf_moe_ep.state import STATE, ModelState, MoELayer
@@ -121,7 +121,7 @@ def shard_units(
         _check_expert_shard_dim(experts, entries, state, meshes)
     state.dtypes = {canonical_name(name): p.dtype for name, p in model.named_parameters()}
     broadcast_unsharded(model, options, meshes.device)
-    biases = hold_correction_biases(model, options, meshes.device)
+    biases = broadcast_correction_biases(model, options, meshes.device)
     options = replace(options, ignored_params=options.ignored_params | biases)
     fill = partial(_fill, entries=entries, meshes=meshes, options=options)
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
@@ -297,8 +297,8 @@ def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int
             f"expert_shard_dim=1 shards dim 1 of an expert weight {tuple(shape)} evenly over "
             f"ep_fsdp ({ep_fsdp_size}), which does not divide it; try expert_shard_dim='auto'"
         )
-    wants_dim_1 = shard_dim == 1 or (shard_dim == "auto" and shape[0] % ep_fsdp_size != 0)
-    return Shard(1) if even and wants_dim_1 else Shard(0)
+    use_dim_1 = shard_dim == 1 or (shard_dim == "auto" and shape[0] % ep_fsdp_size != 0)
+    return Shard(1) if even and use_dim_1 else Shard(0)
 
 
 def _quantised_placement(entry: ParameterEntry, shard_dim: str | int, meshes: Meshes) -> Shard:
@@ -320,8 +320,8 @@ def _quantised_placement(entry: ParameterEntry, shard_dim: str | int, meshes: Me
             f"ep_fsdp ({parts}) and would split a block of {quantisation.kind}{nested}; try "
             f"expert_shard_dim='auto' or 0"
         )
-    wants_dim_1 = shard_dim == 1 or (shard_dim == "auto" and experts % parts != 0)
-    return Shard(1) if may_cut and wants_dim_1 else Shard(0)
+    use_dim_1 = shard_dim == 1 or (shard_dim == "auto" and experts % parts != 0)
+    return Shard(1) if may_cut and use_dim_1 else Shard(0)
 
 
 def _shard_root(root: nn.Module, meshes: Meshes, options: ShardOptions) -> None:

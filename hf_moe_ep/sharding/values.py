@@ -120,7 +120,7 @@ def materialize(entry: ParameterEntry, meshes: Meshes, options: ShardOptions) ->
     """
     value = entry.parameter.detach()
     if entry.parameter not in options.empty_params:
-        value = from_rank0(value, meshes.device)
+        value = broadcast_from_rank0(value, meshes.device)
     if entry.stack is not None:
         value = entry.stack(value)
     over_ep = entry.over_ep and meshes.ep_size > 1
@@ -145,7 +145,7 @@ def _quantise(value: Tensor, entry: ParameterEntry) -> dict[str, Tensor]:
     return quantise_stack(value_LOI, entry.quantisation).by_name("")
 
 
-def from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
+def broadcast_from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
     """Broadcast rank 0's values to `device`; rank 0 may get `tensor` itself."""
     if dist.get_rank() == 0:
         value = tensor.to(device).contiguous()
@@ -171,7 +171,7 @@ def _register(value: Tensor, entry: ParameterEntry, suffix: str) -> nn.Parameter
     return parameter
 
 
-def hold_correction_biases(
+def broadcast_correction_biases(
     model: nn.Module, options: ShardOptions, device: torch.device
 ) -> frozenset[nn.Parameter]:
     """Broadcast the correction biases that are parameters, and return the new parameters.
@@ -179,18 +179,18 @@ def hold_correction_biases(
     Every rank keeps them whole and in their own dtype, as it does with those that are buffers. If
     they were rounded to bf16, routers would choose other experts.
     """
-    held: dict[nn.Parameter, nn.Parameter] = {}
+    new: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.requires_grad or not is_correction_bias(name):
                 continue
-            if parameter not in held:
+            if parameter not in new:
                 value = parameter.detach()
                 if parameter not in options.empty_params:
-                    value = from_rank0(value, device)
-                held[parameter] = nn.Parameter(value, requires_grad=False)
-            setattr(module, name, held[parameter])
-    return frozenset(held.values())
+                    value = broadcast_from_rank0(value, device)
+                new[parameter] = nn.Parameter(value, requires_grad=False)
+            setattr(module, name, new[parameter])
+    return frozenset(new.values())
 
 
 def broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.device) -> None:
@@ -198,8 +198,8 @@ def broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.d
     for parameter in model.parameters():
         # In place, because FSDP2 knows an ignored parameter by its identity.
         if parameter in options.ignored_params and type(parameter) is nn.Parameter:
-            parameter.data = from_rank0(parameter.detach(), device)
+            parameter.data = broadcast_from_rank0(parameter.detach(), device)
     for module in model.modules():
         for name, buffer in own_buffers(module).items():
             if buffer is not None:
-                own_buffers(module)[name] = from_rank0(buffer.detach(), device)
+                own_buffers(module)[name] = broadcast_from_rank0(buffer.detach(), device)

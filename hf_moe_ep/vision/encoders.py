@@ -1,6 +1,6 @@
 """Encoders for pictures, videos or sound, of any class, where ranks differ in their inputs.
 
-Every child of the owner beside the decoder is one FSDP2 unit, sharded over all ranks. A rank
+Every child of the owner, except the decoder, is one FSDP2 unit, sharded over all ranks. A rank
 without a picture does not run the encoder, so an all-gather inside the encoder's forward would make
 the other ranks wait for ever. Encoders are therefore gathered outside of their forward. Ranks
 exchange what they have twice:
