@@ -1,4 +1,4 @@
 """Process groups, meshes and collectives, and errors that reach every rank.
 
-No other folder creates process groups. Nothing here knows a model.
+Here: everything that creates a process group or sends data. Never: knowledge of a model.
 """

@@ -1,4 +1,5 @@
 """Sequence parallelism: the ranks of an sp group split the sequences of one batch.
 
-Sharing batches between these ranks does not belong here, but to `integrations/`.
+Here: slices of a sequence, and attention over heads. Never: the data loader that gives these ranks
+the same batch (`integrations/`).
 """

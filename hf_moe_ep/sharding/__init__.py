@@ -1,4 +1,5 @@
-"""FSDP2 units of a model, their meshes, the initial values of parameters, and gradient clipping.
+"""Sharding of a model with FSDP2.
 
-The computation of a layer does not belong here.
+Here: FSDP2 units and their meshes, the initial values of parameters, and gradient clipping. Never:
+the computation of a layer.
 """

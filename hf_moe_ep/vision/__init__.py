@@ -1,4 +1,5 @@
-"""Models with pictures or sound: encoders on ranks with different inputs, positions of pictures.
+"""Models with pictures or sound.
 
-Splitting a sequence over ranks does not belong here, but to `sequence/`.
+Here: encoders on ranks with different inputs, slices of patches, and position ids of pictures.
+Never: attention over slices of a sequence (`sequence/`).
 """

@@ -51,10 +51,10 @@ def test_positional_arguments_by_hand() -> None:
 
 def test_what_wraps_a_layer_changes_nothing() -> None:
     """A wrapper on the instance, as transformers' recorders are, and torch's CheckpointWrapper."""
-    want = arguments_of(_Layer(), 2).names
+    want = arguments_of(_Layer(), 2).positional
     layer = _Layer()
     layer.forward = lambda *args, cache=None, **kwargs: _Layer.forward(layer, *args, **kwargs)
-    assert arguments_of(layer, 2).names == arguments_of(checkpoint_wrapper(layer), 2).names == want
+    assert arguments_of(layer, 2).positional == arguments_of(checkpoint_wrapper(layer), 2).positional == want
 
 
 def test_keywords_by_hand() -> None:

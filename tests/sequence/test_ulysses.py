@@ -139,7 +139,7 @@ def errors_say_what_to_do_instead(rank: int, world: int) -> None:
     micro = batch(model, 2, 9)
     with pytest.raises(ValueError, match="logits_to_keep=1 selects positions"):
         model(**micro, logits_to_keep=1)
-    with pytest.raises(ValueError, match="return_dict=False does not go"):
+    with pytest.raises(ValueError, match="return_dict=False is not supported"):
         model(**micro, return_dict=False)
 
 
