@@ -56,7 +56,6 @@ keyword) to search for in FILE.
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     upstream/training_frameworks.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
-    ranks/places.py | _UNDER_WAY | exchanges that have not ended
     ops/self_check.py | check_both_sizes check_once warn_once | whether kernels run here
     ops/sum_check.py | check_sums_once | whether compiled sums are right here
     ops/quantised.py | _nested_codes | what bytes of nested scales stand for, by device
@@ -91,7 +90,6 @@ keyword) to search for in FILE.
     upstream/host_copies.py | to | torch's, for tensors, while those on the host are counted
     -- threads --
     ranks/background.py | _SaveThread | the list of threads tells which saves still run
-    ranks/places.py | _Teller enable | on a GPU, has an abort tell the place; faulthandler with it
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The only meshes and collectives, and how ranks meet.
+"""Process groups, meshes and collectives, and errors that reach every rank.
 
-Here: process groups, what travels over them in forward and backward, and what ranks agree on
-outside of both. Never: a model.
+Here: everything that creates a process group or sends data. Never: knowledge of a model.
 """

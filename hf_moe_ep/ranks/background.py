@@ -1,8 +1,8 @@
-"""A save that runs in a thread of every rank: its handle, its error, the group its ranks meet over.
+"""Save a checkpoint in a thread of every rank.
 
-Collectives of two threads on one process group would mix, so the thread's ranks meet over a group
-of their own, on the host. What the thread writes is a copy that training does not touch. Its error
-is logged when it happens, because of the last save of a run nobody may ask.
+Collectives of two threads on one process group would mix, so these threads have a gloo group of
+their own. They write a copy that training does not change. An error is logged when it happens, and
+raised by `wait()`, which a script may never call for its last save.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_moe_ep.ranks.missing import name_the_missing
+from hf_moe_ep.ranks.missing import name_missing_ranks
 from hf_moe_ep.ranks.together import one_line, this_rank, world_size
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import default_timeout
@@ -25,7 +25,7 @@ _logger = logging.getLogger("hf_moe_ep")
 
 
 class _SaveThread(threading.Thread):
-    """A thread that writes to `directory`; `failure` is what stopped it."""
+    """A thread that writes to `directory`; `failure` is its error, if there was one."""
 
     def __init__(
         self,
@@ -44,18 +44,18 @@ class _SaveThread(threading.Thread):
         assert self._write is not None
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread begins on the first one
+                torch.cuda.set_device(self._device)  # a new thread starts on device 0
             self._write(self._group)
         except BaseException as error:  # noqa: BLE001  wait() raises it
             self.failure = error
             text = one_line(error)
             _logger.error("%s was not saved: %s (rank %d)", self.directory, text, self._rank)
         finally:
-            self._write = None  # with it goes the copy that it wrote
+            self._write = None  # frees the copy of the model
 
 
 def is_written(directory: Path) -> bool:
-    """Whether a save of this process, of whatever model, writes there in the background."""
+    """Return True if a background save of this process, of any model, writes to `directory`."""
     running = (t for t in threading.enumerate() if isinstance(t, _SaveThread))
     return any(thread.directory == directory.absolute() for thread in running)
 
@@ -78,9 +78,10 @@ class SaveHandle:
 
 
 def _own_group(directory: Path, device: torch.device) -> dist.ProcessGroup:
-    """Make the group of all ranks; waits for a rank no longer than the default group does.
+    """Create the gloo group of all ranks, with the timeout of the default group.
 
-    Not when the model is sharded: each rank connects to each, which most runs would never use.
+    The first background save calls this, not the sharding of the model, because each rank connects
+    to every other rank, and most runs never need that.
     """
     try:
         with one_worker_thread():
@@ -88,27 +89,26 @@ def _own_group(directory: Path, device: torch.device) -> dist.ProcessGroup:
                 backend="gloo", timeout=default_timeout(device), group_desc="hf_moe_ep_saves"
             )
     except RuntimeError as error:
-        missing = name_the_missing("the group of saves", None)
+        missing = name_missing_ranks("the group of saves", None)
         raise RuntimeError(
-            f"saving {directory} in the background: the group in which ranks meet for that could "
-            f"not be made; {missing} stopped, or did not come within the process group's timeout "
-            f"({error})"
+            f"saving {directory} in the background: its process group could not be created; "
+            f"{missing} stopped, or did not come within the process group's timeout ({error})"
         ) from error
     return group
 
 
 @dataclass
 class Saver:
-    """The background saves of one model, one at a time."""
+    """Runs the background saves of one model, one at a time."""
 
     handle: SaveHandle | None = None
     group: dist.ProcessGroup | None = None
 
     def __reduce__(self) -> tuple[type[Saver], tuple[()]]:
-        return Saver, ()  # a copy of the model saves on its own
+        return Saver, ()  # a copy of the model gets a new Saver
 
     def wait(self) -> None:
-        """Wait for the save that runs; raises its error."""
+        """Wait for the running save, if there is one, and raise its error."""
         handle, self.handle = self.handle, None
         if handle is not None:
             handle.wait()

@@ -1,65 +1,86 @@
-"""The only collectives of forward and backward.
+"""The only collectives that run inside forward and backward.
 
-`start_all_to_all` sends rows and returns at once; what it returns is waited for where the rows are
-needed. `start_gathering` is the one small exchange that precedes it, and its `wait` is where the
-host waits for a device. `swap_slices` and `all_gather` trade equal parts (sequence parallelism).
-`sum_over_ranks` and `max_over_ranks` reduce numbers that carry no gradient.
+start_gathering      start an all-gather of a few counts; `wait` is a host sync
+start_all_to_all     start an all-to-all of rows; `wait` is called where the rows are needed
+swap_slices          all-to-all of equal parts (sequence parallelism)
+all_gather           all-gather of equal parts (sequence parallelism)
+sum_over_ranks       all-reduce a value that needs no gradient
+max_over_ranks       the same with a maximum
 
-Where rows and counts cannot be exchanged under gloo (a rank died, or never came and the process
-group's timeout passed), the error is raised again with the place, which the backend's message
-lacks. NCCL raises none: its watchdog aborts the process after that timeout, and `places.py` has
-the place told then.
+Gloo raises an error when an exchange of counts or rows fails, either because a rank died or because
+it did not arrive within the timeout of the process group. That error names neither the layer nor
+the rank, so the functions here raise a new one that does.
+
+NCCL raises no Python error: its watchdog aborts the process after the same timeout and prints the
+collective and the name of the process group. torch's flight recorder also tells which rank stands
+at which collective. It must be switched on before the run starts; torchfrtrace prints its files:
+
+    TORCH_FR_BUFFER_SIZE=20000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_DUMP_TEMP_FILE=/tmp/fr/rank_ \\
+        torchrun ...
+    torchfrtrace --prefix rank_ /tmp/fr
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_moe_ep.ranks.missing import name_the_missing
-from hf_moe_ep.ranks.places import Place, enter
+from hf_moe_ep.ranks.missing import name_missing_ranks
 
 # Renamed in torch 2.13, where the old name warns at every call.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """The description of one exchange; formatted only when an error is raised."""
+
+    where: str
+    what: str
+    group: dist.ProcessGroup
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
+        return f"{self.where}: {self.what}, group {self.group.group_desc} of ranks {ranks}"
+
+
 @contextmanager
-def _naming(place: Place) -> Iterator[None]:
-    """Raise again, with the place, what goes wrong there."""
+def _describe_errors(exchange: _Exchange) -> Iterator[None]:
+    """Replace an error that is raised inside the block by one that names the exchange."""
     try:
         yield
     except torch.AcceleratorError as error:
-        place.leave()
         raise RuntimeError(
-            f"{place}: the GPU of this rank had stopped before, here the host noticed; what "
-            f"stopped it stands above on stderr, as `Assertion ... failed` where it was a check "
-            f"of this package ({error})"
+            f"{exchange}: the GPU of this rank stopped before this exchange, and the host noticed "
+            f"it here; the cause is printed above on stderr, as `Assertion ... failed` if it was a "
+            f"check of this package ({error})"
         ) from error
     except RuntimeError as error:
-        place.leave()
+        missing = name_missing_ranks(str(exchange), exchange.group)
         raise RuntimeError(
-            f"{place}, could not be exchanged; {name_the_missing(str(place), place.group)} "
-            f"stopped, or never reached this layer within the process group's timeout ({error})"
+            f"{exchange}, could not be exchanged; {missing} stopped, or never reached this layer "
+            f"within the process group's timeout ({error})"
         ) from error
 
 
+@dataclass(frozen=True)
 class Transfer:
-    """Rows on their way; holds what is read and written until `wait` has returned."""
+    """An all-to-all that may still run; keeps its input and output alive."""
 
-    def __init__(self, work: dist.Work, tensors: tuple[Tensor, Tensor], place: Place) -> None:
-        self._work, self._tensors, self._place = work, tensors, place
+    _work: dist.Work
+    _tensors: tuple[Tensor, Tensor]
+    _exchange: _Exchange
 
     def wait(self) -> None:
-        """Let whatever runs next on this device see the rows; on a GPU the host goes on."""
-        received, _ = self._tensors
-        with _naming(self._place):
+        """Make later operators on this device wait for the rows; with NCCL the host goes on."""
+        with _describe_errors(self._exchange):
             self._work.wait()
-            self._place.leave(on_gpu=received.is_cuda)
 
 
 def start_all_to_all(
@@ -71,19 +92,25 @@ def start_all_to_all(
     group: dist.ProcessGroup,
     where: str,
 ) -> Transfer:
-    """Send `send_counts[d]` consecutive rows to rank d of `group`, filling `received_RX`."""
+    """Start to send `send_counts[d]` consecutive rows to rank d of `group`.
+
+    The rows of the other ranks arrive in `received_RX`; `where` names the layer for errors.
+    """
     rows_NX = rows_NX.contiguous()
-    place = enter(where, "rows", group)
-    with _naming(place):
+    exchange = _Exchange(where, "rows", group)
+    with _describe_errors(exchange):
         work = dist.all_to_all_single(
             received_RX, rows_NX, recv_counts, send_counts, group=group, async_op=True
         )
     assert work is not None
-    return Transfer(work, (received_RX, rows_NX), place)
+    return Transfer(work, (received_RX, rows_NX), exchange)
 
 
 def swap_slices(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send `slices[r]` to rank r of `group`; `[r]` of the result came from it; no gradient."""
+    """Send `slices[r]` to rank r of `group` and return the slices received, ordered by rank.
+
+    This function has no gradient.
+    """
     slices = slices.contiguous()
     received = torch.empty_like(slices)
     dist.all_to_all_single(received, slices, group=group)
@@ -91,56 +118,58 @@ def swap_slices(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Stack `x` of every rank of `group`: (ranks, *x.shape); no gradient."""
+    """Stack `x` of every rank of `group` to (ranks, *x.shape). This function has no gradient."""
     gathered = x.new_empty((dist.get_world_size(group), *x.shape))
     _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
     return gathered
 
 
+@dataclass(frozen=True)
 class Gathering:
-    """Small vectors of all ranks on their way; holds what is read and written until `wait`."""
+    """An all-gather of counts that may still run; keeps its input and output alive."""
 
-    def __init__(self, work: dist.Work, tensors: tuple[Tensor, Tensor], place: Place) -> None:
-        self._work, self._tensors, self._place = work, tensors, place
+    _work: dist.Work
+    _tensors: tuple[Tensor, Tensor]
+    _exchange: _Exchange
 
     def wait(self) -> list[list[int]]:
-        """Wait, on a GPU too, for the vector of every rank."""
+        """Return the counts of every rank. The host waits for the device here."""
         gathered, _ = self._tensors
-        with _naming(self._place):
+        with _describe_errors(self._exchange):
             self._work.wait()
-            told: list[list[int]] = gathered.tolist()
-        self._place.leave()
-        return told
+            counts_by_rank: list[list[int]] = gathered.tolist()
+        return counts_by_rank
 
 
 def start_gathering(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> Gathering:
-    """Send `counts` (one int64 vector) to every rank of `group`."""
+    """Start to all-gather `counts` (one int64 vector); `where` names the layer for errors."""
     counts = counts.contiguous()
     gathered = counts.new_empty(dist.get_world_size(group), len(counts))
-    place = enter(where, "counts", group)
-    with _naming(place):
+    exchange = _Exchange(where, "counts", group)
+    with _describe_errors(exchange):
         work = _all_gather(gathered.view(-1), counts, group=group, async_op=True)
-    return Gathering(work, (gathered, counts), place)
+    return Gathering(work, (gathered, counts), exchange)
 
 
 def gather_counts(counts: Tensor, group: dist.ProcessGroup, *, where: str) -> list[list[int]]:
-    """Gather `counts` (one int64 vector) of every rank of `group`, on the host."""
+    """All-gather `counts` (one int64 vector) to the host of every rank of `group`."""
     return start_gathering(counts, group, where=where).wait()
 
 
 def sum_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Sum `value` over the ranks of `group` (default: all), without a gradient."""
+    """Return the sum of `value` over the ranks of `group` (default: all), without a gradient."""
     return _reduce(value, dist.ReduceOp.SUM, group)
 
 
 def max_over_ranks(value: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Find the maximum of `value` over the ranks of `group` (default: all), without a gradient.
+    """Return the maximum of `value` over the ranks of `group` (default: all), without a gradient.
 
-    nan on one rank gives nan on all: gloo's own maximum loses it, so a flag travels beside.
+    If one rank has nan, every rank gets nan. Gloo's own maximum drops nan, so a second number per
+    rank, 1 for nan and 0 otherwise, is reduced in the same all-reduce.
     """
-    lost = value.isnan()
-    known = value.masked_fill(lost, 0.0)
-    both = _reduce(torch.stack([known, lost.to(value.dtype)]), dist.ReduceOp.MAX, group)
+    is_nan = value.isnan()
+    numbers = value.masked_fill(is_nan, 0.0)
+    both = _reduce(torch.stack([numbers, is_nan.to(value.dtype)]), dist.ReduceOp.MAX, group)
     return both[0].masked_fill(both[1] > 0, float("nan"))
 
 

@@ -1,25 +1,24 @@
-"""What a finished run waits for, so that it ends with code 0.
+"""Wait a moment when the interpreter exits, so that a finished run exits with code 0.
 
-Gloo runs a collective in a thread of its own, which may let go of the tensors a moment after the
-caller went on. Where it holds the last reference it needs Python's lock, and a thread that asks
-for the lock of an interpreter that is ending is stopped in the middle of a destructor: "terminate
-called without an active exception", SIGABRT, and the launcher calls a finished run a failed one.
-Stock torch has it too, now and then, after any last collective.
-Sources: https://github.com/pytorch/pytorch/pull/179291 (closed, not merged), issue 190489.
+Gloo runs a collective in its own thread, which may release the tensors a moment after the caller
+went on. To free the last reference the thread needs the GIL. If the interpreter is already shutting
+down, the thread is stopped inside a destructor: "terminate called without an active exception",
+SIGABRT, and the launcher reports a failed run. Stock torch has the same race after any last
+collective: https://github.com/pytorch/pytorch/pull/179291 (closed, not merged), issue 190489.
 """
 
 import atexit
 import time
 
-# Seconds, many times what the threads need even on a busy machine.
-_GRACE = 0.1
+# Many times as long as the threads need, even on a busy machine.
+_SECONDS = 0.1
 
 
 def let_threads_finish() -> None:
-    """At the interpreter's end, before it stops threads, give Python's lock away for a moment."""
-    atexit.unregister(_give_way)  # once, and before whatever was registered earlier
-    atexit.register(_give_way)
+    """Register a short sleep, which releases the GIL, for the exit of the interpreter."""
+    atexit.unregister(_sleep)  # registered last, it runs before all other exit functions
+    atexit.register(_sleep)
 
 
-def _give_way() -> None:
-    time.sleep(_GRACE)
+def _sleep() -> None:
+    time.sleep(_SECONDS)

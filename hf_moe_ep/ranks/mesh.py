@@ -1,8 +1,8 @@
-"""The only place that lays ranks out: two views of the same world.
+"""Create the device meshes of a model: two views of the same ranks.
 
 Dense view: world = dp_replicate x fsdp. Expert view: world = dp_replicate x ep_fsdp x ep, so
-ep_fsdp = world / (dp_replicate x ep). Non-expert parameters are sharded over fsdp, expert
-parameters split by expert over ep and then sharded over ep_fsdp.
+ep_fsdp = world / (dp_replicate x ep). Non-expert parameters are sharded over fsdp. Expert
+parameters are split by expert over ep, and then sharded over ep_fsdp.
 
 8 ranks, ep_size 4, ep innermost (an ep group is consecutive ranks, so one node):
 
@@ -10,19 +10,19 @@ parameters split by expert over ep and then sharded over ep_fsdp.
     ep_fsdp 0      0     1     2     3        ep groups       {0 1 2 3} {4 5 6 7}
     ep_fsdp 1      4     5     6     7        ep_fsdp groups  {0 4} {1 5} {2 6} {3 7}
 
-With 128 experts rank 5 owns experts 32..63 (ep 1), half of each matrix (ep_fsdp 1).
-Ranks of an sp group, always consecutive, share their batches: world / sp of them differ.
+With 128 experts rank 5 owns experts 32..63 (ep 1), half of each matrix (ep_fsdp 1). The ranks of
+an sp group are consecutive and share their batches, so there are world / sp different batches.
 
 `ep_outside=True` transposes the grid: ep groups {0 2 4 6} {1 3 5 7}, ep_fsdp groups {0 1} {2 3}
 {4 5} {6 7}. dp_replicate is always outermost.
 
-With dispatcher "hierarchical" an ep group on several nodes is a grid of its own: on nodes of 2
-ranks, {0 1 2 3} has the groups {0 1} {2 3} inside a node, and {0 2} {1 3} between ranks that have
-the same place on theirs.
+With dispatcher "hierarchical" an ep group on several nodes becomes a grid. On nodes of 2 ranks,
+{0 1 2 3} has the groups {0 1} {2 3} inside a node, and the groups {0 2} {1 3} between ranks with
+the same local index.
 
-Expert weights lie on two axes. What is added up over both, such as a norm of gradients, goes over
-one group of ep_fsdp x ep ranks: our own clip takes it (`sharding/clip.py`), and so does DTensor
-where Accelerate and the Trainer clip.
+Expert weights are sharded over two axes. A sum over both, such as a gradient norm, uses one process
+group of ep_fsdp x ep ranks. Our own clipping uses it (`sharding/clip.py`), and so does DTensor when
+Accelerate or the Trainer clips.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_moe_ep.config import ParallelConfig
 from hf_moe_ep.ranks.interpreter_end import let_threads_finish
-from hf_moe_ep.ranks.places import tell_on_abort
 from hf_moe_ep.upstream.gloo import one_worker_thread
 from hf_moe_ep.upstream.process_groups import flatten_axes, take_default_timeout
 
@@ -57,7 +56,7 @@ class NodeMeshes:
     """An ep group with several ranks on each of several nodes.
 
     Attributes:
-        between: mesh ("ep_nodes",) of the ranks that have the same place on their nodes.
+        between: mesh ("ep_nodes",) of the ranks with the same local index on their nodes.
         inside: mesh ("ep_in_node",) of the ranks on this node.
     """
 
@@ -67,21 +66,21 @@ class NodeMeshes:
 
 @dataclass(frozen=True)
 class Meshes:
-    """Where one model lives.
+    """The meshes of one model.
 
     Attributes:
         dense: mesh of the non-expert parameters: ("fsdp",) or ("dp_replicate", "fsdp").
         ep_fsdp: mesh that shards one rank's experts further: ("ep_fsdp",), with HSDP
             ("dp_replicate", "ep_fsdp").
         ep: mesh ("ep",) that splits the experts.
-        experts: mesh ("ep_fsdp_ep",) of the ranks that hold one copy of all experts together; None
-            where this torch cannot make it.
+        experts: mesh ("ep_fsdp_ep",) of the ranks that together hold one copy of all experts; None
+            if this torch cannot create it.
         sp: mesh ("sp",) that splits a sequence.
-        world_size: ranks of the default process group, all of which take part.
-        device: where parameters and batches live.
-        ep_outside, node_size: as the config has it.
-        nodes: None where rows cross nodes as often whoever carries them: an ep group on one node,
-            or with one rank on each; or where the config does not ask.
+        world_size: the number of ranks of the default process group; the model uses all of them.
+        device: the device of parameters and batches.
+        ep_outside, node_size: the values of the config.
+        nodes: None with another dispatcher than "hierarchical", and if an ep group is on one node
+            or has one rank per node: then there is nothing to exchange in two steps.
     """
 
     dense: DeviceMesh
@@ -96,7 +95,7 @@ class Meshes:
     nodes: NodeMeshes | None = None
 
     def fit(self, config: ParallelConfig, device: torch.device) -> bool:
-        """Tell whether `build_meshes` would lay the ranks out just so."""
+        """Return True if `build_meshes` would create equal meshes."""
         sizes = (config.ep_size or 1, config.sp_size or 1, config.dp_replicate_size or 1)
         mine = (self.ep_size, self.sp_size, self.dp_replicate_size)
         like = (self.ep_outside, self.node_size, self.device)
@@ -128,9 +127,9 @@ class Meshes:
 
 
 def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
-    """Create the process groups of `config` over the default group; every rank calls this.
+    """Create the meshes of `config` over the default group; every rank calls this.
 
-    Groups of gloo have one worker thread each (upstream/gloo.py says why).
+    Gloo groups get one worker thread each (upstream/gloo.py says why).
     """
     with one_worker_thread():
         meshes, every_mesh = _lay_out_ranks(config, device)
@@ -140,17 +139,15 @@ def build_meshes(config: ParallelConfig, device: torch.device) -> Meshes:
 
 
 def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes, list[DeviceMesh]]:
-    """Return the meshes, and those that between them have all groups that were created."""
+    """Return the meshes, and a list of meshes that includes every process group made for them."""
     let_threads_finish()
-    if device.type == "cuda":
-        tell_on_abort()
     world_size = dist.get_world_size()
     ep, replicate = config.ep_size or 1, config.dp_replicate_size or 1
     sp = config.sp_size or 1
     check_world(ep, replicate, world_size, sp)
     ep_fsdp = world_size // (replicate * ep)
     ranks = torch.arange(world_size)
-    # With ep 1 both are the same, but torch 2.11 slices no mesh with the strides of a transpose.
+    # With ep 1 both grids are equal, but torch 2.11 cannot slice a transposed mesh.
     if config.ep_outside and ep > 1:
         ranks = ranks.view(replicate, ep, ep_fsdp).transpose(1, 2)
     else:
@@ -186,10 +183,10 @@ def _lay_out_ranks(config: ParallelConfig, device: torch.device) -> tuple[Meshes
 
 
 def _group_of_all(device: torch.device) -> dist.ProcessGroup | None:
-    """Create a group of all ranks on CPUs; return None elsewhere.
+    """Create a group of all ranks if the device is the CPU; otherwise return None.
 
-    A DeviceMesh over all ranks takes the default group. That group is the user's and has two worker
-    threads under gloo (upstream/gloo.py says what they do).
+    A DeviceMesh over all ranks would use the default group. The user created that group, and under
+    gloo it has two worker threads (upstream/gloo.py says what they do).
     """
     if device.type != "cpu":
         return None
@@ -198,10 +195,10 @@ def _group_of_all(device: torch.device) -> dist.ProcessGroup | None:
 
 
 def _group_of_one() -> dist.ProcessGroup:
-    """Create a group of this rank alone, without a word to the other ranks.
+    """Create a group of this rank alone, without communication.
 
-    It serves the axes of one rank, for which torch would create a group per rank, on every rank.
-    The default group of a world of one rank serves as well.
+    It is used for all axes of size 1; torch would create one group per rank, on every rank. In a
+    world of one rank the default group is used.
     """
     if dist.get_world_size() == 1:
         assert dist.group.WORLD is not None
@@ -219,9 +216,9 @@ def _grid(
     alone: dist.ProcessGroup,
     whole: dist.ProcessGroup | None,
 ) -> DeviceMesh:
-    """Create a mesh of `ranks`, which are all ranks, with a dim for each name.
+    """Create a mesh of all ranks with one axis per name; `ranks` has one dim per axis.
 
-    `alone` serves the axes of one rank, and `whole` an axis of all ranks where it is given.
+    `alone` is the group of axes of size 1. `whole`, if given, is the group of an axis of all ranks.
     """
     wide = tuple(name for name, size in zip(names, ranks.shape, strict=True) if size > 1)
     if len(wide) == len(names):
@@ -240,9 +237,9 @@ def _grid(
 def _grid_of_nodes(
     ep_groups: torch.Tensor, node_size: int | None, device: torch.device
 ) -> DeviceMesh | None:
-    """Create the groups between and inside nodes; None where these are ep groups or single ranks.
+    """Create the mesh of nodes and their ranks, or return None if a node has all or one rank.
 
-    `ep_groups` is [groups, ranks of one].
+    `ep_groups` is [groups, ranks of a group].
     """
     in_node, ep = ranks_in_node(ep_groups.tolist(), node_size), ep_groups.shape[1]
     if in_node in (1, ep):
@@ -255,39 +252,39 @@ def _grid_of_nodes(
 
 
 def ranks_in_node(ep_groups: list[list[int]], node_size: int | None) -> int:
-    """Count the ranks that an ep group has on each of its nodes; a node is `node_size` ranks.
+    """Return the number of ranks that each ep group has on each of its nodes.
 
     Raises:
-        ValueError: they are not equally many everywhere, or nobody says how large a node is.
+        ValueError: the number is not the same everywhere, or `node_size` is None.
     """
     if node_size is None:
         raise ValueError(
-            "dispatcher='hierarchical' has to know how many ranks a node has, and neither "
-            "node_size nor the launcher's LOCAL_WORLD_SIZE says it; launch with torchrun or "
-            "accelerate launch, or set node_size"
+            "dispatcher='hierarchical' needs the number of ranks per node, and neither node_size "
+            "nor the launcher's LOCAL_WORLD_SIZE is set; launch with torchrun or accelerate "
+            "launch, or set node_size"
         )
     in_node = _on_nodes(ep_groups[0], node_size)[0]
     for group in ep_groups:
         on_nodes = _on_nodes(group, node_size)
         if set(on_nodes) != {in_node}:
             world = sum(map(len, ep_groups))
-            sizes = [size for size in range(1, world + 1) if _cuts_evenly(ep_groups, size)]
+            sizes = [size for size in range(1, world + 1) if _splits_evenly(ep_groups, size)]
             raise ValueError(
-                f"node_size ({node_size}) cuts the ep group of ranks {_listed(group)} into "
-                f"{' + '.join(map(str, on_nodes))} ranks, and dispatcher='hierarchical' needs "
-                f"equally many on each node of every ep group; try node_size {_listed(sizes)}, "
+                f"node_size ({node_size}) splits the ep group of ranks {_listed(group)} into "
+                f"{' + '.join(map(str, on_nodes))} ranks, and dispatcher='hierarchical' needs the "
+                f"same number on each node of every ep group; try node_size {_listed(sizes)}, "
                 f"another ep_size, or dispatcher='all_to_all'"
             )
     return in_node
 
 
 def _on_nodes(group: list[int], node_size: int) -> list[int]:
-    """Count the ranks of a group on each node that has some of them."""
+    """Count the ranks of a group on each of its nodes."""
     return list(Counter(rank // node_size for rank in group).values())
 
 
-def _cuts_evenly(groups: list[list[int]], node_size: int) -> bool:
-    """Tell whether all groups have one number of ranks on all of their nodes."""
+def _splits_evenly(groups: list[list[int]], node_size: int) -> bool:
+    """Return True if all groups have the same number of ranks on all of their nodes."""
     return len({number for group in groups for number in _on_nodes(group, node_size)}) == 1
 
 
@@ -296,7 +293,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def check_world(ep_size: int, dp_replicate_size: int, world_size: int, sp_size: int = 1) -> None:
-    """Raise where the sizes do not tile the world, naming the sizes that would."""
+    """Raise if the sizes do not divide the world; the error lists the sizes that do."""
     if dp_replicate_size > world_size or world_size % dp_replicate_size:
         raise ValueError(
             f"dp_replicate_size ({dp_replicate_size}) must divide the world size ({world_size}); "

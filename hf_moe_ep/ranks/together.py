@@ -1,23 +1,26 @@
-"""Where ranks meet so that none waits for another that failed, or never came.
+"""Run work on all ranks so that no rank waits for another one that failed or never came.
 
-check_everyone_calls   at the store, before the first collective: a rank that stays away is
-                       named after five minutes, where a collective would hang
-check_alike            arguments that decide what ranks do together
-check_own_gpu          at the store too: NCCL's first collective fails where ranks share a GPU
+Three checks compare the ranks before they start:
 
-Each rank does its part, and the error of one becomes the error of all:
+check_everyone_calls   all ranks call a function. This check uses the store, so it raises after five
+                       minutes where the first collective would hang
+check_alike            all ranks pass the same arguments
+check_own_gpu          no two ranks compute on the same GPU, with which NCCL's first collective
+                       would fail. This check uses the store as well
 
-together    returns this rank's own value     folder, model = together("loading", build)
-everyone    returns every rank's              sizes = everyone("counting", count)
-on_first    rank 0 alone works, all get it    newest = on_first("looking", find)
-for_first   each works, rank 0 gets it all    parts = for_first("hashing", read)
+Four functions run a part of the work on each rank. If one rank fails, all ranks raise its error:
 
-StillHere   of loops over what ranks gather together: one that leaves early tells the others.
+together    every rank works and keeps its value    folder, model = together("loading", build)
+everyone    every rank works, all get all values    sizes = everyone("counting", count)
+on_first    rank 0 works, all get its value         newest = on_first("looking", find)
+for_first   every rank works, rank 0 gets all       parts = for_first("hashing", read)
 
-What a rank receives here does not grow with their number, as long as nobody failed and all agree:
-an all-reduce tells whether a rank has failed (8 bytes), or has another value than the others
-(`differing`: a hash and its complement, 64 bytes). Only then is gathered who, and what. `everyone`
-and `gather` do grow, padded to the longest value: for what every rank needs of every other.
+`StillHere` is for a loop with collectives: a rank that leaves the loop early informs the others.
+
+As long as no rank fails and all agree, a rank receives the same number of bytes in a world of any
+size: one all-reduce finds out if any rank failed (8 bytes) or if values differ (`differing`: a hash
+and its complement, 64 bytes). Only then the errors or values themselves are gathered. `everyone`
+and `gather` always send all values to all ranks, padded to the longest.
 """
 
 from __future__ import annotations
@@ -34,17 +37,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hf_moe_ep.ranks.missing import name_the_missing
+from hf_moe_ep.ranks.missing import name_missing_ranks
 from hf_moe_ep.upstream.process_groups import default_store, device_of_objects
 
-# How far ranks may be apart when they begin to save.
+# How long ranks wait for each other at the begin of a save.
 PATIENCE = timedelta(minutes=5)
-# How long rank 0 waits for the first of the others, where `if is_main_process:` is usual.
+# How long rank 0 waits for the first other rank, where scripts often have `if is_main_process:`.
 ALONE = timedelta(seconds=20)
-# When they begin to shard, each after it has loaded a model.
+# How long ranks wait for each other at the begin of sharding, after each has loaded a model.
 _LOADING = timedelta(minutes=30)
-# Errors that stay what they are: of an argument, of a package that lacks.
-_OF_USER = (ValueError, ImportError)
+# Errors that keep their class on all ranks: a wrong argument, and a missing package.
+_USER_ERRORS = (ValueError, ImportError)
 
 Value = TypeVar("Value")
 
@@ -52,9 +55,9 @@ Value = TypeVar("Value")
 def check_everyone_calls(
     what: str, patience: timedelta | None = None, alone: timedelta | None = None
 ) -> None:
-    """Meet at the store: inside `if is_main_process:` the first collective would hang.
+    """Raise if not all ranks call `what` within `patience`, as inside `if is_main_process:`.
 
-    Rank 0 waits for `alone` only, where it is given, as long as none of the others has come.
+    With `alone` rank 0 waits only that long for the first other rank.
     """
     if not is_distributed():
         return
@@ -66,11 +69,11 @@ def check_everyone_calls(
     if number % world == 0:
         store.set(met, "")
     waited = patience if alone is None or not is_first() else min(alone, patience)
-    if _came(met, waited):
+    if _is_set(met, waited):
         return
     if waited < patience and store.add(called, 0) % world > 1:
         rest, waited = patience - waited, patience
-        if _came(met, rest):
+        if _is_set(met, rest):
             return
     present = store.add(called, 0) % world
     store.add(called, -1)
@@ -80,8 +83,8 @@ def check_everyone_calls(
     )
 
 
-def _came(key: str, patience: timedelta) -> bool:
-    """Wait for a key of the store; False where nobody has set it by then."""
+def _is_set(key: str, patience: timedelta) -> bool:
+    """Wait until a key of the store is set; return False after `patience`."""
     try:
         default_store().wait([key], patience)
     except RuntimeError:  # DistStoreError
@@ -90,10 +93,10 @@ def _came(key: str, patience: timedelta) -> bool:
 
 
 def check_alike(what: str, **mine: Any) -> None:
-    """Raise on every rank where one of these arguments of `what` differs between ranks.
+    """Compare arguments of the function `what` over all ranks.
 
     Raises:
-        ValueError: it names the argument and two ranks' values.
+        ValueError: on every rank, if an argument differs; with the values of two ranks.
     """
     by_rank = differing(mine) or [mine]
     for name, first in by_rank[0].items():
@@ -101,16 +104,16 @@ def check_alike(what: str, **mine: Any) -> None:
             if theirs[name] != first:
                 raise ValueError(
                     f"ranks called {what} with another {name}: rank 0 with {first!r}, rank {rank} "
-                    f"with {theirs[name]!r}; take rank 0's on every rank (look for a time or a "
-                    f"step in it that depends on the rank)"
+                    f"with {theirs[name]!r}; pass the value of rank 0 on every rank (a time or a "
+                    f"step in the value may depend on the rank)"
                 )
 
 
 def check_own_gpu(gpu: str) -> None:
-    """Raise on every rank where two of them would compute on the same GPU; `gpu` is its UUID.
+    """Check that no two ranks compute on the same GPU; `gpu` is the UUID of this rank's.
 
     Raises:
-        ValueError: it names both ranks.
+        ValueError: on every rank, if two ranks share a GPU; with both ranks.
     """
     store, rank, key = default_store(), this_rank(), "hf_moe_ep/gpu"
     holder = int(store.compare_set(f"{key}/{gpu}", "", str(rank)))
@@ -118,8 +121,8 @@ def check_own_gpu(gpu: str) -> None:
         store.set(
             f"{key}/shared",
             f"ranks {holder} and {rank} would both compute on GPU {gpu} of "
-            f"{socket.gethostname()}, and NCCL needs one for each; start one process a GPU with "
-            f"torchrun or accelerate launch, and in each call "
+            f"{socket.gethostname()}, and NCCL needs one GPU per rank; start one process per GPU "
+            f"with torchrun or accelerate launch, and in each process call "
             f"torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before anything else",
         )
     check_everyone_calls("apply_ep_fsdp2 or from_pretrained", _LOADING)
@@ -128,34 +131,46 @@ def check_own_gpu(gpu: str) -> None:
 
 
 def together(what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
-    """Run `part` on every rank and return its value here; every rank of `group` calls this.
+    """Run `part` on every rank of `group` and return the value of this rank.
+
+    `what` describes the work in errors: "saving out/step-100".
 
     Raises:
-        ValueError: on every rank, where all errors were ValueErrors (the user's mistake).
-        ImportError: on every rank, where every rank had one.
-        RuntimeError: on every rank, naming each rank that failed and why.
+        ValueError: on every rank, if all errors were ValueErrors (a mistake of the user).
+        ImportError: on every rank, if every rank had one.
+        RuntimeError: on every rank, after any other error; with each rank that failed and why.
     """
-    tried = _try(part)
+    value: Any = None
+    failure: _Failure | None = None
+    cause: BaseException | None = None
     try:
-        failed = _any_rank(tried.failure is not None, group)
-        failures = gather(tried.failure, group) if failed else []
+        value = part()
+    # Any error, because otherwise the other ranks would wait. DCP's error is no Exception.
+    except (Exception, CheckpointException) as error:  # noqa: BLE001
+        user_error = next((kind for kind in _USER_ERRORS if isinstance(error, kind)), None)
+        failure, cause = _Failure(one_line(error), user_error), error
+    try:
+        failed = _any_rank(failure is not None, group)
+        failures = gather(failure, group) if failed else []
     except RuntimeError as error:
-        if tried.failure is None:
-            raise _not_met(what, group, error) from error
+        if failure is None:
+            raise _describe_missing_ranks(what, group, error) from error
         raise RuntimeError(
-            f"{what} failed on rank {this_rank()}: {tried.failure.text}; ranks did not meet after "
-            f"that, they wait for this one in a collective: {error}"
-        ) from tried.cause
-    _raise_any(what, failures, tried.cause)
-    return tried.value
+            f"{what} failed on rank {this_rank()}: {failure.text}; the other ranks could not be "
+            f"informed, they wait for this one in a collective: {error}"
+        ) from cause
+    _raise_any(what, failures, cause)
+    return cast(Value, value)
 
 
-def _not_met(what: str, group: dist.ProcessGroup | None, error: RuntimeError) -> RuntimeError:
-    """Say who did not come, in a group that still is one."""
+def _describe_missing_ranks(
+    what: str, group: dist.ProcessGroup | None, error: RuntimeError
+) -> RuntimeError:
+    """Return an error with the ranks that did not come, unless the group was destroyed."""
     if not is_distributed():
         return error
     return RuntimeError(
-        f"{what}: ranks did not meet; {name_the_missing(what, group)} stopped, or did not come "
+        f"{what}: ranks did not meet; {name_missing_ranks(what, group)} stopped, or did not come "
         f"within the process group's timeout ({error})"
     )
 
@@ -163,14 +178,14 @@ def _not_met(what: str, group: dist.ProcessGroup | None, error: RuntimeError) ->
 def everyone(
     what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
 ) -> list[Value]:
-    """Run `part` on every rank and return all values, in rank order; raises as `together`."""
+    """Run `part` on every rank and return all values, by rank; raise as `together` does."""
     return gather(together(what, part, group), group)
 
 
 def for_first(
     what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None
 ) -> list[Value] | None:
-    """Run `part` on every rank and return all values on rank 0, None elsewhere; as `everyone`."""
+    """Do as `everyone`, but return the values on rank 0 alone, and None on other ranks."""
     value = together(what, part, group)
     if not is_distributed():
         return [value]
@@ -180,20 +195,20 @@ def for_first(
 
 
 def on_first(what: str, part: Callable[[], Value], group: dist.ProcessGroup | None = None) -> Value:
-    """Run `part` on rank 0 alone and return its value on every rank; raises as `together`."""
+    """Run `part` on rank 0 and return its value on every rank; raise as `together` does."""
     value = together(what, lambda: part() if is_first() else None, group)
     if not is_distributed():
         return cast(Value, value)
-    told = [value]
-    dist.broadcast_object_list(told, group=group, group_src=0)
-    return cast(Value, told[0])
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return cast(Value, values[0])
 
 
 def differing(value: Value, group: dist.ProcessGroup | None = None) -> list[Value] | None:
-    """Return every rank's `value` where they differ, None where all are the same.
+    """Return the values of all ranks if they differ, or None if all are the same.
 
-    `value` is told from others by its repr. Where two that are equal have another one, they come
-    back here and whoever compares them finds no difference.
+    Values are compared by their repr. Equal values with different reprs are returned as well, so
+    callers must compare them again.
     """
     _check_alive(group)
     if not is_distributed():
@@ -206,7 +221,7 @@ def differing(value: Value, group: dist.ProcessGroup | None = None) -> list[Valu
 
 
 def _any_rank(here: bool, group: dist.ProcessGroup | None) -> bool:
-    """Tell whether this is so on a rank of `group`."""
+    """Return True if `here` is true on any rank of `group`."""
     _check_alive(group)
     return bool(_highest(torch.tensor(int(here)), group)) if is_distributed() else here
 
@@ -218,81 +233,64 @@ def _highest(numbers: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class StillHere:
-    """Ranks that go through one loop in step: `check` in each round, then `leave` or `end`.
+    """Keeps ranks together in a loop: each round calls `check`, and at last `end` or `leave`.
 
-    One small all-reduce each. What a rank calls last meets a `check` or the `end` of the others.
+    Each call is one small all-reduce. The `end` or `leave` of a rank pairs with the `check` or
+    `end` of the other ranks.
     """
 
     def __init__(self, what: str, device: torch.device) -> None:
         self._what, self._device = what, device
 
     def check(self) -> None:
-        """Raise where another rank has left.
+        """Check that no other rank has left.
 
         Raises:
-            RuntimeError: it names the rank.
+            RuntimeError: a rank has left; with that rank.
         """
-        if leaver := self._tell(0):
+        if leaver := self._reduce(0):
             raise RuntimeError(
                 f"rank {leaver - 1} stopped iterating over {self._what} early; every rank has to "
-                f"iterate to the end, also where it uses nothing of it: for _ in ...: pass"
+                f"iterate to the end, even if it does not use the items: for _ in ...: pass"
             )
 
     def leave(self) -> None:
-        """Tell the others that this rank goes no further."""
-        if is_distributed():  # the interpreter may be ending
-            self._tell(this_rank() + 1)
+        """Inform the other ranks that this rank leaves the loop."""
+        if is_distributed():  # the interpreter may be exiting
+            self._reduce(this_rank() + 1)
 
     def end(self) -> None:
-        """Meet a rank that leaves after the last round, when it is missing nothing."""
-        self._tell(0)
+        """Finish the loop. A rank that leaves after the last round is no error."""
+        self._reduce(0)
 
-    def _tell(self, number: int) -> int:
-        told = torch.tensor(number, device=self._device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return int(told)
+    def _reduce(self, number: int) -> int:
+        largest = torch.tensor(number, device=self._device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """The text of an error, for the other ranks."""
+    """An error as other ranks receive it; `user_error` is its class if that class is kept."""
 
     text: str
-    of_user: type[ValueError] | type[ImportError] | None
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """What came of a rank's part: its value, or an error and what is told of it."""
-
-    value: Any = None
-    failure: _Failure | None = None
-    cause: BaseException | None = None
-
-
-def _try(part: Callable[[], Any]) -> _Tried:
-    try:
-        return _Tried(part())
-    # Any error: kept to itself it would leave the other ranks waiting. DCP's is no Exception.
-    except (Exception, CheckpointException) as error:  # noqa: BLE001
-        of_user = next((kind for kind in _OF_USER if isinstance(error, kind)), None)
-        failure = _Failure(one_line(error), of_user)
-        return _Tried(failure=failure, cause=error)
+    user_error: type[ValueError] | type[ImportError] | None
 
 
 def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException | None) -> None:
+    """Raise one error for the failures of all ranks, if there are any."""
     failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
     if not failures:
         return
-    kinds = {failure.of_user for failure in failures.values()}
-    of_user = kinds.pop()
-    # What one machine lacks is told with its rank.
-    everywhere = of_user is ValueError or len(failures) == len(by_rank)
-    if of_user is not None and not kinds and everywhere:
+    kinds = {failure.user_error for failure in failures.values()}
+    kind = kinds.pop()
+    # A package that only some machines miss becomes a RuntimeError with their ranks.
+    everywhere = kind is ValueError or len(failures) == len(by_rank)
+    if kind is not None and not kinds and everywhere:
         text = next(iter(failures.values())).text
-        raise of_user(text.removeprefix(f"{of_user.__name__}: ")) from cause
+        raise kind(text.removeprefix(f"{kind.__name__}: ")) from cause
     texts = {rank: failure.text for rank, failure in failures.items()}
-    if len(set(texts.values())) == 1 and cause is not None:  # DCP tells every rank the same
+    if len(set(texts.values())) == 1 and cause is not None:  # DCP raises the same on every rank
         texts = {min(texts): next(iter(texts.values()))}
     lines = "; ".join(
         text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in texts.items()
@@ -301,10 +299,10 @@ def _raise_any(what: str, by_rank: list[_Failure | None], cause: BaseException |
 
 
 def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Gather `value` of every rank, in order; of this process alone without a process group.
+    """Return the values of all ranks, by rank. Without a process group that is one value.
 
     Raises:
-        RuntimeError: `group` was destroyed: a rank that went on alone would take itself for rank 0.
+        RuntimeError: `group` was destroyed. Going on, every rank would act as rank 0 of one.
     """
     _check_alive(group)
     if not is_distributed():
@@ -317,33 +315,33 @@ def gather(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
 def _check_alive(group: dist.ProcessGroup | None) -> None:
     if group is not None and not is_distributed():
         raise RuntimeError(
-            "the process group was destroyed while a save ran in the background; call wait() on "
-            "what save_checkpoint returned before destroy_process_group()"
+            "the process group was destroyed while a save ran in the background; call wait() of "
+            "the handle that save_checkpoint returned before destroy_process_group()"
         )
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, or alone."""
+    """Return True on rank 0, and without a process group."""
     return this_rank() == 0
 
 
 def this_rank() -> int:
-    """This process's rank, 0 without a process group."""
+    """Return the rank of this process (0 without a process group)."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Ranks of `group`, 1 without a process group."""
+    """Return the number of ranks of `group` (1 without a process group)."""
     return dist.get_world_size(group) if is_distributed() else 1
 
 
 def is_distributed() -> bool:
-    """Whether there is a default process group."""
+    """Return True if torch.distributed is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def one_line(error: BaseException) -> str:
-    """Put an error into one line; of DCP's error each rank's own."""
+    """Return the class and text of an error; for DCP's error, those of each rank's error."""
     if isinstance(error, CheckpointException):
         parts = [
             f"rank {rank}: {type(cause).__name__}: {cause}"

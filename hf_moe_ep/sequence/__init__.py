@@ -1,4 +1,5 @@
-"""One batch on several ranks: slices of a sequence, attention over heads.
+"""Sequence parallelism: the ranks of an sp group split the sequences of one batch.
 
-Here: how a sequence is split, exchanged and joined. Never: the data loader (`integrations/`).
+Here: slices of a sequence, and attention over heads. Never: the data loader that gives these ranks
+the same batch (`integrations/`).
 """

@@ -1,8 +1,8 @@
-"""What `patch` does for sequence parallelism, with sp_size > 1:
+"""Register the hooks of sequence parallelism (sp_size > 1).
 
-the causal LM         hooks that split the batch and join the outputs; a loss of slices
-every decoder layer   a hook that takes the slice of what is for the whole sequence
-attention modules     their own copy of the config, which selects `split_attention`
+causal LM             hooks that split the batch and gather the outputs; a loss for slices
+every decoder layer   a pre-forward hook that slices the arguments with one entry per token
+attention modules     a copy of the config, which selects `split_attention`
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from hf_moe_ep.upstream.attention_interface import check_attention, own_attentio
 from hf_moe_ep.upstream.models import attention_heads
 from hf_moe_ep.upstream.module_names import stock_name
 
-_REMEDY = "leave sp_size at 1; ep_size and FSDP2 work"
+_REMEDY = "leave sp_size at 1 (ep_size and FSDP2 work)"
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Raise where this model's sequences cannot be split."""
+    """Raise if the sequences of this model cannot be split."""
     sp_size = state.config.sp_size or 1
     if sp_size == 1:
         return
     _check_mixers(parts, sp_size)
     if parts.causal_lm is None:
         raise ValueError(
-            f"sp_size ({sp_size}) > 1 needs a model with a language modelling head, which "
-            f"{type(parts.root).__name__} has not; load it as a causal LM, or leave sp_size at 1"
+            f"sp_size ({sp_size}) > 1 needs a model with a language modelling head, and "
+            f"{type(parts.root).__name__} has none; load it as a causal LM, or leave sp_size at 1"
         )
     if not parts.plan.sequence_parallel:
         raise ValueError(
             f"sp_size ({sp_size}) > 1 was not tested on {parts.plan.model_type}; {_REMEDY}, or "
-            f"grant it yourself after a test: "
+            f"allow it yourself after a test: "
             f"patch(model, plan=ModelPlan(..., sequence_parallel=True))"
         )
     if not parts.attention:
@@ -56,13 +56,13 @@ def check(parts: Parts, state: ModelState) -> None:
 
 
 def _check_mixers(parts: Parts, sp_size: int) -> None:
-    """Raise where tokens are mixed along the sequence past attention.
+    """Raise if a module outside of attention mixes tokens along the sequence.
 
-    Attention is split over heads: what else looks along the sequence would see a slice of it.
+    Attention is split over heads. Any other such module would see a slice of the sequence only.
     """
     plan = parts.plan
     if plan.mixers:
-        # Layers without one may have attention, or nothing of the kind, under the same name.
+        # Under the same name another layer may have attention, or a module that mixes nothing.
         kinds = {
             f"{name} ({type(module).__name__})"
             for name in plan.mixers
@@ -70,14 +70,14 @@ def _check_mixers(parts: Parts, sp_size: int) -> None:
             if matches(name, stock_name(other)) and is_mixer(module)
         } or set(plan.mixers)
         raise ValueError(
-            f"sp_size ({sp_size}) > 1 splits sequences and lets attention see the whole, but "
-            f"{plan.model_type} mixes along the sequence in {', '.join(sorted(kinds))} as well, "
-            f"which is not of transformers' attention interface; {_REMEDY}"
+            f"sp_size ({sp_size}) > 1 splits sequences, and only attention sees the whole, but "
+            f"{plan.model_type} also mixes along the sequence in {', '.join(sorted(kinds))}, "
+            f"which does not use transformers' attention interface; {_REMEDY}"
         )
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Hook the causal LM and its layers, and let attention be computed by heads."""
+    """Register the hooks of the module docstring, and select our attention function."""
     if state.config.sp_size == 1:
         return
     select_attention(parts.attention, state, attention_with)
@@ -87,14 +87,17 @@ def attach(parts: Parts, state: ModelState) -> None:
     causal_lm = parts.causal_lm
     causal_lm.register_forward_pre_hook(SplitSequence(state), with_kwargs=True)
     causal_lm.register_forward_hook(JoinLogits(state), with_kwargs=True)
-    # Where the user has set no loss, the model has no such attribute (modeling_utils.py).
+    # The model has this attribute only if the user has set a loss (modeling_utils.py).
     state.replace(causal_lm, "_loss_function", partial(split_loss, causal_lm.loss_function))
 
 
 def select_attention(
     modules: Sequence[Any], state: ModelState, wrap: Callable[..., Any], *, frames: bool = False
 ) -> None:
-    """Give attention modules a config that selects `wrap(their stock function)`."""
+    """Give attention modules a config that selects `wrap(stock function)`.
+
+    `frames` is True for a vision tower, whose stock function may separate frames itself.
+    """
     stock = {id(module.config): module.config for module in modules}  # layers may differ
     own = {key: own_attention_config(config, wrap, frames=frames) for key, config in stock.items()}
     for module in modules:

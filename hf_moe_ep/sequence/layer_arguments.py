@@ -1,12 +1,13 @@
-"""Which arguments of a decoder layer have one entry per token, read off its signature by `patch`.
+"""Find the arguments of a decoder layer that have one entry per token, by their names.
 
     hidden_states          the first argument; the hook of the first layer slices it
-    position_embeddings    sliced along the dimension that `_BY_TOKEN` names
+    position_embeddings    sliced along the dimension given in `_BY_TOKEN`
     attention_mask         stays whole: attention sees the whole sequence
 
-A size says nothing: a tensor of another kind may be as long as the sequence by accident. A layer
-with a tensor argument that is in none of the tables below is therefore refused before anything is
-split. Flags and caches, which their annotations tell from tensors, stay as they are.
+The names come from the signature of the layer, which `patch` reads. The shape of a tensor would not
+do: any tensor may be as long as the sequence by accident. So `patch` refuses a layer with a tensor
+argument that is in none of the tables below. Flags and caches, which have other annotations than
+tensors, are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torch import Tensor, nn
 from hf_moe_ep.sequence.slices import Slice
 from hf_moe_ep.upstream.replaced_forwards import forward_of_class
 
-# The dimension of the sequence in what a layer is given for each token.
+# Arguments with one entry per token, and the dimension of the sequence.
 _BY_TOKEN = {
     "input_ids": 1,
     "per_layer_input": 1,
     "position_embeddings": 1,
     "position_ids": -1,
-    "attention_scaling": 2,  # (B or 1, 1, S, 1): a scale of every query, for all heads
+    "attention_scaling": 2,  # (B or 1, 1, S, 1): one scale per query, for all heads
 }
-# Arguments that stay as they are, besides every mask.
+# Arguments that are passed on unchanged. So is every argument whose name ends in "mask".
 _WHOLE = {
     "cache_position",
     "output_attentions",
@@ -42,33 +43,33 @@ _WHOLE = {
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """How a decoder layer is called.
+    """The signature of a decoder layer.
 
     Attributes:
-        kind: the name of the layer's class, for errors.
-        names: of the positional arguments, in their order.
+        class_name: the class of the layer, for errors.
+        positional: the names of the positional arguments, in order.
     """
 
-    kind: str
-    names: tuple[str, ...]
+    class_name: str
+    positional: tuple[str, ...]
 
     def slice_positional(self, args: tuple[Any, ...], part: Slice) -> tuple[Any, ...]:
-        """Slice all positional arguments but the first one.
+        """Slice all positional arguments except the first one.
 
         Raises:
-            ValueError: the layer names fewer arguments than it was given.
+            ValueError: the layer was called with more arguments than its signature names.
         """
-        if len(args) > len(self.names):
+        if len(args) > len(self.positional):
             raise ValueError(
-                f"{self.kind} names {len(self.names)} positional arguments and was called with "
-                f"{len(args)}, so sp_size={part.size} cannot tell which have one entry per token; "
-                f"call it with keywords behind hidden_states"
+                f"{self.class_name} names {len(self.positional)} positional arguments and was "
+                f"called with {len(args)}, so sp_size={part.size} cannot know which have one entry "
+                f"per token; call it with keywords after hidden_states"
             )
-        names = zip(self.names[1:], args[1:], strict=False)
+        names = zip(self.positional[1:], args[1:], strict=False)
         return (args[0], *(self._own_part(name, value, part) for name, value in names))
 
     def slice_named(self, kwargs: dict[str, Any], part: Slice) -> dict[str, Any]:
-        """Slice keyword arguments; those that no table names belong to whoever passed them."""
+        """Slice the keyword arguments that are in `_BY_TOKEN`, and pass on all others."""
         return {name: self._own_part(name, value, part) for name, value in kwargs.items()}
 
     def _own_part(self, name: str, value: Any, part: Slice) -> Any:
@@ -84,20 +85,20 @@ class LayerArguments:
             return value  # the same for every token
         if size != part.length:
             raise ValueError(
-                f"{name} of {self.kind} has {size} entries in a sequence of {part.length} tokens, "
-                f"so sp_size={part.size} cannot slice it; give one for each token"
+                f"{name} of {self.class_name} has {size} entries in a sequence of {part.length} "
+                f"tokens, so sp_size={part.size} cannot slice it; give one entry per token"
             )
         return part.take_shared(value, dim)
 
 
 def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
-    """Read the arguments of a decoder layer off its signature.
+    """Read the signature of a decoder layer.
 
     Raises:
-        ValueError: an argument of which nobody knows whether it has one entry per token.
+        ValueError: a tensor argument is in no table, so it may or may not have one entry per token.
     """
     by_name = _named_parameters(layer)
-    kind = type(layer).__name__
+    class_name = type(layer).__name__
     unknown = [
         parameter.name
         for parameter in by_name[1:]
@@ -107,24 +108,25 @@ def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
     ]
     if unknown:
         raise ValueError(
-            f"sp_size ({sp_size}) > 1 slices what has one entry per token, and of "
-            f"{', '.join(unknown)}, which {kind} takes, it is not known whether it has; leave "
-            f"sp_size at 1, or add the argument to hf_moe_ep/sequence/layer_arguments.py"
+            f"sp_size ({sp_size}) > 1 slices the arguments with one entry per token, and it is not "
+            f"known if {', '.join(unknown)} of {class_name} is one of them; leave sp_size at 1, or "
+            f"add the argument to hf_moe_ep/sequence/layer_arguments.py"
         )
     positional = (p.name for p in by_name if p.kind != p.KEYWORD_ONLY)
-    return LayerArguments(kind, tuple(positional))
+    return LayerArguments(class_name, tuple(positional))
 
 
 def _may_be_tensor(parameter: inspect.Parameter) -> bool:
-    """Return whether the annotation of a parameter names tensors, or is missing."""
+    """Return True if the annotation of a parameter names tensors, or is missing."""
     missing = parameter.annotation is parameter.empty
     return missing or "Tensor" in str(parameter.annotation)
 
 
 def _named_parameters(layer: nn.Module) -> list[inspect.Parameter]:
-    """Return the parameters that the class of a layer names, or that of the layer in a wrapper.
+    """Return the named parameters of a layer's forward; look inside a wrapper that names none.
 
-    What transformers or Accelerate hang on an instance passes on whatever it is given.
+    The forward of the class is read: a forward that transformers or Accelerate set on the instance
+    takes any arguments.
     """
     _, *parameters = inspect.signature(forward_of_class(layer)).parameters.values()
     by_name = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

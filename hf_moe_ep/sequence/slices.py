@@ -1,13 +1,12 @@
-"""A slice of each sequence per rank of an sp group, and the exchanges between slices.
+"""Slices of sequences, one per rank of an sp group, and the collectives that join them.
 
-With `sp` ranks and a length of S tokens every rank has ceil(S / sp) tokens of each row, the last
-ones padded. All exchanges are equal parts between the ranks of the group, differentiable, and their
-backward is the exchange the other way:
+With `sp` ranks and sequences of S tokens every rank has ceil(S / sp) tokens of each row; the last
+slices are padded. Both collectives are differentiable:
 
-    gather_slices   (B, S / sp, V)          to   (B, S, V) on every rank
-    sum_slices      a number of each slice  to   their sum on every rank
+    gather_slices   (B, S / sp, V)        to   (B, S, V) on every rank
+    sum_slices      one number per slice  to   their sum on every rank
 
-What attention exchanges stands in `ulysses.py`.
+The exchanges of attention are in `ulysses.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ SLICE = "hf_moe_ep_slice"
 
 
 class Slice:
-    """A rank's part of the `length` tokens of each row, split over `group` in whole `unit`s.
+    """The slice of one rank: its tokens of the `length` tokens of each row, in whole `unit`s.
 
-    No dataclass: FSDP2 makes a new one of every dataclass that it finds among a unit's arguments.
+    This is no dataclass, because FSDP2 copies every dataclass among the arguments of a unit.
     """
 
     def __init__(
@@ -38,18 +37,18 @@ class Slice:
     ) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.length, self.unit = length, unit
-        # What flash attention tells packed documents apart by, for the whole sequence.
+        # Position ids of the whole sequence, by which flash attention separates packed documents.
         self.positions: Tensor | None = None
-        # What all layers share: whole tensors, by their identity, and their slices.
+        # Tensors that all layers are given: the whole tensor and its slice, by id.
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def local(self) -> int:
-        """Tokens of each row on one rank, padding included."""
+        """The number of tokens of each row on one rank, padding included."""
         return -(-self.length // (self.size * self.unit)) * self.unit
 
     def take(self, x: Tensor, dim: int, *, fill: float = 0) -> Tensor:
-        """This rank's slice of a whole tensor; `fill` stands for the padding."""
+        """Return this rank's slice of a whole tensor, padded with `fill`."""
         start = min(self.rank * self.local, self.length)
         part = x.narrow(dim, start, min(self.local, self.length - start))
         missing = self.local - part.shape[dim]
@@ -60,8 +59,8 @@ class Slice:
         return torch.cat([part, part.new_full(shape, fill)], dim)
 
     def take_shared(self, whole: Tensor, dim: int) -> Tensor:
-        """Slice, once for all layers that are given the same tensor; each where it is learned."""
-        if whole.requires_grad:  # a recompute in backward wants a graph of its own
+        """Return the slice of a tensor that all layers are given; it is sliced only once."""
+        if whole.requires_grad:  # each recomputation in backward needs a graph of its own
             return self.take(whole, dim)
         if id(whole) not in self._shared:
             self._shared[id(whole)] = whole, self.take(whole, dim)
@@ -69,13 +68,13 @@ class Slice:
 
 
 def gather_slices(x: Tensor, part: Slice) -> Tensor:
-    """(B, S / sp, V) of every rank to (B, S, V) on all; the gradients of all ranks are added."""
+    """All-gather (B, S / sp, V) to (B, S, V); backward adds the gradients of all ranks."""
     whole: Tensor = _Gather.apply(x, part)
     return whole
 
 
 def sum_slices(x: Tensor, part: Slice) -> Tensor:
-    """Add a scalar up over the group; its backward adds the gradients of all ranks as well."""
+    """Sum a scalar over the group; backward adds the gradients of all ranks as well."""
     total: Tensor = _Sum.apply(x, part)
     return total
 
@@ -85,7 +84,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
         ctx.part = part
         whole = all_gather(x, part.group).movedim(0, 1).flatten(1, 2)[:, : part.length]
-        # No view: FSDP2's hook on an output that is one would be lost to an in-place op.
+        # A copy: an in-place operator on a view would lose the hook that FSDP2 put on the view.
         return whole.clone() if is_view(whole) else whole
 
     @staticmethod
@@ -98,8 +97,6 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the group, whose backward is a sum as well."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
         ctx.part = part
@@ -112,5 +109,5 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum(x: Tensor, part: Slice) -> Tensor:
-    """Add a scalar up, with the additions of every rank in one order."""
+    """Sum a scalar over the group; gathering first makes every rank add in the same order."""
     return all_gather(x, part.group).sum()

@@ -1,13 +1,15 @@
-"""Where a forward is split into slices of its sequence, and where its outputs are joined again.
+"""Split a forward into slices of its sequence, and join its outputs.
 
-    causal LM, before     SplitSequence: every rank of the group has the same batch; a `Slice` goes
-                          down with it, masks and positions are made for the whole sequence
-    decoder layers        TakeSlice: the first cuts the hidden states, each what else has tokens
-    loss                  split_loss: labels are shifted, then cut; losses of slices are added
-    causal LM, behind     JoinLogits: whole outputs where nobody asked for a loss
+    before the causal LM  SplitSequence: all ranks have the same batch. A `Slice` is passed down
+                          with it; masks and positions are computed for the whole sequence
+    decoder layers        TakeSlice: the first layer slices the hidden states, and every layer its
+                          other arguments with one entry per token
+    loss                  split_loss: labels are shifted, then sliced; the losses of all slices are
+                          summed
+    after the causal LM   JoinLogits: gather the outputs, if no loss was asked for
 
-How one forward is split travels with it, as a keyword argument from the causal LM down to attention
-and loss, so that a recompute in backward finds what its own forward had.
+The `Slice` of a forward is a keyword argument from the causal LM down to attention and loss, so a
+layer that is recomputed in backward gets the slice of its own forward.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 
 class SplitSequence(Ours):
-    """Pre-forward hook of the causal LM: decides whether this forward is split.
+    """Pre-forward hook of the causal LM: decide if this forward is split.
 
-    It is in training and with labels; without both, where `use_cache=False` asks for no cache and
-    `logits_to_keep` for no single positions, as `generate` does.
+    A forward is split in training mode or with labels. Any other forward is split only with
+    `use_cache=False` and without `logits_to_keep`; so the forwards of `generate` are not split.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -54,8 +56,8 @@ class SplitSequence(Ours):
             return None
         if picks:
             raise ValueError(
-                f"logits_to_keep={keep} picks positions of a sequence that sp_size="
-                f"{meshes.sp_size} splits in training and with labels; leave it out"
+                f"logits_to_keep={keep} selects positions of the whole sequence, but with sp_size="
+                f"{meshes.sp_size} a forward in training or with labels is split; leave it out"
             )
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         tokens: Tensor = given[name]
@@ -67,8 +69,8 @@ class SplitSequence(Ours):
         rank = meshes.sp.get_local_rank()
         if is_computed_by_liger(model) and given.get("labels") is not None:
             raise ValueError(
-                f"Liger's fused linear cross-entropy knows nothing of slices, of which sp_size="
-                f"{meshes.sp_size} makes this rank's loss; turn it off: liger_kernel_config="
+                f"Liger's fused linear cross-entropy cannot compute the loss of a slice, which "
+                f"sp_size={meshes.sp_size} needs; turn it off: liger_kernel_config="
                 f"{{'fused_linear_cross_entropy': False}}"
             )
         part = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
@@ -76,16 +78,17 @@ class SplitSequence(Ours):
         if is_fused_head(given):
             whole = given.get("labels") if given.get("shift_labels") is None else None
             given["shift_labels"] = _next_labels(whole, given.get("shift_labels"), part)
-            given["labels"] = whole  # TRL's head reads it no more; tells `_join_fused` what it was
+            # TRL's head no longer reads `labels`; JoinLogits reads how the labels were given.
+            given["labels"] = whole
         given["use_cache"] = False
-        given["attention_mask"] = _mask_beside(
+        given["attention_mask"] = _mask_to_pass(
             given.get("position_ids"), given.get("attention_mask")
         )
         return (), given
 
 
 class JoinLogits(Ours):
-    """Forward hook of the causal LM: whole outputs, or none where a loss was asked for."""
+    """Forward hook of the causal LM: gather the outputs, or drop them if there is a loss."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -101,10 +104,10 @@ class JoinLogits(Ours):
             as_stock = part.length if kwargs.get("labels") is None else part.length - 1
             return _join_fused(output, part, as_stock)
         if isinstance(output, tuple):
-            raise ValueError("return_dict=False does not go with sp_size > 1; leave it out")
+            raise ValueError("return_dict=False is not supported with sp_size > 1; leave it out")
         whole = kwargs.get("labels") is None
         whole |= self.state.config.gather_logits or self.state.gather_logits
-        # None, because a wrong accuracy from a slice would be worse than a crash.
+        # None instead of a slice, from which a metric would silently be wrong.
         return replace(
             output,
             **{
@@ -116,7 +119,7 @@ class JoinLogits(Ours):
 
 
 def _join(x: Any, part: Slice) -> Any:
-    """Whole (B, S, V) of slices, whole (B * S, V) of flat slices, or tuples of either."""
+    """Gather slices (B, S / sp, V), flat slices (B * S / sp, V), or tuples of either."""
     if not isinstance(x, Tensor):
         return None if x is None else tuple(_join(one, part) for one in x)
     flat = x.ndim == 2
@@ -126,10 +129,10 @@ def _join(x: Any, part: Slice) -> Any:
 
 
 class TakeSlice(Ours):
-    """Pre-forward hook of a decoder layer: what is for the whole sequence becomes the slice.
+    """Pre-forward hook of a decoder layer: slice its arguments with one entry per token.
 
-    Position embeddings and ids, inputs of this layer, scales of queries; masks stay whole.
-    `layer_arguments.py` says which arguments these are.
+    These are position embeddings and ids, inputs of this layer, and scales of queries. Masks stay
+    whole. `layer_arguments.py` lists all of them.
     """
 
     def __init__(self, arguments: LayerArguments, *, first: bool) -> None:
@@ -143,8 +146,8 @@ class TakeSlice(Ours):
             return None
         if not args:
             raise ValueError(
-                f"sp_size={part.size} slices what {type(layer).__name__} is called with first, and "
-                f"it was called by keywords alone; call it as layer(hidden_states, ...)"
+                f"sp_size={part.size} slices the first argument of {type(layer).__name__}, which "
+                f"was called with keywords alone; call it as layer(hidden_states, ...)"
             )
         part.positions = kwargs.get("position_ids")
         hidden, *others = self.arguments.slice_positional(args, part)
@@ -158,8 +161,8 @@ def split_loss(
 ) -> Tensor:
     """Return the loss of the whole sequence, the same on all ranks, from this rank's logits.
 
-    Its gradient is that of the group's loss times sp: as for any rank of data parallelism, the
-    mean over all ranks is what counts.
+    Its gradient on one rank is sp times that of the loss, because FSDP2 averages gradients over all
+    ranks, as in data parallelism.
     """
     part: Slice | None = kw.pop(SLICE, None)
     if part is None:
@@ -177,7 +180,7 @@ def split_loss(
 def _next_labels(
     labels: Tensor | None, shifted: Tensor | None, part: Slice, ignored: int = IGNORED_LABEL
 ) -> Tensor:
-    """Return what each token of this rank's slice is to predict; `ignored` behind the end."""
+    """Return the next label of each token of this rank's slice, padded with `ignored`."""
     if shifted is None:
         assert labels is not None
         shifted = functional.pad(labels, (0, 1), value=ignored)[:, 1:]
@@ -185,9 +188,10 @@ def _next_labels(
 
 
 def _join_fused(output: Any, part: Slice, length: int) -> Any:
-    """Join what TRL's head tells of each of `length` tokens; its own loss, of a slice, is gone.
+    """Gather the outputs of TRL's fused head for `length` tokens, and drop its loss of a slice.
 
-    Without sp TRL leaves out the last token, which has no label, unless labels came shifted.
+    `length` excludes the last token, which has no label, unless the labels were already shifted: so
+    TRL does without sp.
     """
     whole = {
         name: _gather_numbers(x, part, length)
@@ -198,31 +202,32 @@ def _join_fused(output: Any, part: Slice, length: int) -> Any:
 
 
 def _gather_numbers(x: Tensor, part: Slice, length: int) -> Tensor:
-    """Gather (B, S / sp) of every rank to (B, length) on all."""
+    """Gather (B, S / sp) to (B, length)."""
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     whole = gather_slices(numbers.unsqueeze(-1), part).squeeze(-1)[:, :length]
-    # A copy, because FSDP2 warns of an output that is a view.
+    # A copy, because FSDP2 warns about an output that is a view.
     return whole.to(x.dtype, copy=True)
 
 
-def _mask_beside(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """Return the mask to pass on: None beside positions that start again.
+def _mask_to_pass(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Return the mask, or None if the positions restart within a row.
 
-    Documents packed into one row are told apart by positions that start again; beside a mask they
-    would silently see each other (transformers, masking_utils.py, _preprocess_mask_arguments).
+    Positions that restart separate documents packed into one row. But transformers ignores them if
+    it also gets a mask, and the documents would silently attend to each other (masking_utils.py,
+    _preprocess_mask_arguments).
     """
     if positions is None or mask is None or mask.ndim != 2:
         return mask
     if positions.ndim == 3:
-        if positions.shape[0] != 4:  # of pictures only (temporal, height, width): none of the text
+        if positions.shape[0] != 4:  # (time, row, column) of pictures; no position of the text
             return mask
         positions = positions[0]
     both = (mask[:, 1:] * mask[:, :-1]).bool()
     restarts, whole = torch.stack([(both & (positions.diff() <= 0)).any(), mask.all()]).tolist()
     if restarts and not whole:
         raise ValueError(
-            "position_ids start again within a row, which means packed documents, but the "
-            "attention_mask has zeros, with which stock code takes a row for one document; leave "
-            "the mask out and fill up rows with a document whose labels are -100"
+            "position_ids restart within a row, which means packed documents, but the "
+            "attention_mask has zeros, and with a mask stock code treats a row as one document; "
+            "leave the mask out and fill up rows with a document whose labels are -100"
         )
     return None if restarts else mask

@@ -1,23 +1,23 @@
-"""Ulysses sequence parallelism: a sequence split over the sp group, attention split over its heads.
+"""Ulysses sequence parallelism: split the sequence over ranks, and attention over its heads.
 
-Every rank of an sp group is given the same batch. The model's own code makes masks, positions and
-embeddings for the whole sequence; behind that each rank keeps one slice of it. 2 ranks, 4 heads,
-8 tokens:
+Every rank of an sp group is given the same batch. The model's own code computes masks, positions
+and embeddings for the whole sequence; then each rank keeps one slice. With 2 ranks, 4 heads and 8
+tokens:
 
     rank 0   tokens 0-3  |  heads 0 1 of tokens 0-7  |  tokens 0-3
     rank 1   tokens 4-7  |  heads 2 3 of tokens 0-7  |  tokens 4-7
              projections    attention, stock code       projection, experts, head, loss
 
-Two all-to-alls a layer carry queries, keys and values there and results back. A length that sp does
-not divide is padded at its end for the slices; attention never sees the padding. Where sp exceeds
-the number of key and value heads, these are repeated until every rank has one.
+Each layer has two all-to-alls: one for queries, keys and values, and one for the results. If sp
+does not divide the length, the slices are padded at the end; attention does not see the padding. If
+there are fewer key and value heads than ranks, they are repeated until every rank has one.
 
     own_heads     (B, Q, S / sp, W)   to   (B, Q / sp, S, W)      Q heads, W the width of one
     own_tokens    (B, S, Q / sp, W)   to   (B, S / sp, Q, W)
 
-Both are differentiable; their backward is the other exchange. (DeepSpeed-Ulysses, arXiv
-2309.14509.) Widths are those of the tensors: values may be narrower than queries. Of sinks, which
-are one number per head, a rank passes its heads' on.
+Both are differentiable, and the backward of one is the exchange of the other. W may differ between
+tensors: values may be narrower than queries. Attention sinks, one number per head, are sliced to
+the heads of the rank. Source: DeepSpeed-Ulysses, arXiv 2309.14509.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def split_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over the whole sequence for this rank's heads; registered with transformers."""
+    """Attend over the whole sequence for the heads of this rank; registered with transformers."""
     part: Slice | None = kwargs.pop(SLICE, None)
     module = stock_attention(module)
     if part is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
     kv_heads = key.shape[1]
     check_heads(query.shape[1], kv_heads, part.size)
-    _pass_own_sinks(module, kwargs, part)
+    _slice_sinks(module, kwargs, part)
     if part.positions is not None and "position_ids" in kwargs:
         kwargs["position_ids"] = part.positions
     if kv_heads < part.size:
@@ -65,19 +65,19 @@ def split_attention(
 
 
 def own_heads(query: Tensor, key: Tensor, value: Tensor, part: Slice) -> tuple[Tensor, ...]:
-    """(B, Q, S / sp, W) each, to this rank's heads of all tokens: (B, Q / sp, S, W)."""
+    """Exchange (B, Q, S / sp, W) each for this rank's heads of all tokens: (B, Q / sp, S, W)."""
     whole: tuple[Tensor, ...] = _HeadsToSequence.apply(part, query, key, value)
     return tuple(x[:, :, : part.length] for x in whole)
 
 
 def own_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
-    """Send results back: (B, S, Q / sp, W) to (B, S / sp, Q, W)."""
+    """Exchange (B, S, Q / sp, W) for all heads of this rank's tokens: (B, S / sp, Q, W)."""
     out: Tensor = _SequenceToHeads.apply(out_BSQW, part)
     return out
 
 
 def check_heads(heads: int, kv_heads: int, sp_size: int) -> None:
-    """Raise where the heads cannot be split, with both numbers and the sizes that work."""
+    """Raise if the heads cannot be split; the error lists the sizes that work."""
     sizes = [n for n in range(1, heads + 1) if _splits(heads, kv_heads, n)]
     if sp_size not in sizes:
         raise ValueError(
@@ -87,15 +87,15 @@ def check_heads(heads: int, kv_heads: int, sp_size: int) -> None:
 
 
 def attention_with(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`split_attention` around a stock attention function."""
+    """Return `split_attention` around a stock attention function."""
     return partial(split_attention, stock)
 
 
-def _pass_own_sinks(module: Any, kwargs: dict[str, Any], part: Slice) -> None:
-    """Leave of the sinks, one per head, those of this rank's heads.
+def _slice_sinks(module: Any, kwargs: dict[str, Any], part: Slice) -> None:
+    """Slice the attention sinks to the heads of this rank (one sink per head).
 
-    Flash attention is given them as an argument, eager attention reads them from the module, which
-    is a copy (models/gpt_oss/modeling_gpt_oss.py).
+    Flash attention takes the sinks as an argument. Eager attention reads them from the module,
+    which is a copy here (models/gpt_oss/modeling_gpt_oss.py).
     """
     whole = kwargs.get("s_aux")
     if whole is None:
@@ -111,24 +111,24 @@ def _splits(heads: int, kv_heads: int, size: int) -> bool:
 
 
 class _HeadsToSequence(torch.autograd.Function):
-    """(B, Q, S / sp, W) each to (B, Q / sp, S, W), padding included."""
+    """Exchange (B, Q, S / sp, W) each for (B, Q / sp, S, W), padding included."""
 
     @staticmethod
     def forward(ctx: Any, part: Slice, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.part = part
         by_owner = [x.unflatten(1, (part.size, -1)).movedim(1, 0) for x in tensors]
-        return tuple(x.movedim(0, 2).flatten(2, 3) for x in _swap_together(by_owner, part))
+        return tuple(x.movedim(0, 2).flatten(2, 3) for x in _swap_in_one(by_owner, part))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
         by_owner = [grad.unflatten(2, (part.size, -1)).movedim(2, 0) for grad in grads]
-        return None, *(x.movedim(0, 1).flatten(1, 2) for x in _swap_together(by_owner, part))
+        return None, *(x.movedim(0, 1).flatten(1, 2) for x in _swap_in_one(by_owner, part))
 
 
-def _swap_together(tensors: Sequence[Tensor], part: Slice) -> list[Tensor]:
-    """Swap several tensors' slices in one message: each rank's of all, rank after rank."""
+def _swap_in_one(tensors: Sequence[Tensor], part: Slice) -> list[Tensor]:
+    """Exchange the slices of several tensors in one all-to-all; dim 0 of each counts ranks."""
     numbers = [x[0].numel() for x in tensors]
     packed = tensors[0].new_empty(part.size, sum(numbers))
     for x, room in zip(tensors, packed.split(numbers, 1), strict=True):
@@ -138,14 +138,14 @@ def _swap_together(tensors: Sequence[Tensor], part: Slice) -> list[Tensor]:
 
 
 class _SequenceToHeads(torch.autograd.Function):
-    """(B, S without padding, Q / sp, W) to (B, S / sp, Q, W)."""
+    """Exchange (B, S without padding, Q / sp, W) for (B, S / sp, Q, W)."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, part: Slice) -> Tensor:
         ctx.part = part
         padded = functional.pad(out, (0, 0, 0, 0, 0, part.local * part.size - part.length))
         arrived = swap_slices(padded.unflatten(1, (part.size, -1)).movedim(1, 0), part.group)
-        # With one head per rank flatten copies nothing, and stock code takes views of the result.
+        # Stock code views the result, and with one head per rank flatten returns a strided view.
         return arrived.movedim(0, 2).flatten(2, 3).contiguous()
 
     @staticmethod

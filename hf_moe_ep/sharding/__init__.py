@@ -1,4 +1,5 @@
-"""Where parameters lie, where their first values come from, and norms over all of them.
+"""Sharding of a model with FSDP2.
 
-Here: FSDP2 units, their meshes, their order. Never: what a layer computes.
+Here: FSDP2 units and their meshes, the initial values of parameters, and gradient clipping. Never:
+the computation of a layer.
 """

@@ -1,4 +1,4 @@
-"""Where sharding raises, with what to do about it, instead of in FSDP2's first forward or never."""
+"""Checks before sharding, for mistakes that FSDP2 reports late, without a remedy, or never."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 from hf_moe_ep.config import ParallelConfig, launched_local_rank, launched_local_world_size
 from hf_moe_ep.ranks.together import differing, is_first, this_rank, together
 from hf_moe_ep.sharding.options import ShardOptions
-from hf_moe_ep.sharding.values import Places
+from hf_moe_ep.sharding.values import ParameterEntries
 from hf_moe_ep.state import STATE, ModelState, MoELayer
 from hf_moe_ep.upstream.models import is_quantized, model_config_fields, packed_parameters
 from hf_moe_ep.upstream.module_names import canonical_name
 
 
 def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:
-    """Raise on every rank where models, configs or policies differ, or rank 0 has no weights."""
+    """Raise on every rank if models, configs or policies differ, or if rank 0 has no weights."""
     layers = sorted(
         (getattr(module, STATE).index, canonical_name(name))
         for name, module in model.named_modules()
@@ -41,7 +41,7 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
         "precision": f"{options.mp_policy}, fp32_masters={options.fp32_masters}",
         "parameters": f"{len(shapes)}, sha256 {hashlib.sha256(str(shapes).encode()).hexdigest()}",
     }
-    # Last, because a field like the number of layers shows better in what stands above.
+    # Last: most differences of a field, such as the number of layers, are clearer in the above.
     for name, value in sorted(model_config_fields(model).items()):
         mine[f"{name} of the model's config"] = repr(value)
     loaded = [p for p in model.parameters() if p not in options.empty_params]
@@ -54,8 +54,8 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
             theirs = by_rank[odd[0]].get(name)
             raise ValueError(
                 f"ranks disagree about {name}: rank 0 has {expected}, rank {odd[0]} has {theirs}; "
-                f"every rank must patch the same model with the same arguments (look for a size "
-                f"or an environment variable that depends on the rank)"
+                f"every rank must patch the same model with the same arguments (a size or an "
+                f"environment variable may depend on the rank)"
             )
     together("sharding", partial(_check_first_has_values, len(on_meta), len(tensors)))
 
@@ -64,33 +64,35 @@ def _check_first_has_values(missing: int, tensors: int) -> None:
     if missing and is_first():
         raise ValueError(
             f"{missing} of {tensors} parameters and buffers of rank 0 are on the meta device "
-            f"and have no values; load the model with from_pretrained before sharding, on rank 0 "
-            f"at least, or name the checkpoint: apply_ep_fsdp2(model, weights=directory)"
+            f"and have no values; load the model with from_pretrained before sharding, at least on "
+            f"rank 0, or name the checkpoint: apply_ep_fsdp2(model, weights=directory)"
         )
 
 
 def check_nodes(config: ParallelConfig) -> None:
-    """Raise on every rank where consecutive ranks are not those of the launcher's machines."""
+    """Raise on every rank if the launcher did not number ranks machine by machine.
+
+    A `node_size` that the user chose is not checked.
+    """
     if config.dispatcher == "hierarchical" and (config.ep_size or 1) > 1:
-        together("looking for the ranks of a node", lambda: _check_own_place(config.node_size))
+        together("checking the ranks of a node", lambda: _check_local_rank(config.node_size))
 
 
-def _check_own_place(node_size: int | None) -> None:
-    """Raise where the launcher counts this rank otherwise; an own `node_size` is left alone."""
+def _check_local_rank(node_size: int | None) -> None:
     local_rank, rank = launched_local_rank(), this_rank()
     if node_size is None or local_rank is None or node_size != launched_local_world_size():
         return
     if rank % node_size != local_rank:
         raise ValueError(
-            f"rank {rank} has LOCAL_RANK {local_rank} on its machine of {node_size}, and "
-            f"dispatcher='hierarchical' takes {node_size} consecutive ranks for a node, where it "
-            f"would be {rank % node_size}; let ranks count machine by machine, as torchrun and "
-            f"accelerate launch do (srun: --distribution=block), or use dispatcher='all_to_all'"
+            f"rank {rank} has LOCAL_RANK {local_rank} on a machine of {node_size} ranks, but "
+            f"dispatcher='hierarchical' takes {node_size} consecutive ranks as a node, so its "
+            f"local rank would be {rank % node_size}; number ranks machine by machine, as torchrun "
+            f"and accelerate launch do (srun: --distribution=block), or use dispatcher='all_to_all'"
         )
 
 
 def check_frozen(model: nn.Module, experts: Iterable[nn.Module]) -> None:
-    """Raise where bitsandbytes has skipped stacked experts silently, and left them trainable."""
+    """Raise if a quantized model has trainable experts, which bitsandbytes silently skipped."""
     trained = [
         (name, weight.dtype)
         for module in experts
@@ -101,40 +103,40 @@ def check_frozen(model: nn.Module, experts: Iterable[nn.Module]) -> None:
         name, dtype = trained[0]
         raise ValueError(
             f"this model was loaded with a quantization_config, which left {len(trained)} weights "
-            f"of its experts as they were ({name}, {dtype}) and trainable; freeze them by "
+            f"of its experts as they were ({name}, {dtype}) and trainable; freeze them with "
             f"get_peft_model(model, lora_config), or load without the quantization_config"
         )
 
 
-def check_quantised_frozen(model: nn.Module, places: Places) -> None:
-    """Raise where experts that are to be held quantised would be trained."""
+def check_quantised_frozen(model: nn.Module, entries: ParameterEntries) -> None:
+    """Raise if a weight that `experts_dtype` quantises is trainable."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, place in places.items():
-        if place.quantisation is not None and parameter.requires_grad:
-            kind = place.quantisation.kind
+    for parameter, entry in entries.items():
+        if entry.quantisation is not None and parameter.requires_grad:
+            kind = entry.quantisation.kind
             raise ValueError(
-                f"experts_dtype={kind!r} holds frozen experts, and {names[parameter]} is to be "
-                f"trained; attach adapters by get_peft_model(model, lora_config), which freezes "
-                f"it, or call requires_grad_(False) on it, or leave experts_dtype out"
+                f"experts_dtype={kind!r} quantises frozen experts, but {names[parameter]} is "
+                f"trainable; attach adapters with get_peft_model(model, lora_config), which "
+                f"freezes it, or call requires_grad_(False) on it, or leave experts_dtype out"
             )
 
 
 def check_packed(model: nn.Module, options: ShardOptions) -> None:
-    """Raise where FSDP2 would round packed 4-bit weights, which are no numbers."""
+    """Raise if FSDP2 would cast packed 4-bit weights, whose bits are codes and not numbers."""
     dtype = options.mp_policy.param_dtype
     packed = {id(parameter) for parameter in packed_parameters(model)}
     for name, parameter in model.named_parameters():
         cast = dtype is not None and parameter.dtype != dtype
         if id(parameter) in packed and parameter not in options.ignored_params and cast:
             raise ValueError(
-                f"{name} holds 4-bit codes as {parameter.dtype} (bnb_4bit_quant_storage), and "
-                f"parameters are gathered in {dtype}, which would round them; load with "
+                f"{name} stores 4-bit codes as {parameter.dtype} (bnb_4bit_quant_storage), but "
+                f"parameters are gathered in {dtype}, and the cast would destroy them; load with "
                 f"BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage={dtype})"
             )
 
 
 def check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> None:
-    """Raise where one unit has several dtypes, as FSDP2 would in its first forward."""
+    """Raise if the parameters of one unit have several dtypes, which FSDP2 does not support."""
     dtypes = {
         str(p.dtype)
         for p in parameters
@@ -142,7 +144,7 @@ def check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> N
     }
     if len(dtypes) > 1 and not options.fp32_masters:
         raise ValueError(
-            f"parameters to be trained in one layer have dtypes {' and '.join(sorted(dtypes))}, "
-            f"and FSDP2 wants one; launch with mixed_precision: bf16 (all get fp32 masters), or "
-            f"make adapters in the model's dtype: get_peft_model(..., autocast_adapter_dtype=False)"
+            f"trainable parameters of one layer have dtypes {' and '.join(sorted(dtypes))}, but "
+            f"FSDP2 needs one; launch with mixed_precision: bf16 (all get fp32 masters), or create "
+            f"adapters in the model's dtype: get_peft_model(..., autocast_adapter_dtype=False)"
         )

@@ -1,31 +1,33 @@
-"""Gradients over dense and expert meshes: their norm, and clipping.
+"""Clip the gradients of a model whose experts and other parameters lie on different meshes.
 
-`torch.nn.utils.clip_grad_norm_` stacks the norms of all parameters and raises because experts and
-the rest live on different meshes. Here each rank adds up its own elements per kind of placement,
-one all-reduce per kind completes the sum, and the few sums of kinds are combined on every rank
-alike: no norm is ever gathered per parameter.
+`torch.nn.utils.clip_grad_norm_` stacks the norms of all parameters, which fails for DTensors of
+different meshes. Here each rank computes the norm of its own shards, one group of gradients with
+equal mesh and placements at a time. One all-reduce per group of gradients completes the sum, and
+every rank combines the few results in the same way. No norm of a single parameter is all-reduced.
 
-    kind           all-reduced over
-    dense          fsdp
-    experts, ep 1  ep_fsdp
-    experts        ep_fsdp and ep, as one group; in turn where torch cannot make it (`mesh.py`)
+    gradients           all-reduced over
+    dense               fsdp
+    experts, ep_size 1  ep_fsdp
+    experts             ep_fsdp and ep as one process group; one axis after the other where torch
+                        cannot create that group (`ranks/mesh.py`)
 
-An element that a mesh axis replicates (HSDP) is counted once.
+An element that several ranks hold (HSDP) is counted once.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from hf_moe_ep.ranks.collectives import max_over_ranks, sum_over_ranks
 from hf_moe_ep.ranks.mesh import EP, EP_FSDP, Meshes
 from hf_moe_ep.state import find_state
+from hf_moe_ep.upstream.norms import norm_dtype, vector_norms
 
 
 def clip_grad_norm_(
@@ -37,15 +39,17 @@ def clip_grad_norm_(
     """Scale all gradients of `model` so that their joint norm is at most `max_norm`.
 
     Args:
-        model: sharded or not; every rank calls this.
-        max_norm: as in `torch.nn.utils.clip_grad_norm_`.
+        model: a model, sharded or not. Every rank must call this function.
+        max_norm: the largest norm that is left, as in `torch.nn.utils.clip_grad_norm_`.
         norm_type: p of the p-norm, or `inf`.
         error_if_nonfinite: raise RuntimeError on every rank if the norm is nan or inf.
 
-    Raises:
-        ValueError: not a model, or a `norm_type` that is no norm.
+    Returns:
+        The norm before clipping: a plain scalar tensor, the same number on every rank.
 
-    Returns the norm before clipping, the same number on every rank.
+    Raises:
+        ValueError: `model` is not a module, or `norm_type` is not positive.
+        RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -68,70 +72,63 @@ def clip_gradients_of(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip the gradients of some parameters of a model, as `clip_grad_norm_` does those of all.
+    """Clip the gradients of `parameters`; `clip_grad_norm_` describes the other arguments.
 
-    `meshes` are those of the model; with None the norm of experts takes one all-reduce per axis of
-    their mesh.
+    `meshes` are the meshes of the model. Without them the norm of experts takes one all-reduce for
+    each axis of their mesh.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be a number > 0 or inf, got {norm_type}; try 2.0")
-    grads = [p.grad for p in parameters if p.grad is not None]
-    total = _total_norm(grads, float(norm_type), meshes)
+    by_layout: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            by_layout.setdefault(layout, []).append(parameter)
+    total = _total_norm(list(by_layout.values()), float(norm_type), meshes)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradient norm (p={norm_type}) is {total.item()}, so it cannot be clipped to "
             f"{max_norm}; set error_if_nonfinite=False to clip anyway"
         )
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        local.mul_(factor.to(local.device, local.dtype))
+    for same_layout in by_layout.values():
+        clip_grads_with_norm_(same_layout, max_norm, total)
     return total
 
 
-def _total_norm(grads: list[Tensor], norm_type: float, meshes: Meshes | None) -> Tensor:
-    kinds: dict[object, list[Tensor]] = {}
-    for grad in grads:
-        kind = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-        kinds.setdefault(kind, []).append(grad)
-    parts = [_power_sum(members, norm_type, meshes) for members in kinds.values()]
-    if not parts:
+def _total_norm(by_layout: list[list[Tensor]], norm_type: float, meshes: Meshes | None) -> Tensor:
+    """Return the norm of all gradients; the parameters of each list have one mesh and placement."""
+    if not by_layout:
         return torch.tensor(0.0)
-    wide = torch.stack([part.to(parts[0].device) for part in parts])
-    return wide.amax() if norm_type == float("inf") else wide.sum() ** (1.0 / norm_type)
+    parts = [_sum_of_powers(parameters, norm_type, meshes) for parameters in by_layout]
+    stacked = torch.stack([part.to(parts[0].device) for part in parts])
+    return stacked.amax() if norm_type == float("inf") else stacked.sum() ** (1.0 / norm_type)
 
 
-def _power_sum(grads: list[Tensor], norm_type: float, meshes: Meshes | None) -> Tensor:
-    """sum |g|^p (p = inf: max |g|) of gradients that share one mesh and one placement."""
-    total = _own_power_sum(grads, norm_type)
+def _sum_of_powers(parameters: list[Tensor], norm_type: float, meshes: Meshes | None) -> Tensor:
+    """Return sum |g|^p (max |g| where p is inf) over gradients with equal mesh and placements."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     like = grads[0]
+    shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    norms = vector_norms([shard for shard in shards if shard.numel() > 0], norm_type)
+    if not norms:
+        total = torch.zeros((), dtype=norm_dtype(shards), device=shards[0].device)
+    elif norm_type == float("inf"):
+        total = torch.stack(norms).amax()
+    else:
+        total = (torch.stack(norms) ** norm_type).sum()
     if not isinstance(like, DTensor):
         return total
     # With CPU offload gradients lie on the host, where NCCL cannot reduce.
     total = total.to(like.device_mesh.device_type)
     reduce_over = max_over_ranks if norm_type == float("inf") else sum_over_ranks
-    for group in _groups(like, meshes):
+    for group in _reduction_groups(like, meshes):
         total = reduce_over(total, group)
     return total
 
 
-def _own_power_sum(grads: list[Tensor], norm_type: float) -> Tensor:
-    """Add up the same over the elements that this rank holds."""
-    locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    wide = functools.reduce(torch.promote_types, (g.dtype for g in locals_), torch.float32)
-    norms = [
-        torch.linalg.vector_norm(local, norm_type, dtype=wide)
-        for local in locals_
-        if local.numel() > 0
-    ]
-    if not norms:
-        return torch.zeros((), dtype=wide, device=locals_[0].device)
-    stacked = torch.stack(norms)
-    return stacked.amax() if norm_type == float("inf") else (stacked**norm_type).sum()
-
-
-def _groups(like: DTensor, meshes: Meshes | None) -> list[dist.ProcessGroup]:
-    """Find the groups over which each element of a tensor that lies as `like` does is held once."""
+def _reduction_groups(like: DTensor, meshes: Meshes | None) -> list[dist.ProcessGroup]:
+    """Find the process groups whose ranks together hold each element of `like` exactly once."""
     mesh = like.device_mesh
     axes = [i for i, placement in enumerate(like.placements) if not placement.is_replicate()]
     names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]

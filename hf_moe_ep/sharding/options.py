@@ -1,4 +1,4 @@
-"""How `fully_shard` is called: the user's or Accelerate's choices, and an own loop's defaults."""
+"""Options of `fully_shard`: those of the user or Accelerate, and the defaults of own loops."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hf_moe_ep.upstream.models import packed_parameters
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How `fully_shard` is called: the user's or Accelerate's choices.
+    """Options of `fully_shard`, chosen by the user or by Accelerate.
 
     Attributes:
-        mp_policy: FSDP2's mixed precision. A `reduce_dtype` of None becomes `param_dtype` here:
+        mp_policy: FSDP2's mixed precision. A `reduce_dtype` of None is replaced by `param_dtype`.
             torch 2.15 would reduce in the dtype of the parameters, earlier versions in
-            `param_dtype`, and one policy has to mean the same under each.
+            `param_dtype`, and a policy must mean the same with every version.
         offload_policy: FSDP2's CPU offload.
-        fp32_masters: hold trainable parameters in fp32.
+        fp32_masters: keep trainable parameters in fp32.
         reshard_after_forward: as in `fully_shard`.
-        ignored_params: parameters FSDP2 leaves alone.
-        empty_params: parameters on the meta device, which stay there, the same on every rank.
+        ignored_params: parameters that FSDP2 does not shard.
+        empty_params: parameters that are on the meta device on every rank, and stay there.
     """
 
     mp_policy: MixedPrecisionPolicy
@@ -55,10 +55,11 @@ class ShardOptions:
 
 
 def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
-    """Choose for own loops to compute in the dtype the model was loaded in: (policy, fp32 masters).
+    """Return the mixed precision of own loops, and True if they have fp32 master weights.
 
-    A bf16 or fp16 model trains in that dtype with fp32 master weights and fp32 gradient
-    reduction; an fp32 or fp64 model is left as it is. Packed 4-bit weights say nothing of it.
+    A bf16 or fp16 model computes in that dtype, with fp32 master weights and fp32 gradient
+    reduction. An fp32 or fp64 model has no mixed precision. Packed 4-bit weights are not
+    considered.
     """
     packed = set(packed_parameters(model))
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p not in packed}
@@ -69,7 +70,7 @@ def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
 
 
 def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Find packed 4-bit weights that are bytes: not every torch splits those, floats all do."""
+    """Find packed 4-bit weights stored as bytes, which not every torch version can shard."""
     packed = packed_parameters(model)
     return frozenset(p for p in packed if not p.requires_grad and not p.is_floating_point())
 
@@ -77,13 +78,14 @@ def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
 def grad_divisors(
     dtype: torch.dtype, reduce_dtype: torch.dtype, *, ep_size: int, world_size: int
 ) -> tuple[int, int]:
-    """Split world_size, which an expert's summed gradients are divided by: (before, after).
+    """Split world_size, the divisor of an expert's summed gradients: (before, after).
 
-    Before is in our backward, where the quotient is rounded to `dtype`; after is behind the
-    reduction, which would be one pass more. fp16 reaches down to 6e-8 only: there a gradient is
-    rounded as the sum over its ep group's tokens divided by ep_size, as large as that of a weight
-    which every rank has. Where the reduction adds in fp16 too, it is kept from 65504 as FSDP2 does
-    it, by dividing by about the root of the rest before.
+    The first divisor is applied in our backward, where the quotient is rounded to `dtype`; the
+    second one after the reduction, in one more pass over the gradients. So all of world_size comes
+    first, except with fp16, whose smallest number is 6e-8. There the sum over the tokens of an ep
+    group is divided by ep_size first, which gives it the magnitude of the gradient of a weight that
+    every rank has. If the reduction is in fp16 too, its sum must stay below 65504: as FSDP2 does,
+    we also divide by about the square root of the rest before the reduction.
     """
     if dtype != torch.float16:
         return world_size, 1
@@ -97,13 +99,13 @@ def grad_divisors(
 
 
 def default_device() -> torch.device:
-    """Find where the default group communicates: this rank's GPU under NCCL, else the CPU.
+    """Return the device of the default process group: this rank's GPU with NCCL, else the CPU.
 
     Raises:
-        ValueError: on every rank, where two of them would share a GPU.
+        ValueError: on every rank, if two ranks would share a GPU.
     """
-    # Not the backend's name: "undefined" after init_process_group() without one. A group of gloo
-    # alone carries CUDA tensors too, but who asks for it means the CPU.
+    # The name of the backend is "undefined" after init_process_group() without one. Gloo can also
+    # send CUDA tensors, but a user who asks for gloo alone means the CPU.
     if "cuda:nccl" not in dist.get_backend_config():
         return torch.device("cpu")
     index = _own_gpu()
@@ -113,14 +115,14 @@ def default_device() -> torch.device:
 
 
 def _own_gpu() -> int:
-    """Find the GPU that was chosen for this rank; where none was, the launcher's LOCAL_RANK."""
+    """Return the index of the GPU chosen for this rank, or the launcher's LOCAL_RANK."""
     assert dist.group.WORLD is not None
     bound: torch.device | None = dist.group.WORLD.bound_device_id
     if bound is not None and bound.index is not None:
         return bound.index
     local_rank = launched_local_rank()
-    # A rank that chose nothing is on device 0, as soon as anything asked CUDA for anything. One
-    # that sees a single GPU, because the launcher hides the others, has it as number 0.
+    # Without a choice the current device is 0, once CUDA is initialised. A rank that sees a single
+    # GPU, because the launcher hides the others, has index 0 as well.
     chosen = torch.cuda.is_initialized() and torch.cuda.current_device() != 0
     if local_rank is None or chosen or local_rank >= torch.cuda.device_count():
         return torch.cuda.current_device()

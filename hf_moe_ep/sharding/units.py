@@ -1,4 +1,4 @@
-"""The modules of a model that become FSDP2 units, and in which order they are fetched."""
+"""Find the modules that become FSDP2 units, and set the order in which FSDP2 gathers them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.upstream.sharded_models import forget_finished_backward, may_checkpoint_reentrantly
 
 
 @dataclass(frozen=True)
 class Units:
-    """The modules that become FSDP2 units; `experts` by the index of their layer, each with the
-    wrappers of its adapters, `vision` the blocks of the tower and behind them the tower, `encoders`
-    what makes embeddings of pictures and sound elsewhere.
+    """The modules that become FSDP2 units.
+
+    Attributes:
+        experts: the experts modules of each layer, by the index of the layer, inside the wrappers
+            of their adapters.
+        vision: the blocks of a vision tower, and the tower itself at the end.
+        encoders: other encoders of pictures and sound (`vision/encoders.py`).
+        tail: final norm and head, which are one unit; with tied weights the embedding too.
+        tied: True if the embedding and the head share their weight.
     """
 
     layers: list[nn.Module]
@@ -53,16 +60,17 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
 
 
 def keep_last_layer(units: Units, root: nn.Module) -> None:
-    """Backward begins with the last layer: resharding it after forward only gathers it twice.
+    """Keep the last layer gathered after forward, because backward begins with that layer.
 
-    A forward without backward reshards it all the same, with the head and the root. Whoever looked
-    at the model then would find whole parameters, of which FSDP2 never sees a change: adapters
-    that PEFT freezes for a reference pass would stay frozen.
+    The last layer, head and root are resharded in two cases:
 
-    A forward with gradients may have no backward either: a training loop skips a bad micro-batch,
-    or validates without `torch.no_grad`. An optimizer step then changes the shards and not the
-    gathered weights, so the next forward reshards these units before it begins. A graph that still
-    waits for its backward is not harmed: FSDP2 gathers the same parameters again for it.
+    - After a forward without gradients. Otherwise the model would show gathered parameters, and
+      FSDP2 never sees a change of those: adapters that PEFT freezes for a reference pass would stay
+      frozen.
+    - Before the next forward. The last forward may have had no backward, in a loop that skips a bad
+      micro-batch or validates without `torch.no_grad`. An optimizer step then has changed the
+      shards, but not the gathered weights. A graph that still waits for its backward is not
+      affected: FSDP2 gathers the same parameters again.
     """
     last = len(units.layers) - 1
     kept = [units.layers[last], *units.experts.get(last, ())]
@@ -88,19 +96,53 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
     root.register_forward_hook(reshard_without_backward)
 
 
+def handle_reentrant_checkpoints(units: Units, root: nn.Module) -> None:
+    """Hook the units that a checkpoint may recompute, once a reentrant checkpoint is in use.
+
+    Users switch checkpointing on and off between forwards, so each forward in training looks at
+    the functions that checkpoint. A reentrant checkpoint that a model's code calls directly, not
+    through such a function, is not found.
+
+    The module that calls the layers looks, because some trainers do not call the root (TRL calls
+    the decoder for its fused loss).
+    """
+    unhooked = [*units.layers, *units.all_experts, *units.vision]
+
+    @torch.compiler.disable
+    def hook_units(decoder: nn.Module, args: tuple[Any, ...]) -> None:
+        training = unhooked and decoder.training and torch.is_grad_enabled()
+        if training and any(map(may_checkpoint_reentrantly, root.modules())):
+            while unhooked:
+                # Before FSDP2's own hook, which reads the state that this one resets.
+                unhooked.pop().register_forward_pre_hook(forget_finished_backward, prepend=True)
+
+    _caller(units.layers[0], root).register_forward_pre_hook(hook_units)
+
+
+def _caller(layer: nn.Module, root: nn.Module) -> nn.Module:
+    """Return the module inside `root` that calls `layer`: the nearest one that is no list."""
+    (path,) = (name for name, module in root.named_modules() if module is layer)
+    while path:
+        path = path.rpartition(".")[0]
+        module = root.get_submodule(path)
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return module
+    return root
+
+
 def reshard(model: nn.Module) -> None:
-    """Undo what a forward without backward leaves: units gathered, and their parameters whole."""
+    """Reshard all units, some of which stay gathered after a forward without backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def set_prefetch(units: Units) -> None:
-    """Fetch the next unit, its experts included, while this one computes; both directions.
+    """Prefetch the next unit and its experts while a unit computes, in forward and backward.
 
-    FSDP2's implicit prefetch fails here: it starts only once the host has passed the dispatch,
-    where the host waits for token counts. Backward does not fetch what it will not reach: stages
-    in front of the first with something to train, such as the embedding under LoRA.
+    FSDP2's implicit prefetch is too late: it starts when the host has passed the dispatch, where
+    the host waits for token counts. Backward does not prefetch the units before the first one with
+    trainable parameters, such as the embedding under LoRA, because it ends there.
     """
     stages: list[list[FSDPModule]] = []
     for index, layer in enumerate(units.layers):
@@ -113,7 +155,7 @@ def set_prefetch(units: Units) -> None:
         tail = units.tail[0]
         assert isinstance(tail, FSDPModule)
         stages.append([tail])
-    # The tower is a chain of its own: on a step without pixels nobody runs it.
+    # The tower has a chain of its own, because it does not run on a step without pixels.
     tower: list[list[FSDPModule]] = []
     for part in (*units.vision[-1:], *units.vision[:-1]):
         assert isinstance(part, FSDPModule)
@@ -127,7 +169,7 @@ def set_prefetch(units: Units) -> None:
                 ahead[0].set_modules_to_backward_prefetch(here)
             else:
                 for unit in ahead:
-                    # Itself: an empty list asks for FSDP2's own choice, the unit before.
+                    # The unit itself; an empty list would mean FSDP2's own choice, the unit before.
                     unit.set_modules_to_backward_prefetch([unit])
 
 

@@ -1,21 +1,23 @@
-"""Where each parameter of a model is, and how it comes to lie as one of a sharded model does.
+"""Give each parameter of a model its initial value, in the layout that `fully_shard` starts from.
 
-A model starts with rank 0's values: each rank builds a random head or adapter from its own seed,
-and with memory-efficient loading only rank 0 has weights at all. For each parameter, one at a time:
+All ranks start with the values of rank 0, because each rank builds a random head or adapter from
+its own seed, and with memory-efficient loading only rank 0 has weights at all. The steps for each
+parameter, one parameter at a time:
 
-    1 from rank 0      broadcast whole, onto this rank's device; one that is read from a checkpoint
-                       later stays on meta
-    2 in front         an adapter's factor is packed by PEFT; its experts come in front of it
-    3 own experts      this rank's share where experts are split over ep
-    4 dtype            fp32 where masters are wanted; bytes and scales where experts are quantised
-    5 register         as a DTensor on ep if it was split, under every name that it had; scales
-                       beside it, under its name and what they are
+    1 broadcast      send the whole value from rank 0 to the device of this rank. A parameter that
+                     is read from a checkpoint later stays on meta
+    2 stack          unpack the factor of an adapter, which PEFT packs: experts become dim 0
+    3 split over ep  keep the experts of this rank
+    4 convert        to fp32 for master weights; to bytes and scales for quantised experts
+    5 register       under every name that the parameter had, as a DTensor on ep if it was split;
+                     scales get the same name with a suffix
 
-4 experts, ep 2, a factor lora_B (out 5, r 3) packed as (5, 12): 2 makes it [4, 5, 3], 3 leaves rank
-1 with experts 2 and 3, [2, 5, 3], and what is registered is a DTensor of global shape [4, 5, 3].
+With 4 experts and ep 2, a factor lora_B (out 5, r 3) is packed as (5, 12). Step 2 makes it
+[4, 5, 3], step 3 keeps [2, 5, 3] on rank 1 (experts 2 and 3), and step 5 registers a DTensor of
+global shape [4, 5, 3].
 
-`fully_shard` splits further what is here. Parameters that it is to ignore, and those that carry
-state of their own which no copy keeps (bitsandbytes' Params4bit), have no place here.
+`fully_shard` then shards the result. Not handled here are parameters that FSDP2 shall ignore, and
+those of a class with state that a copy would lose (bitsandbytes' Params4bit).
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ from hf_moe_ep.upstream.modules import own_buffers
 
 
 @dataclass(frozen=True)
-class Place:
-    """One parameter of a model that is not sharded yet.
+class ParameterEntry:
+    """A parameter of a model that is not sharded yet.
 
     Attributes:
-        parameter: itself.
-        owners: the modules it is registered in, and its names there; several where it is tied.
-        stack: puts experts in front of an adapter's factor; None for all that is no factor.
-        over_ep: whether its first dim is experts, of which each ep rank gets a share.
-        compute: of the experts module, for a stacked matrix that is to be quantised; else None.
+        parameter: the parameter.
+        owners: the modules that have the parameter, and its name there; several if it is tied.
+        stack: a function that moves experts to dim 0 of an adapter's factor, None for others.
+        over_ep: True if dim 0 counts experts, which are split over ep.
+        compute: how its experts module is computed, if the parameter shall be quantised; else None.
     """
 
     parameter: nn.Parameter
@@ -58,23 +60,23 @@ class Place:
 
     @property
     def quantisation(self) -> Quantisation | None:
-        """How the matrices are to be held; None as they are."""
+        """The quantisation of the matrices, or None if they keep their dtype."""
         return None if self.compute is None else self.compute.quantisation
 
     def local_LOI(self, ep_size: int) -> tuple[int, int, int]:
-        """Experts of a rank, rows and columns of a stacked matrix, whatever way it is kept."""
+        """Return (experts of a rank, out, in) of a stacked matrix, also if it is transposed."""
         experts, rows, columns = self.parameter.shape
-        turned = self.compute is not None and self.compute.transposed
-        return (experts // ep_size, *((columns, rows) if turned else (rows, columns)))
+        transposed = self.compute is not None and self.compute.transposed
+        return (experts // ep_size, *((columns, rows) if transposed else (rows, columns)))
 
 
-Places = dict[nn.Parameter, Place]
+ParameterEntries = dict[nn.Parameter, ParameterEntry]
 
 
-def find_places(
+def find_entries(
     model: nn.Module, experts: Iterable[nn.Module], plan: ModelPlan, options: ShardOptions
-) -> Places:
-    """Find every parameter of `model` that is to be given a value; `experts` are its experts."""
+) -> ParameterEntries:
+    """Find every parameter of `model` that this file gives a value; `experts` are its experts."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -88,7 +90,7 @@ def find_places(
     }
     quantised = _find_quantised(experts)
     return {
-        parameter: Place(
+        parameter: ParameterEntry(
             parameter,
             where,
             factors.get(parameter),
@@ -101,7 +103,7 @@ def find_places(
 
 
 def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]:
-    """Find the stacked matrices that are to be quantised, and how their module is computed."""
+    """Find the stacked matrices that shall be quantised, and how their module is computed."""
     found: dict[nn.Parameter, Compute] = {}
     for module in (inner for wrapped in experts for inner in wrapped.modules()):
         layer = vars(module).get(STATE)
@@ -111,40 +113,40 @@ def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]
     return found
 
 
-def materialize(place: Place, meshes: Meshes, options: ShardOptions) -> list[nn.Parameter]:
-    """Give one parameter rank 0's value, as it is to lie on this rank.
+def materialize(entry: ParameterEntry, meshes: Meshes, options: ShardOptions) -> list[nn.Parameter]:
+    """Run the steps of the module docstring for one parameter.
 
-    Returns what there is now in its place: one parameter, or bytes and their scales.
+    Returns the parameters that replace it: one, or bytes and their scales.
     """
-    value = place.parameter.detach()
-    if place.parameter not in options.empty_params:
-        value = from_rank0(value, meshes.device)
-    if place.stack is not None:
-        value = place.stack(value)
-    over_ep = place.over_ep and meshes.ep_size > 1
+    value = entry.parameter.detach()
+    if entry.parameter not in options.empty_params:
+        value = broadcast_from_rank0(value, meshes.device)
+    if entry.stack is not None:
+        value = entry.stack(value)
+    over_ep = entry.over_ep and meshes.ep_size > 1
     if over_ep:
         value = _own_experts(value, meshes)
-    if _wants_master(place.parameter, options):
+    if _wants_master(entry.parameter, options):
         value = value.to(torch.float32)
     made = []
-    for suffix, held in _as_held(value, place).items():
-        held = held.contiguous()
+    for suffix, tensor in _quantise(value, entry).items():
+        tensor = tensor.contiguous()
         if over_ep:
-            held = DTensor.from_local(held, meshes.ep, [Shard(0)], run_check=False)
-        made.append(_register(held, place, suffix))
+            tensor = DTensor.from_local(tensor, meshes.ep, [Shard(0)], run_check=False)
+        made.append(_register(tensor, entry, suffix))
     return made
 
 
-def _as_held(value: Tensor, place: Place) -> dict[str, Tensor]:
-    """Return what is held of a value, by what is put behind its parameter's name."""
-    if place.compute is None or place.quantisation is None:
+def _quantise(value: Tensor, entry: ParameterEntry) -> dict[str, Tensor]:
+    """Return the bytes and scales of a value by the suffix of their name, or the value itself."""
+    if entry.compute is None or entry.quantisation is None:
         return {"": value}
-    value_LOI = value.transpose(1, 2) if place.compute.transposed else value
-    return quantise_stack(value_LOI, place.quantisation).by_name("")
+    value_LOI = value.transpose(1, 2) if entry.compute.transposed else value
+    return quantise_stack(value_LOI, entry.quantisation).by_name("")
 
 
-def from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
-    """Broadcast rank 0's values onto `device`; on rank 0 that may be the tensor itself."""
+def broadcast_from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
+    """Broadcast rank 0's values to `device`; rank 0 may get `tensor` itself."""
     if dist.get_rank() == 0:
         value = tensor.to(device).contiguous()
     else:
@@ -154,7 +156,7 @@ def from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _own_experts(value: Tensor, meshes: Meshes) -> Tensor:
-    """Cut this ep rank's share out along dim 0, without the memory of the rest."""
+    """Copy the experts of this ep rank, which frees the memory of the others."""
     return value.chunk(meshes.ep_size)[meshes.ep_rank].clone()
 
 
@@ -162,42 +164,42 @@ def _wants_master(parameter: nn.Parameter, options: ShardOptions) -> bool:
     return options.fp32_masters and parameter.requires_grad and parameter.is_floating_point()
 
 
-def _register(value: Tensor, place: Place, suffix: str) -> nn.Parameter:
-    parameter = nn.Parameter(value, requires_grad=place.parameter.requires_grad)
-    for module, name in place.owners:
+def _register(value: Tensor, entry: ParameterEntry, suffix: str) -> nn.Parameter:
+    parameter = nn.Parameter(value, requires_grad=entry.parameter.requires_grad)
+    for module, name in entry.owners:
         setattr(module, name + suffix, parameter)
     return parameter
 
 
-def hold_correction_biases(
+def broadcast_correction_biases(
     model: nn.Module, options: ShardOptions, device: torch.device
 ) -> frozenset[nn.Parameter]:
-    """Give correction biases that are parameters rank 0's values; returns those there are now.
+    """Broadcast the correction biases that are parameters, and return the new parameters.
 
-    They are to be whole on every rank and in their own dtype, as those that are buffers: rounded to
-    bf16 they would choose other experts.
+    Every rank keeps them whole and in their own dtype, as it does with those that are buffers. If
+    they were rounded to bf16, routers would choose other experts.
     """
-    held: dict[nn.Parameter, nn.Parameter] = {}
+    new: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.requires_grad or not is_correction_bias(name):
                 continue
-            if parameter not in held:
+            if parameter not in new:
                 value = parameter.detach()
                 if parameter not in options.empty_params:
-                    value = from_rank0(value, device)
-                held[parameter] = nn.Parameter(value, requires_grad=False)
-            setattr(module, name, held[parameter])
-    return frozenset(held.values())
+                    value = broadcast_from_rank0(value, device)
+                new[parameter] = nn.Parameter(value, requires_grad=False)
+            setattr(module, name, new[parameter])
+    return frozenset(new.values())
 
 
 def broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.device) -> None:
-    """Give what no unit holds rank 0's values: buffers, and parameters that FSDP2 is to ignore."""
+    """Broadcast buffers and the parameters that FSDP2 shall ignore."""
     for parameter in model.parameters():
         # In place, because FSDP2 knows an ignored parameter by its identity.
         if parameter in options.ignored_params and type(parameter) is nn.Parameter:
-            parameter.data = from_rank0(parameter.detach(), device)
+            parameter.data = broadcast_from_rank0(parameter.detach(), device)
     for module in model.modules():
         for name, buffer in own_buffers(module).items():
             if buffer is not None:
-                own_buffers(module)[name] = from_rank0(buffer.detach(), device)
+                own_buffers(module)[name] = broadcast_from_rank0(buffer.detach(), device)

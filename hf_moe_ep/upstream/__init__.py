@@ -12,6 +12,7 @@ names what is wrapped, as strings. Never: a decision of ours.
     graph                 what the graph of a tensor reaches
     module_names          names of modules without what wrappers put in
     modules               what torch.nn.Module keeps: buffers, children, hooks
+    norms                 norms of many tensors in one operator call
     replaced_forwards     who computes a module: its class, Liger, another patcher
     sharded_models        marks of FSDP, DDP and transformers on a model over ranks
     process_groups        the default store, a mesh of one axis over several, a group that is fake

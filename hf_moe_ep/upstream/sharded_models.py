@@ -1,4 +1,4 @@
-"""Marks that FSDP, DDP and transformers leave on a model that they spread over ranks.
+"""Private state of FSDP2, FSDP, DDP and transformers on a model that they distribute.
 
 torch/distributed/fsdp/_fully_shard/, torch/distributed/tensor/_api.py, torch/nn/parallel/
 distributed.py, transformers/distributed/fsdp.py.
@@ -25,16 +25,16 @@ from hf_moe_ep.upstream.modules import remove_hooks
 
 
 def stock_class(kind: type) -> type:
-    """Return the class that a module had before FSDP2 replaced it by a subclass."""
+    """Return the class of a module from before FSDP2 replaced it by a subclass."""
     return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
 
 
 def mark_fsdp_managed(model: nn.Module) -> None:
-    """Mark models for `generate()`, and keep the names of their classes.
+    """Mark models as sharded for `generate()`, and keep the names of their classes.
 
-    With the mark `generate()` keeps ranks in step (transformers/distributed/fsdp.py). FSDP2 changes
-    class names, but by them the Trainer decides whether label smoothing shifts labels (trainer.py,
-    compute_loss).
+    With the mark all ranks of `generate()` run the same number of forwards
+    (transformers/distributed/fsdp.py). FSDP2 changes class names, by which the Trainer decides if
+    label smoothing shifts labels (trainer.py, compute_loss).
     """
     for module in model.modules():
         if hasattr(module, "generate"):
@@ -45,22 +45,23 @@ def mark_fsdp_managed(model: nn.Module) -> None:
 
 
 def keep_recorded_outputs(model: nn.Module) -> None:
-    """Let models whose class FSDP2 changed still return hidden states, attentions, router logits.
+    """Let models with a class of FSDP2 return hidden states, attentions and router logits.
 
-    What a model can record is looked up by the name of its class (utils/output_capturing.py).
+    transformers looks up the outputs that a model can record by its class
+    (utils/output_capturing.py).
     """
     registry: dict[str, Any] = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})
     for module in model.modules():
         before = str(stock_class(type(module)))
         if isinstance(module, FSDPModule) and before in registry:
-            # As a dict: its own way to set an item takes the class of a model.
+            # The registry's own __setitem__ takes the class of a model, not its name.
             dict.__setitem__(registry, str(type(module)), registry[before])
 
 
 def is_distributed_by_transformers(model: nn.Module) -> bool:
-    """Return whether transformers sharded the model while it loaded it.
+    """Return True if transformers sharded the model while loading it.
 
-    `from_pretrained(distributed_config=...)` and `from_pretrained(tp_plan=...)` do.
+    It does with `from_pretrained(distributed_config=...)` or `from_pretrained(tp_plan=...)`.
     """
     return (
         getattr(model, "is_distributed_loading_by_transformers", False) is True
@@ -69,36 +70,34 @@ def is_distributed_by_transformers(model: nn.Module) -> bool:
 
 
 def inside_ddp_forward() -> bool:
-    """Return whether this runs inside a forward of DistributedDataParallel.
-
-    torch/nn/parallel/distributed.py.
-    """
+    """Return True inside a forward of DDP (torch/nn/parallel/distributed.py)."""
     return DistributedDataParallel._active_ddp_module is not None
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Return whether FSDP1 wraps the model or a part of it."""
+    """Return True if FSDP1 wraps the model or a part of it."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def is_refused_by_dtensor(error: Exception) -> bool:
-    """Return whether an operation was given plain tensors beside DTensors, or cannot take these.
+    """Return True if `error` is DTensor's, about an operator or operands that it does not support.
 
     torch/distributed/tensor/_dispatch.py, _sharding_prop.py.
     """
-    said = (
+    messages = (
         "got mixed torch.Tensor and DTensor",
         "in-place operations that require placement changes",
         "does not have a sharding strategy registered",
     )
-    return any(words in str(error) for words in said)
+    return any(message in str(error) for message in messages)
 
 
 def times_written(tensor: Tensor) -> tuple[int, ...]:
-    """Return how often a tensor was written in place, and this rank's part of a sharded one.
+    """Return how often a tensor and its shard on this rank were written in place.
 
-    Autograd counts (torch/_tensor.py): an operation on a DTensor on that alone, one on the part of
-    this rank, or on a view of it, on the part. Behind `.data` nothing is counted.
+    Autograd counts this (torch/_tensor.py). It counts an operator on a DTensor for the DTensor
+    alone, and an operator on the shard, or on a view of it, for the shard. It does not count writes
+    through `.data`.
     """
     if isinstance(tensor, DTensor):
         return tensor._version, tensor.to_local()._version
@@ -106,28 +105,28 @@ def times_written(tensor: Tensor) -> tuple[int, ...]:
 
 
 def begin_with_root(model: nn.Module) -> None:
-    """Let FSDP2 know its root, which it takes from the first forward, before a module is called.
+    """Initialise FSDP2 from its root, before a unit inside the root is called on its own.
 
-    A unit that is called first would be taken for a root of its own, and every other one would
-    be without what a root hands out (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). Nothing
-    happens where a forward ran before.
+    FSDP2 takes the first unit that runs as the root. That unit would be a root of its own, and all
+    others would lack the state that a root shares (torch/distributed/fsdp/_fully_shard/
+    _fsdp_state.py). After a forward of the root this function does nothing.
     """
     root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
     if root is not None:
         root._get_fsdp_state()._lazy_init()
 
 
-# Compiled, it would be traced through FSDP2's weak dictionary of all states, which loses entries
-# while dynamo reads it.
+# Under torch.compile it would be traced through FSDP2's weak dictionary of all states, which loses
+# entries while dynamo reads it.
 @torch.compiler.disable
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
-    """Tell FSDP2 that `unit` runs a new forward, after its backward has ended: a pre-forward hook.
+    """Pre-forward hook: reset an FSDP2 unit whose backward has ended, so that it prepares again.
 
-    It matters for two forwards before one backward, under reentrant checkpointing. A nested unit
-    stays in state PRE_BACKWARD until the whole backward ends. When a checkpoint around it then
+    Only reentrant checkpointing with two forwards before one backward needs this hook. A nested
+    unit stays in state PRE_BACKWARD until the whole backward ends. When the checkpoint then
     recomputes the other forward, FSDP2 takes the unit for prepared, registers no hooks and never
-    reduces the unit's gradients (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). Stock experts
-    show the same with torch 2.13, and so do whole layers where transformers checkpoints their
+    reduces the gradients of the unit (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). torch
+    2.13 does the same to stock experts, and to whole layers where transformers checkpoints their
     `__call__` (before 5.23).
     """
     assert isinstance(unit, FSDPModule)
@@ -137,12 +136,36 @@ def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
         state._training_state = TrainingState.IDLE
 
 
+def may_checkpoint_reentrantly(module: nn.Module) -> bool:
+    """Return True if `module` checkpoints its layers by a function that may be reentrant.
+
+    transformers (modeling_layers.py) and torch (CheckpointWrapper) keep that function in one of two
+    attributes, as a partial with `use_reentrant`. Any other function may do anything.
+    """
+    names = ("_gradient_checkpointing_func", "checkpoint_fn")
+    functions = (vars(module).get(name) for name in names)
+    return getattr(module, "gradient_checkpointing", True) and any(
+        function is not None and _use_reentrant(function) is not False for function in functions
+    )
+
+
+def _use_reentrant(function: Any) -> bool | None:
+    """Return the `use_reentrant` that a partial, or a partial inside it, passes on."""
+    if not isinstance(function, functools.partial):
+        return None
+    if "use_reentrant" in function.keywords:
+        return bool(function.keywords["use_reentrant"])
+    found = map(_use_reentrant, (function.func, *function.args))
+    return next((use for use in found if use is not None), None)
+
+
 @contextmanager
 def bytes_as_parameters() -> Iterator[None]:
-    """Let `fully_shard` take parameters of bytes.
+    """Let `fully_shard` accept parameters of bytes.
 
-    torch 2.11 has each sharded parameter want a gradient for a moment, which bytes cannot; torch
-    2.13 has not (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+    torch 2.11 creates each sharded parameter with requires_grad=True before it copies the right
+    value, and bytes cannot require a gradient. torch 2.13 does not
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
     """
     stock = vars(_fsdp_param)["nn"]
     names = ModuleType(stock.__name__)
@@ -160,10 +183,10 @@ def _parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
 
 @contextmanager
 def without_forward_hooks(module: nn.Module) -> Iterator[None]:
-    """Leave `module` without the forward hooks that whatever runs in here registers on it.
+    """Remove the forward hooks that code inside the block registers on `module`.
 
-    A unit of FSDP2 without its hooks is gathered by `unshard` alone, and gives its gradients away
-    at the end of the backward (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
+    FSDP2 gathers a unit without hooks only when `unshard` is called, and reduces its gradients at
+    the end of the backward (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
     """
     before = {id(hook) for hook in _hooks(module)}
     yield
@@ -175,23 +198,29 @@ def _hooks(module: nn.Module) -> list[object]:
 
 
 def is_gathered(unit: FSDPModule) -> bool:
-    """Return whether the parameters of a unit are whole (_fsdp_param_group.py)."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    return group is None or group.is_unsharded
+    """Return True if the parameters of a unit, without those of nested units, are all-gathered."""
+    assert isinstance(unit, nn.Module)
+    modules: list[nn.Module] = [unit]
+    while modules:
+        module = modules.pop()
+        if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            return False
+        modules += [child for child in module.children() if not isinstance(child, FSDPModule)]
+    return True
 
 
 def holds_unreduced_grads(unit: FSDPModule) -> bool:
-    """Return whether a unit keeps gradients of micro-batches before the last one of a step.
+    """Return True if a unit has gradients of earlier micro-batches that are not reduced yet.
 
-    They wait gathered, in the dtype of the reduction where that is another one, or with replicas
-    behind the first of two sums (_fsdp_param.py, _fsdp_param_group.py).
+    FSDP2 keeps them unsharded, in the reduce dtype if that is another one; with replicas they may
+    be reduce-scattered but not all-reduced (_fsdp_param.py, _fsdp_param_group.py).
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None:
         return False
     return group._partial_reduce_output is not None or any(
         parameter.unsharded_accumulated_grad is not None
-        # There is none before the first gather.
+        # This attribute does not exist before the first all-gather.
         or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
         for parameter in group.fsdp_params
     )

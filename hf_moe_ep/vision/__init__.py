@@ -1,5 +1,5 @@
-"""Towers where ranks differ in what they have to see and hear, and the positions of what is seen.
+"""Models with pictures or sound.
 
-Here: what a model with pictures or sound needs beyond a model of text. Never: attention over slices
-(`sequence/`).
+Here: encoders on ranks with different inputs, slices of patches, and position ids of pictures.
+Never: attention over slices of a sequence (`sequence/`).
 """

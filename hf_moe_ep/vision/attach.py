@@ -1,28 +1,29 @@
-"""What `patch` does for what sees and hears.
+"""Register the hooks of models with pictures or sound.
 
-Where a tower's blocks are units of their own:
+If the blocks of a vision tower are FSDP2 units of their own:
 
-the tower's owner     a pre-forward hook that runs the tower on every rank or on none
-the root              does the same for what `generate` is given
-with sp_size > 1      hooks on the tower and the language model that take and join slices of the
-                      patches; attention modules of the tower get a config that selects ours
+owner of the tower    pre-forward hook: every rank runs the tower, or none does
+root                  the same before `generate`
+with sp_size > 1      hooks on the tower and the language model that take slices of the patches and
+                      gather the features; the tower's attention modules get a config that selects
+                      our attention
 
-Where towers are of any other making:
+If there are encoders of any other class:
 
-their owner           a pre-forward hook that gathers all of them, if any rank has input
-the decoder           a pre-forward hook that gives every rank a gradient for the same parameters
-every encoder         hooks that refuse it unless it is gathered, and note what it makes
-the root              encodes what `generate` is given with all of them gathered
+owner of the encoders pre-forward hook: gather all encoders if any rank has input
+decoder               pre-forward hook: give every rank gradients for the same parameters
+every encoder         hooks: refuse to run sharded, and record if an output requires a gradient
+root                  gather all encoders before `generate`
 
-Where a layer has experts of pictures alone:
+If a layer has experts for pictures alone:
 
-the decoder           a pre-forward hook that tells the layers whether another rank has some
-their block           a hook that runs them on no rows then
+decoder               pre-forward hook: mark the ranks that have no picture while another rank has
+block of such a layer forward hook: run these experts on no rows on a marked rank
 
-Where towers were not found, in a model that takes pictures or sound:
+If the model takes pictures or sound and no encoder was found:
 
-the root              a pre-forward hook that refuses ranks which were given different kinds, as
-                      is done for what `generate` is given
+root                  pre-forward hook: refuse ranks with different kinds of input; the same before
+                      `generate`
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from hf_moe_ep.upstream.towers import (
     input_names,
     tower_heads,
 )
-from hf_moe_ep.vision.branches import RunOnNothing, TellKinds
+from hf_moe_ep.vision.branches import MarkTextOnlyRanks, RunPictureExperts
 from hf_moe_ep.vision.encoders import (
     GatherEncoders,
     NoteGraph,
     OnlyGathered,
     TieEncoders,
-    encode_ahead,
+    encode_before_generate,
 )
 from hf_moe_ep.vision.patches import (
     JoinFeatures,
@@ -59,15 +60,16 @@ from hf_moe_ep.vision.patches import (
     patch_attention_with,
 )
 from hf_moe_ep.vision.tower import TowerOnce
-from hf_moe_ep.vision.unlike import RefuseUnlike
+from hf_moe_ep.vision.unlike import RefuseDifferentInputs
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Refuse, with sp_size > 1, a vision tower whose attention cannot be split.
+    """Refuse a vision tower whose attention cannot be split, if sp_size > 1.
 
     Raises:
-        ValueError: its heads do not divide by sp_size, or it uses eager attention or one that is
-            not in transformers' interface.
+        ValueError: sp_size does not divide the heads of the tower, or the tower uses eager
+            attention or a function that is not in transformers' attention interface; or the model
+            has other encoders.
     """
     if state.config.sp_size == 1:
         return
@@ -84,21 +86,22 @@ def check(parts: Parts, state: ModelState) -> None:
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Register hooks on the tower, on its owner and on the language model behind it."""
+    """Register the hooks of the module docstring."""
     tower = parts.tower
     if parts.encoders is not None:
         _attach_encoders(parts.root, parts.encoders, state)
     if tower is None and parts.encoders is None:
         names = sorted({name for module in parts.root.modules() for name in input_names(module)})
         if names:
-            refuse = RefuseUnlike(state, names)
+            refuse = RefuseDifferentInputs(state, names)
             parts.root.register_forward_pre_hook(refuse, with_kwargs=True)
-            _encode_ahead_by(partial(refuse.encode_ahead, parts.root), parts.root, state)
+            _wrap_encoding(partial(refuse.encode_before_generate, parts.root), parts.root, state)
     if tower is None:
         return
     run_once = TowerOnce(state, tower.module, len(parts.layers))
     tower.owner.register_forward_pre_hook(run_once, with_kwargs=True)
-    _encode_ahead_by(partial(run_once.encode_ahead, parts.root, tower.owner), parts.root, state)
+    encode = partial(run_once.encode_before_generate, parts.root, tower.owner)
+    _wrap_encoding(encode, parts.root, state)
     if state.config.sp_size == 1:
         return
     select_attention(tower.attention, state, patch_attention_with, frames=True)
@@ -117,13 +120,13 @@ def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
         module.register_forward_hook(NoteGraph(before))
     blocks = [m for m in encoders.decoder.modules() if has_experts_of_pictures(m)]
     if blocks:
-        encoders.decoder.register_forward_pre_hook(TellKinds(state), with_kwargs=True)
+        encoders.decoder.register_forward_pre_hook(MarkTextOnlyRanks(state), with_kwargs=True)
     for block in blocks:
-        block.register_forward_hook(RunOnNothing(state), with_kwargs=True)
-    _encode_ahead_by(partial(encode_ahead, state, root), root, state)
+        block.register_forward_hook(RunPictureExperts(state), with_kwargs=True)
+    _wrap_encoding(partial(encode_before_generate, state, root), root, state)
 
 
-def _encode_ahead_by(ahead: Callable[..., Any], root: nn.Module, state: ModelState) -> None:
-    """Put `ahead(stock, model_kwargs)` in the place of what encodes in front of `generate`."""
+def _wrap_encoding(wrapper: Callable[..., Any], root: nn.Module, state: ModelState) -> None:
+    """Wrap the encoder call that `generate` makes first by `wrapper(stock, model_kwargs)`."""
     if hasattr(root, ENCODE_AHEAD):
-        state.replace(root, ENCODE_AHEAD, partial(ahead, getattr(root, ENCODE_AHEAD)))
+        state.replace(root, ENCODE_AHEAD, partial(wrapper, getattr(root, ENCODE_AHEAD)))

@@ -1,12 +1,13 @@
-"""Experts of pictures alone, which stock code runs where a batch has tokens of pictures.
+"""Experts for picture tokens alone, on ranks whose batch has no picture.
 
-A layer has one set of experts for text and one for pictures. With ep and FSDP2 both are run by all
-ranks together, so a rank of text alone would leave the others waiting. Before the decoder begins
-ranks tell each other whether they have such tokens. If any has, a rank without runs the second set
-on no rows, which trade places with those of other ranks, and its gradient is one of exact zeros.
+Some layers have one set of experts for text and one for pictures, and stock code skips the second
+set if a batch has no picture tokens. With expert parallelism and FSDP2 all ranks must run both
+sets, or the ranks with pictures wait for ever. So before the decoder runs, the ranks sum how many
+of them have picture tokens. If any has, a rank without them runs the second set on an empty tensor:
+it takes part in every exchange, and its gradients are exact zeros.
 
-That a rank has to is written on the tensor of token types, which goes through the layers, and
-through a layer that is computed again in backward.
+The decision is stored as an attribute of the tensor of token types, which every layer receives,
+also when a layer is recomputed in backward.
 """
 
 from __future__ import annotations
@@ -20,16 +21,13 @@ from hf_moe_ep.ranks.collectives import sum_over_ranks
 from hf_moe_ep.state import ModelState, ShardedOnly
 from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.towers import EXPERTS_OF_PICTURES, TOKEN_KINDS
-from hf_moe_ep.vision.tie import Tie
+from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
 _OTHERS_SEE = "_hf_moe_ep_others_see"
 
 
-class TellKinds(ShardedOnly):
-    """Marks the token types of a rank without pictures, where another has some.
-
-    A pre-forward hook of the decoder.
-    """
+class MarkTextOnlyRanks(ShardedOnly):
+    """Pre-forward hook of the decoder: mark the token types if only other ranks have pictures."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -45,7 +43,7 @@ class TellKinds(ShardedOnly):
         mine = torch.zeros((), dtype=torch.int64, device=meshes.device)
         if kinds_BS is not None:
             mine = mine + kinds_BS.any()
-        # The host waits: stock code does too, in every layer.
+        # A host sync. Stock code has one in every layer.
         here, anywhere = torch.stack([mine, sum_over_ranks(mine)]).tolist()
         if here or not anywhere:
             return None
@@ -55,8 +53,8 @@ class TellKinds(ShardedOnly):
         return (), {**given, TOKEN_KINDS: marked_BS}
 
 
-class RunOnNothing(ShardedOnly):
-    """Runs the experts of pictures on no rows, behind those of text: a forward hook of a block."""
+class RunPictureExperts(ShardedOnly):
+    """Forward hook of a block: on a marked rank, run the experts for pictures on no rows."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -67,7 +65,8 @@ class RunOnNothing(ShardedOnly):
         given = bind_forward(block, args, kwargs)
         if not getattr(given.get(TOKEN_KINDS), _OTHERS_SEE, False):
             return None
-        hidden_BSH = given["hidden_states"]
-        of_nothing = getattr(block, EXPERTS_OF_PICTURES)(hidden_BSH.flatten(0, 1)[:0])
+        no_rows = given["hidden_states"].flatten(0, 1)[:0]
+        unused = getattr(block, EXPERTS_OF_PICTURES)(no_rows)
         out_BSH, *others = outputs
-        return (Tie.apply(out_BSH, *of_nothing), *others)
+        (out_BSH,) = ZeroGradients.apply(1, False, None, out_BSH, *unused)
+        return (out_BSH, *others)

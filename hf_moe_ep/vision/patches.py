@@ -1,16 +1,16 @@
-"""Patches of pictures, split over the ranks of an sp group.
+"""Split the patches of pictures over the ranks of an sp group.
 
-Within an sp group all ranks have the same pictures. Each takes its slice of all their patches, in
-whole merge units (2 x 2 patches become one token), attends over whole pictures for some of the
-heads (`sequence/ulysses.py`), and the merged features are gathered once, behind the tower. 2 ranks,
-pictures of 3 and 2 tokens:
+All ranks of an sp group have the same pictures. Each rank takes a slice of all patches, in whole
+merge units (2 x 2 patches become one token). In attention it computes some of the heads over whole
+pictures (`sequence/ulysses.py`). The merged features are all-gathered once, after the tower. With 2
+ranks and pictures of 3 and 2 tokens:
 
     rank 0   AAAA AAAA AAAA      patches, blocks, mergers      features of A and B, whole
     rank 1   BBBB BBBB (pad)
 
-The whole sequence of text takes the features in the place of its picture tokens. Deepstack
-features, which the first layers of the language model add, come after the text was split: of those
-each rank keeps the rows of its slice.
+The model inserts the features into the embeddings of the whole sequence, which is split later.
+Deepstack features are added by the first layers of the language model, after that split, so each
+rank keeps their rows for its slice of the text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PatchSlice(Slice):
     """One rank's slice of the patches of all pictures.
 
     Attributes:
-        frames: number of patches in each frame; a picture is one frame, a video several.
+        frames: the number of patches in each frame. A picture is one frame, a video several.
     """
 
     def __init__(self, sequence: Slice, frames: list[int], unit: int) -> None:
@@ -41,12 +41,12 @@ class PatchSlice(Slice):
         self.frames = frames
 
     def of_features(self) -> Slice:
-        """Return this rank's slice of the features: one for each unit of patches."""
+        """Return this rank's slice of the features; each unit of patches becomes one feature."""
         return Slice(self.group, self.rank, self.size, self.length // self.unit)
 
 
 class TakePatches(Ours):
-    """Cuts pixels, and the tables made of `grid_thw`, to this rank's slice: a pre-forward hook."""
+    """Pre-forward hook of the tower: slice the pixels and the tables computed from `grid_thw`."""
 
     @torch.compiler.disable
     def __call__(
@@ -57,13 +57,13 @@ class TakePatches(Ours):
             return None
         tables = tower_tables(tower, kwargs["grid_thw"])
         mine: dict[str, Any] = {name: part.take(table, 0) for name, table in tables.items()}
-        # Known here, so that no layer waits for it.
+        # Passed on as a Python number, which saves each layer a host sync.
         mine["max_seqlen"] = max(part.frames)
         return (part.take(args[0], 0), *args[1:]), {**kwargs, **mine}
 
 
 class JoinFeatures(Ours):
-    """Gathers the features of all slices, in one exchange: a forward hook of the tower."""
+    """Forward hook of the tower: gather the features of all slices in one all-gather."""
 
     @torch.compiler.disable
     def __call__(
@@ -74,16 +74,13 @@ class JoinFeatures(Ours):
             return None
         mine = torch.stack([outputs.pooler_output, *outputs.deepstack_features])
         whole = gather_slices(mine, part.of_features())
-        # Copies, because FSDP2's hook on a view would be lost to an in-place op.
+        # Copies: an in-place operator on a view would lose the hook that FSDP2 put on the view.
         pooled, *deepstack = (features.clone() for features in whole)
         return type(outputs)(pooler_output=pooled, deepstack_features=deepstack)
 
 
 class TakeDeepstack(Ours):
-    """Keeps the deepstack features of this rank's slice of the text.
-
-    A pre-forward hook of the language model.
-    """
+    """Pre-forward hook of the language model: slice the deepstack features as the text."""
 
     @torch.compiler.disable
     def __call__(
@@ -120,18 +117,18 @@ def patch_attention(
     max_length_k: int,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend within each frame, for this rank's heads; transformers calls it as the tower's own.
+    """Attend within each frame, for this rank's heads; registered with transformers.
 
     Args:
         stock: the attention function that the user chose.
-        varlen: whether `stock` keeps frames apart by `cu_seq_lens_q`; otherwise it is called once
-            per frame.
+        varlen: True if `stock` separates frames by `cu_seq_lens_q`. Otherwise `stock` is called
+            once per frame.
         module: the attention module, with our config.
-        query: (1, heads, patches of this rank, head width), as `key` and `value`.
-        cu_seq_lens_q: (frames + 1,): where each frame begins, and the end of the last.
+        query, key, value: (1, heads, patches of this rank, head width).
+        cu_seq_lens_q: (frames + 1,): the start of each frame, and the end of the last one.
 
     Returns:
-        The output (1, patches of this rank, heads, head width), and None in place of the weights.
+        The output (1, patches of this rank, heads, head width), and None for the weights.
     """
     part: PatchSlice | None = kwargs.pop(SLICE, None)
     module = stock_attention(module)

@@ -1,9 +1,8 @@
-"""`PositionCollator`: position ids of vision-language batches, made where the data is.
+"""`PositionCollator`: compute the position ids of vision-language batches in the data loader.
 
-Tokens of a picture have a time, a row and a column. Stock code derives the three numbers in
-forward, on the training device, and reads each picture's frames, height and width back from it: at
-least three host syncs a picture. A data loader's worker has the same data on the CPU and nothing to
-wait for:
+Tokens of a picture have a time, a row and a column. Stock code computes these three numbers in
+forward, on the training device, and reads the frames, height and width of each picture back: at
+least three host syncs per picture. A data loader's worker has the same numbers on the CPU:
 
     DataLoader(dataset, collate_fn=PositionCollator(model, collate), num_workers=4)
     Trainer(model, args, data_collator=PositionCollator(model, collate), ...)
@@ -14,12 +13,12 @@ One row: two tokens of text, a picture of 2 x 2 tokens, text again.
     row      0 1 2 2 3 3 4
     column   0 1 2 3 2 3 4
 
-The numbers come from the model's own `get_rope_index` (transformers, models/qwen3_vl_moe). Where
-stock code would not call it, in a batch without pictures, nothing is added: outputs stay stock's to
-the last bit.
+The numbers come from the model's own `get_rope_index` (transformers, models/qwen3_vl_moe). Stock
+code does not call that function for a batch without pictures, and such a batch is not changed here,
+so the model's outputs are bit-equal to stock's.
 
-Not for loaders that slice ready batches along their first dimension (`dispatch_batches` of
-Accelerate): here it counts the three numbers, not the samples.
+Do not use it with a loader that slices whole batches along their first dimension
+(`dispatch_batches` of Accelerate): the first dimension of `position_ids` has the three numbers.
 """
 
 from __future__ import annotations
@@ -29,23 +28,25 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from hf_moe_ep.upstream.sharded_models import stock_class
 
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
 class PositionCollator:
-    """Adds `position_ids` (3, B, S) to every batch of `collate` that has pictures.
+    """A collate function that adds `position_ids` (3, B, S) to batches with pictures.
 
     Args:
-        model: a vision-language model, in whatever it is wrapped; only its config is kept, so that
-            workers of any start method are sent no weights.
-        collate: makes a batch of a list of samples; its batches hold `input_ids` (B, S),
-            `mm_token_type_ids` (B, S), the grids of the pictures and, if padded, `attention_mask`,
-            as the model's processor returns them. Picklable, for workers that are spawned.
+        model: a vision-language model, with any wrappers around it. Only its config is kept, so no
+            weights are sent to the workers.
+        collate: a function that turns a list of samples into a batch. The batch holds `input_ids`
+            (B, S), `mm_token_type_ids` (B, S), the grids of the pictures and, with padding,
+            `attention_mask`, as the model's processor returns them. Spawned workers need a
+            function that can be pickled.
 
     Raises:
-        ValueError: a model without such positions; when called, pictures without
+        ValueError: the model has no such positions; or, when called, the batch has pictures but no
             `mm_token_type_ids`.
     """
 
@@ -55,7 +56,7 @@ class PositionCollator:
         self._wanted = [*inspect.signature(self._bare.get_rope_index).parameters]
 
     def __call__(self, samples: list[Any]) -> MutableMapping[str, Any]:
-        """Return the batch of `samples`, with `position_ids` where it has pictures and none yet."""
+        """Collate `samples`; add `position_ids` if the batch has pictures and no positions yet."""
         batch: MutableMapping[str, Any] = self.collate(samples)
         has_pictures = any(batch.get(name) is not None for name in _GRIDS)
         if not has_pictures or batch.get("position_ids") is not None:
@@ -63,7 +64,7 @@ class PositionCollator:
         if batch.get("mm_token_type_ids") is None:
             raise ValueError(
                 f"the batch has pictures but no mm_token_type_ids, only {', '.join(batch)}; the "
-                "processor returns them beside input_ids, collate has to pass them on"
+                "processor returns them with input_ids, and collate has to pass them on"
             )
         given = {name: batch[name] for name in self._wanted if name in batch}
         batch["position_ids"], _ = self._bare.get_rope_index(**given)
@@ -73,7 +74,7 @@ class PositionCollator:
 def _find_inner(model: nn.Module) -> nn.Module:
     """Return the module whose own class has `get_rope_index`.
 
-    Wrappers of PEFT answer for attributes of what they wrap, so the instance tells nothing.
+    Instances are not asked: a PEFT wrapper also has the attributes of the module inside it.
     """
     for module in model.modules():
         if hasattr(type(module), "get_rope_index"):
@@ -86,8 +87,8 @@ def _find_inner(model: nn.Module) -> nn.Module:
 
 def _without_weights(inner: nn.Module) -> Any:
     """Return an instance of the same class that holds the config and nothing else."""
-    # FSDP2 swaps a module's class for one of its own, which no worker could import.
-    stock = next(kind for kind in type(inner).__mro__ if not issubclass(kind, FSDPModule))
+    # FSDP2 replaces the class of a module by a subclass that no worker can import.
+    stock: Any = stock_class(type(inner))
     bare: Any = stock.__new__(stock)
     nn.Module.__init__(bare)
     bare.config = inner.config

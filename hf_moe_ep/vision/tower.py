@@ -1,20 +1,19 @@
-"""The vision tower under FSDP2 and sequence parallelism, where some ranks have images, others none.
+"""Run a vision tower that is sharded block by block, where ranks differ in pictures and videos.
 
-The tower is sharded over all ranks, so all of them have to run it or none: a rank that skips it
-leaves the others waiting in its all-gather. Before the language model begins, ranks tell each other
-whether they have pixels:
+The blocks of the tower are FSDP2 units over all ranks, so either all ranks run the tower or none: a
+rank that skipped the tower would leave the others waiting in an all-gather. Before the language
+model runs, the ranks sum how many of them have pixels:
 
-    nobody has        the tower rests; its parameters get no gradient, as in stock code
-    somebody has      every rank runs it once: on its images and videos together, or else on one
-                      patch of zeros, whose outputs are tied to the text embeddings by a function
-                      that adds nothing forward and sends exact zeros backward
+    no rank has pixels    no rank runs the tower; its parameters get no gradient, as in stock code
+    any rank has pixels   every rank runs the tower once: on its images and videos together, or on
+                          one picture of zeros. Then `ZeroGradients` connects the outputs to the
+                          text embeddings: they change nothing and receive exact zeros in backward
 
-Which ranks hold which modality, and how many tiles, changes nothing else: in a sharded model the
-inner forward takes the tower's outputs as `mm_encoder_outputs` and places them itself. In front of
-`generate`, which encodes pictures before its first forward, it is the same, once for images and
-once for videos.
+The outputs of the tower go to the model's own forward as `mm_encoder_outputs`, so images and videos
+may be spread over ranks in any way. `generate` encodes pictures before its first forward, images
+and videos in two calls; there every rank runs the tower as often as any other.
 
-Within an sp group each rank takes a slice of the patches: `patches.py`.
+Within an sp group each rank takes a slice of the patches (`patches.py`).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from hf_moe_ep.upstream.towers import (
     tower_sizes,
 )
 from hf_moe_ep.vision.patches import PatchSlice
-from hf_moe_ep.vision.tie import Tie
+from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
-# What the inner model's forward calls pixels and their grids; what its config calls their token.
+# By modality: two arguments of the inner model's forward, and the token's name in its config.
 _MODALITIES = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
@@ -49,37 +48,34 @@ _MODALITIES = {
 
 
 class TowerOnce(ShardedOnly):
-    """Runs the vision tower, on every rank or on none.
-
-    A pre-forward hook of the model that holds the tower.
-    """
+    """Pre-forward hook of the model that holds the tower: run it on every rank or on none."""
 
     def __init__(self, state: ModelState, tower: nn.Module, num_layers: int) -> None:
         self.state, self.tower, self.num_layers = state, tower, num_layers
-        # The hook that ties the outputs of a run without pixels to the embeddings, once.
-        self.tie: RemovableHandle | None = None
+        # A hook on the text embedding, registered for one forward on a rank without pixels.
+        self.embedding_hook: RemovableHandle | None = None
 
     def run(
         self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self.tie is not None:  # left by a forward that ended before its embedding ran
-            self.tie.remove()
+        if self.embedding_hook is not None:  # an earlier forward raised before its embedding ran
+            self.embedding_hook.remove()
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return None
         given = bind_forward(inner, args, kwargs)
-        if not any(self._who_sees(inner, given, meshes.device)):
+        if not any(self._seen_anywhere(inner, given, meshes.device)):
             return None
         here = {
             name: (given[pixels], given[grid])
             for name, (pixels, grid, _) in _MODALITIES.items()
             if given.get(pixels) is not None
         }
-        if not here:  # others have pixels: this rank runs along on zeros
-            outputs = run_tower(inner, *self._nothing_to_see(meshes.device))
-            unseen = _features(outputs, self.num_layers)
-            if any(feature.requires_grad for feature in unseen):
-                self._tie_once(inner, given, unseen)
+        if not here:  # only other ranks have pixels
+            outputs = run_tower(inner, *self._picture_of_zeros(meshes.device))
+            unused = _features(outputs, self.num_layers)
+            if any(feature.requires_grad for feature in unused):
+                self._connect(inner, given, unused)
             return (), given
         pixels, grids = (torch.cat(parts) for parts in zip(*here.values(), strict=True))
         counts = [len(grid) for _, grid in here.values()]
@@ -87,62 +83,65 @@ class TowerOnce(ShardedOnly):
         outputs = split_tower_outputs(run_tower(inner, pixels, grids, **split), counts)
         given[TOWER_OUTPUTS] = dict(zip(here, outputs, strict=True))
         for name in here:
-            given[_MODALITIES[name][0]] = None  # its tower has run
+            given[_MODALITIES[name][0]] = None  # or the inner model would run the tower again
         return (), given
 
-    def encode_ahead(
+    def encode_before_generate(
         self,
         root: nn.Module,
         inner: nn.Module,
         stock: Callable[[dict[str, Any]], Any],
         model_kwargs: dict[str, Any],
     ) -> Any:
-        """Run the tower in front of `generate`, as often on every rank as on any.
-
-        It takes the place of the model's own function, `stock`.
-        """
+        """Wrap `stock`, by which `generate` runs the tower; all ranks run it equally often."""
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return stock(model_kwargs)
         if isinstance(root, FSDPModule):
             begin_with_root(root)
-        anywhere = self._who_sees(inner, model_kwargs, meshes.device)
+        anywhere = self._seen_anywhere(inner, model_kwargs, meshes.device)
         for (pixels, _, _), seen in zip(_MODALITIES.values(), anywhere, strict=True):
             if seen and model_kwargs.get(pixels) is None:
-                run_tower(inner, *self._nothing_to_see(meshes.device))
+                run_tower(inner, *self._picture_of_zeros(meshes.device))
         return stock(model_kwargs)
 
-    def _tie_once(self, inner: nn.Module, given: dict[str, Any], unseen: list[Tensor]) -> None:
-        """Make the embeddings of this forward depend on `unseen`, by a gradient of exact zeros.
+    def _connect(self, inner: nn.Module, given: dict[str, Any], unused: list[Tensor]) -> None:
+        """Make backward of the text embeddings run through `unused`, with a gradient of zeros.
 
-        Without it backward would pass the tower by on this rank, while others wait for it there.
+        Otherwise this rank would skip the backward of the tower, in which other ranks wait.
         """
+
+        def connect(embeds_BSH: Tensor) -> Tensor:
+            (connected,) = ZeroGradients.apply(1, False, None, embeds_BSH, *unused)
+            return connected
+
         if given.get("inputs_embeds") is not None:
-            given["inputs_embeds"] = Tie.apply(given["inputs_embeds"], *unseen)
+            given["inputs_embeds"] = connect(given["inputs_embeds"])
             return
 
-        def tie(module: nn.Module, args: tuple[Any, ...], embeds_BSH: Tensor) -> Tensor:
+        def connect_once(module: nn.Module, args: tuple[Any, ...], embeds_BSH: Tensor) -> Tensor:
             handle.remove()
-            return Tie.apply(embeds_BSH, *unseen)
+            return connect(embeds_BSH)
 
-        # Found now: PEFT and resize_token_embeddings put others in its place.
+        # Looked up at each forward: PEFT and resize_token_embeddings replace the embedding.
         embedding = input_embedding(inner)
         assert embedding is not None
-        self.tie = handle = embedding.register_forward_hook(torch.compiler.disable(tie))
+        handle = embedding.register_forward_hook(torch.compiler.disable(connect_once))
+        self.embedding_hook = handle
 
-    def _who_sees(
+    def _seen_anywhere(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> list[bool]:
-        """Return for each modality whether any rank has pixels of it.
+        """Return, for each modality, True if any rank has pixels.
 
         Raises:
-            ValueError: a rank has pixels that do not fit their grids or its text; on every rank.
+            ValueError: on every rank, if the pixels of a rank do not fit their grids or its text.
         """
         claims = list(self._claims(inner, given, device))
         none = torch.zeros((), dtype=torch.int64, device=device)
         wrong = sum((left != right for _, left, right in claims), none)
         has = [given.get(pixels) is not None for pixels, _, _ in _MODALITIES.values()]
-        # The host waits here, once per forward: no rank knows alone.
+        # The one host sync of a forward.
         mine = torch.cat([wrong[None], torch.tensor(has, device=device).to(wrong.dtype)])
         num_wrong, *anywhere = sum_over_ranks(mine).tolist()
         if num_wrong:
@@ -153,17 +152,17 @@ class TowerOnce(ShardedOnly):
             ]
             raise ValueError(
                 "; ".join(wrong_here)
-                or "another rank's images do not fit its text; its error says more"
+                or "another rank's images do not fit its text; the error of that rank has the sizes"
             )
         return [count > 0 for count in anywhere]
 
     def _claims(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (text, left, right): two numbers that must be equal, and the error otherwise.
+        """Yield (text, left, right): two scalars on `device` that must be equal, and an error text.
 
-        Both are scalars on `device`; `text` has a `{}` for each. A tower that has run, in front of
-        `generate` or by the caller, has left no pixels to compare.
+        The text has a `{}` for each number. Nothing is compared if the tower has already run,
+        because then the arguments hold no pixels.
         """
         if given.get(TOWER_OUTPUTS):
             return
@@ -180,7 +179,7 @@ class TowerOnce(ShardedOnly):
                 yield text, (ids == getattr(inner.config, token)).sum(), patches // merge**2
 
     def _split(self, sequence: Slice | None, grids: Tensor) -> dict[str, PatchSlice]:
-        """Return the keyword that gives the tower its slice of the patches; {} where none is split.
+        """Return the keyword argument with this rank's slice of the patches; {} without sp.
 
         `sequence` is this rank's slice of the text, `grids` (pictures, 3) the sizes in patches.
         """
@@ -190,20 +189,17 @@ class TowerOnce(ShardedOnly):
         merge, _ = tower_sizes(self.tower)
         return {SLICE: PatchSlice(sequence, frames, merge**2)}
 
-    def _nothing_to_see(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return pixels and grid of one picture of zeros: m x m patches that become one token.
-
-        It is the smallest that goes through every part of the tower.
-        """
+    def _picture_of_zeros(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return pixels and grid of the smallest picture: m x m patches, which become one token."""
         merge, values = tower_sizes(self.tower)
         pixels = torch.zeros(merge * merge, values, device=device)
         return pixels, torch.tensor([[1, merge, merge]], device=device)
 
 
 def _features(outputs: Any, num_layers: int) -> list[Tensor]:
-    """Return all tensors in the tower's outputs that a decoder of so many layers uses.
+    """List the outputs of the tower that a decoder of `num_layers` layers uses.
 
-    It adds one of the deepstack features behind each of its layers, until there are no more.
+    After each of its first layers the decoder adds one of the deepstack features.
     """
     return [
         feature

@@ -297,19 +297,19 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
     for name, parameter in trained.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or name.endswith("down_proj"))
     refused: list[tuple[nn.Module, dict[str, Any], str]] = [
-        (trained, NF4, r"down_proj is to be trained; .*get_peft_model"),
-        (tiny(**LARGE), NF4, r"gate_up_proj is to be trained"),
+        (trained, NF4, r"down_proj is trainable; .*get_peft_model"),
+        (tiny(**LARGE), NF4, r"gate_up_proj is trainable"),
         (with_lora(tiny()), NF4, r"blocks of 64 .*gate_up_proj of .*in 32\] has 32"),
         (with_lora(tiny(**SIZES["nf4"])), HELD["fp8"], r'blocks of 128 .*use experts_dtype="nf4"'),
         (
             with_lora(tiny(**SIZES["fp8"])),
             HELD["fp8"] | {"expert_shard_dim": 1},
-            r"expert_shard_dim=1 splits the 128 rows of down_proj .*over ep_fsdp \(2\)",
+            r"expert_shard_dim=1 shards the 128 rows of down_proj .*over ep_fsdp \(2\)",
         ),
         (
             with_lora(tiny(**SIZES["nf4"])),
             HELD["nested"] | {"expert_shard_dim": 1},
-            r"splits the 256 rows of gate_up_proj .*a block of nf4, whose scales share others",
+            r"shards the 256 rows of gate_up_proj .*a block of nf4, of which 256 share",
         ),
     ]
     for model, config, words in refused:

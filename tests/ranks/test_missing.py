@@ -38,7 +38,7 @@ def _without(rank: int, world: int, gone: int) -> dict[str, tuple[str, float]]:
         default_store().wait([f"done {other}" for other in range(world) if other != gone])
         return {}
     found = {}
-    with mock.patch.object(missing, "_MOMENT", MOMENT):
+    with mock.patch.object(missing, "_QUIET", MOMENT):
         for place, group in groups.items():
             began = time.monotonic()
             with pytest.raises(RuntimeError) as caught:
@@ -67,9 +67,9 @@ def test_the_rank_that_stays_away_is_named(
 
 def _silent(rank: int, world: int) -> tuple[str, str, str]:
     """Of ranks that all gave up; at two places; and where the store does not answer."""
-    nobody = missing.name_the_missing("here", None)
+    nobody = missing.name_missing_ranks("here", None)
     two = dist.new_group([0, 1], group_desc="two")
-    elsewhere = missing.name_the_missing(f"place {rank}", two)
+    elsewhere = missing.name_missing_ranks(f"place {rank}", two)
 
     class Silent:
         def append(self, *_: object) -> None:
@@ -77,14 +77,14 @@ def _silent(rank: int, world: int) -> tuple[str, str, str]:
 
     with (
         mock.patch.object(missing, "default_store", Silent),
-        mock.patch.object(missing, "_SILENT", 0.2),
+        mock.patch.object(missing, "_STORE_TIMEOUT", 0.2),
     ):
-        return nobody, elsewhere, missing.name_the_missing("here", None)
+        return nobody, elsewhere, missing.name_missing_ranks("here", None)
 
 
 def test_when_nobody_is_missing_or_nobody_answers() -> None:
     first, second = run_ranks(_silent, 2)
     nobody = "none of these ranks, but the network between them,"
-    keeper = "rank 0, or whoever else keeps the store where ranks meet,"
+    keeper = "rank 0, or another rank that hosts the store,"
     assert first == (nobody, "rank 1 (place 1)", keeper)
     assert second == (nobody, "rank 0 (place 0)", keeper)

@@ -51,10 +51,11 @@ def test_positional_arguments_by_hand() -> None:
 
 def test_what_wraps_a_layer_changes_nothing() -> None:
     """A wrapper on the instance, as transformers' recorders are, and torch's CheckpointWrapper."""
-    want = arguments_of(_Layer(), 2).names
+    want = arguments_of(_Layer(), 2).positional
     layer = _Layer()
     layer.forward = lambda *args, cache=None, **kwargs: _Layer.forward(layer, *args, **kwargs)
-    assert arguments_of(layer, 2).names == arguments_of(checkpoint_wrapper(layer), 2).names == want
+    for wrapped in (layer, checkpoint_wrapper(layer)):
+        assert arguments_of(wrapped, 2).positional == want
 
 
 def test_keywords_by_hand() -> None:
@@ -82,9 +83,9 @@ def test_another_length_is_an_error() -> None:
 
 
 def test_an_unknown_argument_is_refused_by_patch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="encoder_states, which _Encoded takes"):
+    with pytest.raises(ValueError, match="encoder_states of _Encoded is"):
         arguments_of(_Encoded(), 2)
     model = tiny()
     monkeypatch.setattr(type(model.model.layers[0]), "forward", _Encoded.forward)
-    with pytest.raises(ValueError, match=r"sp_size \(2\) > 1 slices .* of encoder_states"):
+    with pytest.raises(ValueError, match=r"sp_size \(2\) > 1 slices .* if encoder_states of"):
         patch(model, sp_size=2)

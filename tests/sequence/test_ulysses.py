@@ -137,9 +137,9 @@ def errors_say_what_to_do_instead(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="given different batches"):
         model(**batch(model, 2, 9, seed=rank))
     micro = batch(model, 2, 9)
-    with pytest.raises(ValueError, match="logits_to_keep=1 picks positions"):
+    with pytest.raises(ValueError, match="logits_to_keep=1 selects positions"):
         model(**micro, logits_to_keep=1)
-    with pytest.raises(ValueError, match="return_dict=False does not go"):
+    with pytest.raises(ValueError, match="return_dict=False is not supported"):
         model(**micro, return_dict=False)
 
 

@@ -14,7 +14,7 @@ from hf_moe_ep import patch
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.shard import _check_expert_shard_dim, _check_shared, _expert_placement
 from hf_moe_ep.sharding.units import find_units
-from hf_moe_ep.sharding.values import find_places
+from hf_moe_ep.sharding.values import find_entries
 from hf_moe_ep.state import find_state
 
 # name: (shape of a weight on its ep rank, ranks that share it, the dimension "auto" picks)
@@ -105,8 +105,8 @@ def _check(model: nn.Module, ep_fsdp_size: int = 2) -> None:
     assert state is not None
     options = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
     units = find_units(model, state.plan)
-    places = find_places(model, units.all_experts, state.plan, options)
+    entries = find_entries(model, units.all_experts, state.plan, options)
     sizes: Any = SimpleNamespace(ep_size=2, ep_fsdp_size=ep_fsdp_size)
     for experts in units.all_experts:
-        _check_shared(experts, places, state)
-        _check_expert_shard_dim(experts, places, state, sizes)
+        _check_shared(experts, entries, state)
+        _check_expert_shard_dim(experts, entries, state, sizes)

@@ -1,4 +1,4 @@
-"""The units that stay gathered after a forward never compute with weights from before a step."""
+"""FSDP2 units: those kept gathered never use old weights, and hooks for reentrant checkpoints."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,10 +7,14 @@ import pytest
 import torch
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
+from support.parity import checkpointing
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.upstream.modules import pre_forward_hooks
+from hf_moe_ep.upstream.sharded_models import forget_finished_backward, may_checkpoint_reentrantly
 
 Batch = dict[str, Tensor]
 
@@ -73,6 +77,41 @@ def two_forwards_before_one_backward(rank: int, world: int) -> None:
         assert_close(name, grad, sums[1][name], 1e-10)
 
 
+def _hooked_units(model: nn.Module) -> int:
+    hooks = (hook for module in model.modules() for hook in pre_forward_hooks(module))
+    return sum(hook is forget_finished_backward for hook in hooks)
+
+
+def only_reentrant_checkpoints_hook_units(rank: int, world: int) -> None:
+    """2 layers with experts are 4 units; a forward in evaluation computes nothing twice."""
+    for ep_size in (1, 2):
+        model = apply_ep_fsdp2(tiny(), ep_size=ep_size)
+        inputs = batch(model, 2, 7, seed=rank)
+        hooked = []
+        for use_reentrant, training in ((None, True), (False, True), (True, False), (True, True)):
+            model.train(training)
+            if use_reentrant is not None:
+                checkpointing(model, use_reentrant)
+            model(**inputs)
+            hooked.append(_hooked_units(model))
+        model(**inputs)
+        assert [*hooked, _hooked_units(model)] == [0, 0, 0, 4, 4], hooked
+
+
+def test_a_function_that_is_not_known_may_be_reentrant() -> None:
+    for function, may in (
+        (None, False),
+        (partial(checkpoint, use_reentrant=False), False),
+        (partial(print, partial(checkpoint, use_reentrant=False)), False),
+        (partial(checkpoint, use_reentrant=True), True),
+        (partial(print, partial(checkpoint, use_reentrant=True)), True),
+        (checkpoint, True),
+    ):
+        module = nn.Identity()
+        module.checkpoint_fn = function
+        assert may_checkpoint_reentrantly(module) is may, function
+
+
 CHECKS = on_ranks(
     2,
     {
@@ -81,6 +120,7 @@ CHECKS = on_ranks(
         "without gradients": partial(_check, _without_gradients),
     },
     two_forwards_before_one_backward,
+    only_reentrant_checkpoints_hook_units,
 )
 
 

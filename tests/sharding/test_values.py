@@ -14,7 +14,7 @@ from hf_moe_ep.lora.factors import stack_b
 from hf_moe_ep.ranks.mesh import Meshes, build_meshes
 from hf_moe_ep.sharding.options import ShardOptions
 from hf_moe_ep.sharding.units import find_units
-from hf_moe_ep.sharding.values import Place, find_places, materialize
+from hf_moe_ep.sharding.values import ParameterEntry, find_entries, materialize
 from hf_moe_ep.state import find_state
 
 MASTERS = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), True, True)
@@ -23,9 +23,9 @@ AS_THEY_ARE = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)
 
 def test_a_tied_parameter_is_one_place_with_two_owners() -> None:
     model = patch(tiny(tie_word_embeddings=True))
-    places = _places(model, AS_THEY_ARE)
-    assert places.keys() == set(model.parameters())
-    tied = places[model.lm_head.weight]
+    entries = _entries(model, AS_THEY_ARE)
+    assert entries.keys() == set(model.parameters())
+    tied = entries[model.lm_head.weight]
     assert [(type(module).__name__, name) for module, name in tied.owners] == [
         ("Embedding", "weight"),
         ("Linear", "weight"),
@@ -34,9 +34,9 @@ def test_a_tied_parameter_is_one_place_with_two_owners() -> None:
 
 def test_experts_and_factors_are_split_and_the_rest_is_not() -> None:
     model = patch(with_lora(tiny()))
-    places = _places(model, AS_THEY_ARE)
-    split = {name for name, p in model.named_parameters() if places[p].over_ep}
-    stacked = {name for name, p in model.named_parameters() if places[p].stack is not None}
+    entries = _entries(model, AS_THEY_ARE)
+    split = {name for name, p in model.named_parameters() if entries[p].over_ep}
+    stacked = {name for name, p in model.named_parameters() if entries[p].stack is not None}
     assert {name.rpartition(".")[2] for name in split - stacked} == {"gate_up_proj", "down_proj"}
     assert stacked == {name for name in split if "lora_" in name}
     assert len(split) == 2 * 6  # 2 layers: 2 weights, each with an A and a B
@@ -53,14 +53,14 @@ def test_what_is_ignored_or_of_its_own_class_has_no_place() -> None:
     options = ShardOptions(
         MixedPrecisionPolicy(), OffloadPolicy(), False, True, ignored_params=frozenset([ignored])
     )
-    missing = set(model.parameters()) - _places(model, options).keys()
+    missing = set(model.parameters()) - _entries(model, options).keys()
     assert missing == {ignored, model.model.norm.packed}
 
 
-def _places(model: nn.Module, options: ShardOptions) -> dict[nn.Parameter, Place]:
+def _entries(model: nn.Module, options: ShardOptions) -> dict[nn.Parameter, ParameterEntry]:
     state = find_state(model)
     assert state is not None
-    return find_places(model, find_units(model, state.plan).all_experts, state.plan, options)
+    return find_entries(model, find_units(model, state.plan).all_experts, state.plan, options)
 
 
 class _Holder(nn.Module):
@@ -82,13 +82,13 @@ def a_factor_as_in_the_docstring(rank: int, world: int) -> None:
     holder = _Holder(rank, packed)
     other = nn.Module()
     other.register_parameter("tied", holder.weight)
-    place = Place(
+    entry = ParameterEntry(
         holder.weight,
         [(holder, "weight"), (other, "tied")],
         stack=lambda factor: stack_b(factor, 4),
         over_ep=True,
     )
-    (new,) = materialize(place, _meshes(), AS_THEY_ARE)
+    (new,) = materialize(entry, _meshes(), AS_THEY_ARE)
     assert holder.weight is new and other.tied is new
     assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
     assert new.placements == (Shard(0),)
@@ -102,12 +102,12 @@ def a_factor_as_in_the_docstring(rank: int, world: int) -> None:
 def a_plain_weight_with_a_master(rank: int, world: int) -> None:
     values = torch.tensor([[1.0, 2.0, 3.0]])
     holder = _Holder(rank, values, torch.bfloat16)
-    place = Place(holder.weight, [(holder, "weight")], None, over_ep=False)
-    (new,) = materialize(place, _meshes(), MASTERS)
+    entry = ParameterEntry(holder.weight, [(holder, "weight")], None, over_ep=False)
+    (new,) = materialize(entry, _meshes(), MASTERS)
     assert not isinstance(new, DTensor) and torch.equal(new, values)
     frozen = _Holder(rank, values, torch.bfloat16).requires_grad_(False)
-    place = Place(frozen.weight, [(frozen, "weight")], None, over_ep=False)
-    (new,) = materialize(place, _meshes(), MASTERS)
+    entry = ParameterEntry(frozen.weight, [(frozen, "weight")], None, over_ep=False)
+    (new,) = materialize(entry, _meshes(), MASTERS)
     assert new.dtype == torch.bfloat16
     assert not frozen.weight.requires_grad
 
@@ -115,8 +115,8 @@ def a_plain_weight_with_a_master(rank: int, world: int) -> None:
 def experts_without_the_memory_of_the_rest(rank: int, world: int) -> None:
     values = torch.arange(24.0).view(4, 3, 2)
     holder = _Holder(rank, values, torch.float32)
-    place = Place(holder.weight, [(holder, "weight")], None, over_ep=True)
-    (new,) = materialize(place, _meshes(), MASTERS)
+    entry = ParameterEntry(holder.weight, [(holder, "weight")], None, over_ep=True)
+    (new,) = materialize(entry, _meshes(), MASTERS)
     local = new.to_local()
     assert torch.equal(local, values[:2] if rank == 0 else values[2:])
     assert local.untyped_storage().nbytes() == local.nbytes
@@ -124,7 +124,7 @@ def experts_without_the_memory_of_the_rest(rank: int, world: int) -> None:
 
 def experts_on_meta_stay_there(rank: int, world: int) -> None:
     holder = _Holder(0, torch.zeros(4, 5, 3)).to("meta")
-    place = Place(holder.weight, [(holder, "weight")], None, over_ep=True)
+    entry = ParameterEntry(holder.weight, [(holder, "weight")], None, over_ep=True)
     options = ShardOptions(
         MixedPrecisionPolicy(),
         OffloadPolicy(),
@@ -132,7 +132,7 @@ def experts_on_meta_stay_there(rank: int, world: int) -> None:
         True,
         empty_params=frozenset([holder.weight]),
     )
-    (new,) = materialize(place, _meshes(), options)
+    (new,) = materialize(entry, _meshes(), options)
     assert isinstance(new, DTensor) and new.shape == (4, 5, 3)
     assert new.to_local().is_meta and new.to_local().shape == (2, 5, 3)
 

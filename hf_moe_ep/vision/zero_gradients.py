@@ -1,0 +1,57 @@
+"""`ZeroGradients`: backward also runs through tensors that the loss of this rank does not use.
+
+Other ranks use the same modules and wait there for this rank, in an all-gather or a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_moe_ep.ops.autograd import nothing
+
+
+class ZeroGradients(torch.autograd.Function):
+    """Return the first `count` tensors; backward sends exact zeros to all other tensors.
+
+    Backward passes the gradients of the first `count` tensors on. With `fill` it also replaces a
+    missing one by zeros. It calls `before_backward` first.
+
+    Forward saves a tensor that backward reads. Under activation checkpointing that makes this rank
+    recompute exactly when ranks recompute that do use the other tensors, and not before or after a
+    collective in which these ranks wait.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        count: int,
+        fill: bool,
+        before_backward: Callable[[], Any] | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.fill, ctx.before_backward = fill, before_backward
+        ctx.like = [(tensor.new_empty(0), tensor.shape) for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(tensors[0].new_empty(0))
+        # Copies: an in-place operator on a view would lose the hook that FSDP2 put on the view.
+        return tuple(tensor.clone() for tensor in tensors[:count])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        if ctx.before_backward is not None:
+            ctx.before_backward()
+        count = len(grads)
+        returned = [
+            nothing(*like) if grad is None and ctx.fill else grad
+            for grad, like in zip(grads, ctx.like[:count], strict=True)
+        ]
+        others = zip(ctx.like[count:], ctx.needs_input_grad[3 + count :], strict=True)
+        zeros = [nothing(*like) if needed else None for like, needed in others]
+        return None, None, None, *returned, *zeros
