@@ -38,9 +38,8 @@ keyword) to search for in FILE.
     vision/encoders.py | gathered in_graph | units of encoders, from their run to the decoder
     vision/branches.py | _hf_moe_ep_others_see | on the tensor of token types, through the decoder
     moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
-    moe/aux_loss.py | _hf_moe_ep_undivided | on a loss that was divided: the one that was not
-    moe/aux_loss.py | forward learns | of a forward: what its router logits are marked with
-    moe/routers_alone.py | again | logits of the routers, for the loss of each layer
+    moe/aux_loss.py | forward learns undivided returned | of a forward, which marks its logits
+    moe/routers_alone.py | _recorded | logits of the routers' second runs, during a forward
     moe/dispatch/async_exchange.py | brought needs | gradients beside autograd's edges
     ops/expert_mlp.py | finish | weight gradients that a backward left for later
     -- what sharding leaves on a model, for its life --
