@@ -40,7 +40,7 @@ keyword) to search for in FILE.
     moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
     moe/aux_loss.py | forward learns undivided returned | of a forward, which marks its logits
     moe/routers_alone.py | _recorded | logits of the routers' second runs, during a forward
-    moe/dispatch/async_exchange.py | brought needs | gradients beside autograd's edges
+    moe/dispatch/async_exchange.py | received_grads needs | gradients that pass autograd's edges by
     ops/expert_mlp.py | finish | weight gradients that a backward left for later
     -- what sharding leaves on a model, for its life --
     sharding/values.py | data setattr | parameters become DTensors, in place
@@ -106,7 +106,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.dispatcher import CheckpointFrame, Dispatcher, RoutesTold
+from hf_moe_ep.dispatcher import Dispatcher, RouteSource
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, Quantised
 from hf_moe_ep.plan import ModelPlan
@@ -147,8 +147,8 @@ class ModelState:
     encoders: list[Any] = field(default_factory=list)
     # Set when sharded with ep_size > 1.
     dispatcher: Dispatcher | None = None
-    # The checkpointed layer that runs now.
-    frame: CheckpointFrame | None = None
+    # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
+    frame: Any = None
     # While a `record` or `replay` of routing is open.
     routing: RoutingSession | None = None
     # Of saves in the background, from the first one on.
@@ -324,19 +324,28 @@ class ReliedOn:
     is_experts: bool
 
 
-class RoutingSession(Protocol):
-    """An open `record` or `replay` of `routing/`."""
+class RoutingSession:
+    """An open `record` or `replay` of `routing/`.
+
+    Attributes:
+        route_source: where the expert ids of the present forward come from.
+        refusal: the error of routes that cannot be replayed. It is raised after the other ranks
+            have received `route_source`, so that all ranks raise an error.
+    """
+
+    refusal: ValueError | None = None
 
     @property
-    def told(self) -> RoutesTold:
-        """What other ranks are told of this forward."""
-
-    @property
-    def refusal(self) -> ValueError | None:
-        """What is wrong with the routes; raised once all ranks have been told."""
+    def route_source(self) -> RouteSource:
+        return RouteSource.LIVE
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """What all ranks of an sp group must have alike, by name, beside their batch."""
+        """Return the tensors, by name, that must be equal on all ranks of an sp group."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model has no open session."""
+        return
 
 
 class Ours:
