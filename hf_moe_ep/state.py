@@ -20,7 +20,8 @@ keyword) to search for in FILE.
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
     moe/layer.py | forward_number | counts forwards
     placement/move.py | placement | where experts lie, from the first balance_experts on
-    placement/hub_order.py | guards_state_dicts at_home _hf_moe_ep_guarded | with its optimizers
+    placement/hub_order.py | guards_state_dicts optimizers_in_order | until unpatch; in a block
+    placement/hub_order.py | _hf_moe_ep_guarded | on parameters of experts and their optimizers
     moe/counting.py | choice_counts | how many tokens chose each expert, from the first one on
     moe/counting.py | leads_to_gradients | of the forward that runs
     routing/bias.py | correction data | the bias of a layer's router; in fp32 from patch on
@@ -155,8 +156,8 @@ class ModelState:
     saver: Saver | None = None
     # Whether state dicts are refused while experts lie elsewhere than in hub order.
     guards_state_dicts: bool = False
-    # Optimizers whose state is in hub order with the experts; None where nothing was brought there.
-    at_home: list[Any] | None = None
+    # Optimizers whose state is in hub order, inside of `experts_in_hub_order`; None outside.
+    optimizers_in_order: list[Any] | None = None
     # Of experts that are held quantised, by name.
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
     # `patch` with this config, for a model that is to stand beside this one.

@@ -48,7 +48,7 @@ class Recording(Session):
             frame.keep(layer.index, ids_TK.detach(), None)
         if self._forward is None:
             raise ValueError(
-                f"{layer.name} ran outside of a forward of the whole model, so its batch is unknown; "
+                f"{layer.name} ran outside of a forward of the whole model; "
                 f"call the model itself inside of record()"
             )
         if key in self._chosen or ids_TK.shape[0] != self._forward.rows:
