@@ -8,6 +8,7 @@ coefficient is so large that the aux loss outweighs the cross-entropy in the rou
 at the routers, whose logits the reference computes by hand from what they were handed.
 """
 
+import gc
 import sys
 from functools import partial
 from typing import Any
@@ -325,6 +326,7 @@ def test_of_each_layer_alone(found: Found, claim: Check) -> None:
 
 def test_of_each_layer_alone_in_one_process() -> None:
     """Not sharded: stock would take all layers together."""
+    gc.collect()  # models of other tests, which use the function of the file as well
     model, reference = patch(tiny(**MODEL), aux_loss_per_layer=True), tiny(**MODEL)
     inputs = _batch(model, 1, "padded")
     names = vars(sys.modules[type(model).__module__])
