@@ -45,24 +45,8 @@ class Header:
     routes: int = RouteSource.LIVE
 
     def as_list(self) -> list[int]:
-        """List the fields in order, as they are sent."""
+        """List the fields in order, as they are sent; `Header(*numbers)` is the header again."""
         return [int(value) for value in astuple(self)]
-
-    @classmethod
-    def from_list(cls, values: list[int]) -> Header:
-        """Make a header from the list of numbers that `as_list` returned on another rank."""
-        forward, layer, training, grad, checkpointed, recompute, top_k, itemsize, routes = values
-        return cls(
-            forward,
-            layer,
-            bool(training),
-            bool(grad),
-            bool(checkpointed),
-            bool(recompute),
-            top_k,
-            itemsize,
-            RouteSource(routes),
-        )
 
     def __str__(self) -> str:
         mode = ["training" if self.training else "evaluation"]

@@ -8,6 +8,8 @@ another layer or waiting forever.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,10 +32,10 @@ class CountsExchange:
         """
         mine = self._header.as_list()
         gathered = self._gathering.wait()
-        numbers = [row[: len(mine)] for row in gathered]
+        numbers: list[list[Any]] = [row[: len(mine)] for row in gathered]
         if any(header != mine for header in numbers):
             ranks = dist.get_process_group_ranks(self._group)
-            headers = [Header.from_list(header) for header in numbers]
+            headers = [Header(*header) for header in numbers]
             lines = [
                 f"  rank {rank}: {header}" for rank, header in zip(ranks, headers, strict=True)
             ]
