@@ -109,7 +109,7 @@ def _convert(
         raise ValueError(f"target {target} lies in source {source}; name another folder")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"target {target} exists and is not empty; name another folder")
-    beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
 
     def ours(folder: str, names: list[str]) -> set[str]:
         files = {name for name in names if name == CONFIG or name.startswith("adapter_model.")}
@@ -119,14 +119,14 @@ def _convert(
         with safe_open(source / WEIGHTS, "pt") as file:
             opened = _open(source, file)
             tensors, config, stacks = convert(opened)
-            shutil.copytree(source, beside, ignore=ours)
-            of_experts, copied, size = _write(beside / WEIGHTS, opened, tensors)
-        (beside / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-        beside.rename(target)
+            shutil.copytree(source, partial, ignore=ours)
+            of_experts, copied, size = _write(partial / WEIGHTS, opened, tensors)
+        (partial / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        partial.rename(target)
     except SafetensorError as error:
         raise ValueError(f"{source / WEIGHTS} cannot be read: {error}") from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     layers = len({stack.experts for stack in stacks})
     if convert is to_single:
         names = [module for stack in stacks for module in stack.all_modules()]

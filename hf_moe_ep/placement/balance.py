@@ -21,7 +21,7 @@ from hf_moe_ep.placement.hub_order import guard_state_dicts
 from hf_moe_ep.placement.move import (
     ExpertTensors,
     check_movable,
-    check_same_company,
+    check_same_tensors,
     check_trained,
     find_expert_tensors,
     move_experts,
@@ -87,7 +87,7 @@ def balance_experts(
 
     tensors = together("balance_experts", check)
     check_alike("balance_experts", threshold=threshold, load=_digest(load))
-    check_same_company("balance_experts", tensors, optimizers)
+    check_same_tensors("balance_experts", tensors, optimizers)
     guard_state_dicts(model, state, tensors, optimizers)
     assert state.meshes is not None
     ranks = state.meshes.ep_size

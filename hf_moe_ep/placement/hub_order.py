@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_moe_ep.placement.move import (
     ExpertTensors,
     check_movable,
-    check_same_company,
+    check_same_tensors,
     find_expert_tensors,
     move_experts,
 )
@@ -113,7 +113,7 @@ def _move_to(
     tensors = find_expert_tensors(model)
     # The state of an optimizer may have been replaced since the experts were moved.
     together("experts_in_hub_order", lambda: check_movable(tensors, held))
-    check_same_company("experts_in_hub_order", tensors, held)
+    check_same_tensors("experts_in_hub_order", tensors, held)
     for one in tensors:
         move_experts(one, placements[one.layer.index], state.meshes, held)
 

@@ -148,7 +148,7 @@ def slots_of(placement: Tensor | None, num_experts: int) -> list[int]:
     return slots
 
 
-def check_same_company(
+def check_same_tensors(
     what: str, tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]
 ) -> None:
     """Check that the same tensors move with the experts on all ranks.

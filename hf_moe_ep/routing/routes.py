@@ -1,13 +1,13 @@
-"""`Routes`: which experts each token of a batch has, in each layer, and where they come from.
+"""`Routes`: the experts of each token of a batch, in each layer.
 
     recorded       [B, S, L, K] as a forward chose (`RoutingReplay.record`)
-    from_engine    arrays of an inference engine, one of each sequence, put in their places:
+    from_engine    arrays of an inference engine, one per sequence, put into a padded batch:
 
         tokens of a row      pad pad t0 t1 t2 t3         pad_side="left", padded_to=6
         rows of its array            r0 r1 r2            t3 was sampled last and never forwarded
         routes               -1  -1  r0 r1 r2 -1         -1: routes live
 
-Row s of a sequence holds the experts of input token s.
+Row s of a sequence contains the experts of input token s.
 """
 
 from __future__ import annotations
