@@ -53,7 +53,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +69,9 @@ from hf_moe_ep.upstream.models import forward_globals, fused_head_globals, is_fu
 from hf_moe_ep.upstream.modules import pre_forward_hooks
 
 _FUNCTION = "load_balancing_loss_func"
+# The most logits that are stacked: on a GPU 2**26 bound the memory (256 MiB for a tensor in fp32);
+# on a CPU larger tensors than 2**20 do not fit into the caches, which costs more than it saves.
+_MAX_STACKED, _MAX_STACKED_ON_CPU = 2**26, 2**20
 
 
 def global_aux_loss(
@@ -96,7 +99,7 @@ def global_aux_loss(
     own = torch.cat(
         [
             _sum_over_tokens(layers, num_experts, top_k, keep_T).to(router_logits[0].device)
-            for layers in _group_alike(router_logits)
+            for layers in _group_layers(router_logits)
         ]
     )
     if not per_layer:
@@ -110,13 +113,17 @@ def global_aux_loss(
     return own_term + ((factor_XE * all_probabilities_XE).sum() - own_term).detach()
 
 
-def _group_alike(router_logits: tuple[Tensor, ...]) -> list[list[Tensor]]:
-    """Group the layers whose logits can be stacked; nearly always that is one group of all."""
-    groups: dict[Any, list[Tensor]] = {}
+def _group_layers(router_logits: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
+    """Yield groups of layers whose logits can be stacked, none larger than the limit above."""
+    alike: dict[Any, list[Tensor]] = {}
     for logits_TE in router_logits:
-        alike = logits_TE.device, logits_TE.dtype, logits_TE.shape
-        groups.setdefault(alike, []).append(logits_TE)
-    return list(groups.values())
+        key = logits_TE.device, logits_TE.dtype, logits_TE.shape
+        alike.setdefault(key, []).append(logits_TE)
+    for layers in alike.values():
+        limit = _MAX_STACKED_ON_CPU if layers[0].device.type == "cpu" else _MAX_STACKED
+        size = max(1, limit // max(1, layers[0].numel()))
+        for first in range(0, len(layers), size):
+            yield layers[first : first + size]
 
 
 def _sum_over_tokens(
@@ -124,7 +131,7 @@ def _sum_over_tokens(
 ) -> Tensor:
     """Sum pairs and probabilities of each expert over the tokens of this rank: [layers, 2, E].
 
-    All layers are computed at once, because the loss is bound by the number of kernels it launches.
+    All layers are computed at once, because on a GPU the time of this loss is the number of kernels.
     """
     logits_LTE = torch.stack(layers)
     num_layers, num_tokens, _ = logits_LTE.shape

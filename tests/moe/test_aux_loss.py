@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from hf_moe_ep import RoutingReplay, apply_ep_fsdp2, global_token_count, patch, unpatch
+from hf_moe_ep.moe import aux_loss as module
 from hf_moe_ep.moe.aux_loss import global_aux_loss
 from hf_moe_ep.state import find_state
 
@@ -428,10 +429,12 @@ def test_the_number_of_operators_does_not_depend_on_the_number_of_layers(per_lay
 
 @pytest.mark.parametrize("per_layer", [False, True])
 @pytest.mark.parametrize("unlike", [False, True], ids=["layers alike", "layers of two dtypes"])
+@pytest.mark.parametrize("at_once", [6, 4, 1])
 def test_all_layers_at_once_have_the_loss_of_one_after_the_other(
-    per_layer: bool, unlike: bool
+    per_layer: bool, unlike: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and gradients; layers that cannot be stacked are computed in groups."""
+    monkeypatch.setattr(module, "_MAX_STACKED_ON_CPU", at_once * 15 * 128)
     leaves, mask = _logits_of(6), torch.tensor([[1, 1, 0, 1, 0]] * 3)
     logits = tuple(x.float() if unlike and index % 2 else x for index, x in enumerate(leaves))
     got = global_aux_loss(logits, 128, 8, mask, world_size=1, per_layer=per_layer)
