@@ -131,7 +131,7 @@ def _sum_over_tokens(
 ) -> Tensor:
     """Sum pairs and probabilities of each expert over the tokens of this rank: [layers, 2, E].
 
-    All layers are computed at once, because on a GPU the time of this loss is the number of kernels.
+    All layers are computed at once, because on a GPU the loss takes as long as its kernel launches.
     """
     logits_LTE = torch.stack(layers)
     num_layers, num_tokens, _ = logits_LTE.shape
