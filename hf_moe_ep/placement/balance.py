@@ -133,8 +133,8 @@ def _check_threshold(threshold: float) -> None:
     number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
     if not (number and threshold >= 1):
         raise ValueError(
-            f"threshold is the accepted load of the busiest rank over the mean of all, 1 or more, "
-            f"got {threshold!r}; try 1.2"
+            f"threshold is the load that the busiest rank may have over the mean, so 1 or more, got "
+            f"{threshold!r}; try 1.2"
         )
 
 
