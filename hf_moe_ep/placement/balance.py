@@ -133,7 +133,7 @@ def _check_threshold(threshold: float) -> None:
     number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
     if not (number and threshold >= 1):
         raise ValueError(
-            f"threshold is the load that the busiest rank may have over the mean, so 1 or more, got "
+            f"threshold is what the busiest rank may have over the mean, so 1 or more, got "
             f"{threshold!r}; try 1.2"
         )
 
