@@ -20,7 +20,8 @@ keyword) to search for in FILE.
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
     moe/layer.py | forward_number | counts forwards
     placement/move.py | placement | where experts lie, from the first balance_experts on
-    placement/hub_order.py | guards_state_dicts at_home _hf_moe_ep_guarded | with its optimizers
+    placement/hub_order.py | guards_state_dicts optimizers_in_order | until unpatch; in a block
+    placement/hub_order.py | _hf_moe_ep_guarded | on parameters of experts and their optimizers
     moe/counting.py | choice_counts | how many tokens chose each expert, from the first one on
     moe/counting.py | leads_to_gradients | of the forward that runs
     routing/bias.py | correction data | the bias of a layer's router; in fp32 from patch on
@@ -38,10 +39,9 @@ keyword) to search for in FILE.
     vision/encoders.py | gathered in_graph | units of encoders, from their run to the decoder
     vision/branches.py | _hf_moe_ep_others_see | on the tensor of token types, through the decoder
     moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
-    moe/aux_loss.py | _hf_moe_ep_undivided | on a loss that was divided: the one that was not
-    moe/aux_loss.py | forward learns | of a forward: what its router logits are marked with
-    moe/routers_alone.py | again | logits of the routers, for the loss of each layer
-    moe/dispatch/async_exchange.py | brought needs | gradients beside autograd's edges
+    moe/aux_loss.py | forward learns undivided returned | of a forward, which marks its logits
+    moe/routers_alone.py | _recorded | logits of the routers' second runs, during a forward
+    moe/dispatch/async_exchange.py | received_grads needs | gradients that pass autograd's edges by
     ops/expert_mlp.py | finish | weight gradients that a backward left for later
     -- what sharding leaves on a model, for its life --
     sharding/values.py | data setattr | parameters become DTensors, in place
@@ -104,7 +104,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.dispatcher import CheckpointFrame, Dispatcher, RoutesTold
+from hf_moe_ep.dispatcher import Dispatcher, RouteSource
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE, Quantisation, Quantised
 from hf_moe_ep.plan import ModelPlan
@@ -145,16 +145,16 @@ class ModelState:
     encoders: list[Any] = field(default_factory=list)
     # Set when sharded with ep_size > 1.
     dispatcher: Dispatcher | None = None
-    # The checkpointed layer that runs now.
-    frame: CheckpointFrame | None = None
+    # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
+    frame: Any = None
     # While a `record` or `replay` of routing is open.
     routing: RoutingSession | None = None
     # Of saves in the background, from the first one on.
     saver: Saver | None = None
     # Whether state dicts are refused while experts lie elsewhere than in hub order.
     guards_state_dicts: bool = False
-    # Optimizers whose state is in hub order with the experts; None where nothing was brought there.
-    at_home: list[Any] | None = None
+    # Optimizers whose state is in hub order, inside of `experts_in_hub_order`; None outside.
+    optimizers_in_order: list[Any] | None = None
     # Of experts that are held quantised, by name.
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
     # `patch` with this config, for a model that is to stand beside this one.
@@ -322,19 +322,28 @@ class ReliedOn:
     is_experts: bool
 
 
-class RoutingSession(Protocol):
-    """An open `record` or `replay` of `routing/`."""
+class RoutingSession:
+    """An open `record` or `replay` of `routing/`.
+
+    Attributes:
+        route_source: where the expert ids of the present forward come from.
+        refusal: the error of routes that cannot be replayed. It is raised after the other ranks
+            have received `route_source`, so that all ranks raise an error.
+    """
+
+    refusal: ValueError | None = None
 
     @property
-    def told(self) -> RoutesTold:
-        """What other ranks are told of this forward."""
-
-    @property
-    def refusal(self) -> ValueError | None:
-        """What is wrong with the routes; raised once all ranks have been told."""
+    def route_source(self) -> RouteSource:
+        return RouteSource.LIVE
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """What all ranks of an sp group must have alike, by name, beside their batch."""
+        """Return the tensors, by name, that must be equal on all ranks of an sp group."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model has no open session."""
+        return
 
 
 class Ours:

@@ -367,7 +367,7 @@ def test_a_block_that_swaps_experts_and_weights_is_told_the_order() -> None:
     rows = torch.ones(3, 32, dtype=torch.float64)
     chosen = torch.tensor([[0, 1]] * 3)
     experts(rows, chosen, rows[:, :2])
-    with pytest.raises(ValueError, match=r"experts of dtype torch.float64.*top_k_index, top_k_w"):
+    with pytest.raises(ValueError, match=r"ids of dtype torch.float64.*top_k_index, top_k_w"):
         experts(rows, rows[:, :2], chosen)
 
 

@@ -1,5 +1,4 @@
-"""Adapters on stacked experts: how PEFT packs them, how they lie sharded, how servers want them.
+"""LoRA adapters on stacked experts: their factors, their computation, their export for servers.
 
-Here: factors, their computation beside the weights, their export. Never: adapters on anything that
-is no stacked expert; those are PEFT's own.
+Never here: adapters on other modules, which PEFT computes itself.
 """

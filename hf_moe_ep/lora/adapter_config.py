@@ -1,4 +1,4 @@
-r"""adapter_config.json of LoRA on stacked experts <-> on single experts: targets and patterns.
+r"""Convert adapter_config.json between LoRA on stacked experts and on single experts.
 
 With r 8, lora_alpha 16, two experts, and q_proj adapted as well:
 
@@ -12,15 +12,16 @@ With r 8, lora_alpha 16, two experts, and q_proj adapted as well:
     target_modules      "layers\.0.*q_proj"             [layers.0.self_attn.q_proj, and experts]
     layers_to_transform [0]                             null, and names as in the line before
 
-Single experts are named, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also hit
-layers without experts. Targets that names cannot extend, the last two lines, become the names of
-the modules that the file adapts. From single to stacked, where gate and up have an A each, the rank
-doubles and an alpha is added that keeps the scale.
+Single experts get full names, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also
+match layers without experts. Names cannot be added to the targets of the last two lines, which are
+replaced by the names of the modules that the file adapts. From single to stacked, if gate and up
+have different A, the rank doubles, and an alpha is added that keeps the scale.
 
-A pattern's keys are regular expressions for the end of a name, the first that hits decides. They
-are renamed first; then an entry goes in front for every name that would still get a wrong value.
+The keys of rank_pattern and alpha_pattern are regular expressions for the end of a name; the first
+key that matches decides. Keys are renamed first. Then an entry is added at the front for every name
+that would still get a wrong value.
 
-Not here: the tensors (per_expert.py).
+The tensors are converted in per_expert.py.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from hf_moe_ep.upstream.hub import read_object
 
 CONFIG = "adapter_config.json"
 
-# What finds the matrices of a stacked parameter in every expert, after "experts.".
+# A pattern for the matrices of a stacked parameter in all experts, after "experts.".
 _IN_EVERY_EXPERT = {"gate_up_proj": r"\d+\.(gate_proj|up_proj)", "down_proj": r"\d+\.down_proj"}
-# How a pattern's key ends, stacked and single. A bare down_proj finds the matrices in both forms,
-# and those of layers without experts: it stays.
+# The end of a pattern's key in the stacked and in the single form. A bare down_proj matches in both
+# forms, and matches layers without experts as well: it is not changed.
 _KEY_ENDS = (
     ("gate_up_proj", _IN_EVERY_EXPERT["gate_up_proj"]),
     ("experts.down_proj", "experts." + _IN_EVERY_EXPERT["down_proj"]),
@@ -51,31 +52,30 @@ _FIELDS = (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
 
 
 def rank_and_alpha(config: Mapping[str, Any], name: str) -> tuple[int, float]:
-    """Look up the rank and the alpha that PEFT gives to the module or parameter `name`."""
+    """Return the rank and the alpha that PEFT uses for the module or parameter `name`."""
     rank = _look_up(config.get("rank_pattern") or {}, config["r"], name)
     alpha = _look_up(config.get("alpha_pattern") or {}, config["lora_alpha"], name)
     return rank, alpha
 
 
 def scale(config: Mapping[str, Any], rank: int, alpha: float) -> float:
-    """Return what B A is multiplied by (peft/tuners/lora/layer.py, update_layer)."""
+    """Return the scale of B A (peft/tuners/lora/layer.py, update_layer)."""
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def alpha_of_same_scale(config: Mapping[str, Any], alpha: float, growth: int) -> float:
-    """Return the alpha that keeps the scale at a rank `growth` times as large."""
+    """Return the alpha that keeps the scale if the rank grows by the factor `growth`."""
     return alpha * (math.sqrt(growth) if config.get("use_rslora") else growth)
 
 
 def possible_places(config: Mapping[str, Any]) -> list[str]:
-    """Find where experts stand in all architectures that the adapter can be for, as patterns.
+    """Return patterns for the names of experts in all architectures that the adapter can belong to.
 
-    One where the config says which.
-
-    That gate and up are halves of a stacked parameter is known of no other architecture.
+    One pattern, if the config names the architecture. The architectures are those in which gate and
+    up are known to be the halves of a stacked parameter.
 
     Raises:
-        ValueError: the config names an architecture that is not known.
+        ValueError: the config names another architecture.
     """
     model_type = None
     base = Path(config.get("base_model_name_or_path") or "") / "config.json"
@@ -95,7 +95,7 @@ def possible_places(config: Mapping[str, Any]) -> list[str]:
 def config_for_single(
     config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
 ) -> dict[str, Any]:
-    """Turn a config of stacked experts into one of single ones; `others` are all other modules."""
+    """Convert a config from stacked to single experts; `others` are all other modules with LoRA."""
     result = dict(config)
     of_experts = targets_that_hit(stack.name for stack in stacks)
     kept, added = [], []
@@ -119,9 +119,9 @@ def config_for_single(
 def config_for_stacked(
     config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str], growth: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Turn a config of single experts into one of stacked ones; without dropout, as PEFT has none.
+    """Convert a config from single to stacked experts, without dropout (PEFT does not support it).
 
-    `growth` is what the rank of a parameter is multiplied by.
+    `growth` has the factor by which the rank of each parameter grows.
     """
     result = _with_parameter_targets(config, stacks, others) | {"lora_dropout": 0.0}
     wanted = {}
@@ -135,7 +135,7 @@ def config_for_stacked(
 def _with_parameter_targets(
     config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
 ) -> dict[str, Any]:
-    """Name the experts in target_parameters, and take them out of target_modules."""
+    """Move the experts from target_modules to target_parameters."""
     result = dict(config)
     becomes_names = _becomes_names(config)
     of_experts = targets_that_hit(module for stack in stacks for module in stack.all_modules())
@@ -161,15 +161,15 @@ def _with_parameter_targets(
 
 
 def _becomes_names(config: Mapping[str, Any]) -> bool:
-    """Tell whether target_modules cannot be extended by names, and becomes a list of names."""
+    """Return whether names cannot be added to target_modules, so that names replace it."""
     limited = config.get("layers_to_transform") is not None or config.get("exclude_modules")
     return bool(limited) or isinstance(config.get("target_modules"), str)
 
 
 def _module_targets(config: dict[str, Any], others: list[str], parameters: list[str]) -> list[str]:
-    """List target_modules; clear in `config` what would limit the names of such a list.
+    """Return target_modules as a list; clear the entries of `config` that would limit the list.
 
-    `parameters` are targets that stay target_parameters, whose modules are not named.
+    `parameters` are targets that stay in target_parameters; their modules are left out.
     """
     if not _becomes_names(config):
         return list(config.get("target_modules") or [])
@@ -184,9 +184,10 @@ def _with_patterns(
     wanted: Mapping[str, tuple[int, float, str]],
     ends: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
-    """Set the patterns that give every name of `wanted` its (rank, alpha).
+    """Set rank_pattern and alpha_pattern so that every name gets its (rank, alpha).
 
-    The third of a name's values is the key to use for it; `ends` are (old, new) ends of keys.
+    `wanted` maps each name to its rank, its alpha and the key to use for it; `ends` are (old, new)
+    ends of keys.
     """
     for index, (field, default) in enumerate(_FIELDS):
         renamed = {}
@@ -207,10 +208,11 @@ def _renamed(key: str, ends: Sequence[tuple[str, str]]) -> str:
 def _settled(
     pattern: dict[str, Any], default: Any, wanted: Mapping[str, tuple[Any, str]]
 ) -> dict[str, Any]:
-    """Put entries in front until every name of `wanted`, {name: (value, key)}, finds its value.
+    """Add entries at the front until every name of `wanted`, {name: (value, key)}, gets its value.
 
-    An entry for one name may hit another that was right before, which then needs its own: the
-    second time a key is wanted, the whole name is used, and that hits nothing else.
+    A new entry can match another name that had the right value before, and that name then needs an
+    entry of its own. The second time a key is needed, the whole name is used instead, which matches
+    no other name.
     """
     is_settled = False
     while not is_settled:
@@ -225,7 +227,7 @@ def _settled(
 
 
 def _look_up(pattern: Mapping[str, Any], default: Any, name: str) -> Any:
-    """Return the value of the first key that finds the end of `name` (peft/utils/other.py)."""
+    """Return the value of the first key that matches the end of `name` (peft/utils/other.py)."""
     for key, value in pattern.items():
         if re.match(rf"(.*\.)?({key})$", name):
             return value

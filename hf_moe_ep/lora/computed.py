@@ -1,16 +1,16 @@
-"""LoRA on the experts: PEFT's adapters, computed beside the stacked weights instead of merged in.
+"""Compute PEFT's LoRA adapters of experts without merging them into the stacked weights.
 
-PEFT adapts a parameter such as `gate_up_proj` by a wrapper around the module that holds it, which
-for the time of a forward replaces the parameter by `W + scale * B A`: a tensor of the size of all
-experts, made twice and kept for backward. Here the wrapper only leaves its factors on the experts
-module, and `ops.expert_mlp` adds two thin products to each expert's own.
+PEFT adapts a parameter such as `gate_up_proj` by a wrapper around its module. During a forward the
+wrapper replaces the parameter by `W + scale * B A`, a tensor of the size of all experts, which is
+made twice and saved for backward. Here the wrapper only stores its factors on the experts module,
+and `ops.expert_mlp` adds two thin products to the product of each expert.
 
-The factors stay parameters of PEFT's wrappers. When the model is sharded they are split over ep
-with their experts, in the same FSDP2 unit (`factors.py` has the layouts); what is saved is packed
-as PEFT packs it, so it is a stock adapter.
+The factors stay parameters of PEFT's wrappers. When the model is sharded they are sharded over ep
+with their experts, in the same FSDP2 unit (`factors.py` describes the layouts). Saved adapters are
+stock adapters, in PEFT's layout.
 
-`integrations/install.py` puts `activate`, `call_base_model`, `inject_adapter`, `load_adapter`,
-`merge` and `unmerge` in front of PEFT's own functions.
+`integrations/install.py` wraps PEFT's own functions with `activate`, `call_base_model`,
+`inject_adapter`, `load_adapter`, `merge` and `unmerge`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Stack = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class StackedFactor:
-    """One factor of experts that we compute, and the ways between PEFT's form and ours.
+    """One LoRA factor of experts that this package computes, and its two layouts.
 
     Attributes:
-        parameter: the factor, in either form.
-        stack: puts the experts in front.
-        pack: puts them back where PEFT has them.
+        parameter: the factor, in either layout.
+        stack: converts from PEFT's layout to that with experts as the first dim.
+        pack: converts back.
     """
 
     parameter: nn.Parameter
@@ -46,9 +46,9 @@ class StackedFactor:
 
 
 def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
-    """Yield every factor of an adapter on experts below `model`, wrappers of PEFT included.
+    """Yield every LoRA factor of experts in `model`, including those in PEFT's wrappers.
 
-    Factors of experts that the model's own code computes stay as they are, and are not among them.
+    Factors of experts that the model's own code computes keep PEFT's layout and are left out.
     """
     for _, factor in parameter_factors(model):
         if _computed_here(factor.module):
@@ -58,7 +58,7 @@ def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
 
 
 def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
-    """Leave the factors on experts that we compute, for one forward (ParamWrapper)."""
+    """Store the factors on the experts module for one forward (wraps ParamWrapper)."""
     experts = self.get_base_layer()
     if not _computed_here(experts):
         return original(self, active_adapters)
@@ -67,18 +67,18 @@ def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]
         for n in active_adapters
         if n in self.lora_A
     ]
-    return _leave(experts, self.parameter_name, adapters)
+    return _store(experts, self.parameter_name, adapters)
 
 
 @contextmanager
-def _leave(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[None]:
+def _store(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[None]:
     layer: MoELayer = getattr(experts, STATE)
     assert layer.compute is not None
     known = layer.compute.parameters
     if parameter not in known:
         raise ValueError(
-            f"an adapter targets {parameter} of {type(experts).__name__}; adapters of experts are "
-            f"computed beside {' and '.join(known)} alone: take it out of target_parameters"
+            f"an adapter targets {parameter} of {type(experts).__name__}; only adapters of "
+            f"{' and '.join(known)} can be computed: take it out of target_parameters"
         )
     layer.adapters[parameter] = adapters
     try:
@@ -90,8 +90,8 @@ def _leave(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[No
 def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a patched model inside a tuner as a module, so that its hooks run (BaseTuner.forward).
 
-    PEFT 0.20 calls `model.forward`, which passes by FSDP2's hooks and ours. Newer versions of PEFT
-    call the model.
+    PEFT 0.20 calls `model.forward`, which runs neither FSDP2's hooks nor ours. Newer versions of
+    PEFT call the model.
     """
     if find_state(self.model) is None:
         return original(self, *args, **kwargs)
@@ -101,7 +101,7 @@ def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse a sharded model; else attach as PEFT does (BaseTuner)."""
+    """Refuse a sharded model; otherwise attach the adapter as PEFT does (wraps BaseTuner)."""
     if ranks := _sharded_over(model):
         raise ValueError(
             f"this model is sharded over {ranks} ranks; attach adapters before apply_ep_fsdp2 or "
@@ -113,7 +113,7 @@ def inject_adapter(
 def load_adapter(
     original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a sharded model; else load as PEFT does (PeftModel)."""
+    """Refuse a sharded model; otherwise load the adapter as PEFT does (wraps PeftModel)."""
     if ranks := _sharded_over(self):
         raise ValueError(
             f"load_adapter on a model that is sharded over {ranks} ranks; load {model_id} before "
@@ -124,7 +124,7 @@ def load_adapter(
 
 
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a sharded model; else merge or unload as PEFT does (BaseTuner); `name` is which."""
+    """Refuse a sharded model; otherwise call PEFT's function `name`, which merges or unloads."""
     if ranks := _sharded_over(self):
         raise ValueError(
             f"{name} on a model that is sharded over {ranks} ranks; save the adapter with "
@@ -135,7 +135,7 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 
 def unmerge(original: Callable[..., Any], self: Any) -> Any:
-    """Refuse a sharded model whose adapters were merged before; else unmerge as PEFT does."""
+    """Refuse a sharded model with merged adapters; otherwise unmerge as PEFT does."""
     if ranks := _sharded_over(self):
         for path, layer in adapter_layers(self):
             if getattr(layer, "merged", False):
@@ -148,12 +148,12 @@ def unmerge(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _computed_here(experts: Any) -> bool:
-    """Tell whether this module's forward is ours (not another model's, not the eager backend)."""
+    """Return whether this package computes the module (not stock code, not the eager backend)."""
     layer = getattr(experts, STATE, None)
     return isinstance(layer, MoELayer) and layer.compute is not None
 
 
 def _sharded_over(model: nn.Module) -> int:
-    """Ranks that a model is sharded over by us, 0 if it is not."""
+    """Return the number of ranks over which this package has sharded a model, or 0."""
     state = find_state(model)
     return 0 if state is None or state.meshes is None else state.meshes.world_size

@@ -1,8 +1,8 @@
-"""Adapter folders of PEFT, rewritten for servers that read single experts only, and back.
+"""Convert PEFT's adapter folders for servers that read only single experts, and back.
 
-The whole adapter is in memory once. A folder is written beside its final name and renamed when it
-is complete. The layouts are described in per_expert.py, what becomes of the config in
-adapter_config.py. Not here: .bin files.
+The whole adapter is in memory once. The new folder is written under a temporary name next to the
+target and renamed when it is complete. per_expert.py describes the layouts, adapter_config.py the
+changes of the config. .bin files are not supported.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written.
+    """The contents of the folder that was written.
 
     Attributes:
-        layers: those with adapted experts.
-        experts: in one layer.
-        tensors, copied: how many are of experts, and of anything else.
-        bytes: of all of them.
-        notes: what a reader of the folder will not be told.
+        layers: the number of layers with adapted experts.
+        experts: the number of experts in one layer.
+        tensors, copied: the number of tensors of experts, and of other modules.
+        bytes: the size of all tensors.
+        notes: warnings about values that a reader of the folder will treat differently.
     """
 
     layers: int
@@ -53,21 +53,25 @@ class Converted:
 def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Converted:
     """Write the adapter of folder `source`, LoRA on stacked experts, as LoRA on single experts.
 
-    `...mlp.experts.{e}.{gate,up,down}_proj.lora_A.weight` (r, in), `lora_B.weight` (out, r), the
-    bytes of the slices they are; gate and up have the same lora_A. Other tensors and files are
-    copied. `fuse_adapter` brings back the same bytes. In adapter_config.json target_modules gains
-    `mlp.experts.0.gate_proj` and so on: a bare `gate_proj` would also hit layers without experts,
-    and SGLang refuses a regular expression. One that is there, or layers_to_transform or
-    exclude_modules, is replaced by the names of the modules that the file adapts.
-    target_parameters keeps what is no expert, or is null; r, lora_alpha, use_rslora stay.
+    The new tensors are `...mlp.experts.{e}.{gate,up,down}_proj.lora_A.weight` (r, in) and
+    `lora_B.weight` (out, r), slices of the old ones; gate and up have the same lora_A. Other
+    tensors and files are copied. `fuse_adapter` restores the same bytes.
+
+    In adapter_config.json the names `mlp.experts.0.gate_proj` and so on are added to
+    target_modules, because a bare `gate_proj` would also match layers without experts. SGLang does
+    not accept regular expressions: a regular expression in target_modules, layers_to_transform and
+    exclude_modules are replaced by the names of the modules that the file adapts. Experts are
+    removed from target_parameters, which becomes null if nothing is left. r, lora_alpha and
+    use_rslora stay.
 
     Args:
-        source: has adapter_config.json and adapter_model.safetensors.
-        target: missing or empty; appears whole or not at all.
+        source: a folder with adapter_config.json and adapter_model.safetensors.
+        target: a folder that is missing or empty; it is written completely or not at all.
 
     Raises:
-        ValueError: not such folders; no LoRA on stacked experts; an architecture that is not known;
-            shapes that contradict each other or the config (experts = rows of lora_A / rank).
+        ValueError: source or target is not such a folder; there is no LoRA on stacked experts; the
+            architecture is unknown; shapes contradict each other or the config (the number of
+            experts is the rows of lora_A / rank).
     """
     return _convert(source, target, to_single)
 
@@ -75,17 +79,18 @@ def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str
 def fuse_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Converted:
     """Write the adapter of folder `source`, LoRA on single experts, as LoRA on stacked experts.
 
-    Per layer lora_A (E * r, in), lora_B (out, r * E) of gate_up_proj and down_proj. Where gate's
-    and up's lora_A are equal throughout, r and bytes are as before `export_adapter`. Otherwise
-    gate_up has A = [A_gate; A_up] and B block diagonal, and rank_pattern and alpha_pattern keep its
-    scale. lora_dropout becomes 0: PEFT refuses any other on parameters.
+    Each layer gets lora_A (E * r, in) and lora_B (out, r * E) of gate_up_proj and down_proj. If
+    lora_A of gate and up are equal everywhere, r and the bytes are those before `export_adapter`.
+    Otherwise gate_up_proj gets A = [A_gate; A_up] and a block diagonal B, and rank_pattern and
+    alpha_pattern keep the scale. lora_dropout becomes 0, the only value that PEFT accepts on
+    parameters.
 
     Args:
-        source, target: as of `export_adapter`.
+        source, target: as in `export_adapter`.
 
     Raises:
-        ValueError: as `export_adapter`; experts that are missing or differ in shape, dtype or
-            scale; DoRA.
+        ValueError: as in `export_adapter`; experts are missing, or differ in shape, dtype or scale;
+            the adapter uses DoRA.
     """
     return _convert(source, target, to_stacked)
 
@@ -95,7 +100,7 @@ def _convert(
     target: str | os.PathLike[str],
     convert: Callable[[AdapterFile], tuple[Tensors, dict[str, Any], list[Stack]]],
 ) -> Converted:
-    """Read, convert, write beside `target`, rename."""
+    """Read and convert an adapter, write it under a temporary name, and rename it."""
     source, target = Path(source).resolve(), Path(target).resolve()
     for name in (CONFIG, WEIGHTS):
         if not (source / name).is_file():
@@ -104,7 +109,7 @@ def _convert(
         raise ValueError(f"target {target} lies in source {source}; name another folder")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"target {target} exists and is not empty; name another folder")
-    beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
 
     def ours(folder: str, names: list[str]) -> set[str]:
         files = {name for name in names if name == CONFIG or name.startswith("adapter_model.")}
@@ -114,14 +119,14 @@ def _convert(
         with safe_open(source / WEIGHTS, "pt") as file:
             opened = _open(source, file)
             tensors, config, stacks = convert(opened)
-            shutil.copytree(source, beside, ignore=ours)
-            of_experts, copied, size = _write(beside / WEIGHTS, opened, tensors)
-        (beside / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-        beside.rename(target)
+            shutil.copytree(source, partial, ignore=ours)
+            of_experts, copied, size = _write(partial / WEIGHTS, opened, tensors)
+        (partial / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        partial.rename(target)
     except SafetensorError as error:
         raise ValueError(f"{source / WEIGHTS} cannot be read: {error}") from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     layers = len({stack.experts for stack in stacks})
     if convert is to_single:
         names = [module for stack in stacks for module in stack.all_modules()]
@@ -153,11 +158,11 @@ def _open(source: Path, file: Any) -> AdapterFile:
 
 
 def _write(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int, int]:
-    """Write what `tensors` yields, and all that is not of experts.
+    """Write the tensors of experts that `tensors` yields, and copy all others.
 
-    Returns the number of either, and the bytes of both.
+    Returns the number of each kind, and the size of all.
     """
-    # Cloned, because gate and up share their lora_A, and a file may not hold one memory twice.
+    # Cloned, because gate and up share lora_A, and safetensors refuses tensors that share memory.
     of_experts = {
         adapter.prefix + name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors(adapter.read)
@@ -173,7 +178,7 @@ def _write(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int
 
 
 def _notes(old: dict[str, Any], config: dict[str, Any], names: list[str]) -> list[str]:
-    """Say what a server or a trainer will not; `names` are the new modules or parameters."""
+    """List what servers or trainers ignore silently; `names` are the new modules or parameters."""
     notes = []
     usual = scale(config, config["r"], config["lora_alpha"])
     scales = [scale(config, *rank_and_alpha(config, name)) for name in names]

@@ -1,13 +1,13 @@
-"""LoRA factors of stacked experts: how PEFT packs them, and how they lie in a sharded model.
+"""LoRA factors of stacked experts: PEFT's layout, and the layout in a sharded model.
 
     PEFT, stock and in files      lora_A (E * r, in)   expert slowest
                                   lora_B (out, r * E)  expert FASTEST
     sharded, under PEFT's names   lora_A [E, r, in]
                                   lora_B [E, out, r]   split over ep like the weights they adapt
 
-An expert's share of lora_B is every E-th column, which no DTensor placement describes; with the
-expert in front both factors are sharded, gathered and checkpointed like any stacked weight.
-P is the rank of an adapter, r.
+In PEFT's layout the part of an expert in lora_B is every E-th column, which no DTensor placement
+can describe. With experts as the first dim, both factors are sharded, gathered and checkpointed
+like stacked weights. The shape letter P is the rank r of an adapter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_moe_ep.upstream.module_names import canonical_name
 
 @dataclass(frozen=True)
 class Adapter:
-    """The factors of one stacked parameter and what their product is multiplied by."""
+    """The LoRA factors of one stacked parameter, and the scale of their product."""
 
     a: Tensor
     b: Tensor
@@ -34,7 +34,7 @@ class Adapter:
     num_experts: int
 
     def of_experts(self, mine: slice) -> tuple[Tensor, Tensor]:
-        """a_LPI and b_LOP of the experts `mine`, which a sharded model has and no others."""
+        """Return a_LPI and b_LOP of the experts `mine`; a sharded model has only these experts."""
         a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (self.a, self.b))
         if is_stacked(a):
             return a, b
@@ -43,7 +43,7 @@ class Adapter:
 
 
 def join(adapters: Sequence[ActiveAdapter], mine: slice) -> tuple[Tensor, Tensor, float]:
-    """a_LPI, b_LOP and scale of all active adapters as one, whose rank is the sum of theirs."""
+    """Join active adapters into one (a_LPI, b_LOP, scale), whose rank is the sum of their ranks."""
     parts = [(*adapter.of_experts(mine), adapter.scale) for adapter in adapters]
     if len(parts) == 1:
         return parts[0]
@@ -51,7 +51,7 @@ def join(adapters: Sequence[ActiveAdapter], mine: slice) -> tuple[Tensor, Tensor
 
 
 def is_stacked(factor: Tensor) -> bool:
-    """Tell whether a factor has its experts in front, as in a sharded model."""
+    """Return whether experts are the first dim of a factor, as in a sharded model."""
     return factor.ndim == 3
 
 
@@ -76,7 +76,7 @@ def pack_b(stacked: Tensor) -> Tensor:
 
 
 def pack_factors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict of whole tensors, the factors in it packed as PEFT packs them."""
+    """Return a state dict of whole tensors with all LoRA factors in PEFT's layout."""
     packed = dict(state_dict)
     for name, factor in parameter_factors(model):
         for key in {name, canonical_name(name)} & packed.keys():

@@ -1,13 +1,13 @@
-"""Which key of an adapter's file is what, and the names that LoRA on experts has in either form.
+"""The keys of an adapter's file: LoRA on stacked experts, on single experts, on other modules.
 
-    layers.0.mlp.experts.lora_A.weight               stacked: the outer wrapper of PEFT's
-    layers.0.mlp.experts.base_layer.lora_A.weight    stacked: an inner one
+    layers.0.mlp.experts.lora_A.weight               stacked: the outer wrapper of PEFT
+    layers.0.mlp.experts.base_layer.lora_A.weight    stacked: an inner wrapper
     layers.0.mlp.experts.3.up_proj.lora_A.weight     single: the matrix of one expert
-    layers.0.self_attn.q_proj.lora_A.weight          neither: copied as it is
+    layers.0.self_attn.q_proj.lora_A.weight          another module: copied unchanged
 
-Which parameter a wrapper adapts no key says (`per_expert.py`). PEFT compares targets with whole
-components at the end of a name: `up_proj` and `experts.3.up_proj` hit the third key, `proj` does
-not.
+A key does not say which parameter its wrapper adapts (see `per_expert.py`). PEFT compares targets
+with whole components at the end of a name: `up_proj` and `experts.3.up_proj` match the third key,
+`proj` does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Stacked parameter -> the matrices of one expert that it holds, one above the other.
+# Stacked parameter -> the matrices of one expert that it contains, concatenated along rows.
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 STACKED_KEY = re.compile(r"(?P<experts>.+\.experts)(\.base_layer)*\.lora_[AB]\.weight")
@@ -32,10 +32,10 @@ class Stack:
 
     Attributes:
         experts: the experts module.
-        parameter: its parameter, a key of `PARTS`.
-        num_experts: how many it holds.
-        rank, alpha: those of a single expert.
-        wrapper: the module whose lora_A and lora_B it has in the stacked form.
+        parameter: the name of its parameter, a key of `PARTS`.
+        num_experts: the number of experts in the parameter.
+        rank, alpha: the rank and alpha of a single expert.
+        wrapper: the module that has lora_A and lora_B in the stacked form.
     """
 
     experts: str
@@ -51,11 +51,11 @@ class Stack:
 
     @property
     def short_name(self) -> str:
-        """The name without its layer, as it stands in target_parameters."""
+        """The name without the layer, as target_parameters contains it."""
         return re.sub(r".*\.\d+\.", "", self.name)
 
     def modules(self) -> list[list[str]]:
-        """List, for each expert, the modules it has instead of the parameter."""
+        """List, for each expert, its modules in the single form."""
         return [
             [f"{self.experts}.{expert}.{part}" for part in PARTS[self.parameter]]
             for expert in range(self.num_experts)
@@ -66,18 +66,18 @@ class Stack:
 
 
 def is_of_experts(key: str) -> bool:
-    """Tell whether a key is LoRA on experts, in either form."""
+    """Return whether a key belongs to LoRA on experts, in either form."""
     return bool(STACKED_KEY.fullmatch(key) or SINGLE_KEY.fullmatch(key))
 
 
 def other_modules(keys: Iterable[str]) -> list[str]:
-    """List the modules with LoRA that are no experts, sorted."""
+    """List the other modules with LoRA, sorted."""
     found = [_ANY_KEY.match(key) for key in keys if not is_of_experts(key)]
     return sorted({match["module"] for match in found if match})
 
 
 def targets_that_hit(names: Iterable[str]) -> set[str]:
-    """Collect every target that hits one of `names`: all ends that begin at a component."""
+    """Collect every target that matches one of `names`: all ends that begin at a component."""
     targets: set[str] = set()
     for name in names:
         components = name.split(".")

@@ -1,25 +1,26 @@
-"""LoRA on stacked experts <-> LoRA on each expert's own matrices: the tensors.
+"""Convert tensors between LoRA on stacked experts and LoRA on the matrices of each expert.
 
-PEFT keeps LoRA on a stacked parameter (`target_parameters`; rank r, E experts) as
+PEFT stores LoRA on a stacked parameter (`target_parameters`; rank r, E experts) as
 
     lora_A (E * r, in)   expert slowest: row e * r + i is row i of expert e
     lora_B (out, r * E)  expert fastest: column i * E + e is column i of expert e
 
 (peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight), and nests one wrapper per parameter, in
-the order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, down_proj, the outer
-one, `experts.lora_A`. Keys do not say which is which, shapes always do: gate_up maps H to 2F, down
-F to H, and no sizes fit both ways round. Servers that read single experts only ignore such files
-without a word (vllm-project/vllm#41384, sgl-project/sglang#27381). With E = 2, r = 1 and gate_up
-A = [a0; a1], B = [[g0, g1], [u0, u1]] they want
+the order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, and down_proj, the
+outer wrapper, is `experts.lora_A`. Keys do not say which wrapper adapts which parameter, but shapes
+do: gate_up maps H to 2F and down F to H, and no sizes fit both. Servers that read only single
+experts ignore such files silently (vllm-project/vllm#41384, sgl-project/sglang#27381). With E = 2,
+r = 1 and gate_up A = [a0; a1], B = [[g0, g1], [u0, u1]] they need
 
     experts.0.gate_proj  A = a0, B = g0        experts.1.gate_proj  A = a1, B = g1
     experts.0.up_proj    A = a0, B = u0        experts.1.up_proj    A = a1, B = u1
 
-Bytes move, nothing is computed. Back, an A that gate and up share is kept once; two that differ
-become rank 2r with A = [a_gate; a_up], B block diagonal, and an alpha that keeps the scale.
+Bytes are copied, and nothing is computed. In the other direction an A that gate and up share is
+stored once. Two different ones become rank 2r with A = [a_gate; a_up], a block diagonal B, and an
+alpha that keeps the scale.
 
-Names are read by names.py, the config is rewritten by adapter_config.py. Not here: files
-(export.py), merging into weights, DoRA.
+names.py reads names, adapter_config.py converts the config, export.py reads and writes files.
+merged.py adds adapters to weights. DoRA is not supported.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ Tensors = Callable[[Read], Iterator[tuple[str, Tensor]]]
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter's folder, opened.
+    """An opened adapter folder.
 
     Attributes:
-        config: of adapter_config.json.
-        shapes: its tensors on the meta device, by their names after `prefix`.
-        read: loads one of them.
-        prefix: what PEFT puts in front of every name, or "".
-        metadata: of the file of tensors.
+        config: the contents of adapter_config.json.
+        shapes: the tensors on the meta device, by their names after `prefix`.
+        read: loads one tensor.
+        prefix: the prefix that PEFT gives to every name, or "".
+        metadata: the metadata of the tensors' file.
     """
 
     config: dict[str, Any]
@@ -86,7 +87,7 @@ def _key(module: str, factor: str) -> str:
 
 
 def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
-    """Return tensors of single experts, the config that fits them, the stacks they come from."""
+    """Return the tensors of single experts, their config, and the stacks that they come from."""
     stacks = _find_stacks(file)
 
     def tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -103,7 +104,7 @@ def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
 
 
 def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
-    """Return tensors of stacked experts, the config that fits them, the stacks they are."""
+    """Return the tensors of stacked experts, their config, and the stacks."""
     stacks = _find_singles(file)
     shared = _share_their_a(file, stacks)
 
@@ -128,7 +129,7 @@ def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]
 
 
 def _share_their_a(file: AdapterFile, stacks: list[Stack]) -> bool:
-    """Compare gate's and up's lora_A; true where they are equal in every expert of every layer."""
+    """Return whether gate and up have equal lora_A in every expert of every layer."""
     return all(
         torch.equal(file.factor(gate, "A"), file.factor(up, "A"))
         for stack in stacks
@@ -138,7 +139,7 @@ def _share_their_a(file: AdapterFile, stacks: list[Stack]) -> bool:
 
 
 def _find_stacks(file: AdapterFile) -> list[Stack]:
-    """Find the stacks of a file of stacked experts, and check their sizes against the config."""
+    """Find the stacks in a file of stacked experts, and check their sizes against the config."""
     stacks: list[Stack] = []
     fix = f"correct r or rank_pattern in {CONFIG}"
     for experts, wrappers in _adapted_experts(file, STACKED_KEY, "stacked").items():
@@ -148,7 +149,7 @@ def _find_stacks(file: AdapterFile) -> list[Stack]:
             if rows % rank or rows != columns or out % len(PARTS[parameter]):
                 raise ValueError(
                     f"{wrapper}: lora_A has {rows} rows, lora_B {columns} columns and {out} rows; "
-                    f"at rank {rank} that is no whole number of experts or halves; {fix}"
+                    f"at rank {rank} these are no whole number of experts or halves; {fix}"
                 )
             stack = Stack(experts, parameter, rows // rank, rank, alpha, wrapper)
             if stacks and stack.num_experts != stacks[0].num_experts:
@@ -161,7 +162,7 @@ def _find_stacks(file: AdapterFile) -> list[Stack]:
 
 
 def _parameters(file: AdapterFile, experts: str, wrappers: list[str]) -> dict[str, str]:
-    """Map parameters to the wrappers that adapt them: two by their shapes, one by the config."""
+    """Map parameters to the wrappers that adapt them: two by shapes, a single one by config."""
     targets = file.config.get("target_parameters") or []
     named = [name for name in PARTS if targets_that_hit([f"{experts}.{name}"]) & set(targets)]
     if len(named) != len(wrappers):
@@ -171,7 +172,7 @@ def _parameters(file: AdapterFile, experts: str, wrappers: list[str]) -> dict[st
         )
     if len(named) == 1:
         return {named[0]: wrappers[0]}
-    for up, down in (wrappers, wrappers[::-1]):  # PEFT's nesting last, for the message
+    for up, down in (wrappers, wrappers[::-1]):  # PEFT's order comes last, for the message
         (_, up_in), (up_out, _) = file.shapes_of(up)
         (_, down_in), (down_out, _) = file.shapes_of(down)
         if up_in == down_out and up_out == 2 * down_in:
@@ -183,7 +184,7 @@ def _parameters(file: AdapterFile, experts: str, wrappers: list[str]) -> dict[st
 
 
 def _find_singles(file: AdapterFile) -> list[Stack]:
-    """Find the stacks that single experts become, and check that all experts are alike."""
+    """Find the stacks that single experts become, and check that all experts have one form."""
     for name in ("use_dora", "lora_bias"):
         if file.config.get(name):
             raise ValueError(f"PEFT has no {name} on stacked experts; merge this adapter instead")
@@ -207,7 +208,7 @@ def _find_singles(file: AdapterFile) -> list[Stack]:
 
 
 def _check_single(file: AdapterFile, stack: Stack, module: str, like: str) -> None:
-    """Raise where a module lacks LoRA of the stack's rank and scale, in the shapes of `like`."""
+    """Raise ValueError unless a module has LoRA of the stack's rank and scale, shaped as `like`."""
     for factor in "AB":
         name, model = _key(module, factor), _key(like, factor)
         if name not in file.shapes or model not in file.shapes:
@@ -224,8 +225,9 @@ def _check_single(file: AdapterFile, stack: Stack, module: str, like: str) -> No
     in_file = file.shapes_of(module)[0][0]
     if in_config != (stack.rank, stack.alpha) or in_file != stack.rank:
         raise ValueError(
-            f"{module} has rank {in_file}, rank and alpha {in_config} in {CONFIG}, the others of "
-            f"{stack.name} {(stack.rank, stack.alpha)}; a stacked parameter has one of each"
+            f"{module} has rank {in_file} in its file and rank and alpha {in_config} in {CONFIG}, "
+            f"the other modules of {stack.name} {(stack.rank, stack.alpha)}; a stacked parameter "
+            f"has one rank and one alpha"
         )
 
 
@@ -233,8 +235,8 @@ def _adapted_experts(file: AdapterFile, key: Pattern[str], form: str) -> dict[st
     """Map each experts module to the modules with LoRA on its experts.
 
     Raises:
-        ValueError: none; some at a place where no known architecture has experts, or in another
-            form.
+        ValueError: there is none; some have another form, or a name that no known architecture has
+            for experts.
     """
     patterns = possible_places(file.config)
     found: dict[str, list[str]] = {}

@@ -1,5 +1,5 @@
 """The MoE layer: route -> dispatch -> experts -> combine, its recompute and its aux loss.
 
-Here: what happens to a token between the router's choice and the sum of its experts. Never:
-kernels (`ops/`), or where weights come from (`sharding/`).
+This folder contains everything that happens to a token between the router's choice and the weighted
+sum of its experts. Never here: kernels (`ops/`) and the sharding of weights (`sharding/`).
 """

@@ -1,13 +1,12 @@
-"""What `patch` does for the MoE layers: choose how each is computed, and send it through us.
+"""Attach the MoE layers: choose how each one is computed, and let its forward call ours.
 
-every experts module    its own copy of the config, which selects our forward in transformers'
-                        experts interface, and its place in the model (`MoELayer`)
-the root                pre-forward hooks: one refuses to train unsharded, one keeps the forwards
-                        that we rely on, whoever replaces them, one says (with a hook behind
-                        forward) which forwards count
-the causal LM           hooks around its forward and its decoder's that make the router's aux loss
-                        global, and, where that is asked for, each layer's own
-every router            a hook behind forward, where each layer's own is asked for: logits for it
+every experts module    gets its own copy of the config, which selects our forward in transformers'
+                        experts interface, and a `MoELayer`, its record in the model's state
+the root                gets pre-forward hooks: `KeepForwards` restores or refuses replaced
+                        forwards, `ForwardGuard` refuses to train an unsharded model, and
+                        `ForwardBegins` (with `ForwardEnds` behind the forward) decides whether the
+                        tokens of a forward are counted
+the causal LM           gets the hooks of the global aux loss (`aux_loss.py`)
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from torch import nn
 
 from hf_moe_ep.architectures import Parts
 from hf_moe_ep.config import ParallelConfig
-from hf_moe_ep.moe.aux_loss import FinishAuxLoss, GlobalAuxLoss, MarkLogits
+from hf_moe_ep.moe.aux_loss import attach_aux_loss, detach_aux_loss
 from hf_moe_ep.moe.counting import ForwardBegins, ForwardEnds
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
 from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, rely_on_forwards
 from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
-from hf_moe_ep.moe.routers_alone import RoutersAlone, find_routers
+from hf_moe_ep.moe.routers_alone import find_routers
 from hf_moe_ep.ops.quantised import Quantisation, check_available
 from hf_moe_ep.state import STATE, Compute, ModelState, MoELayer
 from hf_moe_ep.upstream.experts_interface import (
@@ -34,11 +33,10 @@ from hf_moe_ep.upstream.experts_interface import (
     refuse_experts_implementation,
     register_experts_forward,
 )
-from hf_moe_ep.upstream.modules import pre_forward_hooks
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Settle how every MoE layer is computed; raise where one cannot be."""
+    """Choose how every MoE layer is computed; raise ValueError where that is impossible."""
     _check_ep_size(parts, state.config)
     _check_aux_loss(parts, state.config)
     if state.config.dispatcher == "deepep":
@@ -57,7 +55,7 @@ def attach(parts: Parts, state: ModelState) -> None:
     if state.config.experts_backend == "eager":
         implementation = "eager"
     experts = list(parts.experts.values())
-    # Experts that Liger's class made have no config.
+    # Experts of Liger's class have no config.
     own_config = own_experts_config(getattr(experts[0], "config", parts.config), implementation)
     for module, layer in zip(experts, state.moe_layers, strict=True):
         state.replace(module, "config", own_config)
@@ -70,28 +68,12 @@ def attach(parts: Parts, state: ModelState) -> None:
     parts.root.register_forward_pre_hook(ForwardGuard(state))
     parts.root.register_forward_pre_hook(ForwardBegins(state))
     parts.root.register_forward_hook(ForwardEnds(state))
-    coefficient = parts.plan.aux_loss_coef
-    if coefficient is not None and parts.causal_lm is not None:
-        alone = None
-        if state.config.aux_loss_per_layer:
-            alone = RoutersAlone()
-            for router in find_routers(parts):
-                router.register_forward_hook(alone, with_kwargs=True)
-        aux_loss = GlobalAuxLoss(state, alone)
-        aux_loss.install(parts.causal_lm)
-        parts.causal_lm.register_forward_pre_hook(aux_loss, with_kwargs=True)
-        for child in parts.causal_lm.children():
-            if any(module is experts[0] for module in child.modules()):
-                child.register_forward_hook(MarkLogits(aux_loss))
-        parts.causal_lm.register_forward_hook(FinishAuxLoss(aux_loss), always_call=True)
+    attach_aux_loss(parts, state)
 
 
 def detach(model: nn.Module) -> None:
-    """Give back what `attach` replaced outside of the model."""
-    for module in model.modules():
-        for hook in pre_forward_hooks(module):
-            if isinstance(hook, GlobalAuxLoss):
-                hook.give_back(module)
+    """Undo what `attach` has changed outside of the model."""
+    detach_aux_loss(model)
 
 
 def _check_ep_size(parts: Parts, config: ParallelConfig) -> None:
@@ -110,13 +92,13 @@ def _check_aux_loss(parts: Parts, config: ParallelConfig) -> None:
     if parts.plan.aux_loss_coef is None or parts.causal_lm is None:
         raise ValueError(
             f"aux_loss_per_layer=True: no forward of {type(parts.root).__name__} "
-            f"({parts.plan.model_type}) computes a load-balancing loss; leave it out, and balance "
-            f"with bias_update_rate where the routers have a correction bias"
+            f"({parts.plan.model_type}) computes a load-balancing loss; leave aux_loss_per_layer "
+            f"out, and balance with bias_update_rate if the routers have a correction bias"
         )
     if not find_routers(parts):
         raise ValueError(
-            f"aux_loss_per_layer=True: in {parts.plan.model_type} no module is the router alone, "
-            f"and the loss is to be felt by routers alone; leave it out"
+            f"aux_loss_per_layer=True trains the routers alone, but in {parts.plan.model_type} the "
+            f"router is no module of its own; leave aux_loss_per_layer out"
         )
 
 

@@ -1,16 +1,17 @@
-"""A router that is told what to choose: `torch.topk` over the experts gives indices from elsewhere.
+"""Replace a router's choice: `torch.topk` over the experts returns given indices.
 
-    with ChosenTopK(num_experts, upcoming):     # upcoming() -> expert_ids_TK, or None
+    with ChosenTopK(num_experts, next_ids):     # next_ids() -> expert_ids_TK, or None
         model(...)
 
-A stock router computes scores, takes the top k of them and makes weights of what it took. Inside
-the block the indices are those of `upcoming` and the values are the scores that stand there now:
-weights, and their gradients, are those of the chosen experts, whatever the router is.
+A stock router computes scores, takes the top k of them, and makes routing weights of the values.
+Inside the block topk returns the indices of `next_ids` and the present scores at these indices.
+The weights and their gradients are therefore those of the given experts, for every kind of router.
 
-Only a `topk` that could be the router's is answered: over as many scores as there are experts, and
-for as many choices as `upcoming` has. Any other one, and every one where `upcoming` has nothing,
-is torch's own. Which layer comes next is the business of the caller, who may also `decide` in the
-end: it is called with the ids and with a function that says what torch's own topk would choose.
+Only a `topk` that can be the router's is replaced: the number of scores must be the number of
+experts, and the number of choices that of `next_ids`. Every other topk, and every topk while
+`next_ids` returns None, is torch's own. The caller keeps track of the layer that runs, and may
+`decide` about the choice at last: this function gets the ids, and a function that computes what
+torch's own topk would choose.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from torch.overrides import TorchFunctionMode
 
 from hf_moe_ep.upstream.autograd_modes import hidden_from_modes
 
-# (expert_ids_TK of `upcoming`, what topk itself would choose) -> expert_ids_TK
+# (expert_ids_TK of `next_ids`, a function that computes torch's own choice) -> expert_ids_TK
 Decide = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
 class ChosenTopK(TorchFunctionMode):
-    """Within it, `topk` over `num_experts` scores gives the indices that `upcoming` has."""
+    """While it is active, `topk` over `num_experts` scores returns the indices of `next_ids`."""
 
     def __init__(
         self,
         num_experts: int,
-        upcoming: Callable[[], Tensor | None],
+        next_ids: Callable[[], Tensor | None],
         decide: Decide | None = None,
     ) -> None:
         super().__init__()
-        self._num_experts, self._upcoming, self._decide = num_experts, upcoming, decide
+        self._num_experts, self._next_ids, self._decide = num_experts, next_ids, decide
 
     def __torch_function__(
         self,
@@ -52,7 +53,7 @@ class ChosenTopK(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **kwargs)
-        ids_TK = self._upcoming()
+        ids_TK = self._next_ids()
         if ids_TK is None:
             return func(*args, **kwargs)
         scores, k = (*args, *(kwargs[name] for name in ("input", "k") if name in kwargs))[:2]
@@ -74,8 +75,9 @@ class ChosenTopK(TorchFunctionMode):
 
 
 class _Take(torch.autograd.Function):
-    """`scores.gather(-1, ids)` that keeps for backward what topk keeps, the indices alone:
-    checkpointing counts the tensors that both runs keep.
+    """`scores.gather(-1, ids)`, which saves for backward the indices alone, as topk does.
+
+    Checkpointing requires that both runs save the same number of tensors.
     """
 
     @staticmethod

@@ -1,19 +1,20 @@
-"""How many tokens chose each expert, counted on the device where a MoE layer begins.
+"""Count on the device how many tokens chose each expert.
 
     choice_counts[l, e]    (token, slot) pairs of this rank's own tokens that layer l sent to
-                           expert e, in every training forward since the first one
+                           expert e, in all training forwards since the first one
 
-The sender counts, before anything travels, so the sum over all ranks has every token once: ranks
-of an sp group have slices of their own, and no rank counts what arrives. One small kernel makes
-the ones and one adds them up; the host waits for nothing. Whoever reads the counts keeps what it
-has read before (`ModelState.counted`): they are never set back.
+Each rank counts its own tokens before they are dispatched, so the sum over all ranks contains every
+token once (the ranks of an sp group have different slices). The host waits for nothing. The counts
+only grow: each reader remembers the counts of its last reading (`ModelState.counted`, see
+`routing/counts.py`).
 
-What counts is a forward that leads to gradients, once: in training mode, with gradients enabled
-where the model was called, and not while a backward runs, when checkpoints compute layers again.
-Gradients enabled *here* would not do, as a reentrant checkpoint runs its first time without.
+Each forward that leads to gradients is counted once: in training mode, with gradients enabled where
+the model was called, and not while a backward runs, because that is a recompute. It is not enough
+to look whether gradients are enabled inside the layer: a reentrant checkpoint runs its first time
+without gradients.
 
-Padding that reaches a router is computed by experts like any other token, and counts; so do the few
-with which sp fills a sequence up to a multiple of its ranks.
+Padding tokens are counted like other tokens, since the experts compute them, and so is the padding
+by which sp makes the length of a sequence a multiple of its ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_m
 
 
 class ForwardBegins(Ours):
-    """Pre-forward hook of the root: notes whether this forward leads to gradients."""
+    """Pre-forward hook of the root: records whether this forward leads to gradients."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -38,7 +39,10 @@ class ForwardBegins(Ours):
 
 
 class ForwardEnds(Ours):
-    """Forward hook of the root: parts of the model that are called alone answer for themselves."""
+    """Forward hook of the root: clears the record of `ForwardBegins`.
+
+    A part of the model that is called alone is counted if gradients are enabled there.
+    """
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -48,15 +52,15 @@ class ForwardEnds(Ours):
 
 
 def count_choice(layer: MoELayer, training: bool, expert_ids_TK: Tensor) -> None:
-    """Add what this rank's tokens chose in `layer`, if this forward counts."""
+    """Count the choice of this rank's tokens in `layer`, if this forward is to be counted."""
     state = layer.model
     if not (training and (state.leads_to_gradients or torch.is_grad_enabled())):
         return
     if torch.compiler.is_compiling():
-        # A compiled checkpoint computes again without coming back here.
+        # The recompute of a compiled checkpoint does not run this function again.
         _add(layer, expert_ids_TK)
     elif not backward_is_running():
-        # Selective checkpointing compares the operators of both runs.
+        # Selective checkpointing compares the operators of both runs, and only one of them counts.
         with hidden_from_modes():
             _add(layer, expert_ids_TK)
 
@@ -67,6 +71,6 @@ def _add(layer: MoELayer, expert_ids_TK: Tensor) -> None:
         state.choice_counts = ids.new_zeros(len(state.moe_layers), state.num_experts)
     elif layer.index == 0 and state.choice_counts.device != ids.device:
         state.choice_counts = state.choice_counts.to(ids.device)
-    # In one process, layers of a model may lie on several devices.
+    # In one process the layers of a model may be on several devices.
     ids = ids.to(state.choice_counts.device)
     state.choice_counts[layer.index].scatter_add_(0, ids, torch.ones_like(ids))

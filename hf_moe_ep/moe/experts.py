@@ -1,14 +1,17 @@
-"""The experts of one rank on the rows it holds: weights in, weighted rows out.
+"""Compute the experts of this rank on the rows that it has.
 
-The weights are the stacked parameters of the stock module, under FSDP2 already gathered to this
-rank's experts, `[L, 2F, H]` and `[L, H, F]` or their transposes; quantised ones are bytes, with
-scales beside them (`ops/quantised.py`). `grad_scale` is 1 / world: an expert receives the gradients
-of its whole ep group through the dispatch, so its FSDP2 unit only sums, and the division that FSDP2
-does elsewhere happens here (under fp16 only in part, see `sharding/options.py`).
+The weights are the stacked parameters of the stock module, `[L, 2F, H]` and `[L, H, F]` or their
+transposes. FSDP2 has already gathered them to all experts of this rank. Quantised weights are bytes
+with scales (`ops/quantised.py`).
 
-How a module is computed is settled once, when the model is patched: its formula is found by
-running the module's own gate on numbers and comparing, so an architecture whose gate merely looks
-like a known one is refused, and one with a new name for an old gate just works.
+`grad_scale` is 1 / world size: through the dispatch an expert receives the gradients of its whole
+ep group, so its FSDP2 unit only sums gradients. FSDP2 divides the gradients of other parameters by
+the world size; those of experts are divided here (under fp16 only in part, see
+`sharding/options.py`).
+
+How a module is computed is decided once, when the model is patched. Its formula is found by running
+the module's own gate on numbers and comparing the results with those of the known formulas. A gate
+that only looks like a known one is therefore refused, and a known gate with a new name is accepted.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from hf_moe_ep.upstream.experts_interface import (
     post_expert_norm,
 )
 
-# Tensor cores and 16-byte loads want sizes that are multiples of this.
+# Tensor cores and 16-byte loads need sizes that are multiples of this.
 ALIGNMENT = 16
 
 
@@ -48,13 +51,13 @@ def choose_compute(
     model_type: str = "",
     quantisation: Quantisation | None = None,
 ) -> Compute:
-    """Settle how `module` is computed; `requested` is "auto", "torch" or "triton".
+    """Decide how `module` is computed; `requested` is "auto", "torch" or "triton".
 
-    `model_type` is for the words of an error; `quantisation` how the weights will be held.
+    `model_type` is named in errors. `quantisation` is the format of the weights after sharding.
 
     Raises:
-        ValueError: a gate that no known formula reproduces, packed weights, weights that are to be
-            quantised and do not divide into blocks, or Triton where it cannot run.
+        ValueError: no known formula reproduces the gate; weights are quantised already, or cannot
+            be divided into blocks for `quantisation`; Triton is requested and cannot run.
     """
     _check_weights(module)
     flags = experts_flags(module)
@@ -93,7 +96,7 @@ def run_experts(
 ) -> Tensor:
     """Compute out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`.
 
-    `weights` are what `local_weights` returned, where the caller asked before.
+    `weights` is the result of `local_weights`, if the caller has it already.
     """
     compute_RH = rows_RH.to(_compute_dtype(rows_RH))
     weights = weights or local_weights(experts, compute, rows_RH)
@@ -114,8 +117,9 @@ def run_experts(
     norm = post_expert_norm(experts)
     if norm is None:
         return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
-    # Every pair becomes a row of its own with weight 1, so that the norm sees each expert's output.
-    # Its own gradient is not scaled: its parameters are in the layer's unit, which FSDP2 averages.
+    # The norm is applied to the output of each expert, so every (row, expert) pair becomes a row of
+    # its own with weight 1. The gradients of the norm's parameters are not scaled here, because
+    # they are in the layer's FSDP2 unit, which averages.
     num_rows, top_k = expert_ids_RK.shape
     pairs = compute_RH.repeat_interleave(top_k, 0)
     ids = expert_ids_RK.reshape(-1, 1)
@@ -128,14 +132,14 @@ def run_experts(
 def local_weights(
     experts: Any, compute: Compute, like: Tensor, first_expert: int = 0
 ) -> ExpertWeights:
-    """Collect this rank's experts as `run_experts` takes them for rows of the dtype of `like`.
+    """Collect the weights of this rank's experts for rows of the dtype of `like`.
 
-    `first_expert` is the first of them among all, of which a model that is not sharded has the
-    adapters.
+    `first_expert` is the number of this rank's first expert. It selects the experts' part of
+    adapters that are not sharded.
     """
     dtype = _compute_dtype(like)
     quantised = compute.quantisation is not None
-    # What lies beside bytes was gathered as it lies, and not cast.
+    # FSDP2 does not cast the unit of quantised weights, so its other tensors are cast here.
     casts = quantised or torch.is_autocast_enabled(like.device.type)
 
     def local(name: str) -> Tensor | None:
@@ -174,7 +178,7 @@ def local_weights(
 
 
 def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
-    """Say what F.linear would compute in: autocast, which leaves fp64, knows not our operator."""
+    """Return the dtype in which F.linear would compute: autocast does not know our operator."""
     device = rows_RH.device.type
     if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
         return rows_RH.dtype
@@ -182,11 +186,11 @@ def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
 
 
 def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> ExpertFormula:
-    """Find the formula that gives what the module's own gate gives, on telling numbers."""
+    """Find the formula that gives the same results as the module's own gate."""
     alphas, limits = experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
-    # Shuffled without the user's random numbers: 197 is prime to 512.
-    # On the CPU whatever the default device: a model may be patched under torch.device("meta").
+    # Shuffled by a stride (197 has no common divisor with 512), not by the user's random numbers.
+    # On the CPU, as a model may be patched under torch.device("meta").
     values = torch.linspace(-edge, edge, 512, dtype=torch.float64, device="cpu")
     pre_AG = values[torch.arange(512, device="cpu") * 197 % 512].view(32, 16)
     try:
@@ -194,7 +198,7 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
     except AttributeError as error:
         raise ValueError(
             f"the gate of {type(module).__name__} does not run: {error}; transformers' experts "
-            f"interface wants its activation as act_fn, or a method _apply_gate"
+            f"interface needs its activation as act_fn, or a method _apply_gate"
         ) from error
     swishes = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
     others = [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
@@ -204,7 +208,7 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
             flags.has_gate, not flags.is_concatenated, name, alpha, limit, offset
         )
         got_AF = activate(pre_AG, formula)
-        # Gates that compute in fp32 whatever they are given differ by its rounding.
+        # The tolerance is for gates that always compute in fp32.
         if got_AF.shape == want_AF.shape and torch.allclose(got_AF, want_AF.double(), 1e-5, 1e-5):
             return formula
     of_model = f" of {model_type}" if model_type else ""
@@ -215,7 +219,7 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
 
 
 def _check_weights(module: nn.Module) -> None:
-    """Raise on quantised weights: packed integers, or tensors that hide them, cannot be sharded."""
+    """Raise ValueError for weights that are quantised already: FSDP2 cannot shard them."""
     for name, weight in module.named_parameters(recurse=False):
         kind = type(weight)
         packed = not weight.is_floating_point() or weight.element_size() < 2
@@ -228,7 +232,7 @@ def _check_weights(module: nn.Module) -> None:
 
 
 def _check_layout(module: nn.Module, flags: ExpertsFlags) -> None:
-    """Raise where stacked weights are not named and laid out as the interface's flags say."""
+    """Raise ValueError if names or shapes of stacked weights contradict the interface's flags."""
     kind = type(module).__name__
     up_name = "gate_up_proj" if flags.has_gate else "up_proj"
     weights = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() > 1}
@@ -237,15 +241,15 @@ def _check_layout(module: nn.Module, flags: ExpertsFlags) -> None:
         raise ValueError(
             f"{kind} has no {' and no '.join(missing)} but {', '.join(weights) or 'no weights'}; "
             f"with has_gate={flags.has_gate} transformers' experts interface "
-            f"(use_experts_implementation) wants {up_name} and down_proj: name them so"
+            f"(use_experts_implementation) needs {up_name} and down_proj: rename the weights"
         )
     up, down = weights[up_name].shape, weights["down_proj"].shape
     first, second = (1, 2) if flags.is_transposed else (2, 1)  # the dims of in and out
     if (up[first], up[second]) != (down[second], down[first] * (1 + flags.has_gate)):
         order = "in, out" if flags.is_transposed else "out, in"
         raise ValueError(
-            f"{up_name} {[*up]} and down_proj {[*down]} of {kind} are not one behind the other as "
-            f"[experts, {order}]; if they lie the other way, say so to transformers: "
+            f"{up_name} {[*up]} and down_proj {[*down]} of {kind} do not fit one behind the other "
+            f"as [experts, {order}]; if they are transposed, set that in transformers: "
             f"use_experts_implementation(is_transposed={not flags.is_transposed})"
         )
 
@@ -258,7 +262,7 @@ def _check_blocks(module: nn.Module, flags: ExpertsFlags, quantisation: Quantisa
 
 
 def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> str:
-    """Say why the Triton kernels cannot compute this module here; empty if they can."""
+    """Return why the Triton kernels cannot compute this module here; "" if they can."""
     if flags.has_post_expert_norm:
         return "a norm behind each expert"
     down = module.down_proj
@@ -270,11 +274,11 @@ def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> s
 
 
 def why_no_kernels(*, interpreted_too: bool = False) -> str:
-    """Say why no model's experts can run on the Triton kernels here; empty if they can."""
+    """Return why the Triton kernels cannot run on this machine; "" if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if interpreted_too:
-        # Imported by those who ask for it: without a GPU nobody else can use it.
+        # Imported only on request: without a GPU only the interpreter can use it.
         from hf_moe_ep.ops import triton_mlp
 
         if triton_mlp.interpreted():
@@ -286,7 +290,7 @@ def why_no_kernels(*, interpreted_too: bool = False) -> str:
 
 
 def _backend(compute: Compute, rows_RH: Tensor) -> str:
-    """Choose the settled backend, unless Triton cannot take these tensors' device or dtype."""
+    """Return the backend for these rows: torch if Triton cannot take their device or dtype."""
     if compute.backend == "torch":
         return "torch"
     from hf_moe_ep.ops import triton_mlp

@@ -1,14 +1,14 @@
-"""The forwards that must stay what they were when the model was patched.
+"""Check that the forwards on which expert parallelism relies are not replaced.
 
-    experts       ours, or transformers' experts interface, which calls ours
-    MoE block     the module that holds them: it has to call them
+    experts       our forward, or transformers' experts interface, which calls ours
+    MoE block     the module that contains the experts, which has to call them
     attention     with sp_size > 1: transformers' attention interface, which calls ours
 
-Liger (`use_liger_kernel=True`) binds its own forward to experts, before or after `patch`. It knows
-nothing of experts on other ranks, so ours takes its place again; its norms, its rotary embedding
-and its fused linear cross-entropy stay. Any other function is named in an error, at the first
-forward, as it would compute with shards, or past us. One that wraps the forward of its module, and
-says so (`functools.wraps`) or holds it, may stand in front.
+Liger (`use_liger_kernel=True`) binds its own forward to experts modules, before or after `patch`.
+Liger's forward does not know experts on other ranks, so ours is restored; Liger's norms, rotary
+embedding and fused linear cross-entropy stay. Any other replacement would compute with shards, or
+without this package, and is named in an error at the first forward. A function that wraps the
+forward of its module is allowed if it shows that (by `functools.wraps`, or by holding the forward).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _logger = logging.getLogger("hf_moe_ep")
 
 
 def check_forwards(parts: Parts, state: ModelState) -> None:
-    """Raise where somebody else than Liger has replaced a forward before `patch`."""
+    """Raise ValueError if a forward was replaced before `patch`, except by Liger."""
     for name, module, is_experts in _relied_on(parts, state):
         if not is_computed_by_liger(module):
             _check(name, module, forward_of_class(module), "before patch()")
@@ -49,7 +49,7 @@ def check_forwards(parts: Parts, state: ModelState) -> None:
 
 
 def rely_on_forwards(parts: Parts, state: ModelState) -> None:
-    """Put our forward in the place of Liger's, and note which function computes what."""
+    """Replace Liger's forward of experts by ours, and record the forward of each module."""
     for name, module, is_experts in _relied_on(parts, state):
         if is_experts and is_computed_by_liger(module):
             state.replace(module, "forward", MethodType(moe_forward, module))
@@ -57,14 +57,14 @@ def rely_on_forwards(parts: Parts, state: ModelState) -> None:
 
 
 def keep_forwards(state: ModelState) -> None:
-    """Put ours back where Liger has replaced it since.
+    """Restore our forward of experts where Liger has replaced it since `patch`.
 
     Raises:
-        ValueError: somebody else has replaced a forward.
+        ValueError: a forward was replaced, but not by Liger.
     """
     replaced = []
     for one in state.relied_on:
-        # Lazily, in every forward of the model: mostly the first function is the one.
+        # This runs in every forward of the model; mostly the first function is the right one.
         if one.function in forward_functions(one.module):
             continue
         if not (one.is_experts and is_ligers(_innermost(one.module))):
@@ -74,15 +74,15 @@ def keep_forwards(state: ModelState) -> None:
         replaced.append(one.name)
     if replaced:
         _logger.info(
-            "Liger had replaced the forward of %s and %d more experts modules; they stay "
-            "hf_moe_ep's, and the rest of Liger stays where it is",
+            "Liger had replaced the forward of %s and of %d more experts modules; hf_moe_ep's "
+            "forward is restored there, and Liger's other kernels stay",
             replaced[0],
             len(replaced) - 1,
         )
 
 
 class KeepForwards(Ours):
-    """Pre-forward hook of the root: `keep_forwards`, and once whether Liger can run here."""
+    """Pre-forward hook of the root: calls `keep_forwards`, and checks once if Liger can run."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -90,18 +90,18 @@ class KeepForwards(Ours):
 
     def __call__(self, root: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
-            return  # a compiled forward is what it was when sharding looked
+            return  # a compiled forward does not change after sharding has checked it
         keep_forwards(self.state)
         if not self._looked_for_liger:
             meshes = self.state.meshes
-            # Parameters that FSDP2 offloads are on the host, which computes nothing.
+            # Parameters that FSDP2 offloads are on the CPU, but computed on the device of the mesh.
             device = next(root.parameters()).device if meshes is None else meshes.device
             _check_liger_can_run(root, device)
             self._looked_for_liger = True
 
 
 def _check_liger_can_run(root: nn.Module, device: torch.device) -> None:
-    """Raise where Liger's kernels would compute on a CPU, for which Triton compiles nothing."""
+    """Raise ValueError if Liger's kernels would run on a CPU, for which Triton cannot compile."""
     if device.type != "cpu" or not liger_kernels_are_loaded() or _triton_is_interpreted():
         return
     for name, module in root.named_modules():
@@ -109,8 +109,8 @@ def _check_liger_can_run(root: nn.Module, device: torch.device) -> None:
             raise ValueError(
                 f"Liger computes {name or type(module).__name__} "
                 f"({qualified_name(_innermost(module))}), and its kernels need a "
-                f"GPU, while this model is on the CPU; leave out use_liger_kernel=True and "
-                f"whatever else applies Liger"
+                f"GPU, while this model is on the CPU; leave out use_liger_kernel=True, and "
+                f"everything else that applies Liger"
             )
 
 
@@ -123,7 +123,7 @@ def _triton_is_interpreted() -> bool:
 
 
 def _relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield (name, module, whether it is an experts module) of what must call us."""
+    """Yield (name, module, is_experts) of every module whose forward must not be replaced."""
     if state.config.experts_backend != "eager":
         experts = {id(module) for module in parts.experts.values()}
         blocks = {
@@ -141,16 +141,16 @@ def _relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.Module
 
 
 def _check_class(name: str, module: nn.Module) -> None:
-    """Raise where somebody has given the class of a block, or of attention, another forward.
+    """Raise ValueError if the class of a module was given a forward from another file.
 
-    A class of somebody's own may take the place of the whole: its forward is in its own file.
+    A class that replaces the whole module is allowed: its forward is defined in its own file.
     """
     owner, function = class_with_forward(module)
     if function.__module__ != owner.__module__:
         raise ValueError(
             f"the forward of {qualified_name(owner)}, the class of {name}, was replaced before "
             f"patch() by {qualified_name(function)}, which may compute without hf_moe_ep; leave "
-            f"out what replaces it, or let it call the original and say so (functools.wraps)"
+            f"out what replaces it, or let it call the original and show that by functools.wraps"
         )
 
 
@@ -165,5 +165,5 @@ def _check(name: str, module: nn.Module, wanted: Callable[..., Any], when: str) 
 
 
 def _innermost(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that computes a module, whatever wraps it."""
+    """Return the function that computes a module, without the functions that wrap it."""
     return list(forward_functions(module))[-1]

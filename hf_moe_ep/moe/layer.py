@@ -1,10 +1,20 @@
-"""One MoE layer: route -> dispatch -> experts -> combine, the tokens in `dispatch_chunks` parts.
+"""One MoE layer: route -> dispatch -> experts -> combine.
 
-The stock router has already chosen when we are called: transformers hands the experts
-`(hidden_states, top_k_index, top_k_weights)` and wants the weighted sum back. Without ep the
-rows are the tokens themselves; with ep they travel first.
+Read this file first. When transformers calls `moe_forward`, the stock router has already chosen:
+the arguments are `(hidden_states, top_k_index, top_k_weights)`, and the result is the weighted sum
+of each token's experts. Without expert parallelism (ep) every rank has all experts, and the tokens
+go straight into them. With ep each rank has E / ep_size of the experts:
 
-Shape legend of the package, as suffixes of names (`x_TH` is [T, H]; a test holds it):
+    route      the router's choice, or what replaces it: a recompute repeats the choice of its first
+               run, and `balance_experts` may have moved experts to other slots
+    dispatch   each token is sent to every rank that has one of its experts
+    experts    each rank computes its experts on the rows that it received
+    combine    the results are sent back and added up, one row per token
+
+The tokens of a layer are exchanged in `dispatch_chunks` chunks: one chunk is sent while the experts
+compute the chunk before.
+
+Shape legend of the package, as suffixes of names (`x_TH` is [T, H]; a test checks it):
 
     B  batch                            S  sequence
     T  tokens of this rank              H  hidden
@@ -17,8 +27,8 @@ Shape legend of the package, as suffixes of names (`x_TH` is [T, H]; a test hold
     I  columns into a matrix            O  columns out of it
     P  rank of an adapter               C  blocks of columns, summed later
     Q  attention heads                  W  width of a head
-    V  nodes of the ep group            U  its ranks on one node
-    Z  rows passed on in a node         X  any width, or any rows
+    V  nodes of the ep group            U  ranks of the ep group on one node
+    Z  rows forwarded inside a node     X  any width, or any rows
 """
 
 from __future__ import annotations
@@ -30,11 +40,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.dispatcher import Exchange, Header, RoutesTold
+from hf_moe_ep.dispatcher import Header, RouteSource
 from hf_moe_ep.moe.counting import count_choice
+from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.overlap import WayHome
 from hf_moe_ep.moe.experts import local_weights, run_experts
-from hf_moe_ep.moe.recompute import CheckpointWatch
+from hf_moe_ep.moe.recompute import CheckpointWatch, Frame
 from hf_moe_ep.ops.expert_mlp import postpone_grads
 from hf_moe_ep.ops.interface import ExpertWeights
 from hf_moe_ep.ranks.mesh import Meshes
@@ -43,8 +54,8 @@ from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_m
 
 
 class ForwardGuard(Ours):
-    """Pre-forward hook of the root: checks that the model is sharded, counts forwards, and finds
-    out which of its layers are checkpointed in this one.
+    """Pre-forward hook of the root: checks that the model is sharded if it has to be, counts the
+    forwards, and finds the layers that are checkpointed in this forward.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -53,7 +64,8 @@ class ForwardGuard(Ours):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.state.check_ready()
-        # Unsharded, nobody reads the number, and torch.compile would compile anew for each.
+        # In an unsharded model nobody reads the number, and torch.compile would recompile the
+        # forward for every new value.
         if self.state.meshes is not None:
             self._begin_forward(module, self.state.meshes)
 
@@ -70,20 +82,23 @@ def moe_forward(
     top_k_index: Tensor,  # (T, K)
     top_k_weights: Tensor,  # (T, K)
 ) -> Tensor:
-    """Sum each token's experts, weighted, into (T, H); transformers calls this for a module."""
+    """Return the weighted sum of each token's experts, (T, H).
+
+    transformers calls this as the forward of every experts module of a patched model.
+    """
     layer: MoELayer = getattr(experts, STATE)
     meshes = layer.model.meshes
     if top_k_index.is_floating_point():
         raise ValueError(
-            f"{type(experts).__name__} was given experts of dtype {top_k_index.dtype}; call it as "
-            f"transformers' experts interface does, (hidden_states, top_k_index, top_k_weights)"
+            f"{type(experts).__name__} was given expert ids of dtype {top_k_index.dtype}; call it "
+            f"as transformers' experts interface does: (hidden_states, top_k_index, top_k_weights)"
         )
     if meshes is not None and meshes.ep_size > 1:
         return _ep_forward(experts, layer, hidden_states, top_k_index, top_k_weights)
-    # The root's hook checks as well, and a compiled model cannot lose its mesh on the way.
+    # The root's hook has checked as well; a compiled model cannot change in between.
     if not torch.compiler.is_compiling():
         layer.model.check_ready()
-        top_k_weights = _kept_weights(layer, top_k_weights)
+        top_k_weights = _weights_of_first_run(layer, top_k_weights)
     assert layer.compute is not None
     count_choice(layer, experts.training, top_k_index)
     return run_experts(
@@ -101,25 +116,28 @@ def moe_forward(
 def _ep_forward(
     experts: nn.Module, layer: MoELayer, x_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """Dispatch, experts, combine.
+    """Dispatch the tokens, compute this rank's experts, and combine the results.
 
-    How many rows travel is known at run time only: torch.compile breaks its graph here.
+    The number of rows that a rank receives is known only at run time, so torch.compile cannot trace
+    this function and breaks its graph here.
     """
     state, meshes = layer.model, layer.model.meshes
     state.check_ready()
-    weights_TK = _kept_weights(layer, weights_TK)
+    weights_TK = _weights_of_first_run(layer, weights_TK)
     assert meshes is not None and layer.compute is not None
     count_choice(layer, experts.training, expert_ids_TK)
-    # Selective checkpointing must not see what a recompute leaves out.
+    # A recompute skips the planning, and selective checkpointing compares the operators of both
+    # runs: it must not see those of the planning.
     hidden = nullcontext() if state.frame is None else hidden_from_modes()
     with hidden:
-        slots_TK = _slots(layer, expert_ids_TK)
-        exchanges = _exchanges(layer, experts.training, x_TH, expert_ids_TK, slots_TK)
+        slots_TK = _slots_of_experts(layer, expert_ids_TK)
+        exchanges = _plan_exchanges(layer, experts.training, x_TH, expert_ids_TK, slots_TK)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
-    with WayHome() as home:
-        for arriving in home.overlapped(exchanges, x_TH, weights_TK, slots_TK):
-            # Here, so that backward computes their gradients while those of the rows travel.
+    with WayHome() as chunks:
+        for arriving in chunks.overlapped(exchanges, x_TH, weights_TK, slots_TK):
+            # Made here, the autograd nodes of the weights run while backward transfers the rows'
+            # gradients.
             weights = weights or local_weights(experts, layer.compute, x_TH, first_expert)
             weights = postpone_grads(weights)
             rows_RH, weights_RK, expert_ids_RK = arriving.finish()
@@ -133,34 +151,38 @@ def _ep_forward(
                 grad_scale=1.0 / layer.grad_divisor,
                 weights=weights,
             )
-            home.send(arriving, out_RH)
-    return home.finish()
+            chunks.send(arriving, out_RH)
+    return chunks.finish()
 
 
-def _slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
-    """Say where the chosen experts lie: what goes where follows from that, and nothing else does.
+def _slots_of_experts(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
+    """Replace each expert id by the slot in which `balance_experts` has placed the expert.
 
-    Whatever counts, records or repeats a choice is told experts, and never sees a slot.
+    Rank r owns the slots r * L to (r + 1) * L, so only the dispatch needs slots. Everything that
+    counts, records or replays a choice works with expert ids.
     """
     if layer.placement is None:
         return expert_ids_TK
     return layer.placement.to(expert_ids_TK.device)[expert_ids_TK.long()].to(expert_ids_TK.dtype)
 
 
-def _exchanges(
+def _plan_exchanges(
     layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor, slots_TK: Tensor
 ) -> Sequence[Exchange]:
-    """Plan what goes where; a checkpoint's later run takes what its first run has planned."""
-    state, frame = layer.model, layer.model.frame
+    """Plan the exchange of each chunk; a recompute reuses the exchanges of its first run."""
+    state = layer.model
+    frame: Frame | None = state.frame
     if frame is not None and frame.replaying:
         return frame.take(layer.index, expert_ids_TK)
     assert state.dispatcher is not None
     header = _header(layer, training, x_TH, expert_ids_TK)
     hidden_bytes = x_TH.shape[1] * x_TH.element_size()
     try:
-        exchanges = state.dispatcher.plan(slots_TK, header, hidden_bytes=hidden_bytes)
+        exchanges: Sequence[Exchange] = state.dispatcher.plan(
+            slots_TK, header, hidden_bytes=hidden_bytes
+        )
     finally:
-        # By now the other ranks have been told, and raise as well.
+        # The other ranks have received the header by now, and raise an error as well.
         if state.routing is not None and state.routing.refusal is not None:
             raise state.routing.refusal
     if frame is not None:
@@ -168,24 +190,25 @@ def _exchanges(
     return exchanges
 
 
-def _kept_weights(layer: MoELayer, weights_TK: Tensor) -> Tensor:
-    """Return the router's weights; in a checkpoint's later run those that the first one had."""
-    frame = layer.model.frame
+def _weights_of_first_run(layer: MoELayer, weights_TK: Tensor) -> Tensor:
+    """Return the router's weights, or in a recompute those with which the first run computed."""
+    frame: Frame | None = layer.model.frame
     if frame is None or not frame.replaying:
         return weights_TK
     return frame.weights(layer.index, weights_TK)
 
 
 def _header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Header:
+    routing = layer.model.routing
     return Header(
         forward=layer.model.forward_number,
         layer=layer.index,
         training=training,
         grad=torch.is_grad_enabled(),
         checkpointed=layer.model.frame is not None,
-        # A forward while backward runs is a recompute.
+        # A forward that runs during a backward is a recompute.
         recompute=backward_is_running(),
         top_k=expert_ids_TK.shape[1],
         itemsize=x_TH.element_size(),
-        routes=RoutesTold.LIVE if layer.model.routing is None else layer.model.routing.told,
+        routes=RouteSource.LIVE if routing is None else routing.route_source,
     )

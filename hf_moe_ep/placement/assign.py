@@ -1,28 +1,32 @@
-"""Which expert goes to which rank of an ep group: equally many on each, the busiest rank least.
+"""Assign experts to the ranks of an ep group: equally many each, with the lowest maximum load.
 
-Two deals, and the one whose busiest rank has less counts. In both the busiest experts come first:
+Two algorithms assign the experts, and the result whose busiest rank has the lower load is used.
+Both take the busiest experts first:
 
-    one at a time   to the rank that has the least so far, and room
-    in rounds       one to each rank, the busiest of the round to the one that has the least so far
+    one at a time   each expert goes to the rank with the lowest load that still has room
+    in rounds       each rank gets one expert per round; the busiest expert of the round goes to the
+                    rank with the lowest load
 
-6 experts with 9 5 4 3 3 0 tokens on 2 ranks, 3 to each, the mean of a rank 12:
+For example 6 experts with 9 5 4 3 3 0 tokens, 3 on each of 2 ranks; the mean of a rank is 12:
 
     in hub order    9 + 5 + 4 = 18        3 + 3 + 0 = 6
     one at a time   5 + 4 + 3 = 12        9 + 3 + 0 = 12
 
-The rounds have the bound. In a round of D experts, the least of the ranks that were is given the
-most: so two ranks differ behind it by no more than they did before, or than the first and the last
-expert of the round do. Over all rounds, with s the greatest such difference of a round,
+The rounds guarantee a bound. In a round of D experts the rank with the lowest load gets the busiest
+expert. After the round, two ranks therefore differ by at most the larger of two numbers: their
+difference before the round, and the difference between the first and the last expert of the round.
+Let s be the greatest difference between the first and the last expert of any round. Then
 
     busiest rank <= mean + (1 - 1 / D) * s
 
-for if one rank has M, the D - 1 others have M - s at least. It is met where all but one expert are
-idle. Dealing one at a time is better in most cases and was found worse in none of 300,000 that were
-drawn, but that is no proof: the rounds are there for it. No deal is under the mean, nor under the
-busiest expert with the idlest E / D - 1 beside it.
+because if one rank has load M, the other D - 1 ranks have at least M - s. The bound is reached if
+all experts but one are idle. Assigning one at a time is better in most cases, and was worse in none
+of 300,000 random cases, but there is no proof of a bound: the rounds are for that. No assignment
+can have a busiest rank below the mean, nor below the load of the busiest expert together with the
+E / D - 1 idlest ones.
 
-It depends on the counts alone, which are the same on all ranks: no rank needs to be told. Ties go
-to the smaller number.
+The result depends only on the counts, which are equal on all ranks, so no communication is needed.
+Ties go to the smaller number.
 """
 
 from __future__ import annotations
@@ -32,33 +36,34 @@ from fractions import Fraction
 
 
 def balanced(load_E: Sequence[int], ranks: int, now_E: Sequence[int] | None = None) -> list[int]:
-    """Choose a slot for each expert, rank r owning the slots r * E / D and those that follow.
+    """Choose a slot for each expert; rank r owns the E / D slots from r * E / D on.
 
     Args:
-        load_E: tokens of each expert.
-        ranks: D, of the ep group; a divisor of E.
-        now_E: the slots where experts lie now (in hub order without): as many as can stay do.
+        load_E: the tokens of each expert.
+        ranks: the number of ranks D of the ep group, a divisor of E.
+        now_E: the present slots of the experts (default: hub order); as many experts as possible
+            keep their slots.
 
     Returns:
-        The slot of each expert: `now_E` where no deal has less on its busiest rank.
+        The slot of each expert; `now_E` if no assignment lowers the load of the busiest rank.
     """
     slots_E = list(range(len(load_E))) if now_E is None else list(now_E)
-    deals = (_one_at_a_time(load_E, ranks), _in_rounds(load_E, ranks))
-    deal = min(deals, key=lambda ranks_E: busiest(load_E, ranks_E, ranks))
+    candidates = (_one_at_a_time(load_E, ranks), _in_rounds(load_E, ranks))
+    best = min(candidates, key=lambda ranks_E: busiest(load_E, ranks_E, ranks))
     local = len(load_E) // ranks
     before = [slot // local for slot in slots_E]
-    if busiest(load_E, deal, ranks) >= busiest(load_E, before, ranks):
+    if busiest(load_E, best, ranks) >= busiest(load_E, before, ranks):
         return slots_E
-    return _with_slots(_renamed(deal, before, ranks), slots_E, ranks)
+    return _with_slots(_renamed(best, before, ranks), slots_E, ranks)
 
 
 def busiest(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> int:
-    """Return the tokens of the busiest rank, where expert e is on `ranks_E[e]`."""
+    """Return the tokens of the busiest rank, if expert e is on rank `ranks_E[e]`."""
     return max(_sums(load_E, ranks_E, ranks))
 
 
 def bound(load_E: Sequence[int], ranks: int) -> Fraction:
-    """Return what no rank has more than: the module says why."""
+    """Return an upper bound of the busiest rank's load (see the module's docstring)."""
     spread = max((load_E[some[0]] - load_E[some[-1]] for some in _rounds(load_E, ranks)), default=0)
     return Fraction(sum(load_E), ranks) + Fraction(ranks - 1, ranks) * spread
 
@@ -71,7 +76,7 @@ def _sums(load_E: Sequence[int], ranks_E: Sequence[int], ranks: int) -> list[int
 
 
 def _rounds(load_E: Sequence[int], ranks: int) -> list[list[int]]:
-    """Cut the experts, the busiest first, into rounds of one per rank."""
+    """Split the experts, the busiest first, into rounds of one expert per rank."""
     order = sorted(range(len(load_E)), key=lambda expert: (-load_E[expert], expert))
     return [order[first : first + ranks] for first in range(0, len(order), ranks)]
 
@@ -97,7 +102,7 @@ def _in_rounds(load_E: Sequence[int], ranks: int) -> list[int]:
 
 
 def _renamed(ranks_E: list[int], before_E: list[int], ranks: int) -> list[int]:
-    """Give the shares of a deal to the ranks that have the most of each already."""
+    """Renumber the ranks of an assignment so that many experts stay on their rank."""
     stay = [[0] * ranks for _ in range(ranks)]
     for share, rank in zip(ranks_E, before_E, strict=True):
         stay[share][rank] += 1
@@ -113,7 +118,7 @@ def _renamed(ranks_E: list[int], before_E: list[int], ranks: int) -> list[int]:
 
 
 def _with_slots(ranks_E: list[int], before_E: list[int], ranks: int) -> list[int]:
-    """Number the experts of each rank: those that stay keep their slots."""
+    """Choose a slot for each expert on its rank; experts that stay there keep their slots."""
     local = len(ranks_E) // ranks
     stays = [rank == slot // local for rank, slot in zip(ranks_E, before_E, strict=True)]
     taken = {slot for slot, stay in zip(before_E, stays, strict=True) if stay}

@@ -1,8 +1,8 @@
-"""`balance_experts`: move experts to where the load of an ep group's ranks is most even.
+"""`balance_experts`: move experts between the ranks of an ep group so that their loads are even.
 
-Experts that are busy come to lie beside idle ones, layer by layer, and a rank keeps as many as
-before. The model computes what it did: tokens are sent to where their experts are now, and what
-else is known of an expert (its number in routers, counts, replays, files) stays.
+In each layer, busy experts are placed on ranks with idle ones, and each rank keeps its number of
+experts. The results of the model do not change: tokens are sent to the present ranks of their
+experts, and the number of an expert in routers, counts, replays and files stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_moe_ep.placement.hub_order import guard_state_dicts
 from hf_moe_ep.placement.move import (
     ExpertTensors,
     check_movable,
-    check_same_company,
+    check_same_tensors,
     check_trained,
     find_expert_tensors,
     move_experts,
@@ -38,32 +38,35 @@ from hf_moe_ep.upstream.sharded_models import holds_unreduced_grads
 def balance_experts(
     model: nn.Module, optimizer: Any, load: ExpertLoad, *, threshold: float = 1.0
 ) -> ExpertLoad:
-    """Move experts between the ranks of an ep group until their loads are even; every rank calls.
+    """Move experts between the ranks of an ep group to even their loads; every rank calls this.
 
         optimizer.step()
         if step % 500 == 0:
             balance_experts(model, optimizer, expert_load(model))
 
-    Call it between two steps. Weights, biases, adapters, what is held quantised, gradients and what
-    the optimizer keeps move from the rank that has them to the one that will, tensor by tensor;
-    results change by the order of sums alone. Whatever is saved stays in hub order, and is what it
-    would have been; what is loaded comes to lie as experts do then. Code of your own that pairs
-    this model's shards with a copy's, as an average of weights does, has to balance that by the
-    same load, or to work within `experts_in_hub_order`.
+    Call it between two steps. Weights (also quantised ones), biases, adapters, gradients and the
+    optimizer's state of the moved experts are sent to their new ranks, tensor by tensor. Results
+    change only by the order of sums. Files are saved in hub order, as if nothing had moved, and
+    loading puts the values where the experts are then. If your own code combines the shards of this
+    model with those of a copy, for example in an average of weights, then balance the copy by the
+    same load, or run that code inside `experts_in_hub_order`.
 
     Args:
         model: patched and sharded, with ep_size > 1.
-        optimizer: of its parameters, or several in a list; None where none has been made yet.
-        load: of `expert_load`, the same on every rank: what is taken for the load to come.
-        threshold: layers whose busiest rank has at most this many times the mean are left alone.
+        optimizer: the optimizer of the model's parameters, or a list of several; None if none has
+            been made yet.
+        load: a result of `expert_load`, equal on every rank, as an estimate of the future load.
+        threshold: a layer is not changed if its busiest rank has at most this many times the mean.
 
     Returns:
-        The same counts, and where experts lie now: its `rank_max_over_mean` is what was reached.
+        The same counts with the new slots of the experts; its `rank_max_over_mean` is the evenness
+        that was reached.
 
     Raises:
-        ValueError: on every rank, before anything moves: a model without ep, or the load of
-            another one; other counts on another rank, or another optimizer; an optimizer of other
-            parameters, or with state that cannot be cut by experts; a step that is half done.
+        ValueError: on every rank, before anything is moved: the model has no ep; `load` belongs to
+            another model; counts or optimizers differ between ranks; the optimizer has other
+            parameters, or state that cannot be divided by experts; gradients of an unfinished
+            step wait for their last micro-batch.
         RuntimeError: some rank has not called this within five minutes.
     """
     model = unwrap(model)
@@ -84,7 +87,7 @@ def balance_experts(
 
     tensors = together("balance_experts", check)
     check_alike("balance_experts", threshold=threshold, load=_digest(load))
-    check_same_company("balance_experts", tensors, optimizers)
+    check_same_tensors("balance_experts", tensors, optimizers)
     guard_state_dicts(model, state, tensors, optimizers)
     assert state.meshes is not None
     ranks = state.meshes.ep_size
@@ -100,12 +103,12 @@ def balance_experts(
 
 
 def check_has_ep(state: ModelState, what: str) -> None:
-    """Raise where there are no other ranks for experts to go to."""
+    """Raise ValueError if the model has no ep group of several ranks."""
     if state.meshes is None or state.meshes.ep_size == 1:
         sharded = "is not sharded" if state.meshes is None else "has ep_size (1)"
         raise ValueError(
             f"{what} moves experts between the ranks of an ep group, and this model {sharded}: "
-            f"patch it with ep_size=2 or more, shard it, and balance it then"
+            f"patch it with ep_size=2 or more and shard it before"
         )
 
 
@@ -130,7 +133,7 @@ def _check_threshold(threshold: float) -> None:
     number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
     if not (number and threshold >= 1):
         raise ValueError(
-            f"threshold is what the busiest rank may have over the mean of all, so 1 or more, got "
+            f"threshold is what the busiest rank may have over the mean, so 1 or more, got "
             f"{threshold!r}; try 1.2"
         )
 
@@ -141,7 +144,7 @@ def _check_load(load: ExpertLoad, state: ModelState) -> None:
     wanted = (len(state.moe_layers), state.num_experts)
     if tuple(load.counts.shape) != wanted:
         raise ValueError(
-            f"load is of {load.counts.shape[0]} layers of {load.counts.shape[1]} experts and this "
+            f"load has {load.counts.shape[0]} layers of {load.counts.shape[1]} experts, and this "
             f"model has {wanted[0]} of {wanted[1]}; pass expert_load(model)"
         )
 
@@ -150,9 +153,9 @@ def _check_between_steps(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and holds_unreduced_grads(module):
             raise ValueError(
-                "balance_experts was called while gradients of micro-batches wait for the last "
-                "one of their step, of experts by where they lie now; call it behind "
-                "optimizer.step()"
+                "balance_experts was called during gradient accumulation, while gradients of the "
+                "experts, which could not move with them, wait for the last micro-batch; call it "
+                "after optimizer.step()"
             )
 
 

@@ -1,14 +1,15 @@
-"""The way back to hub order: for whoever reads or writes experts by their numbers.
+"""Restore hub order temporarily, for code that reads or writes experts by their numbers.
 
-Files, state dicts and other models know experts by their numbers, and slots are ours alone. So what
-saves or loads brings the experts home first, in one place, and puts them back behind itself:
+Files, state dicts and other models identify experts by their numbers; slots exist only in a
+balanced model. Code that saves or loads therefore runs in a block in which the experts are moved
+back:
 
     with experts_in_hub_order(model, optimizer):
         ...                                 expert e of a stacked tensor is its row e
 
-That sends the bytes of the experts that are elsewhere twice, and needs no second copy of them;
-whatever is saved, by whomever, is what a model that was never balanced would save. Who asks such a
-model or its optimizer for a state dict elsewhere gets an error, not permuted experts.
+This sends the bytes of the moved experts twice, and needs no second copy of them. All files are
+therefore equal to those of a model that was never balanced. Outside of the block, a state dict of
+such a model or of its optimizer is an error, because its experts would be permuted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from hf_moe_ep.placement.move import (
     ExpertTensors,
     check_movable,
-    check_same_company,
+    check_same_tensors,
     find_expert_tensors,
     move_experts,
 )
@@ -35,48 +36,49 @@ _GUARDED = "_hf_moe_ep_guarded"
 
 @contextmanager
 def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
-    """Let experts lie in hub order inside the block; every rank enters it.
+    """Put the experts into hub order inside the block; every rank enters it.
 
-    For code of your own that saves a model that `balance_experts` has balanced, or loads into it:
+    Use it in your own code that saves a balanced model, or loads into it:
 
         with experts_in_hub_order(model, optimizer):
             torch.distributed.checkpoint.save({"model": model, "optim": optimizer}, ...)
 
     `save_pretrained`, `save_checkpoint`, `load_checkpoint`, `hub_tensors`, the Trainer and
-    Accelerate's `save_state`, `load_state` and `get_state_dict` need none.
+    Accelerate's `save_state`, `load_state` and `get_state_dict` do this themselves.
 
     Args:
-        model: patched or not; nothing happens where no experts were moved.
-        optimizers: whose state is read or replaced in the block; None among them are skipped.
+        model: patched or not; nothing happens if no experts were moved.
+        optimizers: the optimizers whose state is read or replaced in the block; None is skipped.
 
     Raises:
-        ValueError: on every rank: inside a block of the same model without these optimizers.
+        ValueError: on every rank: this block is inside another block of the same model, which was
+            entered without these optimizers.
     """
     state = find_state(model)
     if state is not None:
         for optimizer in optimizers:
-            _check_at_home(optimizer, state)
+            _check_in_hub_order(optimizer, state)
     if state is None or not is_placed(state):
         yield
         return
     before = [layer.placement for layer in state.moe_layers]
-    _place(model, state, [None] * len(before), optimizers)
-    state.at_home = [_stock(optimizer) for optimizer in optimizers]
+    _move_to(model, state, [None] * len(before), optimizers)
+    state.optimizers_in_order = [_stock(optimizer) for optimizer in optimizers]
     try:
         yield
     finally:
-        state.at_home = None
-        _place(model, state, before, optimizers)
+        state.optimizers_in_order = None
+        _move_to(model, state, before, optimizers)
 
 
-def _check_at_home(optimizer: Any, state: ModelState) -> None:
-    """Raise in a block that this optimizer was not given to: what it keeps was left behind."""
-    if optimizer is None or state.at_home is None:
+def _check_in_hub_order(optimizer: Any, state: ModelState) -> None:
+    """Raise ValueError inside a block that was entered without this optimizer."""
+    if optimizer is None or state.optimizers_in_order is None:
         return
-    if all(one is not _stock(optimizer) for one in state.at_home):
+    if all(one is not _stock(optimizer) for one in state.optimizers_in_order):
         raise ValueError(
-            f"experts are in hub order here, and what {type(optimizer).__name__} keeps of them is "
-            f"not: write experts_in_hub_order(model, optimizer), with the optimizer too"
+            f"experts are in hub order here, but the state of {type(optimizer).__name__} is not: "
+            f"write experts_in_hub_order(model, optimizer), with the optimizer too"
         )
 
 
@@ -85,12 +87,12 @@ def _stock(optimizer: Any) -> Any:
 
 
 def is_placed(state: ModelState) -> bool:
-    """Tell whether experts of some layer lie elsewhere than in hub order."""
+    """Return whether the experts of some layer are not in hub order."""
     return any(layer.placement is not None for layer in state.moe_layers)
 
 
 def placement_by_tensor(model: nn.Module) -> dict[int, Tensor]:
-    """Return the slots of experts by the id of each parameter that is not in hub order."""
+    """Return, by the id of each parameter that is not in hub order, the slots of its experts."""
     state = find_state(model)
     if state is None or not is_placed(state):
         return {}
@@ -102,16 +104,16 @@ def placement_by_tensor(model: nn.Module) -> dict[int, Tensor]:
     }
 
 
-def _place(
+def _move_to(
     model: nn.Module, state: ModelState, placements: list[Tensor | None], optimizers: Any
 ) -> None:
     assert state.meshes is not None
     reshard(model)
     held = [optimizer for optimizer in optimizers if optimizer is not None]
     tensors = find_expert_tensors(model)
-    # What was loaded into an optimizer since experts moved may be of another making.
+    # The state of an optimizer may have been replaced since the experts were moved.
     together("experts_in_hub_order", lambda: check_movable(tensors, held))
-    check_same_company("experts_in_hub_order", tensors, held)
+    check_same_tensors("experts_in_hub_order", tensors, held)
     for one in tensors:
         move_experts(one, placements[one.layer.index], state.meshes, held)
 
@@ -122,9 +124,10 @@ def guard_state_dicts(
     tensors: Iterable[ExpertTensors],
     optimizers: Iterable[Any],
 ) -> None:
-    """Refuse state dicts of a model and its optimizers while experts lie elsewhere; once each.
+    """Register hooks that refuse state dicts of the model and its optimizers outside hub order.
 
-    Its experts' parameters tell optimizers that are made of them later (`guard_new_optimizer`).
+    The parameters of the experts are marked, so that optimizers that are made later are found
+    (`guard_new_optimizer`).
     """
     if not state.guards_state_dicts:
         state.guards_state_dicts = True
@@ -141,7 +144,7 @@ def guard_state_dicts(
 
 
 def guard_new_optimizer(optimizer: Any) -> None:
-    """Refuse state dicts of an optimizer that was made of experts which had moved by then."""
+    """Refuse state dicts of an optimizer that was made after its experts had moved."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = getattr(parameter, _GUARDED, None)
@@ -159,21 +162,21 @@ def _guard(optimizer: Any, state: ModelState) -> None:
 
 
 class NotInHubOrder(Ours):
-    """Hook before the state dict of a model, or of its optimizer, is made or loaded."""
+    """Hook before a state dict of the model or of its optimizer is made or loaded: refuses it."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
 
     def __call__(self, owner: Any, *args: Any) -> None:
         if not isinstance(owner, nn.Module):
-            _check_at_home(owner, self.state)
-        # With keep_vars one asks for the parameters themselves, not for values to be kept.
+            _check_in_hub_order(owner, self.state)
+        # keep_vars=True asks for the parameters themselves, not for values to save.
         wants_variables = isinstance(owner, nn.Module) and args[1:] == (True,)
         if is_placed(self.state) and not wants_variables:
             raise ValueError(
                 f"balance_experts has moved experts of this model, so a state dict of "
-                f"{type(owner).__name__} would hold or take them in another order than files do; "
-                f"save and load with save_pretrained, save_checkpoint, load_checkpoint, the "
-                f"Trainer or Accelerate, which see to it, or put this into "
+                f"{type(owner).__name__} would have them in another order than files have; save "
+                f"and load with save_pretrained, save_checkpoint, load_checkpoint, the Trainer or "
+                f"Accelerate, which restore the order, or inside "
                 f"`with experts_in_hub_order(model, optimizer):`"
             )

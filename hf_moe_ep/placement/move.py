@@ -1,15 +1,16 @@
-"""Experts that go to other slots: their bytes, from the rank that has them to the one that will.
+"""Move experts to other slots: send their bytes to the ranks that own the new slots.
 
-A stacked tensor [E, ..] lies over (ep_fsdp, ep), and over replicas alike. Rank (f, d) holds, of
-every slot of ep rank d, its own columns, or some of its slots whole, as `sharding/shard.py` chose:
+A stacked tensor [E, ..] is sharded over (ep_fsdp, ep); replicas have equal shards. As
+`sharding/shard.py` has chosen, rank (f, d) has either some columns of all slots of ep rank d, or
+some of these slots whole:
 
-    ep_fsdp cuts columns    a slot's columns go to the rank of the same f; over ep alone
-    ep_fsdp cuts slots      a slot goes to whichever rank holds its new place
+    ep_fsdp shards columns    a slot's columns are sent to the rank with the same f, over ep alone
+    ep_fsdp shards slots      a slot is sent to the rank that has the shard of its new slot
 
-One all-to-all per tensor, of the rows that move and of nothing else: no rank ever has more than
-what it sends and what it gets beside its own. Whatever lies like a parameter goes with it, in
-place: its gradient, and what an optimizer keeps of it. A number (`step`) is every expert's, and
-stays.
+Each tensor takes one all-to-all, which contains only the rows that move: a rank needs memory for
+the rows that it sends and receives. Tensors that are sharded like the parameter move with it, in
+place: its gradient, and the optimizer's state of it. A number (such as `step`) belongs to all
+experts and stays.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from hf_moe_ep.state import STATE, MoELayer
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """A MoE layer, and what of it has one row per expert: weights, biases, scales, adapters.
+    """A MoE layer, and its tensors with one row per expert: weights, biases, scales, adapters.
 
     Attributes:
-        path: the name of its experts module.
-        parameters: by name.
+        path: the name of the experts module.
+        parameters: the tensors by name.
     """
 
     layer: MoELayer
@@ -49,14 +50,14 @@ class ExpertTensors:
 
 
 def find_expert_tensors(model: nn.Module) -> list[ExpertTensors]:
-    """Find what moves with the experts of a resharded model, layer by layer."""
+    """Find the tensors that move with the experts of a resharded model, layer by layer."""
     modules = dict(model.named_modules())
     found = []
     for path, module in modules.items():
         layer = vars(module).get(STATE)
         if not isinstance(layer, MoELayer):
             continue
-        # Adapters are wrapped around the module, and in its unit.
+        # PEFT wraps adapters around the module; they are in the same FSDP2 unit.
         unit = path
         while not isinstance(modules[unit], FSDPModule):
             unit = unit.rpartition(".")[0]
@@ -70,7 +71,7 @@ def find_expert_tensors(model: nn.Module) -> list[ExpertTensors]:
 
 
 def check_trained(tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]) -> None:
-    """Raise ValueError where an expert's parameter is trained, and in none of the optimizers."""
+    """Raise ValueError if a trained parameter of experts is in none of the optimizers."""
     held = {
         id(parameter)
         for optimizer in optimizers
@@ -81,38 +82,37 @@ def check_trained(tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]) -
         for name, parameter in one.parameters.items():
             if optimizers and parameter.requires_grad and id(parameter) not in held:
                 raise ValueError(
-                    f"{name} is trained, and is no parameter of this optimizer: what is kept of "
-                    f"it elsewhere would stay behind when its experts move; pass the optimizer "
-                    f"that was made of this model after it was sharded"
+                    f"{name} is trained, but is no parameter of this optimizer: the state that "
+                    f"another optimizer has of it would not move with its experts; pass the "
+                    f"optimizer that was made of this model after it was sharded"
                 )
 
 
 def check_movable(tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]) -> None:
-    """Raise where an optimizer keeps of an expert what cannot be told apart from others'.
+    """Raise ValueError if an optimizer's state cannot be divided by experts.
 
-    Raises:
-        ValueError: it keeps something else than tensors that lie as the parameter, and numbers.
+    It can if each entry is a number, or a tensor that is sharded like the parameter.
     """
     for one in tensors:
         for name, parameter in one.parameters.items():
             for optimizer in optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    _check_kept(f"{key} of {name}", value, parameter, optimizer)
+                    _check_state_entry(f"{key} of {name}", value, parameter, optimizer)
 
 
-def _check_kept(where: str, value: Any, parameter: DTensor, optimizer: Any) -> None:
-    if not isinstance(value, Tensor) or not value.ndim or _lies_like(value, parameter):
+def _check_state_entry(where: str, value: Any, parameter: DTensor, optimizer: Any) -> None:
+    if not isinstance(value, Tensor) or not value.ndim or _is_sharded_like(value, parameter):
         return
     kind = type(getattr(optimizer, "optimizer", optimizer))
     raise ValueError(
         f"{kind.__module__}.{kind.__qualname__} keeps as {where} a {type(value).__name__} "
-        f"{tuple(value.shape)} beside a parameter {tuple(parameter.shape)}: which part of it "
-        f"belongs to which expert is unknown, so experts cannot move; take an optimizer whose "
-        f"state has the shape of its parameters, like torch.optim.AdamW"
+        f"{tuple(value.shape)} for a parameter {tuple(parameter.shape)}: it is unknown which part "
+        f"belongs to which expert, so experts cannot move; use an optimizer whose state has the "
+        f"shape of its parameters, like torch.optim.AdamW"
     )
 
 
-def _lies_like(value: Any, parameter: DTensor) -> bool:
+def _is_sharded_like(value: Any, parameter: DTensor) -> bool:
     return (
         isinstance(value, DTensor)
         and value.shape == parameter.shape
@@ -124,9 +124,9 @@ def _lies_like(value: Any, parameter: DTensor) -> bool:
 def move_experts(
     one: ExpertTensors, after: Tensor | None, meshes: Meshes, optimizers: Sequence[Any]
 ) -> None:
-    """Bring the experts of a layer to other slots; every rank calls this with the same.
+    """Move the experts of a layer to the slots `after`; every rank calls this with the same slots.
 
-    `after` is the slot of each expert, None for hub order. The layer is told.
+    `after` has the slot of each expert; None means hub order. The layer stores it.
     """
     layer = one.layer
     before_E = slots_of(layer.placement, layer.model.num_experts)
@@ -135,7 +135,7 @@ def move_experts(
     for name, parameter in one.parameters.items() if moves else ():
         where = f"moving experts of {name}"
         _exchange(parameter, moves, meshes, where)
-        for _, tensor in _company(parameter, optimizers):
+        for _, tensor in _tensors_that_move_with(parameter, optimizers):
             _exchange(tensor, moves, meshes, where)
     layer.placement = after
 
@@ -148,68 +148,74 @@ def slots_of(placement: Tensor | None, num_experts: int) -> list[int]:
     return slots
 
 
-def check_same_company(
+def check_same_tensors(
     what: str, tensors: Iterable[ExpertTensors], optimizers: Sequence[Any]
 ) -> None:
-    """Raise on every rank where one would send of an expert what another does not wait for.
+    """Check that the same tensors move with the experts on all ranks.
 
     Raises:
-        ValueError: it names two ranks, and what moves with the experts of each.
+        ValueError: on every rank; it names two ranks, and the tensors that move on each.
     """
     names = [
         f"{key} of {name}"
         for one in tensors
         for name, parameter in one.parameters.items()
-        for key, _ in _company(parameter, optimizers)
+        for key, _ in _tensors_that_move_with(parameter, optimizers)
     ]
     kinds = Counter(name.partition(" of ")[0] for name in names)
     counted = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     digest = hashlib.sha256(repr(names).encode()).hexdigest()[:12]
-    check_alike(what, optimizer=f"{counted or 'nothing'} ({digest}) beside its experts")
+    check_alike(what, optimizer=f"{counted or 'no tensor'} ({digest}) with its experts")
 
 
-def _company(parameter: DTensor, optimizers: Sequence[Any]) -> Iterator[tuple[str, DTensor]]:
-    """Yield what lies like a parameter: each tensor once, whoever else is given it."""
+def _tensors_that_move_with(
+    parameter: DTensor, optimizers: Sequence[Any]
+) -> Iterator[tuple[str, DTensor]]:
+    """Yield the gradient and the optimizers' state of a parameter; each tensor once."""
     seen = set()
     if isinstance(parameter.grad, DTensor):
         yield "grad", parameter.grad
     for optimizer in optimizers:
         for key, value in optimizer.state.get(parameter, {}).items():
-            if _lies_like(value, parameter) and id(value) not in seen:
+            if _is_sharded_like(value, parameter) and id(value) not in seen:
                 seen.add(id(value))
                 yield key, value
 
 
 class Move(NamedTuple):
-    """An expert's slot before and after."""
+    """The slot of an expert before and after."""
 
     old: int
     new: int
 
 
-class _Home(NamedTuple):
-    """Where a slot lies: the rank in the group that exchanges, and the row of its part."""
+class _Position(NamedTuple):
+    """The position of a slot: its rank in the group that exchanges, and its row in the shard."""
 
     rank: int
     row: int
 
 
 def _exchange(tensor: DTensor, moves: list[Move], meshes: Meshes, where: str) -> None:
-    """Send the rows of this rank that move, and put those that come into their places."""
+    """Exchange the experts that change rank: send ours, receive and store the others."""
     group = _group_of(meshes)
-    homes, me = _homes(tensor, group), dist.get_rank(group)
+    positions, me = _positions(tensor, group), dist.get_rank(group)
     # Both sides list rows by the other's rank, and then by their new slots.
     leaving = sorted(
-        (homes[new].rank, new, homes[old].row) for old, new in moves if homes[old].rank == me
+        (positions[new].rank, new, positions[old].row)
+        for old, new in moves
+        if positions[old].rank == me
     )
     coming = sorted(
-        (homes[old].rank, new, homes[new].row) for old, new in moves if homes[new].rank == me
+        (positions[old].rank, new, positions[new].row)
+        for old, new in moves
+        if positions[new].rank == me
     )
     local = tensor.to_local().detach()
-    # As bytes: not every dtype can be indexed, or sent.
+    # As bytes, because some dtypes can neither be indexed nor sent.
     row_bytes = local.element_size() * math.prod(local.shape[1:])
     rows_LX = local.view(torch.uint8).view(len(local), row_bytes)
-    # Parameters that FSDP2 offloads are on the host, their groups are not.
+    # Parameters that FSDP2 offloads are on the host, but their process groups are not.
     device = torch.device(tensor.device_mesh.device_type)
     sent_NX = rows_LX.index_select(0, _rows(leaving, local.device)).to(device)
     received_RX = sent_NX.new_empty(len(coming), row_bytes)
@@ -238,7 +244,7 @@ def _per_rank(rows: list[tuple[int, int, int]], ranks: int) -> list[int]:
 
 
 def _group_of(meshes: Meshes) -> dist.ProcessGroup:
-    """Choose a group that has all ranks of one copy of the experts."""
+    """Return a process group that contains all ranks of one replica of the experts."""
     if meshes.ep_fsdp_size == 1:
         return meshes.ep.get_group()
     if meshes.experts is not None:
@@ -247,23 +253,23 @@ def _group_of(meshes: Meshes) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _homes(tensor: DTensor, group: dist.ProcessGroup) -> list[_Home]:
-    """Find where each slot lies, of the copy and of the columns that this rank has a part of."""
+def _positions(tensor: DTensor, group: dist.ProcessGroup) -> list[_Position]:
+    """Find the position of each slot in this rank's replica, for the columns of this rank."""
     mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     fsdp, ep = names.index(EP_FSDP), names.index(EP)
     placement = tensor.placements[fsdp]
-    cuts_slots = not isinstance(placement, Replicate) and placement.dim == 0  # type: ignore[attr-defined]
+    shards_slots = not isinstance(placement, Replicate) and placement.dim == 0  # type: ignore[attr-defined]
     slots = tensor.shape[0] // mesh.size(ep)
-    parts = mesh.size(fsdp) if cuts_slots else 1
+    parts = mesh.size(fsdp) if shards_slots else 1
     share = -(-slots // parts)
-    homes = []
+    positions = []
     for ep_rank, slot in product(range(mesh.size(ep)), range(slots)):
         at = list(coordinate)
         at[ep] = ep_rank
-        if cuts_slots:
+        if shards_slots:
             at[fsdp] = slot // share
         rank = dist.get_group_rank(group, int(mesh.mesh[tuple(at)]))
-        homes.append(_Home(rank, slot % share))
-    return homes
+        positions.append(_Position(rank, slot % share))
+    return positions

@@ -1,5 +1,5 @@
-"""The choice of experts: seen, balanced, repeated.
+"""The choice of experts: count it, balance it, record it, replay it.
 
-Here: what reads or steers which experts tokens go to, across layers and ranks. Never: how tokens
-travel or what experts compute, which is `moe/`.
+This folder reads or changes the choice of experts for all layers and ranks. Never here: the
+exchange of tokens and the computation of experts (`moe/`).
 """

@@ -1,22 +1,23 @@
-"""Balance without a loss: after each optimizer step the bias of a router's choice moves a little.
+"""Balance the load of experts without a loss, by the correction bias of a router.
 
-A router with a correction bias adds it to its scores for the choice alone; weights, and so outputs
-and gradients, are those of the scores. After each step, per layer, from the pairs c_e that all
-ranks' tokens of that step sent to expert e:
+A router with a correction bias adds it to its scores only to choose experts; the routing weights,
+and so outputs and gradients, depend on the scores alone. After each optimizer step the bias of each
+layer is updated from the numbers c_e of (token, slot) pairs that all ranks sent to expert e in that
+step:
 
     b_e += rate * sign(mean(c) - c_e)
 
 "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664, algorithm
-1); DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) with a rate of 0.001. Its complement, a weak loss
-per sequence, is not here.
+1); DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) uses a rate of 0.001. DeepSeek-V3's additional
+weak loss per sequence is not implemented.
 
-    counts     [6, 2, 4, 4]      mean 4
-    b moves    -rate, +rate, 0, 0
+    counts        [6, 2, 4, 4]      mean 4
+    b changes by  -rate, +rate, 0, 0
 
-Counts are integers that every rank has alike, so the signs are exact and all ranks hold the same
-bits. Layers without such a bias, or without a token, stay as they are. Accelerate's optimizers,
-and so the Trainer's, bring the update along (`integrations/optimizers.py`); an own loop calls
-`update_router_bias(model)`.
+Counts are integers and equal on all ranks, so the signs are exact and the biases of all ranks stay
+equal to the bit. A layer without such a bias, or without tokens, is not changed. The optimizers of
+Accelerate, and so of the Trainer, make the update (`integrations/optimizers.py`); your own loop
+calls `update_router_bias(model)`.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ _READER = "bias"
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Raise where the config asks for an update that this model's routers cannot have."""
+    """Raise ValueError if the config asks for an update that this model's routers do not allow."""
     rate = state.config.bias_update_rate
     if rate is None:
         return
     check_counts(state, f"bias_update_rate={rate}")
     if any(map(wraps_for_adapters, parts.root.modules())):
         raise ValueError(
-            f"bias_update_rate={rate}: this model has adapters, which are saved without the model "
-            f"around them, so what the biases have learned would be lost; leave it out"
+            f"bias_update_rate={rate}: this model has adapters, which are saved without the "
+            f"model's own tensors, so the updated biases would be lost; leave bias_update_rate out"
         )
     biases = _find_biases(parts)
     if not biases:
         raise ValueError(
             f"bias_update_rate={rate}: no router of {parts.plan.model_type} has a correction bias, "
-            f"a tensor beside its weights that no gradient reaches; leave it out, and balance with "
-            f"the model's own load-balancing loss, if it has one (output_router_logits=True, and "
+            f"a tensor that gets no gradient; leave bias_update_rate out, and balance with the "
+            f"model's own load-balancing loss, if it has one (output_router_logits=True, and "
             f"aux_loss_per_layer=True)"
         )
     for experts, found in biases.items():
@@ -62,7 +63,7 @@ def check(parts: Parts, state: ModelState) -> None:
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Tell every MoE layer of its router's bias, which is kept in fp32 from here on."""
+    """Store the correction bias of every router in its MoE layer, and convert it to fp32."""
     if state.config.bias_update_rate is None:
         return
     biases = _find_biases(parts)
@@ -72,12 +73,12 @@ def attach(parts: Parts, state: ModelState) -> None:
         ((_, layer.correction),) = biases[experts]
         bias = layer.correction.tensor
         if bias.dtype.itemsize < torch.float32.itemsize:
-            # Where a bias is large, a step of the rate would be less than half a unit of bf16.
+            # Added to a large bias in bf16, a small rate would be lost by rounding.
             bias.data = bias.detach().float()
 
 
 def restore_dtypes(state: ModelState) -> None:
-    """Give every correction bias the dtype that it had before `attach`; its values are rounded."""
+    """Convert every correction bias back to the dtype that it had before `attach`."""
     for layer in state.moe_layers:
         if layer.correction is not None:
             bias = layer.correction.tensor
@@ -85,20 +86,21 @@ def restore_dtypes(state: ModelState) -> None:
 
 
 def update_router_bias(model: nn.Module) -> None:
-    """Move the routers' correction biases after a step of an own loop; every rank calls this.
+    """Update the routers' correction biases after a step of your own loop; every rank calls this.
 
         loss.backward()
         optimizer.step()
         update_router_bias(model)
 
-    `patch(model, bias_update_rate=0.001)` first. What counts are the tokens since the last call, of
-    all micro-batches and ranks: one all-reduce of a number per expert and layer, for which the host
-    does not wait. Without any token since then nothing moves, so a second call does no harm, and
-    under Accelerate and the Trainer, which call it by themselves, none is needed. They drop the
-    counts of a step that a gradient scaler skips; a call moves the biases by whatever was counted.
+    Patch the model with `patch(model, bias_update_rate=0.001)`. The update uses the tokens of all
+    micro-batches and ranks since the last call. It costs one all-reduce of a number per
+    expert and layer, for which the host does not wait. Without new tokens no bias changes, so a
+    second call does no harm. Under Accelerate and the Trainer no call is needed: they make the
+    update themselves, and drop the counts of a step that a gradient scaler skips. This function
+    always uses the counts.
 
     Raises:
-        ValueError: the model is not patched, or without bias_update_rate.
+        ValueError: the model is not patched, or was patched without bias_update_rate.
     """
     state = patched_state(model)
     if state.config.bias_update_rate is None:
@@ -111,10 +113,10 @@ def update_router_bias(model: nn.Module) -> None:
 
 @torch.no_grad()
 def update_biases(state: ModelState, *, skipped: bool = False) -> None:
-    """Move the biases by what was counted since the last time.
+    """Update the biases from the counts since the last update.
 
-    Where the optimizer of any rank has `skipped` its step, as it does with fp16 gradients that are
-    not finite, the counts are dropped as those gradients are.
+    If the optimizer of any rank has `skipped` its step, as happens with fp16 gradients that are not
+    finite, the counts are dropped like the gradients.
     """
     rate = state.config.bias_update_rate
     assert rate is not None
@@ -130,18 +132,18 @@ def update_biases(state: ModelState, *, skipped: bool = False) -> None:
             bias.add_(direction.to(bias.device, bias.dtype), alpha=rate)
 
 
-# For each experts module the tensors that may be its router's bias, by their names.
+# By experts module: the names and tensors of what may be its router's correction bias.
 Biases = dict[str, list[tuple[str, CorrectionBias]]]
 
 
 def _find_biases(parts: Parts) -> Biases:
-    """Find what corrects the choice beside each experts module: in the block that holds it."""
+    """Find the correction biases in the block of each experts module."""
     biases: Biases = {}
     for name, bias in _correction_biases(parts.root):
-        beside = [e for e in parts.experts if name.startswith(f"{e.rpartition('.')[0]}.")]
-        if beside:
-            # The nearest, where blocks lie within each other.
-            biases.setdefault(max(beside, key=len), []).append((name, bias))
+        in_block = [e for e in parts.experts if name.startswith(f"{e.rpartition('.')[0]}.")]
+        if in_block:
+            # Blocks can be nested; the longest name is that of the innermost block.
+            biases.setdefault(max(in_block, key=len), []).append((name, bias))
     return biases
 
 
@@ -161,18 +163,18 @@ def _check_bias(
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
         raise ValueError(
-            f"bias_update_rate={rate}: several tensors could correct the choice of {experts}: "
-            f"{names}; leave it out"
+            f"bias_update_rate={rate}: several tensors could be the correction bias of {experts}: "
+            f"{names}; leave bias_update_rate out"
         )
     ((name, bias),) = found
     if bias.tensor.numel() != num_experts:
         raise ValueError(
             f"bias_update_rate={rate}: {name} has {bias.tensor.numel()} entries and the layer "
-            f"{num_experts} experts, so its router chooses something that is no expert and is not "
-            f"counted; leave it out"
+            f"{num_experts} experts, so its router also chooses something that is no expert and is "
+            f"not counted; leave bias_update_rate out"
         )
     if bias.tensor.requires_grad:
         raise ValueError(
-            f"bias_update_rate={rate}: {name} is a parameter that an optimizer trains, and two "
-            f"would move it; freeze it (requires_grad_(False)) before patch()"
+            f"bias_update_rate={rate}: {name} is a trained parameter, which the optimizer changes "
+            f"as well; freeze it (requires_grad_(False)) before patch()"
         )

@@ -1,4 +1,4 @@
-"""Whether routes are of this model, and every row is a choice that its router could make."""
+"""Check that routes belong to this model, and that its router could choose every row of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def select_layers(routes: Routes, layers: RoutedLayers) -> tuple[Tensor, Tensor | None]:
-    """Return ids, and weights if any, of the routed layers alone, in their order.
+    """Select the ids, and weights if there are any, of the routed layers, in the model's order.
 
     Raises:
-        ValueError: the shape is not that of routes of this model; both numbers are printed.
+        ValueError: the shape is not that of this model's routes; the message has both numbers.
     """
     ids, weights = routes.ids, routes.weights
     if ids.ndim != 4:
@@ -39,15 +39,15 @@ def select_layers(routes: Routes, layers: RoutedLayers) -> tuple[Tensor, Tensor 
             f"weights of routes are {weights.dtype} {list(weights.shape)}; they have to be floats "
             f"of the shape of ids, {list(ids.shape)}"
         )
-    places = _places(routes.layers, layers)
-    if places != list(range(ids.shape[2])):
-        ids = ids[:, :, places]
-        weights = None if weights is None else weights[:, :, places]
+    entries = _entries(routes.layers, layers)
+    if entries != list(range(ids.shape[2])):
+        ids = ids[:, :, entries]
+        weights = None if weights is None else weights[:, :, entries]
     return ids, weights
 
 
-def _places(given: tuple[int, ...], layers: RoutedLayers) -> list[int]:
-    """The entry of each routed layer."""
+def _entries(given: tuple[int, ...], layers: RoutedLayers) -> list[int]:
+    """Return the index in `given` of each routed layer."""
     if given == tuple(range(len(given))) and len(given) == len(layers.with_experts):
         return [layers.with_experts.index(key) for key in layers.keys]
     missing = [key for key in layers.keys if key not in given]
@@ -56,7 +56,7 @@ def _places(given: tuple[int, ...], layers: RoutedLayers) -> list[int]:
         raise ValueError(
             f"routes have L={len(given)} layers ({_some(given)}), and this {layers.model_type} has "
             f"{layers.num_layers} decoder layers, {len(layers.with_experts)} of them with experts "
-            f"({_some(layers.keys)}): routes are wanted of all of the former or of the latter"
+            f"({_some(layers.keys)}): pass routes of all decoder layers, or of all with experts"
         )
     return [given.index(key) for key in layers.keys]
 
@@ -67,11 +67,11 @@ def _some(numbers: tuple[int, ...]) -> str:
 
 
 def check_ids(ids: Tensor, layers: RoutedLayers, *, allow_live: bool, strict: bool) -> None:
-    """Look at every row; without `strict` only at whether rows route live, where these may not.
+    """Check every row; without `strict` check only that no row routes live if that is not allowed.
 
     Raises:
-        ValueError: an id out of range, a row that is given in part, an expert twice in a row, or a
-            row that routes live where none may; it says where.
+        ValueError: an id is out of range; a row has -1 for some of its experts but not for all; a
+            row has an expert twice; a row routes live although `allow_live` is false.
     """
     if not allow_live:
         _raise_at((ids == LIVE).any(-1), ids, layers, "routes live and on_missing='error'")
@@ -92,12 +92,12 @@ def check_ids(ids: Tensor, layers: RoutedLayers, *, allow_live: bool, strict: bo
 
 
 def _raise_at(wrong_BSL: Tensor, ids: Tensor, layers: RoutedLayers, what: str) -> None:
-    """Raise with the first row that is wrong, and how many are."""
+    """Raise ValueError if any row is wrong, with the first wrong row and their number."""
     number = int(wrong_BSL.sum())
     if not number:
         return
-    row, token, place = wrong_BSL.nonzero()[0].tolist()
+    row, token, entry = wrong_BSL.nonzero()[0].tolist()
     raise ValueError(
-        f"row {row}, token {token}, decoder layer {layers.keys[place]} of the routes, "
-        f"{ids[row, token, place].tolist()}, {what} ({number} such of {wrong_BSL.numel()})"
+        f"row {row}, token {token}, decoder layer {layers.keys[entry]} of the routes, "
+        f"{ids[row, token, entry].tolist()}, {what} ({number} such rows of {wrong_BSL.numel()})"
     )

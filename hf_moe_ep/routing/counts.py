@@ -1,8 +1,8 @@
-"""Counts of all ranks since a reader last set its own zero, from what `moe/counting.py` adds up.
+"""Read the counts of `moe/counting.py`, summed over all ranks, since a reader's last reset.
 
-counts of a rank         only ever grow
-zero of a reader         a copy of them; two readers do not disturb each other
-what a reader is told    counts - its zero, summed over all ranks: one all-reduce
+counts of a rank       only grow
+zero of a reader       a copy of the counts at the reader's last reset; each reader has its own
+result for a reader    (counts - its zero), summed over all ranks by one all-reduce
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from hf_moe_ep.state import ModelState
 
 
 def count_anew(state: ModelState, reader: str) -> None:
-    """Set a reader's zero to what this rank has counted by now."""
+    """Set a reader's zero to the present counts of this rank."""
     if state.choice_counts is not None:
         state.counted[reader] = state.choice_counts.clone()
 
 
-def counts_of_all_ranks(state: ModelState, reader: str, *told: int) -> tuple[Tensor, list[Tensor]]:
-    """Sum counts since the reader's zero over all ranks; every rank of the model calls this.
+def counts_of_all_ranks(
+    state: ModelState, reader: str, *numbers: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Sum the counts since the reader's zero over all ranks; every rank of the model calls this.
 
-    Returns them, and the sum of each number of `told` beside them; all still on the device.
+    Returns the sums of the counts, and the sum of each of the further `numbers`, on the device.
     """
     counts = _since(state, reader)
-    beside = torch.tensor(told, dtype=torch.int64, device=counts.device)
-    numbers = torch.cat([counts.flatten(), beside])
+    further = torch.tensor(numbers, dtype=torch.int64, device=counts.device)
+    sums = torch.cat([counts.flatten(), further])
     if state.meshes is not None:
-        numbers = sum_over_ranks(numbers)
-    summed, beside = numbers.split([counts.numel(), len(told)])
-    return summed.view_as(counts), list(beside.unbind())
+        sums = sum_over_ranks(sums)
+    summed_counts, further = sums.split([counts.numel(), len(numbers)])
+    return summed_counts.view_as(counts), list(further.unbind())
 
 
 def _since(state: ModelState, reader: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Heat maps of layers x experts, one panel beside the other, into a picture. Needs matplotlib."""
+"""Draw heat maps of layers x experts, in panels of one picture; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PANELS_IN_A_ROW = 4
 def draw_heat_maps(
     maps: Sequence[Tensor], titles: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
-    """Draw each of `maps` (counts) as tokens over its layer's mean, all on one scale."""
+    """Draw each of `maps` (counts) as tokens / mean of the layer, all with one color scale."""
     relative = [counts / counts.double().mean(1, keepdim=True) for counts in maps]
     highest = max(float(values.nan_to_num(0.0).max()) for values in relative)
     columns = min(len(maps), _PANELS_IN_A_ROW)
@@ -31,17 +31,17 @@ def draw_heat_maps(
     figure = Figure(figsize=(1.5 + 3.2 * columns, 0.6 + 2.4 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     images = []
-    for place, axis in enumerate(axes.flat):
-        if place >= len(maps):
+    for index, axis in enumerate(axes.flat):
+        if index >= len(maps):
             axis.set_axis_off()
             continue
-        values = relative[place].numpy()
+        values = relative[index].numpy()
         images.append(
             axis.imshow(
                 values, vmin=0.0, vmax=max(highest, 1.0), aspect="auto", interpolation="nearest"
             )
         )
-        axis.set_title(titles[place], fontsize=9)
+        axis.set_title(titles[index], fontsize=9)
         axis.label_outer()
     figure.supxlabel("expert")
     figure.supylabel("layer")

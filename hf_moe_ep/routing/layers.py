@@ -1,11 +1,11 @@
-"""Which MoE layers of a model can be told what to choose: those whose router calls `topk`.
+"""Find the MoE layers whose choice can be recorded and replayed: their router calls `topk`.
 
     router     calls topk over the experts of its layer, once
-    experts    one module in the layer, which is handed the choice of all tokens, in their order
-    owner      the nearest module above both: within it, and nowhere else, topk is answered
-               (losses call topk over experts as well)
+    experts    one module in the layer, which gets the choice of all tokens, in their order
+    owner      the nearest module that contains both; topk is replaced only inside of it (losses
+               call topk over experts as well)
 
-Layers are known by their place among the decoder layers, as engines count them.
+A layer is identified by its index among the decoder layers, as inference engines count them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class RoutedLayer:
     """One MoE layer whose choice can be recorded and replayed.
 
     Attributes:
-        decoder_layer: its place among the decoder layers.
-        index: its place among the experts modules.
-        name: of its router, or of the module that chooses.
+        decoder_layer: its index among the decoder layers.
+        index: its index among the experts modules.
+        name: the name of its router, or of the module that chooses.
     """
 
     decoder_layer: int
@@ -46,9 +46,9 @@ class RoutedLayers:
     """The layers of one model.
 
     Attributes:
-        num_layers: decoder layers, dense ones included.
+        num_layers: the number of decoder layers, including dense ones.
         with_experts: the decoder layers that have experts; some may choose by a fixed table.
-        routed: those of them whose router chooses.
+        routed: the layers whose router chooses.
     """
 
     model_type: str
@@ -60,21 +60,21 @@ class RoutedLayers:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """The decoder layers that are recorded and replayed."""
+        """The indices of the decoder layers that are recorded and replayed."""
         return tuple(layer.decoder_layer for layer in self.routed)
 
 
 def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
-    """Find the layers of a patched model; it may be sharded, and have adapters.
+    """Find the layers of a patched model, which may be sharded and have adapters.
 
     Raises:
-        ValueError: routing of this architecture cannot be replayed; it says why.
+        ValueError: the routing of this architecture cannot be replayed; the message says why.
     """
     plan = state.plan
-    # Of wrappers and what they wrap, which have one stock name, the innermost comes last.
+    # A wrapper and the module that it wraps have one stock name; the wrapped module comes last.
     named = {stock_name(name): module for name, module in root.named_modules()}
     layers = [name for name in named if matches(plan.layers, name)]
-    places = {name: place for place, name in enumerate(layers)}
+    index_of = {name: index for index, name in enumerate(layers)}
     routers = [name for name in named if plan.router and matches(plan.router, name)]
     found: dict[int, RoutedLayer] = {}
     with_experts: list[int] = []
@@ -83,19 +83,19 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
         if not isinstance(layer, MoELayer):
             continue
         of_layer = next(other for other in layers if name.startswith(f"{other}."))
-        place = places[of_layer]
-        if place in with_experts:
+        index = index_of[of_layer]
+        if index in with_experts:
             _refuse(
                 state,
                 f"{of_layer} has several experts modules, each for some of the tokens, so their "
                 f"rows are not the tokens of a sequence",
             )
-        with_experts.append(place)
+        with_experts.append(index)
         router = next((r for r in routers if r.startswith(f"{of_layer}.")), name.rpartition(".")[0])
         if not _chooses(named[router], named, router, state.num_experts):
             continue
         owner = _common(router, name) if router in routers else router
-        found[place] = RoutedLayer(place, layer.index, router, named[owner], experts)
+        found[index] = RoutedLayer(index, layer.index, router, named[owner], experts)
     if not found:
         kinds = {type(named[name]).__name__ for name in routers} or {"its layers"}
         _refuse(
@@ -116,7 +116,10 @@ def find_routed_layers(root: Any, state: ModelState) -> RoutedLayers:
 def _chooses(
     router: nn.Module, named: Mapping[str, nn.Module], name: str, num_experts: int
 ) -> bool:
-    """Whether a router calls topk, and has not one class more than there are experts."""
+    """Return whether a router calls topk, and chooses among the experts alone.
+
+    Some routers have one more class than experts, which stands for "no expert".
+    """
     if not calls(router, "topk"):
         return False
     inside = (module for other, module in named.items() if f"{other}.".startswith(f"{name}."))
@@ -125,7 +128,7 @@ def _chooses(
 
 
 def _common(one: str, other: str) -> str:
-    """Name the nearest module above two others."""
+    """Return the name of the nearest module that contains two others."""
     parts: list[str] = []
     for mine, theirs in zip(one.split("."), other.split("."), strict=False):
         if mine != theirs:

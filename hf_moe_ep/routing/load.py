@@ -1,12 +1,12 @@
-"""`expert_load(model)`: how evenly the tokens of training were spread over experts.
+"""`expert_load(model)`: how evenly the tokens of training were distributed over experts.
 
-A layer of 4 experts on ep 2, of which each token takes 2, and 8 tokens of all ranks:
+An example: 4 experts on 2 ep ranks, top-2, and 8 tokens on all ranks together:
 
     counts           [7, 5, 3, 1]        mean 4
-    busiest / mean   7 / 4 = 1.75        what the busiest expert computes, 1 where all are alike
-    busiest rank     (7 + 5) / 8 = 1.5   the same of the ep ranks, which own 2 experts each
-    dead             0                   experts that nobody chose
-    entropy          1.212 nats          of the shares; ln 4 = 1.386 where all are alike
+    busiest / mean   7 / 4 = 1.75        1 if all experts have equally many tokens
+    busiest rank     (7 + 5) / 8 = 1.5   the same for ep ranks, which own 2 experts each
+    dead             0                   experts that no token chose
+    entropy          1.212 nats          entropy of the shares; ln 4 = 1.386 if all are equal
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hf_moe_ep.upstream.module_names import stock_name, unwrap
 
 @dataclass(frozen=True, eq=False)
 class ExpertLoad:
-    """Tokens per expert over all ranks; `print` it for a table.
+    """The tokens of each expert on all ranks together; `print` it for a table.
 
-    L layers with experts, E experts in each, D ranks of an ep group. Figures of a layer without
+    L layers with experts, E experts in each, D ranks of an ep group. The figures of a layer without
     tokens are nan.
 
     Attributes:
         counts: [L, E] int64 on the host: (token, slot) pairs, so a token counts once per expert.
         layers: names of the L experts modules, in the model's order.
-        ep_size: D; rank r of an ep group owns experts r * E / D and those that follow.
-        slots: [L, E] int64, what takes the place of these numbers where `balance_experts` has moved
-            experts: rank r owns those with the slots r * E / D and so on. None where it has not.
+        ep_size: D; rank r of an ep group owns the E / D experts from r * E / D on.
+        slots: [L, E] int64, if `balance_experts` has moved experts: rank r then owns the experts
+            whose slots are the E / D numbers from r * E / D on. None if it has not.
     """
 
     counts: Tensor
@@ -47,12 +47,12 @@ class ExpertLoad:
 
     @property
     def max_over_mean(self) -> Tensor:
-        """Pairs of a layer's busiest expert over the mean of its experts: [L], float64, >= 1."""
+        """The pairs of each layer's busiest expert / mean of its experts: [L], float64, >= 1."""
         return _max_over_mean(self.counts)
 
     @property
     def rank_max_over_mean(self) -> Tensor:
-        """The same of the ep ranks instead of experts: [L], float64, >= 1."""
+        """The pairs of each layer's busiest ep rank / the mean of the ranks: [L], float64, >= 1."""
         counts = self.counts
         if self.slots is not None:
             counts = torch.empty_like(counts).scatter_(1, self.slots, counts)
@@ -65,18 +65,18 @@ class ExpertLoad:
 
     @property
     def dead(self) -> Tensor:
-        """Experts without any token, of layers that had some: [L], int64."""
+        """The number of experts without tokens, in layers that had tokens: [L], int64."""
         return (self.counts == 0).sum(1) * (self.counts.sum(1) > 0)
 
     @property
     def entropy(self) -> Tensor:
-        """-sum p ln p over the experts' shares p of a layer's pairs, in nats: [L], float64."""
+        """-sum p ln p, with p the experts' shares of a layer's pairs, in nats: [L], float64."""
         shares = self.counts.double() / self.counts.sum(1, keepdim=True)
         return torch.special.entr(shares).sum(1)
 
     @property
     def relative_entropy(self) -> Tensor:
-        """`entropy` over ln E, its maximum: [L], float64, 1 where all experts are alike."""
+        """`entropy` / ln E, its maximum: [L], float64, 1 if all experts have the same load."""
         num_experts = self.counts.shape[1]
         if num_experts == 1:
             return self.entropy + 1
@@ -113,7 +113,7 @@ class ExpertLoad:
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the heat map of layers x experts, tokens over the mean of the layer, into a file.
+        """Draw a heat map of layers x experts (tokens / mean of the layer) into a PNG file.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -124,28 +124,28 @@ class ExpertLoad:
 
 
 def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
-    """Return how many tokens of training each expert of each layer had, over all ranks.
+    """Return how many training tokens each expert of each layer had, on all ranks together.
 
         trainer.train()
         print(expert_load(model))
 
-    Counted are forwards in training mode that lead to gradients, each once, however often
-    checkpoints compute it: not evaluation, not what runs under `torch.no_grad()`. A token counts
-    once for each expert that it chose, padding too, as experts compute it.
+    Forwards in training mode that lead to gradients are counted, each once, even if checkpointing
+    recomputes them; evaluation and forwards under `torch.no_grad()` are not. A token counts once
+    for each expert that it chose. Padding tokens count as well, since the experts compute them.
 
-    Every rank calls this: one all-reduce, and the host waits for it.
+    Every rank calls this. It costs one all-reduce and a host sync.
 
     Args:
-        model: patched; sharded or not.
-        reset: count from here on the next time; else go on with the same.
+        model: a patched model, sharded or not.
+        reset: if true, the next call returns only the tokens since this one.
 
     Returns:
         `ExpertLoad`: [L, E] counts since the last call with `reset`, the same on every rank.
 
     Raises:
-        ValueError: the model is not patched, or patched with experts_backend="eager"; ranks
-            disagree about `reset`.
-        RuntimeError: other ranks do not call this.
+        ValueError: the model is not patched, or is patched with experts_backend="eager"; ranks pass
+            different values of `reset`.
+        RuntimeError: other ranks do not call this function.
     """
     check_choice("reset", reset, (True, False))
     state = patched_state(model)
@@ -153,7 +153,7 @@ def expert_load(model: nn.Module, reset: bool = True) -> ExpertLoad:
 
 
 def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool) -> ExpertLoad:
-    """Return the load since this reader's own zero; raises as `expert_load`."""
+    """Return the load since the last reset of this reader; raises as `expert_load` does."""
     check_counts(state, "expert_load")
     if state.meshes is not None:
         check_everyone_calls("expert_load", alone=ALONE)
@@ -171,7 +171,7 @@ def load_of_reader(model: nn.Module, state: ModelState, reader: str, reset: bool
 
 
 def slots_of_layers(state: ModelState) -> Tensor | None:
-    """Return where the experts of all layers lie, [L, E] on the host; None in hub order."""
+    """Return the slots of the experts of all layers, [L, E] on the host; None in hub order."""
     placements = [layer.placement for layer in state.moe_layers]
     if all(placement is None for placement in placements):
         return None
@@ -180,11 +180,11 @@ def slots_of_layers(state: ModelState) -> Tensor | None:
 
 
 def check_counts(state: ModelState, what: str) -> None:
-    """Raise where the model's own loop computes experts, past everything that counts."""
+    """Raise ValueError if the model's own code computes the experts, which nobody can count."""
     if state.config.experts_backend == "eager":
         raise ValueError(
-            f"{what} has no counts: experts_backend='eager' is the model's own loop, which "
-            f"hf_moe_ep does not see; patch with experts_backend='torch' or 'auto'"
+            f"{what} has no counts: with experts_backend='eager' the model's own loop computes the "
+            f"experts, without hf_moe_ep; patch with experts_backend='torch' or 'auto'"
         )
 
 

@@ -1,4 +1,4 @@
-"""Takes down what routers choose: small integers, one copy to the host for each forward."""
+"""Record the routers' choices as small integers, with one copy to the host per forward."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moe_ep.dispatcher import RoutesTold
+from hf_moe_ep.moe.recompute import Frame
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.routing.routes import Routes
-from hf_moe_ep.routing.sessions import Forward, OpenBlock, exchanges_rows
+from hf_moe_ep.routing.sessions import Forward, Session, exchanges_rows
 from hf_moe_ep.sequence.slices import gather_slices
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
 
 
-class Recording(OpenBlock):
-    """An open `record`: fills `routes` anew at the end of each forward."""
-
-    told = RoutesTold.LIVE
-    refusal: ValueError | None = None
+class Recording(Session):
+    """An open `record`, which replaces the contents of `routes` at the end of each forward."""
 
     def __init__(self, state: ModelState, layers: RoutedLayers) -> None:
         self._state, self._layers = state, layers
@@ -36,42 +33,35 @@ class Recording(OpenBlock):
         self._forwards = 0
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """See `RoutingSession`: whether all ranks record."""
+        # Not equal, and so an error, if only some ranks of the sp group record.
         return {"recorded routes": torch.ones(1, dtype=torch.int64, device=device)}
 
     def begin(self, forward: Forward) -> None:
-        """See `Session`."""
         self._forward, self._chosen = forward, {}
 
-    def enter(self, layer: RoutedLayer, args: tuple[Any, ...]) -> None:
-        """See `Session`: the router chooses for itself."""
-
-    def leave(self) -> None:
-        """See `Session`."""
-
     def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """See `Session`."""
-        frame, key = self._state.frame, layer.decoder_layer
+        frame: Frame | None = self._state.frame
+        key = layer.decoder_layer
         if backward_is_running() or (frame is not None and frame.replaying):
             return weights_TK
         if frame is not None and not exchanges_rows(self._state):
             frame.keep(layer.index, ids_TK.detach(), None)
         if self._forward is None:
             raise ValueError(
-                f"{layer.name} ran outside of a forward of the whole model, whose batch is what is "
-                f"recorded; call the model itself inside of record()"
+                f"{layer.name} ran outside of a forward of the whole model; "
+                f"call the model itself inside of record()"
             )
         if key in self._chosen or ids_TK.shape[0] != self._forward.rows:
             raise ValueError(
                 f"the experts of {layer.name} got {ids_TK.shape[0]} tokens where the batch has "
-                f"{self._forward.rows}, or ran twice in one forward: their choice is not that of "
-                f"each token, and cannot be recorded"
+                f"{self._forward.rows}, or ran twice in one forward: there is not one choice per "
+                f"token that could be recorded"
             )
         self._chosen[key] = ids_TK.detach().to(self._dtype)
         return weights_TK
 
     def end(self, completed: bool) -> None:
-        """See `Session`: gather slices, if any, and set out for the host."""
+        """Gather the slices of an sp group, and start the copy to the host."""
         forward, self._forward = self._forward, None
         if forward is None or not completed:
             return
@@ -82,7 +72,7 @@ class Recording(OpenBlock):
         ids = ids_TLK.unflatten(0, (forward.batch, forward.tokens))
         if forward.part is not None:
             with torch.no_grad():
-                # As bytes: NCCL has no int16.
+                # As bytes, because NCCL has no int16.
                 as_bytes = ids.view(torch.uint8)
                 whole = gather_slices(as_bytes.flatten(2), forward.part)
                 ids = whole.unflatten(2, as_bytes.shape[2:]).contiguous().view(self._dtype)
@@ -99,10 +89,10 @@ class Recording(OpenBlock):
         return host
 
     def close(self) -> None:
-        """Wait for the last copy.
+        """Wait for the last copy to the host.
 
         Raises:
-            ValueError: nothing was forwarded.
+            ValueError: no forward ended while the session was open.
         """
         if not self._forwards:
             raise ValueError(

@@ -1,15 +1,15 @@
-"""`RoutingReplay`: take down which experts a model chooses, and have it choose the same again.
+"""`RoutingReplay`: record which experts a model chooses, and replay this choice.
 
-Two names of others for one need, in training by reinforcement (Megatron-LM and verl use them, see
+Reinforcement learning needs this in two forms, which Megatron-LM and verl call R2 and R3 (see
 https://github.com/volcengine/verl and https://arxiv.org/abs/2507.18071):
 
     R2   the forward that computes old log-probabilities is recorded; the forward of the update
          replays it
-    R3   the inference engine reports what it chose; every forward over its samples replays that
+    R3   the inference engine reports its choice; every forward over its samples replays it
 
-Only indices are replayed. Scores are those of the live router at these indices, made into weights
-as its architecture does, so it still learns. Losses that balance experts count what the router
-itself would choose: set their coefficient to 0 where that is not wanted.
+Only indices are replayed. The routing weights are made, as the architecture does it, from the live
+router's scores at these indices, so the router still learns. Losses that balance experts count the
+choice that the router itself would make; set their coefficient to 0 if that is not wanted.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ class RoutingReplay:
         with replay.replay(routes):
             loss_of(model(input_ids), old).backward()
 
-    The model may be sharded, prepared by Accelerate or wrapped by PEFT. Outside of the blocks
-    nothing is different from a model without it. Backward may run inside of a block or behind it;
-    checkpointed layers compute again with the routes of their own forward. (A checkpoint that
-    neither Transformers nor torch's wrapper made has to do its backward inside.)
+    The model may be sharded, prepared by Accelerate or wrapped by PEFT. Outside of the blocks the
+    model is not changed. Backward may run inside of a block or after it; checkpointed layers are
+    recomputed with the routes of their own forward. (With a checkpointing function other than
+    transformers' and torch's own, backward has to run inside of the block.)
     """
 
     def __init__(self, model: nn.Module, *, on_missing: str = "live") -> None:
         """Find the layers of a patched model.
 
         Args:
-            model: patched, or what Accelerate made of a patched model.
-            on_missing: what tokens without routes (-1) do: "live" lets the router choose, "error"
+            model: a patched model, or the result of Accelerate's `prepare`.
+            on_missing: "live" lets the router choose for tokens without routes (-1), "error"
                 refuses them.
 
         Raises:
-            ValueError: not patched; compiled; routers that do not choose by one `torch.topk` over
-                their experts, or experts that do not see every token.
+            ValueError: the model is not patched, or is compiled; its routers do not choose by one
+                `torch.topk` over their experts, or its experts do not see every token.
         """
         if on_missing not in ("live", "error"):
             raise ValueError(f"on_missing={on_missing!r} is neither 'live' nor 'error'")
@@ -72,15 +72,15 @@ class RoutingReplay:
 
     @contextmanager
     def record(self) -> Iterator[Routes]:
-        """Take down the experts of each token: `with replay.record() as routes: model(...)`.
+        """Record the experts of each token: `with replay.record() as routes: model(...)`.
 
-        `routes` holds those of the last forward: [B, S, L, K], uint8 up to 256 experts, else int16,
-        of all tokens, on every rank of an sp group. It is on the host, and complete when the block
-        is left. A checkpointed layer that is computed again chooses the same.
+        `routes` contains the choices of the last forward, [B, S, L, K], in uint8 up to 256 experts
+        and in int16 above; all tokens, on every rank of an sp group. The tensor is on the host, and
+        complete when the block ends. A recomputed checkpointed layer repeats its choice.
 
         Raises:
-            ValueError: no forward ended in the block; another block is open; experts that do not
-                see every token.
+            ValueError: no forward ended in the block; another block is open; the experts do not see
+                every token.
         """
         session = Recording(self._state, self._layers)
         with self._open(session):
@@ -89,26 +89,28 @@ class RoutingReplay:
 
     @contextmanager
     def replay(self, routes: Routes | None, *, strict: bool = True) -> Iterator[None]:
-        """Let forwards in the block choose `routes`; they have the batch that routes are of.
+        """Make every forward in the block choose `routes`; its batch must be that of the routes.
 
         Args:
-            routes: of the batch, as the model is called with it: whole sequences, padded alike.
-                Under sp every rank of the group has the same. None of a rank that has none, as one
-                that got no sample and runs some other batch, while others replay theirs.
-            strict: look at every id on entry; without, only at shapes.
+            routes: the routes of the batch with which the model is called: whole sequences, with
+                the same padding. Under sp every rank of the group passes the same routes. A rank
+                passes None if it has no routes (it got no sample, and runs some other batch) while
+                other ranks replay theirs.
+            strict: check every id on entry; otherwise only the shapes.
 
-        Alone, a rank raises on entry. Where ranks exchange tokens it goes on to the next exchange,
-        and all of its group raise there, as they do where some of them replay and others do not
-        (DeepEP does not carry such words: there the others raise at its time-out).
+        Without ep and sp a rank raises an error on entry. Where ranks exchange tokens, the error is
+        raised in the next exchange, on all ranks of the group. Ranks that replay and ranks that do
+        not, in one group, raise there as well. (DeepEP cannot compare ranks: there the other ranks
+        raise an error at DeepEP's time-out.)
 
         Raises:
-            ValueError: the model was unpatched or compiled since; routes that are not of this model
-                or batch; another K or L; with `strict` an id out of range, a row of which some ids
-                are -1 and not all, an expert twice in a row. Weights of routes where layers are
-                checkpointed and `experts_backend="eager"` computes experts: what runs again would
-                not know of them.
+            ValueError: the model was unpatched or compiled in the meantime; the routes belong to
+                another model or batch, or have another K or L; with `strict`, an id is out of
+                range, a row has -1 for some of its ids but not all, or a row has an expert twice;
+                the routes have weights, layers are checkpointed and `experts_backend="eager"`
+                computes the experts, whose recompute could not use these weights.
         """
-        session = Replaying(self._state, self._layers, _switch_of_adapters(self._root))
+        session = Replaying(self._state, self._layers, _adapters_off_test(self._root))
         try:
             self._give(session, routes, strict)
         except ValueError as error:
@@ -116,15 +118,15 @@ class RoutingReplay:
         with self._open(session):
             yield
         self._last = session
-        if session.refusal is not None:  # no forward came to tell the others
+        if session.refusal is not None:  # no forward has raised it
             raise session.refusal
 
     @property
     def last(self) -> ReplayReport:
-        """What the last `replay` block did, on this rank; reading it waits for the device.
+        """The report of the last `replay` block on this rank; reading it is a host sync.
 
         Raises:
-            ValueError: there was none.
+            ValueError: no `replay` block has ended yet.
         """
         if self._last is None:
             raise ValueError("no replay() block has ended yet")
@@ -145,10 +147,10 @@ class RoutingReplay:
         if vars(self._root).get(STATE) is not self._state:
             raise ValueError(
                 "this RoutingReplay was made before the model was unpatched; patch the model, and "
-                "make a new one"
+                "make a new RoutingReplay"
             )
         _check_not_compiled(self._root)
-        # What checkpoints is wrapped only where tokens travel; here it has to be anywhere.
+        # ForwardGuard wraps checkpointing functions only with ep; here they are always wrapped.
         self._watch.look(self._root)
         with hooked(self._root, self._state, self._layers, session):
             yield
@@ -157,12 +159,12 @@ class RoutingReplay:
 def _check_not_compiled(model: nn.Module) -> None:
     if any(is_compiled(module) for module in model.modules()):
         raise ValueError(
-            "routing of a compiled model cannot be recorded or replayed: torch.compile has its "
-            "topk already; leave torch.compile out"
+            "routing of a compiled model cannot be recorded or replayed: its topk is compiled "
+            "already; leave torch.compile out"
         )
 
 
-def _switch_of_adapters(model: nn.Module) -> Callable[[], bool]:
-    """Return what tells whether adapters are switched off; PEFT switches all of them together."""
+def _adapters_off_test(model: nn.Module) -> Callable[[], bool]:
+    """Return a function that returns whether PEFT has switched the adapters off (all or none)."""
     first = next((layer for _, layer in adapter_layers(model)), None)
     return lambda: first is not None and bool(first.disable_adapters)

@@ -1,4 +1,4 @@
-"""Answers routers with routes: indices from elsewhere, scores and gradients of the router."""
+"""Replay routes: the router gets recorded indices, and keeps its own scores and gradients."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_moe_ep.dispatcher import RoutesTold
+from hf_moe_ep.dispatcher import RouteSource
 from hf_moe_ep.moe.chosen_topk import ChosenTopK
+from hf_moe_ep.moe.recompute import Frame
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.routing.report import Counts
 from hf_moe_ep.routing.routes import LIVE
-from hf_moe_ep.routing.sessions import Forward, OpenBlock, exchanges_rows
+from hf_moe_ep.routing.sessions import Forward, Session, exchanges_rows
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.autograd_modes import assert_later, backward_is_running, hidden_from_modes
 
 
-class Replaying(OpenBlock):
-    """An open `replay`: the batch of one forward, repeated as often as it is called."""
+class Replaying(Session):
+    """An open `replay`: every forward in its block replays the routes of one batch."""
 
     def __init__(
         self, state: ModelState, layers: RoutedLayers, adapters_off: Callable[[], bool]
@@ -27,39 +28,37 @@ class Replaying(OpenBlock):
         self._state, self._layers = state, layers
         self._adapters_off, self._were_off = adapters_off, adapters_off()
         self.counts = Counts(layers.keys, layers.top_k)
-        self.refusal: ValueError | None = None
         self._ids_BSLK: Tensor | None = None
         self._weights_BSLK: Tensor | None = None
-        # Of the forward that runs, or ran last, and by layer.
+        # The present forward, or the last one: true if it is not replayed; its routes by layer.
         self._live = False
         self._ids_LTK: Tensor | None = None
         self._weights_LTK: Tensor | None = None
-        # Of the layer that runs; `answers` counts its topks, of which the last one is the choice.
+        # The present layer: the number of its replaced topks, what the last one returned (the
+        # choice), what the router would have chosen, and which tokens have routes.
         self._mode: ChosenTopK | None = None
-        self._answers = 0
-        self._answer_TK: Tensor | None = None
+        self._num_topks = 0
+        self._replayed_TK: Tensor | None = None
         self._live_TK: Tensor | None = None
         self._given_T1: Tensor | None = None
 
     def give(self, ids_BSLK: Tensor, weights_BSLK: Tensor | None) -> None:
-        """Set the routes, of the routed layers alone."""
+        """Set the routes, which contain the routed layers only."""
         self._ids_BSLK, self._weights_BSLK = ids_BSLK, weights_BSLK
 
     def refuse(self, error: ValueError) -> None:
-        """Keep an error until all ranks are told, where they meet in a forward; or raise it."""
-        if not can_tell_others(self._state):
+        """Raise the error; if ranks meet in the forward, store it until the others know of it."""
+        if not ranks_compare_routes(self._state):
             raise error
         self.refusal = error
 
     @property
-    def told(self) -> RoutesTold:
-        """See `RoutingSession`."""
+    def route_source(self) -> RouteSource:
         if self.refusal is not None:
-            return RoutesTold.REFUSED
-        return RoutesTold.LIVE if self._live else RoutesTold.REPLAYED
+            return RouteSource.REFUSED
+        return RouteSource.LIVE if self._live else RouteSource.REPLAYED
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """See `RoutingSession`: the ranks of an sp group replay the same."""
         if self._adapters_off() != self._were_off:
             return {}
         if self.refusal is not None or self._ids_BSLK is None:
@@ -71,8 +70,8 @@ class Replaying(OpenBlock):
         return found
 
     def begin(self, forward: Forward) -> None:
-        """See `Session`: cut the routes as the inputs were."""
-        # Whoever switches adapters off inside the block wants what the model did without them.
+        """Slice the routes as the inputs of this forward are sliced."""
+        # A forward with adapters switched off (a reference model) is not replayed.
         self._live = self._adapters_off() != self._were_off
         if self._live:
             return
@@ -93,39 +92,37 @@ class Replaying(OpenBlock):
             raise self.refusal
 
     def end(self, completed: bool) -> None:
-        """See `Session`."""
         self._live = False
 
     def enter(self, layer: RoutedLayer, args: tuple[Any, ...]) -> None:
-        """See `Session`: answer topk from here to the experts."""
+        """Replace topk from here to the experts."""
         if not self._replays():
             return
-        if self._ids_LTK is None:  # the decoder alone was called, with whole sequences
+        if self._ids_LTK is None:  # only the decoder was called, with whole sequences
             assert self._ids_BSLK is not None
             batch, sequence = self._ids_BSLK.shape[:2]
             self._cut(Forward(batch, sequence, None, args[0].device))
         assert self._ids_LTK is not None
-        ids_TK = self._ids_LTK[self._place(layer)].long()
+        ids_TK = self._ids_LTK[self._position(layer)].long()
         given_T1 = ids_TK[:, :1] != LIVE
-        self._given_T1, self._answer_TK, self._answers = given_T1, None, 0
+        self._given_T1, self._replayed_TK, self._num_topks = given_T1, None, 0
 
         def decide(ids_TK: Tensor, live: Callable[[], Tensor]) -> Tensor:
-            self._answers += 1
+            self._num_topks += 1
             self._live_TK = live()
-            self._answer_TK = torch.where(given_T1, ids_TK, self._live_TK)
-            return self._answer_TK
+            self._replayed_TK = torch.where(given_T1, ids_TK, self._live_TK)
+            return self._replayed_TK
 
         self._mode = ChosenTopK(self._layers.num_experts, lambda: ids_TK, decide)
         self._mode.__enter__()
 
     def leave(self) -> None:
-        """See `Session`."""
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.__exit__(None, None, None)
 
     def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """See `Session`: are these the experts that were to be replayed?"""
+        """Check that these are the replayed experts; return the weights of the routes, if any."""
         self.leave()
         if not self._replays():
             return weights_TK
@@ -133,29 +130,29 @@ class Replaying(OpenBlock):
         if wrong is not None:
             if not exchanges_rows(self._state):
                 raise wrong
-            self.refusal = wrong  # the others are told in this layer's exchange
+            self.refusal = wrong  # the exchange of this layer tells the other ranks
             return weights_TK
-        assert self._answer_TK is not None and self._given_T1 is not None
+        assert self._replayed_TK is not None and self._given_T1 is not None
         with hidden_from_modes():
-            if ids_TK is not self._answer_TK:
+            if ids_TK is not self._replayed_TK:
                 assert_later(
-                    (ids_TK == self._answer_TK).all(),
-                    f"{layer.name} was given routes and handed other experts to its layer",
+                    (ids_TK == self._replayed_TK).all(),
+                    f"{layer.name} was given routes, but passed other experts to its layer",
                 )
             self._count(layer)
-            frame = self._state.frame
+            frame: Frame | None = self._state.frame
             if frame is not None and not exchanges_rows(self._state):
-                frame.keep(layer.index, self._answer_TK, None, self._answers)
+                frame.keep(layer.index, self._replayed_TK, None, self._num_topks)
             if self._weights_LTK is None:
                 return weights_TK
-            kept_TK = self._weights_LTK[self._place(layer)].to(weights_TK.dtype)
+            given_TK = self._weights_LTK[self._position(layer)].to(weights_TK.dtype)
             if frame is not None:
-                frame.keep_weights(layer.index, kept_TK, self._given_T1)
-        return torch.where(self._given_T1, kept_TK, weights_TK)
+                frame.keep_weights(layer.index, given_TK, self._given_T1)
+        return torch.where(self._given_T1, given_TK, weights_TK)
 
     def _what_is_wrong(self, layer: RoutedLayer, ids_TK: Tensor) -> ValueError | None:
-        """Say why a layer that has chosen cannot go on."""
-        if self._answer_TK is None or self._answer_TK.shape != ids_TK.shape:
+        """Return the error of a layer whose choice cannot be a replayed one; None if it can."""
+        if self._replayed_TK is None or self._replayed_TK.shape != ids_TK.shape:
             assert self._ids_LTK is not None
             return ValueError(
                 f"{layer.name} did not choose by one torch.topk for the {self._ids_LTK.shape[1]} "
@@ -167,8 +164,9 @@ class Replaying(OpenBlock):
             return None
         return ValueError(
             f"weights of routes cannot be replayed where layers are checkpointed and "
-            f"experts_backend='eager': computed again in backward, the experts of {layer.name} "
-            f"would have the router's; use experts_backend='torch', or leave one of them out"
+            f"experts_backend='eager': recomputed in backward, the experts of {layer.name} would "
+            f"use the router's weights; use experts_backend='torch', or replay without weights, or "
+            f"train without checkpointing"
         )
 
     def _count(self, layer: RoutedLayer) -> None:
@@ -176,14 +174,14 @@ class Replaying(OpenBlock):
             return
         assert self._ids_LTK is not None and self._live_TK is not None
         assert self._given_T1 is not None
-        ids_TK = self._ids_LTK[self._place(layer)]
+        ids_TK = self._ids_LTK[self._position(layer)]
         self.counts.add(layer.decoder_layer, ids_TK, self._live_TK, self._given_T1)
 
-    def _place(self, layer: RoutedLayer) -> int:
+    def _position(self, layer: RoutedLayer) -> int:
         return self._layers.keys.index(layer.decoder_layer)
 
     def _replays(self) -> bool:
-        """Whether the layer that runs is to be told what to choose."""
+        """Return True if the current layer must replay recorded expert ids."""
         if self._ids_BSLK is None or self._live or self.refusal is not None:
             return False
         return self._state.frame is None or not self._state.frame.replaying
@@ -200,13 +198,13 @@ class Replaying(OpenBlock):
 
 
 def _by_layer(x_BSLK: Tensor, forward: Forward, fill: int) -> Tensor:
-    """Cut this rank's part out, and put the layers in front."""
+    """Slice the part of this rank, and move the layers to the first dim."""
     if forward.part is not None:
         x_BSLK = forward.part.take(x_BSLK, 1, fill=fill)
     return x_BSLK.flatten(0, 1).movedim(1, 0).contiguous()
 
 
-def can_tell_others(state: ModelState) -> bool:
-    """Whether ranks tell each other about routes before they exchange anything else."""
+def ranks_compare_routes(state: ModelState) -> bool:
+    """Return whether ranks compare their sources of routes before any other exchange."""
     meshes = state.meshes
     return meshes is not None and (meshes.ep_size > 1 or meshes.sp_size > 1)

@@ -1,4 +1,4 @@
-"""What a replay did, counted on the device and read when somebody asks."""
+"""The report of a replay: counted on the device, and copied to the host when it is read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hf_moe_ep.ranks.together import gather
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What one `replay` block did, on this rank.
+    """The report of one `replay` block on this rank.
 
     Attributes:
         replayed: (token, layer) pairs that had routes.
-        live: those that had none, padding of a split sequence included.
-        pairs: by decoder layer, (token, expert) pairs of the replayed that the live router would
-            have chosen as well, and all of them.
+        live: (token, layer) pairs without routes, including the padding of a split sequence.
+        pairs: by decoder layer, two numbers: the replayed (token, expert) pairs that the live
+            router would have chosen as well, and all replayed pairs.
     """
 
     replayed: int
@@ -31,7 +31,7 @@ class ReplayReport:
     def agreement(self) -> float:
         """The share of replayed (token, expert) pairs that the live router would choose as well.
 
-        NaN where nothing was replayed.
+        NaN if nothing was replayed.
         """
         return _share(*(sum(column) for column in zip(*self.pairs.values(), strict=True)))
 
@@ -41,7 +41,7 @@ class ReplayReport:
         return {layer: _share(*pairs) for layer, pairs in self.pairs.items()}
 
     def over_ranks(self) -> ReplayReport:
-        """Add up the reports of all ranks; every rank calls it."""
+        """Add up the reports of all ranks; every rank calls this."""
         reports = gather((self.replayed, self.live, dict(self.pairs)))
         pairs = {
             layer: (sum(r[2][layer][0] for r in reports), sum(r[2][layer][1] for r in reports))
@@ -55,7 +55,7 @@ def _share(agreed: int, of: int) -> float:
 
 
 class Counts:
-    """Of one block, by layer; the host waits for the device only to read them."""
+    """The counts of one replay block by layer; only `report` is a host sync."""
 
     def __init__(self, layers: tuple[int, ...], top_k: int) -> None:
         self._layers, self._top_k = layers, top_k
@@ -63,7 +63,7 @@ class Counts:
         self._rows = 0
 
     def add(self, layer: int, ids_TK: Tensor, live_TK: Tensor, given_T1: Tensor) -> None:
-        """Count what is given of a layer's tokens, and what the live router chose of that."""
+        """Count a layer's tokens with routes, and their experts that the live router chose too."""
         alike_TK = (ids_TK.unsqueeze(2) == live_TK.unsqueeze(1)).any(2)
         found = torch.stack([given_T1.sum(), (alike_TK & given_T1).sum()])
         before = self._given_and_agreed.get(layer)
@@ -71,7 +71,7 @@ class Counts:
         self._rows += ids_TK.shape[0]
 
     def report(self) -> ReplayReport:
-        """Read them: the host waits."""
+        """Copy the counts to the host."""
         read = {layer: counts.tolist() for layer, counts in self._given_and_agreed.items()}
         replayed = sum(given for given, _ in read.values())
         pairs = {

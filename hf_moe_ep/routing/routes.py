@@ -1,13 +1,13 @@
-"""`Routes`: which experts each token of a batch has, in each layer, and where they come from.
+"""`Routes`: the experts of each token of a batch, in each layer.
 
     recorded       [B, S, L, K] as a forward chose (`RoutingReplay.record`)
-    from_engine    arrays of an inference engine, one of each sequence, put in their places:
+    from_engine    arrays of an inference engine, one per sequence, put into a padded batch:
 
         tokens of a row      pad pad t0 t1 t2 t3         pad_side="left", padded_to=6
-        rows of its array            r0 r1 r2            t3 was sampled last, and never forwarded
+        rows of its array            r0 r1 r2            t3 was sampled last and never forwarded
         routes               -1  -1  r0 r1 r2 -1         -1: routes live
 
-Row s of a sequence holds the experts of input token s.
+Row s of a sequence contains the experts of input token s.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ LIVE = -1
 
 @dataclass(eq=False)
 class Routes:
-    """Experts of every token of one batch.
+    """The experts of every token of one batch.
 
     Attributes:
-        ids: [B, S, L, K], integers; -1 in all K of a token and layer: that one routes live. B and S
-            are those of `input_ids` as the model is called with them. Pinned CPU memory is best.
+        ids: [B, S, L, K], integers. If all K ids of a token and layer are -1, the router chooses
+            there itself ("routes live"). B and S are those of the `input_ids` with which the model
+            is called. Pinned CPU memory is best.
         layers: the decoder layer of each of the L entries.
-        weights: [B, S, L, K] in place of the router's weights, where ids are given; None leaves
-            the router's own, which are differentiable.
-        num_experts: of the model that they come from, where known.
+        weights: [B, S, L, K], which replace the router's weights of tokens with ids; None keeps the
+            router's own weights, which are differentiable.
+        num_experts: the number of experts of the model that chose the routes, if known.
     """
 
     ids: Tensor
@@ -51,35 +52,35 @@ class Routes:
         layers: str | Sequence[int] = "all",
         starts: Sequence[int] | None = None,
     ) -> Routes:
-        """Put what an engine returned in the places of a padded batch.
+        """Make routes of a padded batch from the arrays that an inference engine returned.
 
-        vLLM (`enable_return_routed_experts`) and SGLang (`return_routed_experts`) return [tokens -
-        1, layers, K] of logical expert ids: the token that was sampled last was never forwarded,
-        and routes live. `CompletionOutput.routed_experts` of vLLM is such an array; from servers:
+        vLLM (`enable_return_routed_experts`) and SGLang (`return_routed_experts`) return logical
+        expert ids, [tokens - 1, layers, K]: the token that was sampled last was never forwarded,
+        and routes live. `CompletionOutput.routed_experts` of vLLM is such an array. From servers:
 
             vLLM    np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
             SGLang  np.frombuffer(base64.b64decode(meta_info["routed_experts"]), np.int32)
                       .reshape(-1, layers, K)
 
-        vLLM 0.21 has the prompt's rows in an array of their own: concatenate both.
+        vLLM 0.21 returns the prompt's rows in a separate array: concatenate both.
 
         Args:
-            arrays: of each row of the batch, numpy or torch; with n - 1 or n rows for n tokens.
-            input_lengths: tokens of each row, without padding.
-            padded_to: tokens of each row with padding, S.
-            pad_side: "left" or "right", or the number of padding tokens in front of each row.
-            layers: the decoder layers of an array's entries; "all" are those of the whole model
-                (dense ones have rows that are not read), or of all its MoE layers, whichever
-                number it is.
-            starts: the token to which an array's first row belongs, where an engine left out a
-                prefix that it had cached; that prefix routes live.
+            arrays: one array per row of the batch, numpy or torch, with n - 1 or n rows for n
+                tokens.
+            input_lengths: the number of tokens of each row, without padding.
+            padded_to: the number of tokens of each row with padding, S.
+            pad_side: "left" or "right", or the number of padding tokens before each row.
+            layers: the decoder layers of an array's entries. "all" means all decoder layers (the
+                entries of dense ones are not read), or all MoE layers, whichever number fits.
+            starts: the token of each array's first row, if the engine left out a prefix that it had
+                cached; that prefix routes live.
 
         Raises:
-            ValueError: numbers of rows, layers or tokens that do not fit; both are printed.
+            ValueError: the numbers of rows, layers or tokens do not fit; the message has both.
         """
         if len(arrays) != len(input_lengths):
             raise ValueError(f"{len(arrays)} arrays of routes for {len(input_lengths)} lengths")
-        tensors = [_as_tensor(array, place) for place, array in enumerate(arrays)]
+        tensors = [_as_tensor(array, row) for row, array in enumerate(arrays)]
         if not tensors:
             raise ValueError("no arrays of routes; a batch has at least one row")
         shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
@@ -87,42 +88,42 @@ class Routes:
             raise ValueError(f"arrays of one batch differ in [layers, K]: {sorted(shapes)}")
         num_layers, top_k = shapes.pop()
         ids = torch.full((len(tensors), padded_to, num_layers, top_k), LIVE, dtype=torch.int16)
-        for place, (tensor, length) in enumerate(zip(tensors, input_lengths, strict=True)):
-            start = 0 if starts is None else starts[place]
+        for row, (tensor, length) in enumerate(zip(tensors, input_lengths, strict=True)):
+            start = 0 if starts is None else starts[row]
             if start + len(tensor) not in (length - 1, length):
                 raise ValueError(
-                    f"array {place} has {len(tensor)} rows from token {start} on, and its sequence "
+                    f"array {row} has {len(tensor)} rows from token {start} on, and its sequence "
                     f"{length} tokens; engines return {length - 1 - start} (the last token was "
                     f"sampled, not forwarded) or {length - start}"
                 )
-            first = _padding_in_front(pad_side, place, padded_to - length)
+            first = _padding_in_front(pad_side, row, padded_to - length)
             if first < 0 or first + length > padded_to:
                 raise ValueError(
-                    f"row {place} has {length} tokens behind {first} of padding, more than "
+                    f"row {row} has {length} tokens after {first} of padding, more than "
                     f"padded_to={padded_to}"
                 )
-            ids[place, first + start : first + start + len(tensor)] = tensor
+            ids[row, first + start : first + start + len(tensor)] = tensor
         named = tuple(range(num_layers)) if layers == "all" else _layers(layers, num_layers)
         return cls(ids, named)
 
     def pack(
         self, lengths_or_positions: Sequence[int] | Tensor, *, pad_side: str = "right"
     ) -> Routes:
-        """Pack rows one behind the other, as a collator without padding packs the tokens.
+        """Concatenate all rows into one, as a collator without padding does with the tokens.
 
         Args:
-            lengths_or_positions: the tokens of each row, or the position_ids [1, tokens] of the
-                packed row, which start again at each document.
-            pad_side: where the rows of these routes are padded.
+            lengths_or_positions: the number of tokens of each row, or the position_ids [1, tokens]
+                of the packed row, which start at 0 in each document.
+            pad_side: the side on which the rows of these routes are padded.
 
         Raises:
-            ValueError: not one length for each row, or one longer than S.
+            ValueError: there is not one length per row, or a length exceeds S.
         """
         lengths = _lengths(lengths_or_positions)
         batch, sequence = self.ids.shape[:2]
         if len(lengths) != batch or max(lengths) > sequence:
             raise ValueError(
-                f"routes of {batch} rows of {sequence} tokens cannot be packed as documents of "
+                f"routes of {batch} rows of {sequence} tokens cannot be packed into documents of "
                 f"{lengths} tokens"
             )
 
@@ -135,31 +136,31 @@ class Routes:
         return replace(self, ids=packed(self.ids), weights=weights)
 
     def to(self, device: torch.device | str) -> Routes:
-        """Return the same on another device; the copy does not wait where memory is pinned."""
+        """Copy the routes to another device, without a host sync if their memory is pinned."""
         weights = self.weights
         if weights is not None:
             weights = weights.to(device, non_blocking=True)
         return replace(self, ids=self.ids.to(device, non_blocking=True), weights=weights)
 
     def rows(self, start: int, stop: int) -> Routes:
-        """Return those of some consecutive rows of the batch."""
+        """Return the routes of some consecutive rows of the batch."""
         weights = None if self.weights is None else self.weights[start:stop]
         return replace(self, ids=self.ids[start:stop], weights=weights)
 
 
-def _as_tensor(array: Any, place: int) -> Tensor:
+def _as_tensor(array: Any, row: int) -> Tensor:
     tensor = array if isinstance(array, Tensor) else torch.from_numpy(array.astype("int64"))
     if tensor.ndim != 3 or tensor.is_floating_point():
         raise ValueError(
-            f"array {place} of routes is {tensor.dtype} {tuple(tensor.shape)}; engines return "
+            f"array {row} of routes is {tensor.dtype} {tuple(tensor.shape)}; engines return "
             f"integers [tokens, layers, K]"
         )
     return tensor
 
 
-def _padding_in_front(pad_side: str | Sequence[int], place: int, padding: int) -> int:
+def _padding_in_front(pad_side: str | Sequence[int], row: int, padding: int) -> int:
     if not isinstance(pad_side, str):
-        return int(pad_side[place])
+        return int(pad_side[row])
     if pad_side not in ("left", "right"):
         raise ValueError(f"pad_side={pad_side!r} is neither 'left' nor 'right'")
     return padding if pad_side == "left" else 0

@@ -1,33 +1,34 @@
-"""The hooks of an open `record` or `replay`, and what both do with a forward.
+"""The hooks of an open `record` or `replay`, and the base class of both sessions.
 
-    the model      before: how long its sequences are, and how they are split; behind: the end
-    the owner      of a router and its experts: within it, until the experts run, topk is answered
-    the experts    are handed the choice: taken down, or compared with what was to be replayed
+    the model      before its forward: the batch and how it is split; behind it: the end
+    the owner      the module that contains a router and its experts: from its beginning until the
+                   experts run, topk may be replaced
+    the experts    the choice that they are given is recorded, or compared with the replayed one
 
-A run in backward is none of these: a checkpointed layer does what its frame kept.
+The session ignores a recompute in backward: there the frame of the checkpointed layer repeats the
+choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.dispatcher import RoutesTold
 from hf_moe_ep.routing.layers import RoutedLayer, RoutedLayers
 from hf_moe_ep.sequence.slices import SLICE, Slice
-from hf_moe_ep.state import ModelState, Ours
+from hf_moe_ep.state import ModelState, Ours, RoutingSession
 from hf_moe_ep.upstream.models import bind_forward, output_head
 from hf_moe_ep.upstream.modules import own_children, runs_compiled
 
-_OF_EXPERTS = ("hidden_states", "top_k_index", "top_k_weights")
+_EXPERTS_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class Forward(NamedTuple):
-    """How the model was called: B rows of S tokens, of which `part` is this rank's."""
+    """One call of the model, with B rows of S tokens; `part` is this rank's slice of them."""
 
     batch: int
     sequence: int
@@ -36,60 +37,43 @@ class Forward(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row that this rank's layers see, padding of its slice included."""
+        """The tokens per row in this rank's layers, including the padding of its slice."""
         return self.sequence if self.part is None else self.part.local
 
     @property
     def rows(self) -> int:
-        """Tokens that a layer of this rank sees."""
+        """The tokens of all rows in this rank's layers."""
         return self.batch * self.tokens
 
 
-class Session(Protocol):
-    """What hooks tell of a forward."""
-
-    @property
-    def told(self) -> RoutesTold:
-        """See `RoutingSession`."""
-
-    @property
-    def refusal(self) -> ValueError | None:
-        """See `RoutingSession`."""
-
-    def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """See `RoutingSession`."""
+class Session(RoutingSession):
+    """The calls that the hooks make during a forward."""
 
     def begin(self, forward: Forward) -> None:
-        """Take note of a forward of the whole model."""
+        """Begin a forward of the whole model."""
 
     def end(self, completed: bool) -> None:
-        """End it; not completed where it raised."""
+        """End a forward of the whole model; `completed` is false if it raised an error."""
 
     def enter(self, layer: RoutedLayer, args: tuple[Any, ...]) -> None:
-        """Begin the module that owns router and experts of a layer."""
+        """Begin the forward of a layer's owner."""
 
     def leave(self) -> None:
-        """End it, however."""
+        """End the forward of a layer's owner, even after an error."""
 
     def at_experts(self, layer: RoutedLayer, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Look at what experts are handed, and return the weights that they compute with."""
-
-
-class OpenBlock:
-    """What `record` and `replay` open: a copy of the model that is made inside has none open."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+        """Take the choice that the experts are given, and return the routing weights to use."""
+        raise NotImplementedError
 
 
 @contextmanager
 def hooked(
     root: nn.Module, state: ModelState, layers: RoutedLayers, session: Session
 ) -> Iterator[None]:
-    """Let a session see the forwards of a model, inside the block.
+    """Call the session's methods in every forward of the model inside the block.
 
     Raises:
-        ValueError: another one is open.
+        ValueError: another session is open.
     """
     if state.routing is not None:
         raise ValueError(
@@ -112,7 +96,7 @@ def hooked(
     try:
         yield
     finally:
-        # Where a forward was interrupted from the keyboard, hooks behind it did not run.
+        # torch does not call forward hooks after a KeyboardInterrupt.
         session.leave()
         state.routing = None
         for handle in handles:
@@ -120,12 +104,12 @@ def hooked(
 
 
 def exchanges_rows(state: ModelState) -> bool:
-    """Whether MoE layers exchange rows; a frame keeps their choice for that."""
+    """Return whether MoE layers exchange rows; then frames store the choice for that anyway."""
     return state.meshes is not None and state.meshes.ep_size > 1
 
 
 class _Hook(Ours):
-    """A hook that tells a session; one without does nothing, see `OpenBlock`."""
+    """A hook of a session; in a copy of the model it has no session, and does nothing."""
 
     def __init__(self, session: Session) -> None:
         self._session: Session | None = session
@@ -143,15 +127,15 @@ class _Begin(_Hook):
             return
         if runs_compiled():
             raise ValueError(
-                "routing cannot be recorded or replayed within torch.compile; call the model that "
-                "was compiled, not its compiled wrapper, inside of the block"
+                "routing cannot be recorded or replayed within torch.compile; inside the block "
+                "call the original model, not its compiled wrapper"
             )
         given = bind_forward(model, args, kwargs)
         tokens = given.get("input_ids")
         if tokens is None:
             tokens = given.get("inputs_embeds")
         if tokens is None:
-            return  # the model says that it wants one of them
+            return  # the model itself raises an error for a call without both
         batch, sequence = tokens.shape[:2]
         self._session.begin(Forward(batch, sequence, given.get(SLICE), tokens.device))
 
@@ -180,7 +164,7 @@ class _AtExperts(_HookOfLayer):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._session is None:
             return None
-        given = dict(zip(_OF_EXPERTS, args, strict=False)) | kwargs
+        given = dict(zip(_EXPERTS_ARGUMENTS, args, strict=False)) | kwargs
         weights = given["top_k_weights"]
         used = self._session.at_experts(self._layer, given["top_k_index"], weights)
         return None if used is weights else ((), given | {"top_k_weights": used})

@@ -135,7 +135,7 @@ def test_of_each_layer_alone(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "changed", "error"),
     [
-        (OF_TWO_ROUTERS, {}, "is of logits that none of its routers returned"),
+        (OF_TWO_ROUTERS, {}, "from logits that none of its routers returned"),
         ("phimoe", {"input_jitter_noise": 0.1}, "PhimoeTopKRouter changes its input in place"),
     ],
 )

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep import Routes, RoutingReplay, apply_ep_fsdp2, patch
-from hf_moe_ep.dispatcher import Exchange, Header
+from hf_moe_ep.dispatcher import Header
 from hf_moe_ep.moe.dispatch.all_to_all import AllToAll, AllToAllExchange
+from hf_moe_ep.moe.dispatch.async_exchange import Exchange
 from hf_moe_ep.moe.dispatch.deepep import DeepEP, GroupBuffer, load_deep_ep
 from hf_moe_ep.moe.dispatch.overlap import WayHome
 from hf_moe_ep.state import STATE

@@ -471,7 +471,7 @@ SINGLE_ERRORS = {
     "an expert": (lambda f: change(f, UP_A, None), r"7\.up_proj\.lora_A.* is missing.*all 8"),
     "a rank": (lambda f: change(f, UP_A, torch.ones(4, H)), r"\[4, 32\].*\[3, 32\]"),
     "a dtype": (lambda f: change(f, UP_A, torch.ones(3, H)), r"float32.*float64"),
-    "config": (lambda f: edit(f, r=4), r"has rank 3, rank and alpha \(4, 6\)"),
+    "config": (lambda f: edit(f, r=4), r"has rank 3 in its file and rank and alpha \(4, 6\)"),
     "an alpha": (
         lambda f: edit(f, alpha_pattern={"experts.3.up_proj": 5}),
         r"experts\.3\.up_proj.*\(3, 5\).*\(3, 6\)",

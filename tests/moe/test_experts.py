@@ -255,7 +255,7 @@ def _of_ones_own(*, up: str = "gate_up_proj", order: str = "out, in", **flags: b
 
 # How experts are written, and what the error says.
 NOT_OF_THE_INTERFACE: list[tuple[dict[str, Any], str]] = [
-    ({"up": "w1"}, r"no gate_up_proj but w1, down_proj; .*wants gate_up_proj and down_proj"),
+    ({"up": "w1"}, r"no gate_up_proj but w1, down_proj; .*needs gate_up_proj and down_proj"),
     ({"has_gate": False}, r"no up_proj but gate_up_proj, down_proj; with has_gate=False"),
     ({"order": "in, out"}, r"\[6, 16, 16\] and down_proj \[6, 8, 16\] .*is_transposed=True"),
     ({"is_transposed": True}, r"\[6, 16, 16\] and down_proj \[6, 16, 8\] .*is_transposed=False"),

@@ -336,7 +336,7 @@ def test_a_function_that_does_something_else_the_second_time_is_refused() -> Non
     ids = torch.tensor([[0, 1]])
     frame.keep(0, ids, [])
     frame._next = 0
-    with pytest.raises(RuntimeError, match=r"reached MoE layer 1 .*forward had there: 0, \(1, 2\)"):
+    with pytest.raises(RuntimeError, match=r"MoE layer 1 .*forward ran MoE layer 0 with \(1, 2\)"):
         frame.take(1, ids)
     with pytest.raises(RuntimeError, match="recomputing MoE layer 0, the router chose other"):
         frame.take(0, ids + 1)

@@ -312,10 +312,10 @@ def _check_refusals(model: nn.Module, optimizer: Any) -> None:
         ):
             call()
     others = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
-    with pytest.raises(ValueError, match=r"is trained, and is no parameter of this optimizer"):
+    with pytest.raises(ValueError, match=r"is trained, but is no parameter of this optimizer"):
         balance_experts(model, others, _random_load(model, 5))
     short = ExpertLoad(torch.ones(1, 4, dtype=torch.int64), ("a",))
-    with pytest.raises(ValueError, match=r"load is of 1 layers of 4 experts and this model has \d"):
+    with pytest.raises(ValueError, match=r"load has 1 layers of 4 experts, and this model has \d"):
         balance_experts(model, optimizer, short)
     odd = _random_load(model, 6 + dist.get_rank())
     with pytest.raises(ValueError, match="with another load"):
@@ -410,7 +410,7 @@ def micro_batches_that_wait_are_an_error(rank: int, world: int) -> None:
     model, optimizer = _plain()
     model.set_requires_gradient_sync(False)
     model(**batch(model, 2, 8, seed=rank)).loss.backward()
-    with pytest.raises(ValueError, match="micro-batches wait for the last one of their step"):
+    with pytest.raises(ValueError, match="wait for the last micro-batch; call it"):
         _balance(model, optimizer, FIRST)
     model.set_requires_gradient_sync(True)
     model(**batch(model, 2, 8, seed=rank)).loss.backward()
@@ -449,7 +449,7 @@ def an_optimizer_of_moved_experts_gives_no_state_dict(rank: int, world: int) -> 
     balance_experts(model, None, _random_load(model, FIRST))
     optimizer = AdamW(model.parameters())
     _step(model, optimizer, 0)
-    with pytest.raises(ValueError, match=r"state dict of AdamW would hold"):
+    with pytest.raises(ValueError, match=r"state dict of AdamW would have"):
         optimizer.state_dict()
     with experts_in_hub_order(model, optimizer):
         optimizer.state_dict()
@@ -462,7 +462,7 @@ def moments_that_stayed_behind_are_not_saved(rank: int, world: int, folder: str)
     here = _as_they_lie(model, optimizer)
     for save in (optimizer.state_dict, partial(save_checkpoint, folder, model, optimizer)):
         with (
-            pytest.raises(ValueError, match=r"what AdamW keeps of them is not: write experts_in"),
+            pytest.raises(ValueError, match=r"the state of AdamW is not: write experts_in"),
             experts_in_hub_order(model),
         ):
             save()

@@ -508,7 +508,10 @@ WRONG: dict[str, tuple[Routes, str]] = {
     "too large": (Routes(_deep(IDS, 8, 1, 4, 1, 0), (0, 2)), "row 1, token 4, decoder layer 2"),
     "too small": (Routes(_deep(IDS, -2, 0, 3, 0, 1), (0, 2)), "outside of the 8 experts"),
     "in part": (Routes(_deep(IDS, -1, 0, 3, 0, 1), (0, 2)), "has -1 for some of its experts"),
-    "twice": (Routes(torch.zeros_like(IDS), (0, 2)), r"has an expert twice; .* \(24 such of 24\)"),
+    "twice": (
+        Routes(torch.zeros_like(IDS), (0, 2)),
+        r"an expert twice; .* \(24 such rows of 24\)",
+    ),
     "weights": (Routes(IDS, (0, 2), torch.ones(2, 6, 2)), r"weights of routes .* \[2, 6, 2\]"),
     "weights of integers": (Routes(IDS, (0, 2), IDS), "weights of routes are torch.int16"),
 }
@@ -564,7 +567,7 @@ def test_misuse_is_refused() -> None:
     ):
         model.model(input_ids=inputs["input_ids"])
     with (
-        pytest.raises(ValueError, match=r"routes live and on_missing='error' .1 such of 24"),
+        pytest.raises(ValueError, match=r"routes live and on_missing='error' .1 such rows of 24"),
         RoutingReplay(model, on_missing="error").replay(_routes(_deep(IDS, -1, 0, 0, 0))),
     ):
         pass

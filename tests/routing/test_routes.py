@@ -53,7 +53,7 @@ def test_all_tokens_or_those_behind_a_cached_prefix() -> None:
     [
         ([LONG, SHORT], {"input_lengths": [4]}, "2 arrays of routes for 1 lengths"),
         ([LONG], {"input_lengths": [6]}, "has 3 rows from token 0 on, and its sequence 6 tokens"),
-        ([LONG], {"padded_to": 3}, "4 tokens behind -1 of padding|4 tokens behind 0 of padding"),
+        ([LONG], {"padded_to": 3}, "4 tokens after -1 of padding|4 tokens after 0 of padding"),
         ([LONG], {"pad_side": "both"}, "pad_side='both'"),
         ([LONG], {"layers": "moe"}, "layers='moe'"),
         ([LONG], {"layers": (1,)}, "layers names 1 and the arrays have 2"),

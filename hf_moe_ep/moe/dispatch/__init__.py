@@ -1,4 +1,5 @@
-"""The ways of a token to the ranks of its experts, and home.
+"""The exchanges that send tokens to the ranks of their experts, and the results back.
 
-Here: one file per dispatcher, and what they share. Never: what the experts compute.
+Each dispatcher has a file of its own; the other files are shared. Never here: the computation of
+experts (`moe/experts.py`).
 """

@@ -1,30 +1,31 @@
-"""Send each token to the ranks that own its experts, and bring the results home.
+"""Send each token to the ranks that own its experts, and their results back, by all-to-all.
 
-Dispatch and combine are inverses. A token travels once to every other rank that holds at least one
-of its experts, with its expert ids and routing weights beside it; the receiver runs its experts
+Combine is the inverse of dispatch. A token is sent once to every other rank that owns at least one
+of its experts, together with its expert ids and routing weights. The receiver computes its experts
 and returns one row, already weighted and summed. Rows that stay on their rank are copied, never
 sent. Two ranks, experts {0 1} and {2 3}, top-2, rank 0 has two tokens:
 
     expert_ids_TK = [[0, 3], [2, 3]]     rows to rank 1: t0, t1      (experts 3; 2 and 3)
                                          rows kept:      t0          (expert 0)
 
-Rows lie destination by destination, in token order within one, those that stay last:
-`token_of_row_N = [0, 1, 0]`. Rows that arrive lie in the order of their senders, own ones last.
+Sent rows are ordered by destination, then by token; the rows that stay come last:
+`token_of_row_N = [0, 1, 0]`. Received rows are ordered by sender; the rows that stayed come last.
 
-`AllToAll.plan` decides what goes where. Before any row travels, ranks gather one small vector each
-(`counts.py`): rows per destination, pairs per expert. It tells every rank how much it receives. It
-is the layer's only host sync, behind which the device has nothing to do: so whatever can be is done
-before it, and cutting the rows out alone stands between the counts and the first transfer.
+`AllToAll.plan` decides which rows go where. Before any row is sent, ranks all-gather one small
+vector each (`counts.py`): rows per destination, pairs per expert. From these every rank knows how
+many rows it receives. This is the layer's only host sync. The device is idle behind it until the
+host launches the next kernel, so everything that does not need the counts is launched before:
+between the counts and the first transfer only the rows are selected.
 
 `start` and `start_combine` return at once, `finish` waits. Each is an autograd node
-(`async_exchange.py`), so backward starts a transfer where forward waited for it and waits where
-forward started it: what overlaps in forward overlaps in backward.
+(`async_exchange.py`), so backward starts a transfer where forward waited for it, and waits where
+forward started it. Transfers that overlap with computation in forward do so in backward:
 
     forward     start  >  finish  >  experts  >  start_combine  >  finish
     backward    wait   <  start   <  experts  <      wait       <  start
 
-Between the last two of backward the gradients of the experts' weights are computed
-(`ops/expert_mlp.py`, `postpone_grads`): the rows' gradients travel meanwhile.
+Backward computes the gradients of the experts' weights (`ops/expert_mlp.py`, `postpone_grads`)
+after the last `start` and before the last `wait`, while the rows' gradients are transferred.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class AllToAll:
     """The dispatcher of one ep group; see `hf_moe_ep.dispatcher.Dispatcher`.
 
     Args:
-        num_experts: of all ranks together, the first ones on the first rank.
-        num_chunks: parts in which the tokens travel.
-        max_rows: what a rank may receive in one layer; None = no limit.
+        num_experts: the number of experts on all ranks together; the first rank owns the first.
+        num_chunks: the number of chunks in which the tokens of a layer are sent.
+        max_rows: the most rows that a rank may receive in one layer; None for no limit.
     """
 
     group: dist.ProcessGroup
@@ -62,7 +63,7 @@ class AllToAll:
     def plan(
         self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int = 0
     ) -> list[AllToAllExchange]:
-        """Plan an exchange per chunk, all from one exchange of counts."""
+        """Plan the exchanges of all chunks from one exchange of counts."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         local = self.num_experts // ranks
         sends_DT = find_destinations(expert_ids_TK // local, ranks)
@@ -71,23 +72,22 @@ class AllToAll:
         counts = []
         for sends, ids in zip(sends_of_chunks, ids_of_chunks, strict=True):
             counts += [sends.sum(1), count_pairs(ids, self.num_experts)]
-        told = start_counts(torch.cat(counts), self.group, header)
-        # While counts travel, the device prepares whatever needs none of them: once they are there
-        # nothing stands between the host and the first rows.
+        counts_exchange = start_counts(torch.cat(counts), self.group, header)
+        # While the counts are exchanged, the device computes everything that does not need them.
         num_slots = min(ranks, expert_ids_TK.shape[1])
         orders = [order_rows(sends, rank, num_slots) for sends in sends_of_chunks]
         local_id_E = number_experts(self.num_experts, local, rank, expert_ids_TK.device)
-        gathered = told.wait()
+        gathered = counts_exchange.wait()
         size = ranks + self.num_experts
-        # tables[chunk][r] is what rank r told: rows per destination, then pairs per expert.
+        # tables[chunk][r] are the counts of rank r: rows per destination, then pairs per expert.
         tables = [
-            [told[first : first + size] for told in gathered]
+            [numbers[first : first + size] for numbers in gathered]
             for first in range(0, self.num_chunks * size, size)
         ]
         where = str(header)
         if self.max_rows is not None:
-            everything = [told for table in tables for told in table]
-            rows_D = [sum(told[rank] for told in everything) for rank in range(ranks)]
+            all_counts = [counts for table in tables for counts in table]
+            rows_D = [sum(counts[rank] for counts in all_counts) for rank in range(ranks)]
             check_max_rows(rows_D, self.max_rows, self.group, where)
         return [
             self._exchange(order, table, rank, local_id_E, where)
@@ -95,13 +95,13 @@ class AllToAll:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AllToAll:
-        """The copy of a model runs in the same group."""
+        """A copy of the model uses the same process group."""
         return self
 
     def _exchange(
         self, order: Order, table: list[list[int]], rank: int, local_id_E: Tensor, where: str
     ) -> AllToAllExchange:
-        """Read off what goes where, now that every rank has told; asks nothing of the device."""
+        """Make the exchange of one chunk from the counts of all ranks, without a host sync."""
         ranks = len(table)
         local = self.num_experts // ranks
         first = ranks + rank * local
@@ -110,25 +110,26 @@ class AllToAll:
             self.group,
             rank,
             sends=table[rank][:ranks],
-            receives=[told[rank] for told in table],
+            receives=[counts[rank] for counts in table],
             local_id_E=local_id_E,
-            counts_L=[sum(told[first + expert] for told in table) for expert in range(local)],
+            counts_L=[sum(counts[first + expert] for counts in table) for expert in range(local)],
             where=where,
         )
 
 
 @dataclass(frozen=True)
 class AllToAllExchange:
-    """Where the rows of some tokens go, and what this rank gets.
+    """Which rows of a chunk go where, and how many rows this rank receives.
 
     Attributes:
-        token_of_row_N: token of each row that is sent or kept, in the module's order; int32.
-        slots_TJ: rows of each token, see `ops/permute.py`; int32.
-        local_id_E: what each expert is called on this rank, L where it is not here.
-        send_counts, recv_counts: rows to and from each rank of the ep group; own rank: 0.
-        num_own: rows that stay.
+        token_of_row_N: the token of each row that is sent or stays, in the order that the module's
+            docstring describes; int32.
+        slots_TJ: the rows of each token, see `ops/permute.py`; int32.
+        local_id_E: the number of each expert on this rank, L for experts of other ranks.
+        send_counts, recv_counts: rows to and from each rank of the ep group; 0 for this rank.
+        num_own: the number of rows that stay.
         counts_L: (row, expert) pairs per local expert.
-        where: the place in the model, for errors.
+        where: the position in the model, for errors.
     """
 
     group: dist.ProcessGroup
@@ -154,7 +155,10 @@ class AllToAllExchange:
         counts_L: list[int],
         where: str,
     ) -> AllToAllExchange:
-        """Cut an order of rows to those that are; `sends` and `receives` count own ones too."""
+        """Make an exchange from an order of rows and from the counts per rank.
+
+        `sends` and `receives` include the rows that stay on this rank.
+        """
         return cls(
             group=group,
             token_of_row_N=order.token_X[: sum(sends)],
@@ -168,7 +172,7 @@ class AllToAllExchange:
         )
 
     def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DispatchedRows:
-        """Send every token to the ranks of its experts; weights in fp32 or wider."""
+        """Send every token to the ranks of its experts, with its weights in fp32 or wider."""
         return DispatchedRows(_RowWire(self), x_TH, weights_TK, expert_ids_TK)
 
     @property
@@ -185,25 +189,25 @@ class AllToAllExchange:
 
 
 class _RowWire(Wire):
-    """Rows by all-to-all, tokens expanded into rows before and added up behind it."""
+    """Sends rows by all-to-all: tokens are copied into rows before, and rows added up behind it."""
 
     def __init__(self, exchange: AllToAllExchange) -> None:
         super().__init__()
         self.exchange, self.counts_L = exchange, exchange.counts_L
 
-    def homeward(self) -> _RowWire:
+    def for_combine(self) -> _RowWire:
         return _RowWire(self.exchange)
 
     def send_tokens(
         self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         exchange, top_k = self.exchange, ids_TK.shape[1]
-        rows_RH = self._send_out(x_TH)
+        rows_RH = self._send_tokens(x_TH)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        # Ids ride along as floats (exact below 2**24): one message less per layer.
+        # Ids are sent as floats (exact below 2**24) with the weights: one message less per layer.
         routing_TX = torch.cat([weights_TK.to(wide), ids_TK.to(wide)], dim=1)
         routing_NX = routing_TX.index_select(0, exchange.token_of_row_N)
-        routing_RX = self._travel(routing_NX, exchange.send_counts, exchange.recv_counts)
+        routing_RX = self._send_rows(routing_NX, exchange.send_counts, exchange.recv_counts)
         return rows_RH, routing_RX[:, :top_k], routing_RX[:, top_k:]
 
     def local_ids(self, ids_RK: Tensor) -> Tensor:
@@ -213,29 +217,30 @@ class _RowWire(Wire):
         return [None if grad is None else self.send_results(grad) for grad in (grad_RH, grad_RK)]
 
     def send_results(self, rows_RX: Tensor) -> Tensor:
-        return self._travel(rows_RX, self.exchange.recv_counts, self.exchange.send_counts)
+        return self._send_rows(rows_RX, self.exchange.recv_counts, self.exchange.send_counts)
 
     def add_results(self, rows_NX: Tensor) -> Tensor:
         return add_rows(rows_NX, self.exchange.token_of_row_N, self.exchange.slots_TJ)
 
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
-        return self._send_out(grad_TH)
+        return self._send_tokens(grad_TH)
 
-    def _send_out(self, x_TH: Tensor) -> Tensor:
-        """Send tokens to the ranks of their experts; what stays is copied meanwhile."""
-        exchange, sent, here = self.exchange, self.exchange.num_sent, self.exchange.num_received
-        received_RH = x_TH.new_empty(here + exchange.num_own, x_TH.shape[1])
+    def _send_tokens(self, x_TH: Tensor) -> Tensor:
+        """Send tokens to the ranks of their experts, and meanwhile copy those that stay."""
+        exchange = self.exchange
+        sent, received = exchange.num_sent, exchange.num_received
+        received_RH = x_TH.new_empty(received + exchange.num_own, x_TH.shape[1])
         rows_NH = x_TH.index_select(0, exchange.token_of_row_N[:sent])
-        self._start(rows_NH, received_RH[:here], exchange.send_counts, exchange.recv_counts)
-        torch.index_select(x_TH, 0, exchange.token_of_row_N[sent:], out=received_RH[here:])
+        self._start(rows_NH, received_RH[:received], exchange.send_counts, exchange.recv_counts)
+        torch.index_select(x_TH, 0, exchange.token_of_row_N[sent:], out=received_RH[received:])
         return received_RH
 
-    def _travel(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """Send rows as they are, those that stay being the last ones on both sides."""
-        gone, come = sum(sends), sum(receives)
-        received = rows.new_empty(come + len(rows) - gone, *rows.shape[1:])
-        self._start(rows[:gone], received[:come], sends, receives)
-        received[come:] = rows[gone:]
+    def _send_rows(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """Send the first rows, and copy the last ones, which stay, behind the received rows."""
+        num_sent, num_received = sum(sends), sum(receives)
+        received = rows.new_empty(num_received + len(rows) - num_sent, *rows.shape[1:])
+        self._start(rows[:num_sent], received[:num_received], sends, receives)
+        received[num_received:] = rows[num_sent:]
         return received
 
     def _start(self, rows: Tensor, out: Tensor, sends: list[int], receives: list[int]) -> None:
@@ -251,30 +256,31 @@ class _RowWire(Wire):
 
 
 def find_destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:
-    """Mark in sends_DT which rank gets which token."""
+    """Compute sends_DT, which is true where a rank owns an expert of a token."""
     sends_TD = rank_of_pair_TK.new_zeros(rank_of_pair_TK.shape[0], ranks, dtype=torch.bool)
     return sends_TD.scatter_(1, rank_of_pair_TK, True).t()
 
 
 def number_experts(num_experts: int, local: int, rank: int, device: torch.device) -> Tensor:
-    """Number the experts of `rank` from its first one, and give all others the number L."""
+    """Number the experts of `rank` from 0, and give all other experts the number L."""
     local_id_E = torch.full((num_experts,), local, device=device)
     local_id_E[rank * local : (rank + 1) * local] = torch.arange(local, device=device)
     return local_id_E
 
 
 class Order(NamedTuple):
-    """In which order rows lie: numbers for the cells (place, token) of a table that are rows.
+    """The order of rows: numbers for those cells (rank, token) of a table that are rows.
 
-    Places are the ranks in order but the own one last. Rank 0 of the module's example:
+    The table's rows are the ranks in order, except that this rank comes last. On rank 0 of the
+    module's example:
 
         table    t0 t1     numbers    t0 t1     slots_TJ = [[0, 2],    token_X = [0, 1, 0, ...]
         rank 1    x  x                 0  1                 [1, 3]]
         rank 0    x  .                 2  3
 
-    The cell that is no row has the number after the last row's, which `slots_TJ` means by "no
-    row". How many rows there are only the counts say: `token_X` has room for all there can be, and
-    its first N are `token_of_row_N`.
+    A cell that is no row gets the number behind the last row's, which means "no row" in `slots_TJ`.
+    The number of rows N is known only from the counts: `token_X` has room for the largest possible
+    N, and its first N entries are `token_of_row_N`.
     """
 
     token_X: Tensor
@@ -282,10 +288,10 @@ class Order(NamedTuple):
 
 
 def order_rows(sends_DT: Tensor, rank: int, num_slots: int) -> Order:
-    """Order the rows that `rank` sends or keeps, without asking the device how many there are.
+    """Order the rows that `rank` sends or keeps, without a host sync for their number.
 
-    `num_slots` is the most rows that a token can have. What backward keeps of the order is int32,
-    `num_slots` numbers a token each.
+    `num_slots` is the largest number of rows that a token can have. Backward keeps `num_slots`
+    int32 numbers per token.
     """
     ranks, num_tokens = sends_DT.shape
     sends_DT = torch.cat([sends_DT[:rank], sends_DT[rank + 1 :], sends_DT[rank : rank + 1]])
@@ -297,6 +303,6 @@ def order_rows(sends_DT: Tensor, rank: int, num_slots: int) -> Order:
     token_X.scatter_(0, row_DT.flatten(), token_DT.flatten())
     slots_TJ = row_DT.t().to(torch.int32)
     if num_slots < ranks:
-        # Those that are no rows have the largest number.
+        # Cells that are no rows have the largest number.
         slots_TJ = slots_TJ.sort(1).values[:, :num_slots]
     return Order(token_X, slots_TJ.contiguous())

@@ -1,24 +1,34 @@
-"""Four autograd nodes, two for the way out and two for the way home; every dispatcher runs them.
+"""Asynchronous dispatch and combine as autograd nodes, shared by all dispatchers.
 
-A wire connects the two nodes of one way. Forward starts the transfer in the first node and waits in
-the second; backward starts it in the second and waits in the first. What backward brings does not
-fit the shapes of forward's outputs, so it passes through the wire, and the nodes hand each other
-`nothing`:
+One layer, one forward, all tokens in one chunk:
 
-    the way out     _StartDispatch             _FinishDispatch
+    (exchange,) = dispatcher.plan(...)       decides which rows go where; no row is sent yet
+    arriving = exchange.start(...)           starts to send tokens to the ranks of their experts
+    ... = arriving.finish()                  waits for the rows of this rank's experts
+    returning = arriving.start_combine(...)  starts to send the experts' results back
+    out_TH = returning.finish()              waits for them: one row per token again
+
+Everything named "start" returns at once, everything named "finish" waits. Each of the four calls is
+an autograd node. Forward starts a transfer in the first node of a pair and waits in the second;
+backward starts the transfer of the gradients in the second node and waits in the first:
+
+    dispatch        _StartDispatch             _FinishDispatch
       forward         send_tokens          >     wait
       backward        wait, add_results    <     send_row_grads
 
-    the way home    _StartCombine              _FinishCombine
+    combine         _StartCombine              _FinishCombine
       forward         send_results         >     wait, add_results
       backward        wait                 <     send_result_grads
 
-The gradient of a row goes the way of its result: home, and added up there.
+The gradient of a row is sent back like the row's result, and added up on the rank of its token.
+
+Gradients that were received do not have the shapes of forward's outputs, as autograd's edges would
+require. They pass through the `Wire` that connects the two nodes, and autograd's edge gets a
+placeholder of the right shape.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -30,80 +40,123 @@ from torch.autograd.function import once_differentiable
 from hf_moe_ep.ops.autograd import mark_without_grad, nothing
 
 
-class Waits(Protocol):
-    """A transfer under way; keeps what it reads and writes."""
-
-    def wait(self) -> None:
-        """Let whatever runs next on this device see the rows."""
-
-
-class Wire(ABC):
-    """Transfers under way, and in backward what they bring; a dispatcher says how rows travel.
+class Exchange(Protocol):
+    """The planned exchange of one chunk of tokens; it may be started again, with the same outcome.
 
     Attributes:
-        transfers: what `wait` waits for; every `send_...` adds its own.
-        brought: rows of gradients for the first node, one entry for each of its inputs.
-        needs: which of those inputs need a gradient.
+        num_tokens: the number of tokens in the chunk.
+    """
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Arriving:
+        """Send every token to the ranks of its experts; differentiable in tokens and weights.
+
+        `expert_ids_TK` are the ids from which the exchange was planned.
+        """
+
+
+class Arriving(Protocol):
+    """Rows that are being sent to the ranks of their experts.
+
+    Attributes:
+        counts_L: (row, expert) pairs per local expert; valid after `finish`.
+    """
+
+    @property
+    def counts_L(self) -> list[int]: ...
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Wait for rows_RH, weights_RK and expert_ids_RK.
+
+        Weights are in fp32 or wider. Ids count from this rank's first expert; the id L stands for
+        an expert of another rank.
+        """
+
+    def abandon(self) -> None:
+        """Wait for the transfers after an error, when nobody will call `finish`."""
+
+    def start_combine(self, rows_RH: Tensor) -> CombinedRows:
+        """Send the experts' results, one row per row received, back to the ranks of the tokens."""
+
+
+class Waits(Protocol):
+    """A running transfer; keeps the tensors alive that the transfer reads and writes."""
+
+    def wait(self) -> None:
+        """Make later kernels on this device wait for the transfer."""
+
+
+class Wire:
+    """How one dispatcher transfers rows, and the transfers of one pair of nodes that still run.
+
+    A dispatcher overrides the methods that raise NotImplementedError.
+
+    Attributes:
+        transfers: the running transfers; every `send_...` appends its own.
+        received_grads: in backward, the gradients for the inputs of the first node.
+        needs: which of these inputs need a gradient.
         counts_L: (row, expert) pairs per local expert, known once tokens were sent.
     """
 
     def __init__(self) -> None:
         self.transfers: list[Waits] = []
-        self.brought: Sequence[Tensor | None] = ()
+        self.received_grads: Sequence[Tensor | None] = ()
         self.needs: tuple[bool, ...] = ()
         self.counts_L: list[int] = []
 
     def wait(self) -> Sequence[Tensor | None]:
-        """Let every transfer end; returns what backward has brought, once."""
+        """Wait for every transfer, and hand out the gradients that backward has received."""
         while self.transfers:
             self.transfers.pop(0).wait()
-        brought, self.brought = self.brought, ()
-        return brought
+        grads, self.received_grads = self.received_grads, ()
+        return grads
 
     def abandon(self) -> None:
-        """Wait for every transfer where nobody reads what arrives, after an error.
+        """Wait for every transfer after an error, when nobody will read the received rows.
 
-        A peer that is gone is no news then: the first error is the one to be seen.
+        Errors of these transfers are dropped, because the first error explains them.
         """
         while self.transfers:
             with suppress(RuntimeError):
                 self.transfers.pop(0).wait()
 
-    @abstractmethod
-    def homeward(self) -> Wire:
-        """Make the wire of the way home of the rows that came by this one."""
+    def for_combine(self) -> Wire:
+        """Make the wire that sends the results of this wire's rows back."""
+        raise NotImplementedError
 
-    @abstractmethod
     def send_tokens(
         self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Start the way out; rows_RH, weights_RK and ids_RK, filled once they are there."""
+        """Start to send tokens; returns rows_RH, weights_RK and ids_RK, valid after `wait`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def local_ids(self, ids_RK: Tensor) -> Tensor:
-        """Count the experts of `send_tokens`'s ids from this rank's first one; L = "not here"."""
+        """Renumber received ids from this rank's first expert; L for experts of other ranks."""
+        raise NotImplementedError
 
-    @abstractmethod
     def send_row_grads(
         self, grad_RH: Tensor | None, grad_RK: Tensor | None
     ) -> Sequence[Tensor | None]:
-        """Start the way home of the gradients of rows and weights, None where none is needed."""
+        """Start to send the gradients of rows and weights back; None where none is needed."""
+        raise NotImplementedError
 
-    @abstractmethod
     def send_results(self, rows_RH: Tensor) -> Tensor:
-        """Start the way home; what holds the rows once they are there."""
+        """Start to send results back; returns the tensor that holds them after `wait`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def add_results(self, arrived: Tensor) -> Tensor:
-        """Add up each token's rows of what `send_results` returned, once it is there."""
+        """Add up the rows of each token in what `send_results` returned, after `wait`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
-        """Start the way of out_TH's gradient to the rows; grad_RH, filled once it is there."""
+        """Start to send out_TH's gradient to the rows; returns grad_RH, valid after `wait`."""
+        raise NotImplementedError
 
 
 class DispatchedRows:
-    """Rows on their way to the ranks of their experts."""
+    """The `Arriving` rows of one transfer."""
 
     def __init__(self, wire: Wire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         try:
@@ -119,7 +172,7 @@ class DispatchedRows:
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         rows_RH, weights_RK = _FinishDispatch.apply(self._wire, *self._rows)
-        # Whoever goes on with them decides how long they stay.
+        # The caller decides how long the rows live.
         self._rows.clear()
         return rows_RH, weights_RK, self._wire.local_ids(self._ids_RK)
 
@@ -127,11 +180,11 @@ class DispatchedRows:
         self._wire.abandon()
 
     def start_combine(self, rows_RH: Tensor) -> CombinedRows:
-        return CombinedRows(self._wire.homeward(), rows_RH)
+        return CombinedRows(self._wire.for_combine(), rows_RH)
 
 
 class CombinedRows:
-    """Rows on their way home."""
+    """Results that are being sent back to the ranks of their tokens."""
 
     def __init__(self, wire: Wire, rows_RH: Tensor) -> None:
         self._wire, self._arriving = wire, _StartCombine.apply(wire, rows_RH)
@@ -140,6 +193,7 @@ class CombinedRows:
         self._wire.abandon()
 
     def finish(self) -> Tensor:
+        """Wait for out_TH, in which the rows of each token are added in one fixed order."""
         return _FinishCombine.apply(self._wire, self._arriving)
 
 
@@ -157,8 +211,8 @@ class _StartDispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        brought = ctx.wire.wait()
-        grads = [None if rows is None else ctx.wire.add_results(rows) for rows in brought]
+        received = ctx.wire.wait()
+        grads = [None if rows is None else ctx.wire.add_results(rows) for rows in received]
         return (None, *grads, None)
 
 
@@ -179,14 +233,14 @@ class _FinishDispatch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         wire: Wire = ctx.wire
         sent: list[Tensor | None] = []
-        empty: list[Tensor | None] = []
+        placeholders: list[Tensor | None] = []
         for grad, like, shape, needed in zip(grads, ctx.like, ctx.shapes, wire.needs, strict=True):
-            # A gradient that is zero is sent too: every rank takes part in the same exchanges.
+            # A zero gradient is sent as well: every rank must take part in the same transfers.
             whole = like.new_zeros(shape) if needed and grad is None else grad
             sent.append(whole if needed else None)
-            empty.append(nothing(like, shape) if needed else None)
-        wire.brought = wire.send_row_grads(*sent)
-        return (None, *empty)
+            placeholders.append(nothing(like, shape) if needed else None)
+        wire.received_grads = wire.send_row_grads(*sent)
+        return (None, *placeholders)
 
 
 class _StartCombine(torch.autograd.Function):
@@ -211,5 +265,5 @@ class _FinishCombine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.wire.brought = (ctx.wire.send_result_grads(grad_TH),)
+        ctx.wire.received_grads = (ctx.wire.send_result_grads(grad_TH),)
         return None, nothing(grad_TH, ctx.shape)

@@ -1,4 +1,4 @@
-"""Which dispatcher a model gets; the one place that knows them all by name."""
+"""Choose the dispatcher of a model; no other file knows all of them by name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hf_moe_ep.ranks.mesh import Meshes
 def make_dispatcher(
     config: ParallelConfig, meshes: Meshes, *, num_experts: int
 ) -> Dispatcher | None:
-    """Make what the config asks for over the ep group of `meshes`; None where it is one rank.
+    """Make the dispatcher that the config asks for; None if the ep group has one rank.
 
     Raises:
-        ImportError, ValueError: DeepEP is not there, or has no settings for so many ranks.
+        ImportError: DeepEP is not installed.
+        ValueError: DeepEP has no settings for so many ranks.
     """
     if meshes.ep_size == 1:
         return None

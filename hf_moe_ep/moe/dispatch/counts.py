@@ -1,11 +1,14 @@
-"""What ranks tell each other before rows travel: where they are, and how much they will send.
+"""The exchange of counts that precedes the exchange of rows.
 
 Each rank of an ep group sends one small vector to all others, once per MoE layer: a header (forward
-number, layer, mode), then its counts. Ranks that are not in the same place of the same step get an
-error, each on every rank, instead of each other's tokens or a hang.
+number, layer, mode), then the numbers of rows that it will send. If ranks are at different
+positions (another layer, mode or step), every rank raises an error, instead of receiving tokens of
+another layer or waiting forever.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,20 +18,24 @@ from hf_moe_ep.dispatcher import Header
 from hf_moe_ep.ranks.collectives import Gathering, start_gathering
 
 
-class CountsUnderWay:
-    """Headers and counts of all ranks of a group, on their way."""
+class CountsExchange:
+    """A running exchange of headers and counts between all ranks of a group."""
 
     def __init__(self, gathering: Gathering, group: dist.ProcessGroup, header: Header) -> None:
         self._gathering, self._group, self._header = gathering, group, header
 
     def wait(self) -> list[list[int]]:
-        """Wait for the counts of every rank; raise on all of them where one is elsewhere."""
+        """Wait for the counts of every rank.
+
+        Raises:
+            RuntimeError: on every rank, if the headers of the ranks differ.
+        """
         mine = self._header.as_list()
         gathered = self._gathering.wait()
-        told = [row[: len(mine)] for row in gathered]
-        if any(place != mine for place in told):
+        numbers: list[list[Any]] = [row[: len(mine)] for row in gathered]
+        if any(header != mine for header in numbers):
             ranks = dist.get_process_group_ranks(self._group)
-            headers = [Header.from_list(place) for place in told]
+            headers = [Header(*header) for header in numbers]
             lines = [
                 f"  rank {rank}: {header}" for rank, header in zip(ranks, headers, strict=True)
             ]
@@ -41,19 +48,19 @@ class CountsUnderWay:
         return [row[len(mine) :] for row in gathered]
 
 
-def start_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) -> CountsUnderWay:
-    """Send this rank's place and `counts` to every rank of `group`."""
-    # Pinned, because a copy from pageable memory would make the host wait for the GPU once more.
-    place = torch.tensor(header.as_list(), dtype=counts.dtype, pin_memory=counts.is_cuda)
-    vector = torch.cat([place.to(counts.device, non_blocking=True), counts])
-    return CountsUnderWay(start_gathering(vector, group, where=str(header)), group, header)
+def start_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) -> CountsExchange:
+    """Send this rank's header and `counts` to every rank of `group`."""
+    # Pinned, because a copy from pageable memory is a host sync.
+    mine = torch.tensor(header.as_list(), dtype=counts.dtype, pin_memory=counts.is_cuda)
+    vector = torch.cat([mine.to(counts.device, non_blocking=True), counts])
+    return CountsExchange(start_gathering(vector, group, where=str(header)), group, header)
 
 
 def check_max_rows(rows: list[int], max_rows: int, group: dist.ProcessGroup, where: str) -> None:
-    """Raise where a rank of the group would get more than `max_rows` rows.
+    """Raise RuntimeError if a rank of the group would receive more than `max_rows` rows.
 
-    `rows` are those that each rank gets in one layer. Every rank knows them all, so all raise
-    together and before they allocate.
+    `rows` has the number of rows that each rank receives in one layer. Every rank knows all of
+    these numbers, so all ranks raise together, before they allocate memory for the rows.
     """
     ranks = dist.get_process_group_ranks(group)
     if max(rows) > max_rows:

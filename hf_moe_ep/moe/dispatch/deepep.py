@@ -1,27 +1,29 @@
-"""Dispatch and combine by DeepEP's kernels, behind the contract of `hf_moe_ep/dispatcher.py`.
+"""Dispatch and combine by DeepEP's kernels, behind the interface of `hf_moe_ep/dispatcher.py`.
 
-`dispatcher="deepep"`: rows go from GPU to GPU over NVLink (and RDMA between nodes) through a buffer
-that DeepEP owns, instead of through NCCL. Three things differ from all_to_all.py. Rows arrive in
-the order of their senders, own ones among them. Weights of experts that are not here arrive as 0.
-And `start` is where the host waits, once per chunk, for how many rows come. Two ranks with experts
-{0 1} and {2 3}, rank 0 with t0 -> [0, 3], t1 -> [2, 3] and weights [.5, .25], [2, 4], rank 1 with
-no token; L = 2 is "not here":
+With `dispatcher="deepep"` rows are sent from GPU to GPU over NVLink (and RDMA between nodes)
+through a buffer that DeepEP owns, instead of through NCCL. Three things differ from all_to_all.py.
+Received rows are ordered by sender, including the rows of this rank. The weights of experts of
+other ranks are received as 0. And the host waits for the number of rows in `start`, once per chunk.
+Two ranks with experts {0 1} and {2 3}, rank 0 with t0 -> [0, 3], t1 -> [2, 3] and weights
+[.5, .25], [2, 4], rank 1 without tokens; the id L = 2 stands for an expert of another rank:
 
     rank 0 gets t0       ids [[0, L]]            weights [[.5, 0]]
     rank 1 gets t0, t1   ids [[L, 1], [0, 1]]    weights [[0, .25], [2, 4]]
 
-DeepEP's two operations are each other's adjoint: dispatch copies a token to ranks, combine adds
-what ranks hold of a token. So the gradient of dispatch is a combine, and that of combine a dispatch
-along the same way (`handle`). Our experts have applied the weights before combine only adds rows.
+DeepEP's two operations are each other's adjoint: dispatch copies a token to ranks, and combine adds
+up the rows of a token. The gradient of dispatch is therefore a combine, and the gradient of combine
+is a dispatch that reuses the routing of the first (`handle`). Our experts apply the routing
+weights, so combine only adds rows.
 
-A handle is made of tensors and fits any buffer of as many SMs: one may grow before backward.
+A handle consists of tensors and fits every buffer with the same number of SMs, so the buffer may be
+replaced by a larger one before backward.
 
-Not noticed here: ranks at different places of the model. They get each other's tokens, or DeepEP's
-time-out; `dispatcher="all_to_all"` finds out.
+This dispatcher does not notice ranks that are at different positions of the model. They get each
+other's tokens, or DeepEP's time-out; `dispatcher="all_to_all"` raises an error instead.
 
 Interface: `Buffer` of https://github.com/deepseek-ai/DeepEP, deep_ep/buffer.py in V1.2 and
-deep_ep/buffers/legacy.py in V2; the limits checked here stand in its csrc/deep_ep.cpp and
-csrc/kernels/intranode.cu.
+deep_ep/buffers/legacy.py in V2. The limits that are checked here are those of its
+csrc/deep_ep.cpp and csrc/kernels/intranode.cu.
 """
 
 from __future__ import annotations
@@ -38,11 +40,12 @@ from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows, Wire
 from hf_moe_ep.moe.dispatch.counts import check_max_rows
 from hf_moe_ep.ranks.collectives import gather_counts
 
-# Ranks that are one node to DeepEP, and its default of queue pairs: between nodes as many as SMs.
+# The ranks that DeepEP treats as one node, and its default number of queue pairs (between nodes it
+# needs as many as SMs).
 _RANKS_PER_NODE, _QUEUE_PAIRS = 8, 24
 # Rows are copied in two halves of 16-byte words; one warp carries a token's experts.
 _HIDDEN_MULTIPLE, _MAX_TOP_K = 16, 32
-# What `get_dispatch_layout` returns, by the names that `dispatch` has for it.
+# The results of `get_dispatch_layout`, by the names of `dispatch`'s arguments.
 _LAYOUT = (
     "num_tokens_per_rank",
     "num_tokens_per_rdma_rank",
@@ -53,7 +56,11 @@ _REMEDY = 'or use dispatcher="all_to_all", which works everywhere'
 
 
 def load_deep_ep() -> Any:
-    """Import the class `deep_ep.Buffer`, when it is first asked for."""
+    """Import the class `deep_ep.Buffer`.
+
+    Raises:
+        ImportError: DeepEP is not installed, or lacks this class.
+    """
     try:
         from deep_ep import Buffer
     except ImportError as error:
@@ -72,17 +79,19 @@ def _not_installed(why: str) -> str:
 
 
 class GroupBuffer:
-    """DeepEP's buffer of one ep group: the one place that sizes, makes and frees it.
+    """Sizes, makes and frees DeepEP's buffer of one ep group.
 
-    Kept by the dispatcher that the state of a model keeps: nothing is global. Its GPU memory is not
-    torch's: by DeepEP's formula 126 MB for 8 ranks, 20 SMs and hidden 2048.
+    The dispatcher in the state of a model owns this object; nothing is global. torch does not
+    allocate the buffer's GPU memory: by DeepEP's formula 126 MB for 8 ranks, 20 SMs and hidden
+    2048.
 
     Args:
         group: 2, 4 or 8 ranks of one node, or a multiple of 8 whose consecutive eights are nodes.
-        num_sms: streaming multiprocessors that move rows, even; None leaves DeepEP's choice (20).
+        num_sms: the number of streaming multiprocessors that move rows, even; None for DeepEP's
+            default (20).
 
     Raises:
-        ImportError: deep_ep is not there.
+        ImportError: deep_ep is not installed.
         ValueError: an odd number of SMs, or a group size that DeepEP has no settings for.
     """
 
@@ -98,7 +107,7 @@ class GroupBuffer:
                     f"DeepEP moves rows by pairs of SMs: num_sms must be even and >= 2, got "
                     f"{num_sms}; try {max(2, num_sms + 1)}"
                 )
-            # One number for all buffers of the process; only the calls below read it.
+            # DeepEP has one such number per process, which only the calls below read.
             self._class.set_num_sms(num_sms)
         self._queue_pairs = max(_QUEUE_PAIRS, self._class.num_sms)
         try:
@@ -111,8 +120,9 @@ class GroupBuffer:
             ) from error
 
     def reserve(self, hidden_bytes: int) -> None:
-        """Have room for rows of so many bytes, in a new buffer where the one that is there is too
-        small; every rank of the group calls it with the same.
+        """Make sure that rows of so many bytes fit, with a larger buffer if necessary.
+
+        Every rank of the group calls this with the same number.
         """
         if self._buffer is not None and hidden_bytes <= self.hidden_bytes:
             return
@@ -121,39 +131,39 @@ class GroupBuffer:
         ranks = self.num_ranks
         nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden_bytes, ranks) for config in configs)
         rdma_bytes = 0
-        if ranks > _RANKS_PER_NODE:  # a build without NVSHMEM raises even where the answer is 0
+        if ranks > _RANKS_PER_NODE:  # a build without NVSHMEM raises even if the result is 0
             hints = [config.get_rdma_buffer_size_hint(hidden_bytes, ranks) for config in configs]
             rdma_bytes = max(hints)
-        # Freed by `free` alone: the destructor waits for other ranks, which may be gone by then.
+        # Only `free` frees it: the destructor would wait for other ranks, which may have ended.
         options = {"num_qps_per_rank": self._queue_pairs, "explicitly_destroy": True}
         self._buffer = self._class(self.group, nvl_bytes, rdma_bytes, **options)
         self.hidden_bytes = hidden_bytes
 
     def free(self) -> None:
-        """Give the memory back; every rank of the group calls it, before the group is destroyed."""
+        """Free the memory; every rank of the group calls this, before the group is destroyed."""
         buffer, self._buffer, self.hidden_bytes = self._buffer, None, 0
         if buffer is not None:
             buffer.destroy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupBuffer:
-        """The copy of a model runs in the same group, one layer after the other: one buffer."""
+        """A copy of the model uses the same buffer: layers run one after the other."""
         return self
 
     @property
     def alive(self) -> Any:
-        """The `deep_ep.Buffer` that is there now; raises where there is none."""
+        """The present `deep_ep.Buffer`; raises RuntimeError if it was freed."""
         self.check_alive()
         return self._buffer
 
     def check_alive(self) -> None:
-        """Raise where the buffer was freed."""
+        """Raise RuntimeError if the buffer was freed."""
         if self._buffer is None:
             raise RuntimeError(
-                "this ep group's DeepEP buffer was freed; free it behind the last backward only"
+                "this ep group's DeepEP buffer was freed; free it after the last backward only"
             )
 
     def check_rows(self, rows_XH: Tensor) -> None:
-        """Raise what DeepEP answers with an assertion of its own, or with the process's end."""
+        """Raise ValueError for rows on which DeepEP would fail an assertion or end the process."""
         hidden = rows_XH.shape[1]
         num_bytes = hidden * rows_XH.element_size()
         if rows_XH.dtype != torch.bfloat16:
@@ -179,10 +189,10 @@ class DeepEP:
     """The dispatcher of one ep group; see `hf_moe_ep.dispatcher.Dispatcher`.
 
     Args:
-        num_experts: of all ranks together, the first ones on the first rank.
-        num_chunks: parts in which the tokens travel.
-        max_rows: what a rank may receive in one layer; None = no limit. A limit costs a host sync:
-            ranks gather how many rows they are going to send.
+        num_experts: the number of experts on all ranks together; the first rank owns the first.
+        num_chunks: the number of chunks in which the tokens of a layer are sent.
+        max_rows: the most rows that a rank may receive in one layer; None for no limit. A limit
+            costs a host sync, in which ranks all-gather the numbers of rows that they will send.
     """
 
     buffer: GroupBuffer
@@ -193,12 +203,12 @@ class DeepEP:
     def plan(
         self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int
     ) -> list[DeepEPExchange]:
-        """Plan an exchange per chunk and have room for its rows; ids are int64.
+        """Plan an exchange per chunk and make room for its rows; ids are int64.
 
         Raises:
-            ValueError: more experts per token than DeepEP can carry.
-            RuntimeError: on every rank of the group and before it allocates a row, where one would
-                get more than `max_rows` of them in this layer.
+            ValueError: a token has more experts than DeepEP can send.
+            RuntimeError: on every rank of the group, before any rank allocates rows, if one would
+                get more than `max_rows` rows in this layer.
         """
         top_k = expert_ids_TK.shape[1]
         where = str(header)
@@ -212,7 +222,7 @@ class DeepEP:
         find_layout = self.buffer.alive.get_dispatch_layout
         layouts = [dict(zip(_LAYOUT, find_layout(ids, self.num_experts))) for ids in chunks]
         if self.max_rows is not None:
-            # What a rank sends only that rank knows: each tells all.
+            # Only the sender knows these numbers.
             sent_D = torch.stack([layout["num_tokens_per_rank"] for layout in layouts]).sum(0)
             sent_DD = gather_counts(sent_D, self.buffer.group, where=where)
             rows_D = [sum(column) for column in zip(*sent_DD, strict=True)]
@@ -226,12 +236,12 @@ class DeepEP:
 
 @dataclass(frozen=True)
 class DeepEPExchange:
-    """Where the rows of some tokens go.
+    """The exchange of one chunk.
 
     Attributes:
-        num_local: experts of this rank.
-        layout: what DeepEP's dispatch has to be told about the tokens, by its names for it.
-        where: the place in the model, for errors.
+        num_local: the number of experts of this rank.
+        layout: the arguments of DeepEP's dispatch that describe the tokens' destinations.
+        where: the position in the model, for errors.
     """
 
     buffer: GroupBuffer
@@ -241,13 +251,13 @@ class DeepEPExchange:
     where: str
 
     def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> DispatchedRows:
-        """Send every token to the ranks of its experts; weights travel in fp32."""
+        """Send every token to the ranks of its experts, with its weights in fp32."""
         return DispatchedRows(_BufferWire(self), x_TH, weights_TK.float(), expert_ids_TK)
 
 
 @dataclass
 class _Event:
-    """A transfer of DeepEP's, and the tensors it reads and writes."""
+    """A transfer of DeepEP, and the tensors that it reads and writes."""
 
     event: Any
     tensors: Any
@@ -257,11 +267,11 @@ class _Event:
 
 
 class _BufferWire(Wire):
-    """Rows through DeepEP's buffer, which copies tokens on the way out and adds on the way home.
+    """Sends rows through DeepEP's buffer: its dispatch copies tokens, its combine adds rows.
 
     Attributes:
-        handle: DeepEP's memory of a way out, which every other way of the same rows asks for.
-        absent_RK: (row, slot) pairs whose expert is not on this rank.
+        handle: DeepEP's record of a dispatch, which all other transfers of the same rows need.
+        absent_RK: true for (row, slot) pairs whose expert is on another rank.
     """
 
     def __init__(self, exchange: DeepEPExchange, handle: Any = None) -> None:
@@ -270,7 +280,7 @@ class _BufferWire(Wire):
         self.absent_RK: Tensor | None = None
         self._hidden = 0
 
-    def homeward(self) -> _BufferWire:
+    def for_combine(self) -> _BufferWire:
         return _BufferWire(self.exchange, self.handle)
 
     def send_tokens(
@@ -298,11 +308,11 @@ class _BufferWire(Wire):
     ) -> tuple[Tensor | None, Tensor | None]:
         assert self.absent_RK is not None
         if grad_RK is not None:
-            # A weight arrived at one rank, and as 0 at the others: no gradient comes from those.
+            # Only the rank that owns the expert has received the weight; the others got a 0.
             grad_RK = grad_RK.masked_fill(self.absent_RK, 0)
         if grad_RH is not None:
             return self._combine(grad_RH, grad_RK)
-        # DeepEP sends no weights without rows.
+        # DeepEP cannot send weights without rows.
         shape = len(self.absent_RK), self._hidden
         rows_RH = self.absent_RK.new_zeros(shape, dtype=torch.bfloat16)
         return None, self._combine(rows_RH, grad_RK)[1]
@@ -319,7 +329,7 @@ class _BufferWire(Wire):
         return rows_RH
 
     def _dispatch(self, x_TH: Tensor, **arguments: Any) -> list[Any]:
-        """Start a way out: rows, ids, weights, counts and handle, filled once waited for."""
+        """Start a dispatch; returns rows, ids, weights, counts and handle, valid after `wait`."""
         buffer, x_TH = self.exchange.buffer, x_TH.contiguous()
         arguments = {"config": buffer.dispatch_config, "async_finish": True, **arguments}
         *results, event = buffer.alive.dispatch(x_TH, **arguments)
@@ -329,7 +339,7 @@ class _BufferWire(Wire):
     def _combine(
         self, rows_RH: Tensor, weights_RK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Start a way home: tokens, and weights if there are any, filled once waited for."""
+        """Start a combine; returns tokens, and weights if any were given, valid after `wait`."""
         buffer, rows_RH = self.exchange.buffer, rows_RH.contiguous()
         arguments = {"config": buffer.combine_config, "async_finish": True}
         if weights_RK is not None:

@@ -1,29 +1,33 @@
-"""Send each token to a node once, and inside it to each rank once; results come home likewise.
+"""Send each token to a node once, then inside the node to each rank once; results likewise.
 
-Links between nodes are many times slower than those inside one. So a token crosses to another node
-at most once, however many ranks there hold experts of it: to the rank of its own place on that
-node, which passes it on to the others. Results are added up inside their node first, and one row
-for each token and node comes home. Nodes {0 1} and {2 3}, one expert per rank, rank 0's tokens:
+Links between nodes are many times slower than links inside a node. A token is therefore sent to
+another node at most once, however many ranks of that node own experts of the token. It goes to the
+rank that has the sender's local rank on that node, and this rank forwards it to the others. Results
+are added up inside their node first, so one row per token and node is sent back. With nodes {0 1}
+and {2 3}, one expert per rank, these are the tokens of rank 0:
 
-            experts    crosses to    is passed on there to    in its own node
+            experts    crosses to    is forwarded there to    in its own node
     t0      2 3        rank 2        3, and stays             -
     t1      1 3        rank 2        3                        to 1
 
-Two rows leave the node, and `all_to_all.py` would send three. Both ways together, forward and
-backward, four rows cross for each distinct (token, other node) pair, the fewest that can. A router
-that draws a token's experts from few groups, as DeepSeek-V3's from 4 of 8, makes such pairs rarer
-where no group lies on two nodes; nothing has to be told of it.
+Two rows leave the node, where `all_to_all.py` would send three. Dispatch and combine, forward and
+backward together send four rows between nodes for each distinct (token, other node) pair, which is
+the minimum. A router that chooses a token's experts from few groups, as DeepSeek-V3 does from 4 of
+8, makes such pairs rarer if every group lies on one node. The dispatcher needs no option for that.
 
-Each leg is an exchange of `all_to_all.py`, autograd nodes and all: the first between the ranks of
-one place, a node for a destination; the second between the ranks of a node, whose tokens are the
-rows of the first, those of other nodes in front, own ones last. Backward takes the legs from the
-end: gradients too are added up inside a node before they cross.
+Each of the two legs is an exchange of `all_to_all.py`, with its autograd nodes. The first leg runs
+between the ranks that have one local rank; its destinations are nodes. The second leg runs between
+the ranks of a node; its tokens are the rows of the first leg, first those of other nodes, then
+those of this rank. Backward runs the legs in reverse: gradients as well are added up inside a node
+before they are sent to another.
 
-One exchange of counts plans both: every rank tells its rows per node and per rank, and from all of
-them each reads off what it is going to pass on. Which rows those are stands in the expert ids that
-ride along; the device puts them in order once they are there, and the host asks nothing.
+One exchange of counts plans both legs. Every rank sends its numbers of rows per node and per rank,
+and from those of all ranks each rank computes how many rows it will forward. The expert ids that
+are sent with the rows say which rows these are; the device orders the rows after they were
+received, without a host sync.
 
-Rows cross nodes while experts run, as with `all_to_all.py`; inside a node nothing runs meanwhile.
+Rows are sent between nodes while experts run, as in `all_to_all.py`. The second leg does not
+overlap with experts.
 """
 
 from __future__ import annotations
@@ -51,7 +55,10 @@ from hf_moe_ep.ops.permute import count_pairs
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place on its node, in an ep group of `nodes` times `places` ranks, node by node."""
+    """The node of a rank, and its place (local rank) there.
+
+    The ep group has `nodes` times `places` ranks, node by node.
+    """
 
     nodes: int
     places: int
@@ -63,7 +70,7 @@ class Seat:
         return self.nodes * self.places
 
     def column(self, place: int) -> list[int]:
-        """List the ranks that have this place on their nodes."""
+        """List the ranks that have this local rank on their nodes."""
         return [node * self.places + place for node in range(self.nodes)]
 
     def neighbours(self) -> list[int]:
@@ -77,11 +84,12 @@ class Hierarchical:
 
     Args:
         group: the ep group, node by node, with equally many ranks on each.
-        between: the ranks that have this one's place on their nodes.
+        between: the ranks that have the local rank of this one on their nodes.
         inside: the ranks of this node.
-        num_experts: of all ranks together, the first ones on the first rank.
-        num_chunks: parts in which the tokens travel.
-        max_rows: what a rank may receive in one layer for its own experts; None = no limit.
+        num_experts: the number of experts on all ranks together; the first rank owns the first.
+        num_chunks: the number of chunks in which the tokens of a layer are sent.
+        max_rows: the most rows that a rank may receive in one layer for its own experts; None for
+            no limit.
     """
 
     group: dist.ProcessGroup
@@ -94,27 +102,28 @@ class Hierarchical:
     def plan(
         self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int = 0
     ) -> list[HierarchicalExchange]:
-        """Plan an exchange per chunk, all from one exchange of counts."""
+        """Plan the exchanges of all chunks from one exchange of counts."""
         seat, top_k = self._seat(), expert_ids_TK.shape[1]
         chunks = [
             find_crossings(ids, seat, self.num_experts)
             for ids in expert_ids_TK.tensor_split(self.num_chunks)
         ]
-        told = start_counts(torch.cat([chunk.told for chunk in chunks]), self.group, header)
-        # Meanwhile the device prepares whatever needs no counts, as in `all_to_all.py`.
+        counts = torch.cat([chunk.counts for chunk in chunks])
+        counts_exchange = start_counts(counts, self.group, header)
+        # Meanwhile the device computes everything that needs no counts, as in `all_to_all.py`.
         num_slots = min(seat.nodes, top_k)
         orders = [order_rows(chunk.crossing_VT, seat.node, num_slots) for chunk in chunks]
         numbers = number_twice(seat, self.num_experts, expert_ids_TK.device)
-        gathered = told.wait()
+        gathered = counts_exchange.wait()
         size = seat.nodes + seat.ranks + self.num_experts
         tables = [
-            [Told.read(row[first : first + size], seat) for row in gathered]
+            [RankCounts.from_list(row[first : first + size], seat) for row in gathered]
             for first in range(0, self.num_chunks * size, size)
         ]
         where = str(header)
         if self.max_rows is not None:
-            everything = [told for table in tables for told in table]
-            rows_D = [sum(told.rows_D[rank] for told in everything) for rank in range(seat.ranks)]
+            of_ranks = [one for table in tables for one in table]
+            rows_D = [sum(one.rows_D[rank] for one in of_ranks) for rank in range(seat.ranks)]
             check_max_rows(rows_D, self.max_rows, self.group, where)
         return [
             self._exchange(seat, order, read_counts(table, seat), numbers, where)
@@ -122,13 +131,13 @@ class Hierarchical:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hierarchical:
-        """The copy of a model runs in the same groups."""
+        """A copy of the model uses the same process groups."""
         return self
 
     def _exchange(
         self, seat: Seat, order: Order, counts: LegCounts, numbers: Numbers, where: str
     ) -> HierarchicalExchange:
-        """Put both legs together; asks nothing of the device."""
+        """Make the exchange of one chunk from both legs, without a host sync."""
         to_nodes = AllToAllExchange.of_counts(
             order,
             self.between,
@@ -153,15 +162,15 @@ class Hierarchical:
 
 @dataclass(frozen=True)
 class Crossings:
-    """Where the tokens of a chunk go.
+    """The destinations of the tokens of a chunk.
 
     Attributes:
-        crossing_VT: which node gets which token, the own one among them.
-        told: rows per node, rows per rank, pairs per expert.
+        crossing_VT: true where a node, this one included, receives a token.
+        counts: rows per node, rows per rank, pairs per expert.
     """
 
     crossing_VT: Tensor
-    told: Tensor
+    counts: Tensor
 
 
 def find_crossings(expert_ids_TK: Tensor, seat: Seat, num_experts: int) -> Crossings:
@@ -169,32 +178,32 @@ def find_crossings(expert_ids_TK: Tensor, seat: Seat, num_experts: int) -> Cross
     local = num_experts // seat.ranks
     sends_DT = find_destinations(expert_ids_TK // local, seat.ranks)
     crossing_VT = sends_DT.unflatten(0, (seat.nodes, seat.places)).any(1)
-    told = [crossing_VT.sum(1), sends_DT.sum(1), count_pairs(expert_ids_TK, num_experts)]
-    return Crossings(crossing_VT, torch.cat(told))
+    counts = [crossing_VT.sum(1), sends_DT.sum(1), count_pairs(expert_ids_TK, num_experts)]
+    return Crossings(crossing_VT, torch.cat(counts))
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank has told of a chunk: rows per node, rows per rank, pairs per expert."""
+class RankCounts:
+    """The counts of one rank for a chunk: rows per node, rows per rank, pairs per expert."""
 
     rows_V: Sequence[int]
     rows_D: Sequence[int]
     pairs_E: Sequence[int]
 
     @classmethod
-    def read(cls, numbers: list[int], seat: Seat) -> Told:
-        """Read what `find_crossings` put together."""
+    def from_list(cls, numbers: list[int], seat: Seat) -> RankCounts:
+        """Split the numbers that `find_crossings` has concatenated."""
         end = seat.nodes + seat.ranks
         return cls(numbers[: seat.nodes], numbers[seat.nodes : end], numbers[end:])
 
 
 @dataclass(frozen=True)
 class LegCounts:
-    """Rows of both legs; the own node and the own place count those that stay.
+    """The numbers of rows of both legs, including the rows that stay.
 
     Attributes:
         to_nodes, from_nodes: rows of the first leg.
-        to_places, from_places: rows of the second.
+        to_places, from_places: rows of the second leg.
         counts_L: (row, expert) pairs per local expert.
     """
 
@@ -205,8 +214,8 @@ class LegCounts:
     counts_L: list[int]
 
 
-def read_counts(table: list[Told], seat: Seat) -> LegCounts:
-    """Read off what this rank sends, gets and passes on; `table` is by rank of the ep group."""
+def read_counts(table: list[RankCounts], seat: Seat) -> LegCounts:
+    """Compute what this rank sends, receives and forwards; `table` has one entry per ep rank."""
     rank = seat.neighbours()[seat.place]
     mine = seat.column(seat.place)
     local = len(table[0].pairs_E) // seat.ranks
@@ -214,7 +223,7 @@ def read_counts(table: list[Told], seat: Seat) -> LegCounts:
     return LegCounts(
         to_nodes=table[rank].rows_V,
         from_nodes=[table[sender].rows_V[seat.node] for sender in mine],
-        # What is passed on to a neighbour are the tokens for it of all ranks of this place.
+        # A neighbour gets from this rank the tokens of all ranks with this local rank.
         to_places=[
             sum(table[sender].rows_D[neighbour] for sender in mine)
             for neighbour in seat.neighbours()
@@ -223,16 +232,17 @@ def read_counts(table: list[Told], seat: Seat) -> LegCounts:
             sum(table[sender].rows_D[rank] for sender in seat.column(place))
             for place in range(seat.places)
         ],
-        counts_L=[sum(told.pairs_E[expert] for told in table) for expert in experts],
+        counts_L=[sum(one.pairs_E[expert] for one in table) for expert in experts],
     )
 
 
 class Numbers(NamedTuple):
-    """What experts are called on the way.
+    """The numbers of the experts in both legs.
 
     Attributes:
-        in_node_E: their numbers on this node; experts of other nodes share the one behind the last.
-        here_X: by these numbers those on this rank, L where it is not here.
+        in_node_E: each expert's number on this node; experts of other nodes share the number behind
+            the last.
+        here_X: indexed by these numbers, the number on this rank; L for experts of other ranks.
     """
 
     in_node_E: Tensor
@@ -240,7 +250,7 @@ class Numbers(NamedTuple):
 
 
 def number_twice(seat: Seat, num_experts: int, device: torch.device) -> Numbers:
-    """Number the experts of a rank's node, and of these its own."""
+    """Number the experts of this node, and among these the experts of this rank."""
     local = num_experts // seat.ranks
     of_node = local * seat.places
     return Numbers(
@@ -251,13 +261,13 @@ def number_twice(seat: Seat, num_experts: int, device: torch.device) -> Numbers:
 
 @dataclass(frozen=True)
 class InNode:
-    """The second leg, as far as it is known before the rows of the first are there.
+    """The part of the second leg that is known before the rows of the first leg are received.
 
     Attributes:
-        group, place: the ranks of this node, and which of them this is.
-        counts: of both legs.
+        group, place: the ranks of this node, and the local rank of this one.
+        counts: the counts of both legs.
         here_X: see `Numbers`.
-        where: the place in the model, for errors.
+        where: the position in the model, for errors.
     """
 
     group: dist.ProcessGroup
@@ -267,9 +277,9 @@ class InNode:
     where: str
 
     def exchange(self, ids_ZK: Tensor) -> AllToAllExchange:
-        """Plan how rows are passed on, without asking the device; ids are those of the node."""
+        """Plan the second leg without a host sync; `ids_ZK` are numbers of experts on the node."""
         places, local = len(self.counts.to_places), len(self.counts.counts_L)
-        # An expert that is not on this node is on the place behind the last one.
+        # Experts of other nodes are numbered as if they were on one more rank of this node.
         sends_UZ = find_destinations(ids_ZK // local, places + 1)[:places]
         order = order_rows(sends_UZ, self.place, min(places, ids_ZK.shape[1]))
         return AllToAllExchange.of_counts(
@@ -286,7 +296,7 @@ class InNode:
 
 @dataclass(frozen=True)
 class HierarchicalExchange:
-    """Where the rows of some tokens go, and what this rank gets and passes on."""
+    """The exchange of one chunk: the first leg, and what is known of the second."""
 
     to_nodes: AllToAllExchange
     in_node: InNode
@@ -296,12 +306,12 @@ class HierarchicalExchange:
         return self.to_nodes.num_tokens
 
     def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> PassedOnRows:
-        """Send every token to the nodes of its experts; weights in fp32 or wider."""
+        """Send every token to the nodes of its experts, with its weights in fp32 or wider."""
         return PassedOnRows(self.in_node, self.to_nodes.start(x_TH, weights_TK, expert_ids_TK))
 
 
 class PassedOnRows:
-    """Rows on their way to a node, then to the ranks of their experts there."""
+    """Rows that are being sent to a node, and then to the ranks of their experts there."""
 
     def __init__(self, in_node: InNode, crossing: DispatchedRows) -> None:
         self._in_node, self._crossing = in_node, crossing
@@ -317,7 +327,7 @@ class PassedOnRows:
         return self._inside.finish()
 
     def abandon(self) -> None:
-        """Let both transfers end."""
+        """Wait for the transfers of both legs."""
         self._crossing.abandon()
         if self._inside is not None:
             self._inside.abandon()

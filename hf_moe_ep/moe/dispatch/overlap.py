@@ -1,17 +1,18 @@
-"""Chunks of tokens under way: one travels while the one before it is computed.
+"""Overlap the chunks of a layer: one chunk is sent while the experts compute the one before.
 
-    with WayHome() as home:
-        for arriving in home.overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
-            home.send(arriving, experts(*arriving.finish()))
-    out_TH = home.finish()
+    with WayHome() as chunks:
+        for arriving in chunks.overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
+            chunks.send(arriving, experts(*arriving.finish()))
+    out_TH = chunks.finish()
 
-Two chunks a and b, from left to right; backward runs the same line from right to left:
+With two chunks a and b the calls run from left to right, and in backward from right to left:
 
-    start a  start b  finish a  experts a  combine a  finish b  experts b  combine b  home a, b
+    start a  start b  finish a  experts a  combine a  finish b  experts b  combine b  finish a, b
 
-The order of these calls is the order in which autograd's nodes are made, and of the nodes that are
-ready backward runs the one made last. So what overlaps here overlaps there, and a node made in the
-loop before `finish` runs in backward while the rows' gradients travel.
+Autograd's nodes are made in the order of these calls, and among the nodes that are ready, backward
+runs the one that was made last. Transfers that overlap with experts in forward therefore do so in
+backward, and a node that is made in the loop before `arriving.finish()` runs in backward while the
+rows' gradients are transferred.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from hf_moe_ep.dispatcher import Arriving, Exchange, Returning
+from hf_moe_ep.moe.dispatch.async_exchange import Arriving, CombinedRows, Exchange
 
 
 class WayHome:
-    """Chunks of tokens under way, and their results on the way back to the ranks of the tokens.
+    """The running transfers of all chunks of one layer.
 
-    An exception inside the block leaves transfers that nobody will `finish`: a recompute that stops
-    once backward has all that it needs, an experts kernel that runs out of memory, Ctrl-C. Their
-    memory must not be freed while NCCL still writes into it, so leaving the block waits for them.
+    An exception inside the block leaves transfers that nobody will finish: a recompute that stops
+    early because backward has all that it needs, a kernel that runs out of memory, Ctrl-C. Memory
+    must not be freed while NCCL still writes into it, so the end of the block waits for them.
     """
 
     def __init__(self) -> None:
         self._arriving: list[Arriving] = []
-        self._returning: list[Returning] = []
+        self._returning: list[CombinedRows] = []
 
     def __enter__(self) -> WayHome:
         return self
@@ -56,7 +57,7 @@ class WayHome:
         weights_TK: Tensor,
         expert_ids_TK: Tensor,
     ) -> Iterator[Arriving]:
-        """Yield the chunks in their order, each once the next one is on its way."""
+        """Yield the chunks in order, each one after the next one has been started."""
         sizes = [exchange.num_tokens for exchange in exchanges]
         chunks = zip(
             exchanges,
@@ -65,22 +66,22 @@ class WayHome:
             expert_ids_TK.split(sizes),
             strict=True,
         )
-        ahead: Arriving | None = None
+        latest: Arriving | None = None
         for exchange, *tensors in chunks:
-            arriving, ahead = ahead, exchange.start(*tensors)
-            self._arriving.append(ahead)
+            arriving, latest = latest, exchange.start(*tensors)
+            self._arriving.append(latest)
             if arriving is not None:
                 yield arriving
-        assert ahead is not None
-        yield ahead
+        assert latest is not None
+        yield latest
 
     def send(self, arriving: Arriving, rows_RH: Tensor) -> None:
-        """Start the way home of a chunk, whose rows' results are `rows_RH`."""
+        """Start to send back `rows_RH`, the experts' results of a chunk."""
         self._returning.append(arriving.start_combine(rows_RH))
         self._arriving.remove(arriving)
 
     def finish(self) -> Tensor:
-        """Wait for out_TH of all chunks."""
+        """Wait for the results of all chunks, out_TH."""
         try:
             chunks = [chunk.finish() for chunk in self._returning]
         except BaseException:
