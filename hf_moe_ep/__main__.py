@@ -2,7 +2,7 @@
 
 import sys
 
-from hf_moe_ep.tools.cli import main
+from hf_moe_ep.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())
