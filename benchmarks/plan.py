@@ -15,8 +15,8 @@ on tensors without memory, with every rank like the first (`hf_moe_ep/planner/st
 
 Then every configuration makes a step, one after the other, ROUNDS times; a step takes what the
 slowest rank takes. Rates of this machine are measured in one of them, CALIBRATED
-(`hf_moe_ep/planner/calibrate.py`), and make seconds of the work of every plan. What is claimed is the
-order: Spearman's correlation of predicted and measured seconds. Configurations whose measured
+(`hf_moe_ep/planner/calibrate.py`), and make seconds of the work of every plan. What is claimed is
+the order: Spearman's correlation of predicted and measured seconds. Configurations whose measured
 quartiles overlap are as fast as each other there.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m hf_moe_ep` is the command `hf-moe-ep`; `accelerate launch -m hf_moe_ep doctor`."""
+"""Run the command `hf-moe-ep` as `python -m hf_moe_ep` or `accelerate launch -m hf_moe_ep`."""
 
 import sys
 

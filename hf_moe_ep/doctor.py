@@ -1,15 +1,15 @@
-"""Would training run here? What is installed, what the machine has, and what follows from it.
+"""Check whether training can run here: installed versions, the machine, the launch.
 
-    packages   the versions found, against the ranges that the installed package declares
-    wraps      whether every function of Accelerate, transformers and PEFT that we wrap is there;
-               of one that is not, which feature is switched off
+    packages   the installed versions, and the ranges that this package allows
+    wraps      functions of Accelerate, transformers and PEFT that patch() wraps: do they exist?
+               A missing one switches a feature off
     machine    GPUs, Triton, NCCL, DeepEP, flash-attn: which path each part of a step takes
     launch     how this process was started, or how the next `accelerate launch` would start one
 
-Every finding is one line with a mark: "ok", "--" for something that is absent and may be, "FAIL"
-for what training would die of; the text of a FAIL names the fix. An optional package whose import
-breaks is a finding, not the end: what may break is imported inside a function, and a section that
-dies is one line. Not here: a model, its sizes, a network between machines.
+Each finding is one line with a mark: "ok"; "--" for an optional thing that is missing; "FAIL" for a
+problem that would stop training, with its fix. A broken package must not stop the report, so
+packages are imported inside functions, and a section that fails becomes one finding. Models and
+networks between machines are not checked.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from hf_moe_ep.upstream.requirements import (
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
 
-# What is lost without a package that may be absent. A broken one, or a wrong version, is worse than
-# none where transformers or torch import it by themselves; else it is idle until it is asked for.
+# What a missing optional package costs. A broken one is a failure if transformers or torch import
+# it by themselves (_IMPORTED_BY_OTHERS); else it does nothing until a feature needs it.
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
     "bitsandbytes": "experts_dtype='nf4': not available, pip install 'hf_moe_ep[quant]'",
@@ -60,14 +60,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """Findings about one thing."""
+    """Findings under one title."""
 
     title: str
     findings: list[Finding]
 
 
 def examine() -> list[Section]:
-    """Look at everything; a section that cannot be looked at is a finding itself."""
+    """Run all checks; a section whose check fails is one finding."""
     parts: dict[str, Callable[[], list[Finding]]] = {
         "packages": _packages,
         "wraps": _wrapped_functions,
@@ -78,13 +78,13 @@ def examine() -> list[Section]:
     for title, look in parts.items():
         findings, error = _attempt(look)
         if findings is None:
-            findings = [Finding(FAIL, title, f"could not be looked at: {error}")]
+            findings = [Finding(FAIL, title, f"could not be checked: {error}")]
         sections.append(Section(title, findings))
     return sections
 
 
 def fails(sections: list[Section]) -> list[Finding]:
-    """Return what training would die of."""
+    """List the problems that would stop training."""
     return [found for section in sections for found in section.findings if found.mark == FAIL]
 
 
@@ -143,9 +143,9 @@ def _wrapped_functions() -> list[Finding]:
             text = f"{row.error}; the ranges above name such versions"
             findings.append(Finding(FAIL if row.raises else NOTE, row.target, text))
     if not findings:
-        text = f"{resolved} functions that patch() wraps are where they were"
+        text = f"{resolved} functions that patch() wraps exist"
         if left_out:
-            text += f"; {left_out} are of packages that are missing"
+            text += f"; {left_out} belong to packages that are not installed"
         findings.append(Finding(OK, "all", text))
     return findings
 
@@ -153,7 +153,7 @@ def _wrapped_functions() -> list[Finding]:
 def _machine() -> list[Finding]:
     kernels, error = _attempt(_kernels)
     if kernels is None:
-        kernels = Finding(FAIL, "Triton kernels", f"could not be looked at: {error}")
+        kernels = Finding(FAIL, "Triton kernels", f"could not be checked: {error}")
     return [*_gpus(), kernels, *_backends(), _deep_ep(), _flash_attention()]
 
 
@@ -162,7 +162,7 @@ def _gpus() -> list[Finding]:
 
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        text = f"none seen by a torch {built}: ranks are CPU processes that talk over gloo"
+        text = f"none seen by a torch {built}: ranks are CPU processes that communicate over gloo"
         return [Finding(NOTE, "GPU", text)]
     kinds: Counter[str] = Counter()
     for index in range(torch.cuda.device_count()):
@@ -173,14 +173,14 @@ def _gpus() -> list[Finding]:
 
 
 def _kernels() -> Finding:
-    """Say which path experts_backend="auto" takes."""
+    """Return which path experts_backend="auto" takes."""
     from hf_moe_ep.moe.experts import why_no_kernels
 
     name = "Triton kernels"
     reason = why_no_kernels()
     if reason:
         return Finding(NOTE, name, f"{reason}: experts run on the torch path")
-    return Finding(OK, name, "experts run on them (experts_backend='auto')")
+    return Finding(OK, name, "the experts use them (experts_backend='auto')")
 
 
 def _backends() -> list[Finding]:
@@ -205,10 +205,10 @@ def _backends() -> list[Finding]:
         version = ".".join(map(str, torch.cuda.nccl.version()))
         findings.append(Finding(OK, "NCCL", version))
     elif torch.cuda.is_available():
-        text = "missing: ranks with GPUs cannot talk; use a torch that is built with it"
+        text = "missing: ranks with GPUs cannot communicate; use a torch that is built with it"
         findings.append(Finding(FAIL, "NCCL", text))
     else:
-        findings.append(Finding(NOTE, "NCCL", "none: only ranks with GPUs talk over it"))
+        findings.append(Finding(NOTE, "NCCL", "none: needed only by ranks with GPUs"))
     return findings
 
 
@@ -249,7 +249,7 @@ def _launch() -> list[Finding]:
 
 
 def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) -> Finding:
-    """Say what a patched model makes of the launcher that started this process."""
+    """Return how a patched model runs under the launcher of this process."""
     name = "this launch"
     with_fsdp = variables.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if not by_accelerate:
@@ -267,7 +267,7 @@ def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) 
 
 
 def _next_launch() -> Finding:
-    """Say what a patched model would make of the default config file of `accelerate launch`."""
+    """Return how a patched model would run with the default config of `accelerate launch`."""
     name = "next launch"
     found, error = _attempt(default_launch_config)
     if error:
@@ -288,7 +288,7 @@ def _next_launch() -> Finding:
 
 
 def _launch_problem(config: Mapping[str, Any]) -> str:
-    """Say why a patched model would refuse what this config launches; empty if it would not."""
+    """Return why a patched model would refuse this config; empty if it would accept it."""
     kind = str(config.get("distributed_type"))
     version = (config.get("fsdp_config") or {}).get("fsdp_version", 1)
     if kind == "FSDP" and int(version) != 2:

@@ -80,7 +80,7 @@ def test_a_version_out_of_the_range(
         f"FAIL transformers {version} is {problem}, allowed is >=5.16.1,<6: "
         "pip install 'transformers>=5.16.1,<6'"
     ) in text
-    assert text.endswith("1 to mend: transformers")
+    assert text.endswith("1 to fix: transformers")
 
 
 def test_a_version_that_only_its_own_users_mind(
@@ -148,7 +148,7 @@ def test_without_peft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("major", "path"),
     [
-        (9, "ok Triton kernels experts run on them"),
+        (9, "ok Triton kernels the experts use them"),
         (7, "-- Triton kernels compute capability (7, "),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_machine_with_gpus(
     assert "ok NCCL 2.27.3" in text and path in text
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     code, text = _report(capsys)
-    assert code == 1 and "FAIL NCCL missing: ranks with GPUs cannot talk" in text
+    assert code == 1 and "FAIL NCCL missing: ranks with GPUs cannot communicate" in text
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], int, str]] = {

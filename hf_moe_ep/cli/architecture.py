@@ -1,4 +1,4 @@
-"""`hf-moe-ep architecture`: what is derived from a model's config, and what is granted to it.
+"""`hf-moe-ep architecture`: which features are supported for a model, from its config alone.
 
 hf-moe-ep architecture mixtral
 hf-moe-ep architecture Qwen/Qwen3-30B-A3B
@@ -15,19 +15,20 @@ from hf_moe_ep.planner.config import known_shapes
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to those of `cli.py`."""
+    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "architecture",
-        description="Print where the parts of a model are, as derived from its config, and "
-        "what is granted to it: ep sizes, LoRA on experts, sequence parallelism, pictures.",
+        description="Show where the layers, experts and router of a model are, as derived from its "
+        "config, and which features are supported for it: expert parallelism and its sizes, LoRA "
+        "on experts, sequence parallelism, pictures.",
     )
     models = ", ".join(known_shapes())
     parser.add_argument(
         "model",
-        help="a model type of transformers, a folder, a config.json, a name on the hub, or offline "
-        f"one of {models}",
+        help="a model type of transformers, a folder, a config.json or a name on the hub; known "
+        f"without a network: {models}",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 
 
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan of an architecture.
 
     Raises:
-        ValueError: it has none, or there is no such config.
+        ValueError: there is no such config, or no plan can be derived from it.
     """
     found = look_at(options.model)
     text = json.dumps(found.as_json(), indent=2) if options.json else None

@@ -1,4 +1,4 @@
-"""`hf-moe-ep convert`: the model of a training checkpoint in hub layout, without a training job.
+"""`hf-moe-ep convert`: convert a training checkpoint into a Hugging Face model folder.
 
 hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
 """
@@ -16,30 +16,41 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to those of `cli.py`."""
+    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "convert",
-        description="Write the model of a training checkpoint (Trainer, accelerator.save_state, "
-        "save_checkpoint; any number of ranks) in the layout of the hub, for from_pretrained and "
-        "servers. One process, one tensor in memory at a time.",
+        description="Convert a training checkpoint (of the Trainer, accelerator.save_state or "
+        "save_checkpoint, written by any number of ranks) into a model folder for from_pretrained "
+        "and inference servers. Runs in one process with one tensor in memory at a time.",
     )
     parser.add_argument("source", help="folder of the training checkpoint")
-    parser.add_argument("target", help="folder to write; must be missing or empty")
-    parser.add_argument("--config", metavar="FOLDER", help="the model's config and tokenizer")
-    parser.add_argument("--dtype", choices=_DTYPES, help="default: what the config says")
+    parser.add_argument("target", help="folder to write; it must not exist or be empty")
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file; default: %(default)s"
+        "--config",
+        metavar="FOLDER",
+        help="folder of the model's config and tokenizer",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="dtype to write; default: that of the config",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="split the weights into files of at most SIZE; default: %(default)s",
     )
     parser.add_argument(
         "--no-check-hashes",
         action="store_true",
-        help="do not compare the files that are read with the hashes in the manifest",
+        help="skip the comparison of the checkpoint's files with the hashes in its manifest",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the model and print its size."""
+    """Convert, and print the size of the model."""
     size = convert(
         options.source,
         options.target,

@@ -1,4 +1,4 @@
-"""`hf-moe-ep doctor`: would training run here? One screen, to be pasted into an issue.
+"""`hf-moe-ep doctor`: check whether training can run here; print one screen for an issue report.
 
 hf-moe-ep doctor
 accelerate launch --config_file FILE -m hf_moe_ep doctor
@@ -18,17 +18,18 @@ _INDENT = 26
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to those of `cli.py`."""
+    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "doctor",
-        description="Print the versions found and allowed, what the machine has and what follows "
-        "from it, and the launch configuration. Exit code 1 where training would fail.",
+        description="Check the installed versions, the GPUs and libraries of this machine and the "
+        "launch configuration, and show which code paths they lead to. The exit code is 1 if "
+        "training would fail.",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report, on rank 0 alone; 1 where something in it would fail."""
+    """Print the report on rank 0; return 1 if training would fail."""
     if launched_rank() != 0:
         return 0
     sections = examine()
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_text(sections: list[Section]) -> str:
-    """Lay the report out in ASCII, no line longer than a screen is wide."""
+    """Format the report in ASCII, in lines of at most 98 characters."""
     lines = []
     for section in sections:
         lines.append(section.title)
@@ -52,7 +53,7 @@ def as_text(sections: list[Section]) -> str:
             )
     failed = fails(sections)
     if failed:
-        lines.append(f"{len(failed)} to mend: {', '.join(found.name for found in failed)}")
+        lines.append(f"{len(failed)} to fix: {', '.join(found.name for found in failed)}")
     else:
         lines.append("training can run here")
     return "\n".join(lines).encode("ascii", "backslashreplace").decode("ascii")

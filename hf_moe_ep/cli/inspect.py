@@ -1,4 +1,4 @@
-"""`hf-moe-ep inspect`: what wrote a checkpoint, and at which layout.
+"""`hf-moe-ep inspect`: show which program wrote a checkpoint, when, and at which layout.
 
 hf-moe-ep inspect out/checkpoint-300
 """
@@ -14,19 +14,19 @@ from hf_moe_ep.cli.printing import print_found
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to those of `cli.py`."""
+    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "inspect",
-        description="Print what wrote a checkpoint, when, and at which layout. Contents are not "
-        "read; hf-moe-ep verify does that.",
+        description="Show which program wrote a checkpoint, when, and at which parallel layout. "
+        "The tensors are not read; use hf-moe-ep verify for that.",
     )
-    parser.add_argument("folder", help="folder of a checkpoint, of a model or of training")
-    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    parser.add_argument("folder", help="folder of a model or of a training checkpoint")
+    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what a checkpoint is.
+    """Print the facts about a checkpoint.
 
     Raises:
         ValueError: the folder holds no checkpoint.

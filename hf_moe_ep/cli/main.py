@@ -10,10 +10,10 @@
     hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep 8 --gpu-memory 80
     hf-moe-ep plan out/config.json --gpus 64 --gpu-memory 80 --seq 4096 --batch 64
 
-One file per command: each module has `add_parser(subparsers)` and `run(options) -> int`, the exit
-code. A module is imported only when its command is named, so that help and typing errors do not
-wait for torch, and so that `doctor` starts where the rest of the package does not. A wrong argument
-or folder ends with exit code 2 and one line on stderr, Ctrl-C with 130.
+Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit
+code. A module is imported only when its command is named: help and typing errors do not wait for
+torch, and `doctor` starts even if the rest of the package cannot be imported. A wrong argument or
+folder gives one line on stderr and exit code 2; Ctrl-C gives exit code 130.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from importlib import import_module
 
 from hf_moe_ep.version import __version__
 
-# The help line of each command; `export-adapter` is defined in `export_adapter.py`.
+# One line of help per command. The module of "export-adapter" is `export_adapter.py`.
 _COMMANDS = {
-    "doctor": "would training run here? one screen for an issue report",
-    "architecture": "print what is derived from a model's config, and what is granted to it",
-    "memory": "plan the memory of a model's training at one layout",
-    "plan": "try layouts of a model on some GPUs: which fit, and how fast they are",
-    "inspect": "print what wrote a checkpoint, and at which layout",
-    "verify": "read a checkpoint and check that it is whole",
-    "convert": "write the model of a training checkpoint in the layout of the hub",
-    "export-adapter": "rewrite LoRA on stacked experts as LoRA on single experts, or back",
-    "merge-adapter": "merge a LoRA adapter into its base model, a few experts in memory at a time",
+    "doctor": "check whether training can run on this machine",
+    "architecture": "show which features are supported for a model, from its config",
+    "memory": "plan the memory per GPU that training needs at one parallel layout",
+    "plan": "find the parallel layouts that fit on N GPUs, and the fastest of them",
+    "inspect": "show which program wrote a checkpoint, when, and at which layout",
+    "verify": "read all files of a checkpoint and check them for damage",
+    "convert": "convert a training checkpoint into a Hugging Face model folder",
+    "export-adapter": "convert LoRA on stacked experts to LoRA on single experts, or back",
+    "merge-adapter": "merge a LoRA adapter into its base model with little memory",
 }
-_INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+_INTERRUPTED = 130  # the exit code of shells: 128 + SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, by default that of `sys.argv`; returns the exit code."""
+    """Run the command in `arguments` (default: `sys.argv`) and return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser(arguments[0] if arguments else "")
     if not arguments:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(named: str) -> argparse.ArgumentParser:
-    """Build the parser of all commands, with the options of the named command alone."""
+    """Build the parser of all commands; only the named command gets its options."""
     parser = argparse.ArgumentParser(
         prog="hf-moe-ep",
         description="Inspect, check and rewrite models, checkpoints and adapters without a "

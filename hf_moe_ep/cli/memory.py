@@ -1,11 +1,11 @@
-"""`hf-moe-ep memory`: how much memory each GPU needs to train a model at one layout.
+"""`hf-moe-ep memory`: plan the memory per GPU that training needs at one parallel layout.
 
     hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep 8 --gpu-memory 80
     hf-moe-ep memory out/config.json --gpus 8 --ep 8 --seq 4096 --checkpointing
 
-Without `--seq` it is what a rank holds between steps (`memory_plan.py`), with `--seq` the peak of a
-whole step (`step_plan.py`) and, where that is more than `--gpu-memory`, what would make it fit
-(`shrink.py`). `hf-moe-ep plan` tries layouts instead of taking one.
+Without `--seq` the plan is what a rank holds between steps (`planner/held.py`). With `--seq` it is
+the peak of a whole step (`planner/step.py`) and, if that is more than `--gpu-memory`, a list of
+options that would make it fit (`planner/shrink.py`). `hf-moe-ep plan` searches for a layout.
 """
 
 from __future__ import annotations
@@ -33,34 +33,69 @@ _GIB = 2**30
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to those of `cli.py`."""
+    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "memory",
-        description="Plan the memory that each GPU needs to train a model at one layout, from the "
-        "model's config alone. With --seq the model's own training step runs on tensors without "
-        "memory. Nothing but the config is downloaded. All sizes are in GiB.",
+        description="Plan the memory per GPU that training a model needs at one parallel layout. "
+        "Only the model's config is needed, and only the config is downloaded. Without --seq: "
+        "parameters, gradients and optimizer state. With --seq: the peak of a whole training step, "
+        "which runs on tensors without memory. All sizes are in GiB (2^30 bytes).",
     )
     add = parser.add_argument
     models = ", ".join(known_shapes())
-    add("model", help=f"a folder, a config.json, a name on the hub, or offline one of {models}")
-    add("--gpus", type=int, metavar="N", help="number of GPUs, one process each")
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU: say whether it fits")
-    add("--ep", type=int, default=1, metavar="N", help=f"ep_size; {_DEFAULT}")
-    add("--sp", type=int, default=1, metavar="N", help=f"sp_size; {_DEFAULT}")
-    add("--dp-replicate", type=int, default=1, metavar="N", help=f"replicas (HSDP); {_DEFAULT}")
-    add("--dtype", choices=_DTYPES, default="bfloat16", help=f"dtype of the weights; {_DEFAULT}")
-    add("--experts-dtype", choices=KINDS, help="hold frozen experts quantised, under LoRA")
+    add(
+        "model",
+        help=f"folder, config.json or hub name; known without a network: {models}",
+    )
+    add("--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each")
+    add(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of one GPU; tells if the plan fits",
+    )
+    add("--ep", type=int, default=1, metavar="N", help=f"expert parallel size; {_DEFAULT}")
+    add(
+        "--sp",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"sequence parallel size; {_DEFAULT}",
+    )
+    add(
+        "--dp-replicate",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"HSDP replicas; {_DEFAULT}",
+    )
+    add(
+        "--dtype",
+        choices=_DTYPES,
+        default="bfloat16",
+        help=f"dtype of the model; {_DEFAULT}",
+    )
+    add("--experts-dtype", choices=KINDS, help="quantise the frozen experts (LoRA only)")
     add("--double-quant", action="store_true", help="quantise the NF4 scales as well")
-    add("--masters", choices=MASTERS, default="fp32", help=f"dtype of what is trained; {_DEFAULT}")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=_DEFAULT)
-    add("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank alone")
-    add("--lora-targets", choices=LORA_TARGETS, default="both", help=_DEFAULT)
-    add("--seq", type=int, metavar="S", help="plan a whole step on sequences of S tokens")
-    batch = "sequences of a step, of all GPUs together; default: one per data rank"
+    add(
+        "--masters",
+        choices=MASTERS,
+        default="fp32",
+        help=f"dtype of trained weights; {_DEFAULT}",
+    )
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {_DEFAULT}")
+    add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
+    add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
+    add("--seq", type=int, metavar="S", help="plan a whole training step on sequences of S tokens")
+    batch = "sequences per step, summed over all GPUs; default: one per data rank"
     add("--batch", type=int, metavar="B", help=batch)
-    add("--checkpointing", action="store_true", help="backward computes the layers again")
-    add("--fused-head", action="store_true", help="no whole logits, as TRL's SFTTrainer")
-    add("--json", action="store_true", help="print JSON, sizes in bytes")
+    add("--checkpointing", action="store_true", help="use activation checkpointing")
+    add(
+        "--fused-head",
+        action="store_true",
+        help="use TRL's loss, which never holds all logits",
+    )
+    add("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.set_defaults(run=run)
 
 
@@ -68,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     """Print a plan.
 
     Raises:
-        ValueError: wrong or missing arguments, and all of `plan_memory` and `plan_step`.
+        ValueError: wrong or missing arguments, or an error of `plan_memory` or `plan_step`.
     """
     _check(options)
     asked = vars(options) | {"batch": _batch_per_rank(options)}
@@ -101,13 +136,13 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.lora_rank is None and options.lora_targets != "both":
         raise ValueError(
-            f"--lora-targets {options.lora_targets} is of adapters, and full weights are planned; "
-            f"add --lora-rank 16"
+            f"--lora-targets {options.lora_targets} chooses the layers of adapters, and this plan "
+            f"trains all weights; add --lora-rank 16"
         )
     if options.experts_dtype is not None and options.lora_rank is None:
         raise ValueError(
-            f"--experts-dtype {options.experts_dtype} holds frozen experts, and full weights are "
-            f"planned; add --lora-rank 16, or leave it out"
+            f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
+            f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
         )
     of_step = {
         "--checkpointing": options.checkpointing,
@@ -117,19 +152,19 @@ def _check(options: argparse.Namespace) -> None:
     if options.seq is None and any(of_step.values()):
         given = next(flag for flag, is_given in of_step.items() if is_given)
         raise ValueError(
-            f"{given} matters to a step, and none is planned without the length of its sequences; "
-            f"add --seq 4096"
+            f"{given} is an option of a training step, and a step is planned only if the length "
+            f"of its sequences is given; add --seq 4096"
         )
 
 
 def _batch_per_rank(options: argparse.Namespace) -> int:
-    """Return the sequences of one data rank; ranks of an sp group share theirs."""
+    """Return the sequences per data rank; the ranks of an sp group share a batch."""
     data_ranks = max(options.gpus // max(options.sp, 1), 1)
     if options.batch is None:
         return 1
     if options.batch < 1 or options.batch % data_ranks:
         raise ValueError(
-            f"--batch ({options.batch}) is of all GPUs and must be a multiple of the {data_ranks} "
+            f"--batch ({options.batch}) counts all GPUs and must be a multiple of the {data_ranks} "
             f"data ranks of --gpus {options.gpus} --sp {options.sp}; try --batch "
             f"{max(-(-options.batch // data_ranks), 1) * data_ranks}"
         )
@@ -166,15 +201,16 @@ def _step_table(step: StepPlan, asked: Mapping[str, Any]) -> list[str]:
     checkpointing += ", TRL's fused head" if asked["fused_head"] else ""
     return [
         "",
-        f"one step on {asked['batch']} x {asked['seq']} tokens of each data rank{checkpointing}",
+        f"One training step; micro-batch per data rank: {asked['batch']} x {asked['seq']} tokens"
+        f"{checkpointing}",
         "",
-        _line("GiB at the peak", "rank 0", width=32),
+        _line("GiB at the peak of the step", "rank 0", width=32),
         *(_line(name, _gib(size), width=32) for name, size in step.parts.items()),
         _line("sum", _gib(step.peak), width=32),
         "",
-        f"the peak is in: {step.where}; counted on tensors without memory, {run} of {step.layers} "
-        f"layers, all experts",
-        f"  chosen as often. Not counted: {', '.join(STEP_NOT_COUNTED)}",
+        f"The peak is in: {step.where}.",
+        f"{run} of {step.layers} layers ran on tensors without memory; experts are chosen evenly.",
+        f"Not counted: {', '.join(STEP_NOT_COUNTED)}",
     ]
 
 
@@ -185,12 +221,12 @@ def _say_what_fits(step: StepPlan, asked: Mapping[str, Any]) -> None:
     if left >= 0:
         print(f"\nfits in {memory:g} GiB: {_gib(left)} GiB are left for what is not counted")
         return
-    print(f"\ndoes not fit in {memory:g} GiB: {_gib(-left)} GiB are missing; what would help")
+    print(f"\ndoes not fit in {memory:g} GiB: {_gib(-left)} GiB are missing. Options that help:")
 
     def peak_of(changed: Mapping[str, Any]) -> int:
         return step.peak if dict(changed) == dict(asked) else _step(changed).peak
 
-    # TRL's head is for what transformers has a causal model of.
+    # TRL's loss needs a causal language model of transformers.
     has_head = has_fused_head() and is_causal_lm(find_config(asked["model"]))
     without = () if has_head else ("fused_head",)
     data_ranks = asked["gpus"] // asked["sp"]
@@ -203,7 +239,7 @@ def _say_what_fits(step: StepPlan, asked: Mapping[str, Any]) -> None:
 def as_json(
     plan: MemoryPlan, memory: float | None = None, step: StepPlan | None = None
 ) -> dict[str, Any]:
-    """Turn a plan into plain data: bytes, and `left` if `memory` (GiB) is given."""
+    """Return a plan as plain data, in bytes; with `left` if `memory` (GiB) is given."""
     found = asdict(plan)
     for kind, entry in zip(plan.kinds, found["kinds"], strict=True):
         entry["held"] = kind.held
@@ -271,17 +307,18 @@ def _gib(size: int) -> str:
 def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
     lines = [
         "",
-        "gathered: the root and two neighbouring stages (a layer and its experts), compute dtype",
+        "gathered at a time: the root unit and two neighbouring layers with their experts, in the",
+        "  compute dtype",
         f"not counted: {', '.join(NOT_COUNTED[:3])},",
         f"  {', '.join(NOT_COUNTED[3:])},",
-        f"  whole gradients of an FSDP2 unit: up to {_gib(plan.unit_gradients)} GiB, and "
-        f"{_gib(plan.unit_reduction)} GiB to reduce them",
+        f"  unsharded gradients of an FSDP2 unit: up to {_gib(plan.unit_gradients)} GiB, and "
+        f"{_gib(plan.unit_reduction)} GiB while they are reduced",
     ]
     if memory is not None:
         left = _left(plan, memory) / _GIB
         lines += [
             "",
-            f"fits in {memory:g} GiB: {left:,.3f} GiB are left for all that is not counted"
+            f"fits in {memory:g} GiB: {left:,.3f} GiB are left for what is not counted"
             if left > 0
             else f"does not fit in {memory:g} GiB: {-left:,.3f} GiB are missing",
         ]

@@ -1,4 +1,4 @@
-"""`hf-moe-ep merge-adapter`: a LoRA adapter merged into its base model, on a disk.
+"""`hf-moe-ep merge-adapter`: merge a LoRA adapter into its base model, from disk to disk.
 
 hf-moe-ep merge-adapter Qwen/Qwen3-30B-A3B out/adapter out/model
 """
@@ -12,24 +12,25 @@ from hf_moe_ep.checkpoints.merge import merge_adapter
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to those of `cli.py`."""
+    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "merge-adapter",
-        description="Write the base model with a LoRA adapter (of ours, PEFT, transformers) "
-        "merged into it: what PEFT's merge_and_unload and save_pretrained would write, "
-        "without the model in memory; rsLoRA, modules_to_save and biases too. DoRA and its like "
-        "and quantized bases are refused. The target appears whole or not at all.",
+        description="Merge a LoRA adapter (of hf_moe_ep, PEFT or transformers) into its base "
+        "model and write the result, as PEFT's merge_and_unload and save_pretrained would, but "
+        "without loading the model. rsLoRA, modules_to_save and biases are merged too. DoRA and "
+        "similar adapters, and quantised base models, are refused. TARGET appears only when it is "
+        "complete.",
     )
     parser.add_argument("base", help="folder of the base model in bf16, or its name on the hub")
     parser.add_argument(
-        "adapter", help="folder with adapter_config.json, adapter_model.safetensors"
+        "adapter", help="folder with adapter_config.json and adapter_model.safetensors"
     )
-    parser.add_argument("target", help="folder to write; must be missing or empty")
+    parser.add_argument("target", help="folder to write; it must not exist or be empty")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the model, and print its size and what its user may not expect."""
+    """Merge, and print the size of the model and notes for its user."""
     done = merge_adapter(options.base, options.adapter, options.target)
     print(
         f"{options.target}: {done.changed} of {done.parameters} parameters changed, "

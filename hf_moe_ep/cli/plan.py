@@ -1,9 +1,9 @@
-"""`hf-moe-ep plan`: which layouts of a model fit on some GPUs, how fast, and how to launch them.
+"""`hf-moe-ep plan`: find the parallel layouts of a model that fit on N GPUs, and the fastest.
 
     hf-moe-ep plan Qwen/Qwen3-30B-A3B --gpus 16 --gpu h100 --seq 4096 --batch 64 --write fsdp.yaml
 
-Memory is planned as `hf-moe-ep memory ... --seq` does. Seconds are those of a model of the
-hardware (`step_time.py`), where `--gpu` names one.
+Memory is planned as by `hf-moe-ep memory ... --seq`. With `--gpu`, seconds are planned from the
+rates of that GPU (`planner/seconds.py`).
 """
 
 from __future__ import annotations
@@ -34,68 +34,103 @@ _BEST = 5
 _OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
 _GIB = 2**30
 _DEFAULT = "default: %(default)s"
-# Parts of `StepTime`, in words.
+# What the parts of `StepTime` are called in the output.
 _WORDS = {
-    "matmul": "products",
+    "matmul": "matrix products",
     "grouped": "experts",
     "memory": "operators that move bytes",
-    "parameters": "gathers of parameters",
-    "gradients": "reductions of gradients",
-    "rows": "tokens on their way",
-    "counts": "counts of tokens",
-    "sequence": "slices of sequences",
-    "numbers": "numbers of all ranks",
+    "parameters": "all-gather of parameters",
+    "gradients": "reduce-scatter of gradients",
+    "rows": "all-to-all of tokens",
+    "counts": "exchange of token counts",
+    "sequence": "sequence parallelism",
+    "numbers": "small all-reduces",
     "offload": "copies to the host",
-    "on_host": "the optimizer on the host",
-    "host": "the host",
+    "on_host": "optimizer on the host",
+    "host": "kernel launches of the host",
 }
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to those of `cli.py`."""
+    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "plan",
-        description="Try layouts of a model on some GPUs: which of them training would accept, and "
-        "how much memory a whole step takes in each. Nothing is downloaded and nothing runs but "
-        "the model's own step on tensors without memory. With --gpu it says how fast they are, by "
-        "a model of that GPU and its links: their order is worth more than their seconds.",
+        description="Find the parallel layouts of a model that fit on N GPUs: which sizes training "
+        "accepts, and the peak memory of a whole step in each. Only the config is downloaded, and "
+        "the step runs on tensors without memory, which takes minutes for a large model. With "
+        "--gpu the layouts are sorted by planned seconds per step. The seconds come from the "
+        "rates of the GPU and are not measured; trust their order more than their values.",
     )
     add = parser.add_argument
     models = ", ".join(known_shapes())
-    add("model", help=f"a folder, a config.json, a name on the hub, or offline one of {models}")
-    add("--gpus", type=int, metavar="N", help="number of GPUs, one process each")
-    add("--gpu", metavar="NAME", help=f"plan seconds as well; one of {', '.join(known_hardware())}")
     add(
-        "--calibrate", type=Path, metavar="FILE", help="JSON of measured rates, in place of --gpu's"
+        "model",
+        help=f"folder, config.json or hub name; known without a network: {models}",
     )
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; default: --gpu's")
-    add("--seq", type=int, metavar="S", help="tokens of a sequence")
-    add("--batch", type=int, metavar="B", help="sequences of a step, of all GPUs together")
-    add("--ep", type=int, metavar="N", help=f"ep_size; default: powers of two up to {NODE}")
-    add("--sp", type=int, metavar="N", help="sp_size; default: 1, more where nothing fits")
-    add("--dp-replicate", type=int, metavar="N", help=f"default: 1, and one for {NODE} GPUs")
-    add("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank alone")
-    add("--lora-targets", choices=LORA_TARGETS, default="both", help=_DEFAULT)
-    add("--experts-dtype", choices=KINDS, help="hold frozen experts quantised, under LoRA")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=_DEFAULT)
-    add("--offload", action="store_true", help="parameters and optimizer state lie on the host")
+    add("--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help=f"kind of GPU, to plan seconds as well; one of {', '.join(known_hardware())}",
+    )
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="JSON of measured rates, replacing --gpu's",
+    )
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; default: that of --gpu")
+    add("--seq", type=int, metavar="S", help="tokens per sequence")
+    add("--batch", type=int, metavar="B", help="sequences per optimizer step, summed over all GPUs")
+    add(
+        "--ep",
+        type=int,
+        metavar="N",
+        help=f"ep_size; default: powers of two up to {NODE}",
+    )
+    add(
+        "--sp",
+        type=int,
+        metavar="N",
+        help="sp_size; default: 1, larger if nothing fits",
+    )
+    add(
+        "--dp-replicate",
+        type=int,
+        metavar="N",
+        help=f"replicas (HSDP); default: 1, and one per {NODE} GPUs",
+    )
+    add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
+    add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
+    add("--experts-dtype", choices=KINDS, help="quantise the frozen experts (LoRA only)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {_DEFAULT}")
+    add(
+        "--offload",
+        action="store_true",
+        help="keep parameters and optimizer state on the host",
+    )
     add(
         "--train-tokens",
         type=float,
         metavar="N",
-        help="tokens of the training, for its hours",
+        help="tokens of the whole training; print its hours (with --gpu)",
     )
-    add("--plot", type=Path, metavar="PNG", help="draw the best layout's memory over a step")
-    add("--write", type=Path, metavar="FILE", help="write the best layout as YAML")
-    add("--json", action="store_true", help="print JSON, sizes in bytes")
+    add("--plot", type=Path, metavar="PNG", help="draw the memory of the best layout over a step")
+    add(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write the best layout for accelerate launch",
+    )
+    add("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the layouts that fit and those that do not; 1 where none fits.
+    """Print the layouts that fit and those that do not; return 1 if none fits.
 
     Raises:
-        ValueError: wrong arguments; no layout that training would accept.
+        ValueError: wrong arguments, or training would accept no layout.
     """
     _check_nothing_is_missing(options)
     for name in ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "dp_replicate", "train_tokens"):
@@ -110,8 +145,8 @@ def run(options: argparse.Namespace) -> int:
         options = argparse.Namespace(**(vars(options) | memory))
     if options.experts_dtype is not None and options.lora_rank is None:
         raise ValueError(
-            f"--experts-dtype {options.experts_dtype} holds frozen experts, and full weights are "
-            f"planned; add --lora-rank 16, or leave it out"
+            f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
+            f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
         )
     more = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
     draw = None if options.plot is None else _drawer()
@@ -149,7 +184,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_nothing_is_missing(options: argparse.Namespace) -> None:
-    """Name all missing arguments at once, those that are needed only without --gpu too."""
+    """Raise an error that names all missing arguments at once."""
     needed = {"gpus": "--gpus N", "seq": "--seq S", "batch": "--batch B"}
     missing = [flag for name, flag in needed.items() if getattr(options, name) is None]
     if options.gpu is None and options.gpu_memory is None and missing:
@@ -159,7 +194,7 @@ def _check_nothing_is_missing(options: argparse.Namespace) -> None:
 
 
 def _drawer() -> Callable[..., None]:
-    """Import what draws; before minutes of planning it says that matplotlib is missing."""
+    """Import the plot; a missing matplotlib is an error before minutes of planning."""
     try:
         from hf_moe_ep.planner.plot import draw_memory
     except ImportError as error:
@@ -197,7 +232,7 @@ def _hardware(options: argparse.Namespace) -> Hardware | None:
 
 
 def as_json(found: Found, asked: Asked) -> dict[str, Any]:
-    """Turn what was found into plain data."""
+    """Return the result as plain data."""
 
     def plain(one: Planned) -> dict[str, Any]:
         plain = {"layout": asdict(one.layout), "step": one.step.as_json(), "left": one.left}
@@ -216,9 +251,12 @@ def as_json(found: Found, asked: Asked) -> dict[str, Any]:
 def launch_config(
     layout: Layout, gpus: int, node: int = NODE, *, offload: bool = False, **more: Any
 ) -> str:
-    """Write what `accelerate launch --config_file` takes for such a layout.
+    """Return a config file for `accelerate launch --config_file`, for one layout.
 
-    `offload`: parameters lie on the host. `more` is what `patch` is given beside its sizes.
+    Args:
+        node: GPUs per node.
+        offload: keep parameters on the host.
+        more: further arguments of `patch`.
     """
     machines = -(-gpus // node)
     several = [
@@ -270,49 +308,54 @@ def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]
     lines += ["", *_legend(names), ""]
     more_fit = len(found.fit) - _BEST
     if more_fit > 0:
-        lines.append(f"{more_fit} more fit, and are behind the first {_BEST}")
+        lines.append(f"{more_fit} more layouts fit and are ranked after the first {_BEST}")
     if found.illegal:
         why = next(iter(found.illegal.values()))
-        lines.append(f"{len(found.illegal)} would be refused, the first one because: {why}")
-    lines.append(f"not counted: {', '.join(NOT_COUNTED)}")
+        lines.append(
+            f"training would refuse {len(found.illegal)} layouts, the first because: {why}"
+        )
+    lines.append(f"memory that is not counted: {', '.join(NOT_COUNTED)}")
     if asked.hardware is None:
         lines += [
-            "seconds are not planned; --gpu NAME does that",
-            "Order: layers run once before twice, more sequences at a time, then by what is left.",
+            "Add --gpu NAME to plan seconds as well.",
+            "Order: layers run once, then more sequences per forward, then more GiB left.",
         ]
     else:
         lines += _about_seconds(asked.hardware)
     if options.offload:
         of_node = max(one.step.host_peak for one in shown) * asked.node / _GIB
         lines.append(
-            f"on the host of each GPU: parameters, gradients, optimizer state; of a node, up to "
-            f"{of_node:,.1f} GiB"
+            f"on the host of each GPU: parameters, gradients, optimizer state; up to "
+            f"{of_node:,.1f} GiB per node"
         )
     if not found.fit:
         offload = "" if options.offload else ", and --offload is another way"
         return [
             *lines,
             "",
-            f"none fits; `hf-moe-ep memory ... --gpu-memory GIB` says what would help{offload}",
+            f"No layout fits. `hf-moe-ep memory ... --gpu-memory GIB` lists what helps{offload}.",
         ]
     best = found.fit[0]
     lines += ["", f"Best layout: {best.layout.patch_line(**asked.parallel)}"]
     if best.time is not None and options.train_tokens is not None:
         rate = best.time.tokens_per_second_per_gpu * options.gpus
         hours = options.train_tokens / rate / 3600
-        lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} a second: {hours:.1f} hours")
+        lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} tokens/s: {hours:.1f} hours")
     return lines
 
 
-# What a column of the table says, where its name is not enough.
+# Explanations of the table's columns.
 _LEGEND = {
-    "replicas": "dp_replicate: copies of the sharded model (HSDP)",
-    "chunks": "dispatch_chunks: parts in which tokens travel to their experts",
-    "sequences": "per forward of a data rank x forwards before an optimizer step",
-    "layers run": "twice: activation checkpointing runs each layer again in backward",
-    "peak, GiB": "most memory of one GPU within a step",
-    "left, GiB": "what is left of the GPU's memory then",
-    "host, GiB": "most memory of one process on the host within a step",
+    "ep": "ep_size: ranks over which the experts are split",
+    "sp": "sp_size: ranks over which a sequence is split",
+    "replicas": "dp_replicate_size: copies of the sharded model (HSDP)",
+    "chunks": "dispatch_chunks: parts in which tokens are sent to their experts",
+    "sequences": "per forward pass of a data rank x forward passes per optimizer step",
+    "layers run": "twice: with activation checkpointing, which runs each layer again in backward",
+    "peak, GiB": "largest memory of one GPU during a step",
+    "left, GiB": "memory of the GPU that is left at the peak",
+    "host, GiB": "largest memory of one process on the host during a step",
+    "s/step": "planned seconds of an optimizer step",
     "exposed": "share of the step in which a GPU waits for communication",
 }
 
@@ -326,7 +369,8 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     assumed = [name for name, source in hardware.sources.items() if source.startswith(ASSUMED)]
     measured = [name for name, source in hardware.sources.items() if source.startswith("measured")]
     return [
-        f"Seconds are a model's of a {hardware.name}, not measured; experts are chosen evenly.",
+        f"Seconds are computed from the rates of a {hardware.name}, not measured on one. Experts "
+        "are chosen evenly.",
         f"measured: {', '.join(measured) or 'nothing'}",
         f"assumed: {', '.join(assumed) or 'nothing'}; the rest is published",
     ]
@@ -352,7 +396,7 @@ def _row(one: Planned) -> tuple[str, ...]:
 
 
 def _why(one: Planned, found: Found, asked: Asked) -> str:
-    """Say what is against a layout: memory, or what takes it longer than the first one."""
+    """Return why a layout is not the best: its memory, or the part of the step that is slower."""
     if one.left < 0:
         return f"does not fit by {-one.left / _GIB:.1f} GiB"
     best = found.fit[0]

@@ -1,4 +1,4 @@
-"""What several commands print in the same way."""
+"""Printed lines that several commands share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hf_moe_ep.checkpoints.verify import Found
 
 
 def print_found(folder: str, found: Found) -> None:
-    """Print a line that says what a folder is, then one fact a line."""
+    """Print what kind of checkpoint a folder is, then one fact per line."""
     print(f"{folder}: {found.what}")
     width = max(map(len, found.facts), default=0)
     for name, value in found.facts.items():

@@ -1,7 +1,7 @@
-"""Progress lines of long commands, on stderr, whether it is a terminal or a log file.
+"""Progress of long commands on stderr: one line per finished item.
 
-A bar that redraws itself is unreadable in a log file, so each finished item gets a line. Short
-commands stay silent: nothing is printed in the first two seconds. TQDM_DISABLE=1 turns it off.
+A bar that redraws itself would be unreadable in a log file. Nothing is printed in the first two
+seconds, so short commands stay silent. TQDM_DISABLE=1 turns the lines off.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ _SILENT_SECONDS = 2.0
 
 
 class Progress:
-    """Counts finished items, and prints a line for each after the first two seconds."""
+    """Count finished items and print a line for each, after the first two seconds."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self.count = 0
         self.began = time.monotonic()
-        # tqdm's own variable; tqdm treats every value but these as true.
+        # This is tqdm's own variable. Like tqdm, we take every other value for true.
         self.shown = os.environ.get("TQDM_DISABLE", "") in ("", "0")
 
     def finished(self, what: object) -> None:
-        """Count one item; `what` describes it in the line."""
+        """Count one item and print `what` it is."""
         self.count += 1
         seconds = time.monotonic() - self.began
         if self.shown and seconds >= _SILENT_SECONDS:

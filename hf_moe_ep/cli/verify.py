@@ -1,4 +1,4 @@
-"""`hf-moe-ep verify`: read a checkpoint and check that it is whole.
+"""`hf-moe-ep verify`: read all files of a checkpoint and check them for damage.
 
 hf-moe-ep verify out/model
 """
@@ -14,18 +14,18 @@ from hf_moe_ep.cli.printing import print_found
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to those of `cli.py`."""
+    """Add this command to the parser."""
     parser = subparsers.add_parser(
         "verify",
-        description="Read every file of a checkpoint, of a model or of training, against its "
-        "hashes, its headers and its config.",
+        description="Read every file of a model or training checkpoint and compare it with the "
+        "hashes in the manifest, the headers and the config.",
     )
-    parser.add_argument("folder", help="a checkpoint, of a model or of training")
+    parser.add_argument("folder", help="folder of a model or of a training checkpoint")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was checked; what is wrong is raised."""
+    """Print what was checked. Damage is raised as a ValueError."""
     found = verify(options.folder)
     if found.facts.get("hashes") == "none are known":
         found = replace(found, what="headers only, contents were not checked")

@@ -1,10 +1,10 @@
-"""What is derived from a config alone, and what is granted to such a model.
+"""Find out from a config alone which features are supported for a model, and why not.
 
-The model is built on the meta device, as `published_models.py` does, and its plan derived as
-`patch` would. What is granted is asked of the code that does it: the model without weights is
-patched, patched with sp_size 2, and wrapped by PEFT, and where that raises, its error is the
-reason. So this says what training would say first, and knows no rules of its own. What was compared
-with stock is another question: ARCHITECTURES.md.
+The model is built on the meta device, and its plan derived as `patch` would. Then the code of each
+feature is tried: the model without weights is patched, patched with sp_size 2, and wrapped by PEFT.
+An error that is raised is the reason why the feature is not supported. So training would raise the
+same error, and this file knows no rules of its own. ARCHITECTURES.md lists which models were
+compared with stock transformers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ YES = "yes"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A plan, its numbers, and what is granted.
+    """The plan of a model, its sizes, and the supported features.
 
     Attributes:
-        kind: the class that was built.
-        moe_layers: decoder layers with experts, of `layers`.
-        ep_sizes: what ep_size may be; empty where ep is refused.
-        granted: "ep", "lora", "sp", "vision": "yes", or the reason why not.
+        kind: the model's class.
+        layers, moe_layers: decoder layers, and those of them with experts.
+        ep_sizes: the possible values of ep_size; empty if expert parallelism is refused.
+        granted: for "ep", "lora", "sp" and "vision" the word "yes", or the reason why not.
     """
 
     kind: str
@@ -47,18 +47,17 @@ class Architecture:
     granted: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, for programs."""
+        """Return plain data."""
         return asdict(self)
 
 
 def look_at(shape: str) -> Architecture:
-    """Derive the plan of a model type, a published shape, a folder or a config.json.
+    """Derive the plan of a model type, a hub id, a folder or a config.json, and try features.
 
-    A type is looked at with the default sizes of its config.
+    A model type is built with the default sizes of its config.
 
     Raises:
-        ValueError: no such type, shape or file; a plan that cannot be derived, or is refused, with
-            the reason.
+        ValueError: there is no such model, or no plan can be derived; with the reason.
     """
     config = find_architecture(shape)
     model = meta_model(config, torch.bfloat16)
@@ -69,7 +68,7 @@ def look_at(shape: str) -> Architecture:
         "sp": _reason(partial(patch, model, sp_size=2)),
         "vision": _vision(config, parts),
     }
-    if granted["ep"] == YES:  # and last what wraps the model
+    if granted["ep"] == YES:  # The last one, because it wraps the model.
         lora = partial(attach_lora, model, parts.plan, rank=8, targets="experts")
         granted["lora"] = _reason(lora)
     else:
@@ -100,12 +99,12 @@ def _vision(config: Any, parts: Parts) -> str:
     if parts.tower is not None:
         return YES
     if has_tower(config):
-        return "its tower is none that runs on every rank or on none: text alone"
-    return "text alone"
+        return "only text is supported: the vision tower cannot run on every rank or on none"
+    return "the model has no vision tower"
 
 
 def lines(found: Architecture, shape: str) -> list[str]:
-    """Return what to print."""
+    """Return the lines to print."""
     plan = found.plan
     tower = plan.vision.tower if plan.vision is not None else ""
     facts = {

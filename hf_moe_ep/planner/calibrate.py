@@ -1,29 +1,29 @@
-"""Measure the rates of `hardware.py` on the machine that is there, by steps of a real model.
+"""Measure the rates of `hardware.py` on this machine, from steps of a real model.
 
     def step() -> None:
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    rates = measure_rates(model, step, node_size=8)     # on every rank, behind apply_ep_fsdp2
+    rates = measure_rates(model, step, node_size=8)     # on every rank, after apply_ep_fsdp2
     if torch.distributed.get_rank() == 0:
         Path("rates.json").write_text(json.dumps(rates, indent=2))
 
-Some steps are timed as they are. Then STEPS run with each operator and collective timed by itself:
-the device is waited for before and behind it, and ranks meet in front of each collective, so that
-none is timed while it waits for a late one. Rates are what was done over the time that it took:
+Some steps are timed as they are. Then STEPS steps run with every operator and collective timed
+alone: the device is synchronised before and after each, and ranks meet in a barrier before each
+collective, so that no rank is timed while it waits for another. A rate is work over time:
 
-    matmul_flops        by dtype; products of experts and attention are fractions of it
-    memory_bandwidth    of operators that move LARGE bytes or more
-    links               a straight line through times of collectives over their bytes
-    host_seconds        on a GPU half of all launches take longer; on a CPU, which nobody is ahead
-                        of, what a whole step takes beyond all of the above
-    overlap             what a whole step takes less than the sum of the above, of what could hide
+    matmul_flops        per dtype; experts and attention are fractions of it
+    memory_bandwidth    from operators that move LARGE bytes or more
+    links               a straight line through (bytes, seconds) of the collectives
+    host_seconds        on a GPU the median launch; on a CPU, where launches cannot run ahead, the
+                        seconds of a whole step that the other rates do not explain
+    overlap             the part of the overlappable communication that a whole step hides
 
-In the first of them, behind each product and each operator that moves LARGE bytes or more, the same
-is timed again in each of DTYPES, for those that the step does not have: how much slower all of a
-kind are there, in sum, every one is taken to be. On one node there is nothing to say of links
-between nodes; a record's own numbers stay.
+A step has few dtypes. So the first of these steps runs each product, and each operator that moves
+LARGE bytes or more, again in each of DTYPES. The ratio of their total seconds gives the rates of
+dtypes that the step itself does not use. With one node nothing is measured between nodes, and the
+numbers of the record are kept.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class Sample:
-    """One operator or collective, and the seconds it took."""
+    """An operator or collective, and its seconds."""
 
     of: Operator | Collective
     seconds: float
 
 
 class OperatorTimer(WorkCounter):
-    """Counts work and times each piece of it alone.
+    """Count the work of a step, and time every operator and collective alone.
 
     Attributes:
-        samples: in the order in which they ran.
-        again: by kind of operator and dtype, operations or bytes that ran again, and their seconds.
+        samples: in the order of the step.
+        again: by kind and dtype, the FLOPs or bytes of operators that ran again, and their seconds.
     """
 
     def __init__(self, like: WorkCounter, device: torch.device, *, runs_again: bool) -> None:
@@ -103,9 +103,9 @@ class OperatorTimer(WorkCounter):
         kwargs = {name: value for name, value in self._kwargs.items() if name != "out"}
         for dtype in DTYPES:
             copies = [_copy_in(x, dtype) for x in args]
-            # The first run in a dtype prepares what the others use.
+            # The first run in a dtype is a warm-up.
             for _ in range(2):
-                # Of several overloads the one without a place for the result.
+                # The packet chooses the overload without an `out` argument.
                 seconds = self._timed(func.overloadpacket, copies, kwargs)[1]
             done = self.again[one.kind, dtype]
             done[0] += one.flops or one.nbytes * _itemsize(dtype) / _itemsize(one.dtype)
@@ -120,10 +120,10 @@ class OperatorTimer(WorkCounter):
 
 
 def _can_run_again(one: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operator can be given the same in another dtype.
+    """Return True if an operator can run again with its inputs in another dtype.
 
-    A backward of attention is given sums in fp32 beside what is to be converted; what converts by
-    itself is told its dtype; lists of tensors and FSDP2's own operators are left out.
+    Left out: the backward of attention, which reads fp32 sums beside its factors; operators with a
+    dtype argument; lists of tensors; FSDP2's own operators.
     """
     floats = {x.dtype for x in tensors_in(args) if x.is_floating_point()}
     return (
@@ -151,13 +151,13 @@ def _itemsize(dtype: str) -> int:
 def measure_rates(
     model: nn.Module, step: Callable[[], Any], *, node_size: int, repeat: int = 5
 ) -> dict[str, Any]:
-    """Return fields of `Hardware` as they were measured here; every rank calls it, all get it.
+    """Measure rates and return them as fields of `Hardware`. Collective: every rank calls it.
 
     Args:
-        model: sharded; `step` trains it.
-        step: forward, backward and optimizer of one micro-batch.
-        node_size: ranks of a node.
-        repeat: steps that are timed as they are.
+        model: the sharded model that `step` trains.
+        step: runs forward, backward and optimizer of one micro-batch.
+        node_size: ranks per node.
+        repeat: the number of steps that are timed as they are.
     """
     device = next(model.parameters()).device
     for _ in range(_WARM_UP):
@@ -172,14 +172,14 @@ def measure_rates(
     samples = [sample for timer in timers for sample in timer.samples]
     launched = _launched(make_counter(model), step) if device.type == "cuda" else 0.0
     mine = samples, dict(timers[0].again), statistics.median(seconds), launched
-    told = everyone("measuring rates", lambda: mine)
+    by_rank = everyone("measuring rates", lambda: mine)
     return fit(
-        [sample for found, *_ in told for sample in found],
+        [sample for found, *_ in by_rank for sample in found],
         timers[0].counted(),
-        seconds=max(one[2] for one in told),
+        seconds=max(one[2] for one in by_rank),
         node_size=node_size,
-        again=_rates_of([one[1] for one in told]),
-        launched=statistics.mean(one[3] for one in told),
+        again=_rates_of([one[1] for one in by_rank]),
+        launched=statistics.mean(one[3] for one in by_rank),
         host_ahead=device.type == "cuda",
     )
 
@@ -194,13 +194,14 @@ def fit(
     launched: float = 0.0,
     host_ahead: bool = False,
 ) -> dict[str, Any]:
-    """Make rates of samples.
+    """Compute rates from samples.
 
     Args:
         samples: of all ranks.
-        work: of one rank's step, all of it in one stretch; `seconds`: of that step as it runs.
-        again: by kind of operators the rate in each dtype of what ran in all of them.
-        launched: seconds of the host for an operator, where it goes ahead of a device.
+        work: the work of one rank's step, in one stretch.
+        seconds: of that step when it runs without timers.
+        again: by kind and dtype, the rate of operators that ran in every dtype.
+        launched: seconds of the host per launch, where the host runs ahead of a device.
 
     Raises:
         ValueError: no products, or no large operators among the samples.
@@ -247,11 +248,11 @@ def fit(
             latency, bandwidth = _line(points)
             result[f"{link}_latency"], result[f"{link}_bandwidth"] = latency, bandwidth
             result["fractions"][link] = 1.0
-    return result | _rest(result, work, seconds)
+    return result | _host_or_overlap(result, work, seconds)
 
 
 def timed(step: Callable[[], Any], device: torch.device) -> float:
-    """Time one step that all ranks begin together."""
+    """Return the seconds of one step that all ranks begin together."""
     if dist.is_initialized():
         dist.barrier()
     _wait_for(device)
@@ -264,7 +265,7 @@ def timed(step: Callable[[], Any], device: torch.device) -> float:
 def _products(
     flops: dict[tuple[str, str], list[float]], again: dict[str, dict[str, float]]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the rate of each dtype's fastest kind, and the fractions of it that kinds reach."""
+    """Return the rate of the fastest kind per dtype, and each kind's fraction of it."""
     reached: dict[tuple[str, str], float] = {
         of: done / seconds for of, (done, seconds) in flops.items() if seconds
     }
@@ -285,9 +286,9 @@ def _products(
 def _memory(
     moved: dict[str, list[float]], again: dict[str, float]
 ) -> tuple[float, dict[str, float]]:
-    """Return the bandwidth in the fastest dtype, and the fractions of it that dtypes reach.
+    """Return the bandwidth in the fastest dtype, and each dtype's fraction of it.
 
-    What has no dtype moves as all do together.
+    Operators without one dtype reach the mean of all operators.
     """
     known = {dtype: done for dtype, done in moved.items() if dtype in DTYPES}
     rates = {dtype: done / seconds for dtype, (done, seconds) in known.items()}
@@ -301,10 +302,10 @@ def _memory(
     return fastest, {**fractions, "memory": nbytes / seconds / fastest}
 
 
-def _rates_of(told: list[dict[tuple[str, str], list[float]]]) -> dict[str, dict[str, float]]:
-    """Sum over ranks what ran again, and return its rates by kind and dtype."""
+def _rates_of(by_rank: list[dict[tuple[str, str], list[float]]]) -> dict[str, dict[str, float]]:
+    """Sum over ranks the operators that ran again, and return rates by kind and dtype."""
     sums: dict[str, dict[str, list[float]]] = defaultdict(dict)
-    for one in told:
+    for one in by_rank:
         for (kind, dtype), (done, seconds) in one.items():
             total = sums[kind].setdefault(dtype, [0.0, 0.0])
             total[0] += done
@@ -316,7 +317,7 @@ def _rates_of(told: list[dict[tuple[str, str], list[float]]]) -> dict[str, dict[
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Fit seconds = latency + bytes / bandwidth by least squares, neither of them negative."""
+    """Fit seconds = latency + bytes / bandwidth by least squares; neither may be negative."""
     mean_x = statistics.mean(x for x, _ in points)
     mean_y = statistics.mean(y for _, y in points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -329,7 +330,7 @@ def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def record_of(rates: dict[str, Any], name: str = "measured") -> Hardware:
-    """Make a record of measured rates alone; a link that was not measured is like the other."""
+    """Make a record from measured rates; a link that was not measured equals the other one."""
     known = dict(rates)
     for link, other in (("in_node", "between_nodes"), ("between_nodes", "in_node")):
         for of, alone in (("latency", 0.0), ("bandwidth", float(2**30))):
@@ -339,8 +340,8 @@ def record_of(rates: dict[str, Any], name: str = "measured") -> Hardware:
     return Hardware(name=name, memory_bytes=float(2**30), sources=sources, **known)
 
 
-def _rest(rates: dict[str, Any], work: StepWork, seconds: float) -> dict[str, float]:
-    """Find what explains the seconds of a whole step: the host's time, or what overlaps."""
+def _host_or_overlap(rates: dict[str, Any], work: StepWork, seconds: float) -> dict[str, float]:
+    """Return the host's seconds per launch, or the overlap, that explain a whole step."""
     record = record_of(rates)
     alone = time_of_work(work, record).seconds
     if seconds >= alone and not record.host_ahead:
@@ -350,7 +351,7 @@ def _rest(rates: dict[str, Any], work: StepWork, seconds: float) -> dict[str, fl
 
 
 def _launched(counter: WorkCounter, step: Callable[[], Any]) -> float:
-    """Time what the host takes for half of all operators of a step, at most, waiting for none."""
+    """Return the median seconds of the host per launch, without synchronising the device."""
     host = _Launches(counter)
     with host:
         step()

@@ -1,10 +1,10 @@
-"""Models without weights: the published sizes that have a name here, or a folder's config.
+"""The model of a plan: its config, and the model without weights.
 
-`published_models.json` holds, under a name, a config as its authors published it, reduced to what
-decides the size of a parameter, and the page it is from. Models are built on the meta device,
-where a parameter has a shape and no memory; buffers are a few kilobytes and lie on the CPU,
-because sharding sends them. The config of another repository of the hub is fetched, and nothing
-else of it; those of the table need no network.
+A model is named by its hub id, a folder or a config.json. Only the config of a hub id is
+downloaded. `published_models.json` holds the configs of a few models under their hub ids, reduced
+to the fields that determine sizes, so that they need no network. Models are built on the meta
+device, where a parameter has a shape and no memory; buffers are real, because they are a few
+kilobytes and sharding sends them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LORA_TARGETS = ("experts", "attention", "both")
 
 
 def known_shapes() -> dict[str, dict[str, Any]]:
-    """Return the shapes that have a name: {name: {"source": page, "config": what it says}}."""
+    """Return the models that need no network: {hub id: {"source": page, "config": fields}}."""
     text = (
         resources.files("hf_moe_ep.planner")
         .joinpath("published_models.json")
@@ -52,10 +52,12 @@ def known_shapes() -> dict[str, dict[str, Any]]:
 
 
 def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedConfig) -> Any:
-    """Return the config of a known name, a folder, a config.json, a dict with `model_type`, itself.
+    """Return the config of a hub id, a folder, a config.json or a dict with `model_type`.
+
+    A config is returned as it is.
 
     Raises:
-        ValueError: no such name and no such file.
+        ValueError: there is no such model and no such file.
     """
     if isinstance(shape, PreTrainedConfig):
         return shape
@@ -69,10 +71,10 @@ def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedCo
 
 
 def find_architecture(shape: str) -> PreTrainedConfig:
-    """Return the config of what `find_config` takes, or the default config of a model type.
+    """Return the config as `find_config` does, or the default config of a model type.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `shape` is neither.
     """
     if shape in CONFIG_MAPPING and not os.path.exists(shape):
         config: PreTrainedConfig = AutoConfig.for_model(shape)
@@ -92,21 +94,21 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
         return _fetch_config(path.as_posix(), known)
     if not file.is_file():
         raise ValueError(
-            f"{os.fspath(path)!r} is no model that is known ({', '.join(known)}) and no folder "
+            f"{os.fspath(path)!r} is no known model ({', '.join(known)}) and no folder "
             f"with a config.json; a model of the hub is named OWNER/NAME"
         )
     model_type = read_object(file).get("model_type")
     if model_type is not None and model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"{os.fspath(file)!r} is of model_type {model_type!r}, which transformers "
-            f"{transformers.__version__} has not; for a model of your own ask from Python, where "
-            f"it is registered (AutoConfig.register): hf_moe_ep.cli.main.main(['memory', ...])"
+            f"{transformers.__version__} has not; for a model of your own, register its config "
+            f"(AutoConfig.register) and call hf_moe_ep.cli.main.main(['memory', ...]) from Python"
         )
     return AutoConfig.from_pretrained(file, local_files_only=True)
 
 
 def _fetch_config(name: str, known: Mapping[str, Any]) -> Any:
-    """Return the config of a repository of the hub; its cached copy if the hub is out of reach."""
+    """Return the config of a hub repository, or its cached copy if the hub is out of reach."""
     unreachable = why_unreachable(name, "config.json")
     try:
         return AutoConfig.from_pretrained(
@@ -121,9 +123,9 @@ def _fetch_config(name: str, known: Mapping[str, Any]) -> Any:
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Build a stock model of `config`, parameters on the meta device, weights tied.
+    """Build the stock model of a config with its parameters on the meta device, weights tied.
 
-    With a head for tokens, where transformers knows one.
+    The model has a language head if transformers has such a class.
     """
     factory: Any = AutoModelForImageTextToText
     if not takes_images(config):
@@ -141,12 +143,12 @@ def attach_lora(
     device: str = "meta",
     fp32: bool = True,
 ) -> nn.Module:
-    """Put PEFT's LoRA on a patched model: on stacked experts, attention projections, or both.
+    """Add PEFT's LoRA to a patched model: on stacked experts, attention projections, or both.
 
-    With `fp32` adapters of a low-precision model are that, as PEFT makes them by default.
+    With `fp32`, adapters of a low-precision model are in fp32, which is PEFT's default.
 
     Raises:
-        ValueError: no such targets; a rank below 1; PEFT is not installed.
+        ValueError: unknown targets; a rank below 1; PEFT is not installed.
     """
     check_choice("lora_targets", targets, LORA_TARGETS)
     if rank < 1:
@@ -164,11 +166,11 @@ def attach_lora(
         target_modules=_projections(model, plan) if targets != "experts" else [],
     )
     with torch.device(device), warnings.catch_warnings():
-        # PEFT asks every model for a name that transformers has given up.
+        # PEFT reads an attribute of every model that transformers has deprecated.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
         adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32)
     if not fp32:
-        # PEFT does so too, but for adapters on the meta device.
+        # PEFT does the same, except for adapters on the meta device.
         dtype = next(p.dtype for p in adapted.parameters() if not p.requires_grad)
         for module in adapted.modules():
             own = list(module.parameters())

@@ -16,7 +16,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,6 @@ class Hardware:
         return found
 
 
-@cache
 def known_hardware() -> dict[str, Hardware]:
     """Read the records of `rates.json`, by name."""
     file = resources.files("hf_moe_ep.planner").joinpath("rates.json")

@@ -1,29 +1,29 @@
-"""How much memory a rank needs to hold a model for training, before there is a GPU to try it on.
+"""Plan the memory that a rank holds for training between two steps, without a GPU.
 
     plan = plan_memory("Qwen/Qwen3-30B-A3B", ParallelConfig(ep_size=8), world_size=64)
     plan.largest.held + plan.gathered
 
-The model is built on the meta device, patched, and sharded by the code that shards it in training,
-over torch's fake process group of `world_size` ranks (torch.testing._internal.distributed.fake_pg);
-what is left on the rank is summed. That is exact, and includes what FSDP2 pads:
+The model is built on the meta device, patched, and sharded by the same code as in training, over
+torch's fake process group of `world_size` ranks. The sizes of the rank's shards are summed. That is
+exact, and includes the padding of FSDP2:
 
-    5 rows over 4 ranks      rank 0   rank 1   rank 2   rank 3
-    of the parameter            2        2        1        0
-    allocated for it            2        2        2        2    dim 0 is padded to equal chunks,
-    allocated for its gradient  2        2        2        2    and so is the reduced gradient
-    each AdamW moment           2        2        1        0    follows the part without padding
+    5 rows over 4 ranks        rank 0   rank 1   rank 2   rank 3
+    rows of the parameter         2        2        1        0
+    allocated for it              2        2        2        2    dim 0 is padded to equal chunks
+    allocated for its gradient    2        2        2        2    the reduced gradient is padded too
+    each AdamW moment             2        2        1        0    moments are not padded
 
-So ranks differ in their optimizer state alone. Ranks whose shards all have the same sizes are one
-kind; replicas (HSDP) and ep ranks have the same ones. Rank 0, which has most, and the last rank of
-a replica, which has least, are both sharded; kinds between differ by the rows of their chunks.
+So ranks differ in their optimizer state only. Ranks whose shards have the same sizes are one kind;
+replicas (HSDP) and ep ranks are alike. Rank 0, which holds most, and the last rank of a replica,
+which holds least, are both sharded and compared; the kinds between follow from their chunk sizes.
 
-Beside what it holds, a rank gathers FSDP2 units as it reaches them, in the compute dtype. A
-decoder layer with its experts is one stage; the next one is fetched meanwhile, so two neighbours
-are whole at a time, and always the root, and with tied weights the unit of embedding and head.
-Experts that are held as bytes (`ParallelConfig.experts_dtype`) are gathered as bytes, and their
-adapters with them as they lie.
+A rank also gathers FSDP2 units as it reaches them, in the compute dtype. A decoder layer with its
+experts is one stage. The next stage is prefetched, so two neighbours are gathered at a time, and in
+addition always the root unit and, with tied weights, the unit of embedding and head. Quantised
+experts (`ParallelConfig.experts_dtype`) are gathered as bytes, and their adapters in their own
+dtype.
 
-What is not counted depends on the batch, the allocator or the machine: `NOT_COUNTED`.
+Memory that depends on the batch, the allocator or the machine is not counted: `NOT_COUNTED`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
 MASTERS = ("fp32", "model")
-# Optimizer -> tensors of a parameter's size, scalars of 4 bytes, per trained parameter.
+# Optimizer -> (tensors of the parameter's size, scalars of 4 bytes) per trained parameter.
 OPTIMIZERS = {"adamw": (2, 1), "adamw_fused": (2, 1), "sgd": (1, 0), "none": (0, 0)}
 NOT_COUNTED = (
     "activations",
@@ -61,13 +61,13 @@ NOT_COUNTED = (
     "FSDP2's copies while it gathers a unit",
     "communication buffers",
     "the CUDA context",
-    "what the allocator reserves beyond that",
+    "memory that the allocator reserves beyond that",
 )
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes that ranks of one kind hold between steps; `ranks` are all of that kind."""
+    """The bytes that each rank of one kind holds between steps; `ranks` lists the kind."""
 
     ranks: tuple[int, ...]
     parameters: int
@@ -81,18 +81,19 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """One model at one layout; bytes are of one rank unless they say otherwise.
+    """The plan of one model at one layout. Bytes are per rank unless stated otherwise.
 
     Attributes:
-        world_size, parallel, ep_fsdp_size: the layout, its sizes resolved.
-        total, trained, active: numbers of parameters: of the model with its adapters, of those
-            with gradients, of those that one token meets (its experts, all that is no expert).
-        expert_bytes: what one parameter of an expert's matrices takes on all ranks of a replica
-            together, with its share of scales and padding.
-        kinds: every kind of rank, by its first rank.
-        gathered: the two neighbouring stages that are largest together, and what stays gathered.
-        unit_gradients: gradients of the largest FSDP2 unit, whole, as backward leaves them.
-        unit_reduction: the same in the dtype in which they are reduced.
+        world_size, parallel, ep_fsdp_size: the layout with its resolved sizes.
+        total, trained, active: numbers of parameters: all, adapters included; those with gradients;
+            those that one token uses (its experts and everything outside the experts).
+        expert_bytes: bytes per parameter of the experts' matrices, summed over the ranks of a
+            replica, scales and padding included.
+        kinds: the kinds of ranks, in the order of their first ranks.
+        gathered: bytes of the two neighbouring stages that are largest together, and of the units
+            that stay gathered.
+        unit_gradients: bytes of the unsharded gradients of the largest FSDP2 unit.
+        unit_reduction: the same in the dtype in which gradients are reduced.
     """
 
     world_size: int
@@ -134,24 +135,23 @@ def plan_memory(
     lora_rank: int | None = None,
     lora_targets: str = "both",
 ) -> MemoryPlan:
-    """Plan what each of `world_size` ranks needs for training; nothing is allocated or downloaded.
+    """Plan what each of `world_size` ranks holds for training; no weights are loaded.
 
     Args:
-        shape: a known shape's name, a folder or config.json, a dict with `model_type`, a config.
-        parallel: as for `patch`.
-        dtype: what the model is loaded in, and computes in.
-        masters: "fp32" as `apply_ep_fsdp2` does by default: a low-precision model trains with
-            fp32 parameters, gradients and optimizer state. "model" keeps all in `dtype`, adapters
-            too, as PEFT makes them with autocast_adapter_dtype=False.
-        optimizer: "adamw", "adamw_fused" (as much between steps), "sgd" (with momentum), or "none"
-            for one without state.
-        lora_rank: train adapters of this rank alone, on `lora_targets`: "experts", "attention",
-            "both". What `parallel.experts_dtype` holds as bytes cannot be trained: it wants
-            adapters.
+        shape: the model: a hub name, a folder, a config.json, a dict with `model_type`, a config.
+        parallel: the arguments of `patch`.
+        dtype: the dtype in which the model is loaded and computes.
+        masters: "fp32": trained parameters, gradients and optimizer state are in fp32, the default
+            of `apply_ep_fsdp2`. "model": all are in `dtype`, adapters too, as PEFT makes them with
+            autocast_adapter_dtype=False.
+        optimizer: "adamw", "adamw_fused" (holds as much between steps), "sgd" (with momentum), or
+            "none" for an optimizer without state.
+        lora_rank: train only adapters of this rank, on `lora_targets`: "experts", "attention" or
+            "both". Experts that `parallel.experts_dtype` quantises can only be trained so.
 
     Raises:
-        ValueError: an unknown choice, a process group that exists already, and what `patch` and
-            sharding raise where sizes do not fit the model or the world.
+        ValueError: an unknown choice; a process group exists already; sizes that `patch` or
+            sharding refuse.
     """
     request = PlanRequest(
         find_config(shape), parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets
@@ -180,7 +180,7 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What `plan_memory` was asked, checked."""
+    """The checked arguments of `plan_memory`."""
 
     config: Any
     parallel: ParallelConfig | None
@@ -199,14 +199,14 @@ class PlanRequest:
             raise ValueError(f"world_size ({self.world_size}) must be 1 or more; try 8")
         if dist.is_initialized():
             raise ValueError(
-                f"a plan makes a fake process group and there is a real one of "
-                f"{dist.get_world_size()} ranks; call it before init_process_group"
+                f"a plan makes a fake process group, and a real one of {dist.get_world_size()} "
+                f"ranks exists; plan before init_process_group"
             )
 
 
 @dataclass(frozen=True)
 class Unsharded:
-    """The patched model of a request on the meta device, with its adapters."""
+    """The patched model of a request on the meta device, with adapters, before sharding."""
 
     model: nn.Module
     state: ModelState
@@ -215,7 +215,7 @@ class Unsharded:
 
     @classmethod
     def of(cls, request: PlanRequest) -> Unsharded:
-        """Build it as training would."""
+        """Build the model as training would."""
         model = meta_model(request.config, request.dtype)
         patch(model, request.parallel)
         state: ModelState = getattr(model, STATE)
@@ -230,7 +230,7 @@ class Unsharded:
         policy, fp32_masters = MixedPrecisionPolicy(), False
         if request.masters == "fp32":
             policy, fp32_masters = default_policy(model)
-        # There is no device to pin memory for.
+        # No device exists for which memory could be pinned.
         offload = CPUOffloadPolicy(pin_memory=False) if request.offload else OffloadPolicy()
         options = ShardOptions(
             mp_policy=policy,
@@ -242,14 +242,14 @@ class Unsharded:
         return cls(model, state, find_units(model, state.plan), options)
 
     def shard(self) -> Meshes:
-        """Shard it in place, inside a fake process group."""
+        """Shard the model in place; a fake process group must exist."""
         meshes = build_meshes(self.state.config, torch.device("cpu"))
         shard_units(self.model, self.state, self.options, meshes)
         return meshes
 
 
 class _Sharded:
-    """The model as one rank has it, for its sizes: the process group is gone again."""
+    """The sharded model of one rank, for its sizes. The fake process group is closed again."""
 
     def __init__(self, request: PlanRequest, rank: int) -> None:
         self.request = request
@@ -270,7 +270,10 @@ class _Sharded:
         return self.request.world_size // (self.state.config.dp_replicate_size or 1)
 
     def held(self, ranks: tuple[int, ...], *, own: bool = False) -> RankMemory:
-        """Count what `ranks`, of one kind, hold; with `own` read off this rank's own shards."""
+        """Sum the bytes that ranks of one kind hold.
+
+        The optimizer's bytes follow from chunk sizes, or with `own` from this rank's shards.
+        """
         trained = [p for p in self.parameters if p.requires_grad]
         moments, scalars = OPTIMIZERS[self.request.optimizer]
         at = self.coordinates(ranks[0])
@@ -287,7 +290,7 @@ class _Sharded:
         )
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Find where `rank` stands on the axes that FSDP2 shards over (`ranks/mesh.py`)."""
+        """Return a rank's coordinates on the axes over which FSDP2 shards (`ranks/mesh.py`)."""
         config = self.state.config
         in_replica = rank % self.replica
         if config.ep_outside:
@@ -297,31 +300,31 @@ class _Sharded:
         return {FSDP: in_replica, EP_FSDP: ep_fsdp}
 
     def whole(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
-        """Count bytes of gathered parameters, padding included, in `dtype` (None: their own).
+        """Sum the bytes of gathered parameters with padding, in `dtype` (None: their own).
 
-        The unit of experts that are bytes is gathered as it lies, whatever `dtype` is.
+        A unit of quantised experts is gathered in its own dtypes.
         """
         total = 0
         for p in parameters:
             axis = self.axes[id(p)]
-            as_it_lies = dtype is None or (self.stands_for and axis.name == EP_FSDP)
-            gathered = p.dtype if as_it_lies else dtype
+            own_dtype = dtype is None or (self.stands_for and axis.name == EP_FSDP)
+            gathered = p.dtype if own_dtype else dtype
             assert gathered is not None
             total += _allocated(p) // p.dtype.itemsize * axis.size * gathered.itemsize
         return total
 
     def count(self, parameters: Iterable[DTensor]) -> int:
-        """Count the parameters of the model that `parameters` are, or stand for as bytes."""
+        """Count parameters; a quantised matrix counts the values that its bytes stand for."""
         return sum(self.stands_for.get(id(p), p.numel()) for p in parameters)
 
     def active(self) -> int:
-        """Count the parameters that one token meets."""
+        """Count the parameters that one token uses."""
         in_experts = self.count(_dtensors(self.units.all_experts))
-        met_in_experts = in_experts * self.top_k // self.state.num_experts
-        return self.count(self.parameters) - in_experts + met_in_experts
+        used_in_experts = in_experts * self.top_k // self.state.num_experts
+        return self.count(self.parameters) - in_experts + used_in_experts
 
     def expert_bytes(self) -> float:
-        """Divide what the matrices of experts take in one replica by the numbers in them."""
+        """Return the bytes per parameter of the experts' matrices, over one replica."""
         matrices = {
             id(p): p
             for module in self.units.all_experts
@@ -332,7 +335,7 @@ class _Sharded:
         return held * self.replica / self.count(matrices.values())
 
     def gathered(self) -> int:
-        """Count the bytes that are gathered at a time, in the compute dtype."""
+        """Return the bytes that are gathered at a time, in the compute dtype."""
         compute, units = self.policy.param_dtype, self.units
         if not self.state.config.reshard_after_forward:
             return self.whole(self.parameters, compute)
@@ -357,17 +360,17 @@ class _Sharded:
         return self.whole(always, compute) + at_a_time
 
     def largest_unit(self, dtype: torch.dtype | None) -> int:
-        """Count the bytes in `dtype` of what is trained in the largest FSDP2 unit."""
+        """Return the bytes in `dtype` of the trained parameters of the largest FSDP2 unit."""
         units = self.units
         experts = units.all_experts
         blocks, tower = units.vision[:-1], units.vision[-1:]
-        # FSDP2 gives a unit what no unit inside it has.
+        # A unit has the parameters that no unit inside it has.
         of_units = [
             *(_dtensors([module]) for module in experts),
             *(_without(_dtensors([layer]), experts) for layer in units.layers),
             *(_dtensors([block]) for block in blocks),
             _without(_dtensors(tower), blocks),
-            _dtensors(units.encoders),  # their gradients leave at the end, all at once
+            _dtensors(units.encoders),  # their gradients are reduced together at the end
             _dtensors(units.tail),
             _dtensors([units.embedding]),
         ]
@@ -380,14 +383,14 @@ class _Sharded:
 
 @dataclass(frozen=True)
 class _Axis:
-    """The mesh axis over which FSDP2 splits a parameter: its size, and the length it splits."""
+    """The mesh axis over which FSDP2 splits a parameter: its size, and the length of the dim."""
 
     name: str
     size: int
     length: int
 
     def share(self, coordinate: int) -> int:
-        """Return the rows that torch.chunk gives to one coordinate."""
+        """Return the rows that torch.chunk gives to a coordinate: 2, 2, 1, 0 of 5 rows on 4."""
         chunk = -(-self.length // self.size)
         return max(0, min(chunk, self.length - coordinate * chunk))
 
@@ -404,7 +407,7 @@ def _axis(parameter: DTensor, ep_size: int) -> _Axis:
 
 
 def _kinds(sharded: _Sharded) -> list[tuple[int, ...]]:
-    """Sort all ranks by kind, the kind of rank 0 first."""
+    """Group all ranks by kind; the kind of rank 0 comes first."""
     axes = sorted(set(sharded.axes.values()), key=str)
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank in range(sharded.request.world_size):
@@ -414,7 +417,7 @@ def _kinds(sharded: _Sharded) -> list[tuple[int, ...]]:
 
 
 def _dtensors(modules: Iterable[nn.Module | None]) -> list[DTensor]:
-    """Collect the parameters of `modules`, each once, tied ones too."""
+    """Collect the sharded parameters of modules, each once, tied ones too."""
     found = {id(p): p for module in modules if module is not None for p in module.parameters()}
     return [p for p in found.values() if isinstance(p, DTensor)]
 
@@ -425,7 +428,7 @@ def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None])
 
 
 def _numbers_behind_bytes(model: nn.Module) -> dict[int, int]:
-    """Count by identity what parameters of quantised experts stand for: a scale for nothing."""
+    """Map the id of each tensor of quantised experts to the values it stands for (scales: 0)."""
     found: dict[int, int] = {}
     for name, held, quantisation in quantised_matrices(model):
         for tensor in held.by_name(name).values():
@@ -435,7 +438,7 @@ def _numbers_behind_bytes(model: nn.Module) -> dict[int, int]:
 
 
 def _is_matrix(name: str, weights: Iterable[str]) -> bool:
-    """Tell whether `name` is that of a stacked matrix, or of its scales."""
+    """Return True for the name of a stacked matrix or of its scales."""
     of_module = name.rpartition(".")[2]
     suffixes = ("", BLOCK_SCALE, NESTED_SCALE)
     return of_module in {weight + suffix for weight in weights for suffix in suffixes}
@@ -446,5 +449,5 @@ def _allocated(parameter: DTensor) -> int:
 
 
 def _largest_pair(stages: Sequence[int]) -> int:
-    """The largest sum of two neighbours; of one stage alone, itself."""
+    """Return the largest sum of two neighbours; a single stage is its own sum."""
     return max((sum(pair) for pair in pairwise(stages)), default=sum(stages))

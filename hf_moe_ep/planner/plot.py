@@ -1,9 +1,9 @@
-"""A picture of a planned step: what a rank's memory is made of, from stretch to stretch.
+"""Draw the memory of a rank over a planned step, by kind.
 
     draw_memory(plan_step("Qwen/Qwen3-30B-A3B", world_size=8, batch=Batch(4096)), "step.png")
 
-Each stretch of the step is as wide as any other, whatever time it takes, and as high as its peak.
-Needs matplotlib.
+All stretches of the step are drawn equally wide, whatever time they take, and as high as their
+peaks. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ except ImportError as error:
     ) from error
 
 _GIB = 2**30
-# From the bottom: what is always there, then what comes and goes. Okabe and Ito's colours, which
-# most people with another sense of colour tell apart.
+# From the bottom: memory that is always held, then memory that comes and goes. The colours are
+# Okabe and Ito's, which colour-blind people can tell apart.
 _COLOURS = {
     "parameters": "#0072B2",
     "buffers": "#999999",
@@ -34,15 +34,15 @@ _COLOURS = {
     "gathered units, FSDP2's copies": "#F0E442",
     "activations, logits, transients": "#E69F00",
 }
-# Layers with a number under them, about.
+# About so many layers get a number on the axis.
 _NUMBERED = 6
 
 
 def over_step(plan: StepPlan) -> list[tuple[str, dict[str, float]]]:
-    """Return all stretches of a step in their order, with the bytes of each kind at their peak.
+    """Return the stretches of a step in their order, with the bytes of each kind at their peaks.
 
-    A layer in the middle that the plan has no numbers of is on the line between its neighbours at
-    both ends, which `step_plan.py` says is right.
+    A layer in the middle, which did not run, lies on the straight line between the layers at both
+    ends (`extrapolate.py`).
     """
     return [(name, _made_of(name, plan)) for name in _stretches(plan.layers)]
 
@@ -50,11 +50,11 @@ def over_step(plan: StepPlan) -> list[tuple[str, dict[str, float]]]:
 def draw_memory(
     plan: StepPlan, path: str | os.PathLike[str], *, title: str = "", limit: int | None = None
 ) -> None:
-    """Draw a plan into a PNG; `limit`: bytes that there are."""
+    """Draw a plan into a PNG file, with a line at `limit` bytes."""
     stretches = over_step(plan)
     used = {kind for _, parts in stretches for kind, size in parts.items() if size}
     edges = range(len(stretches) + 1)
-    # Without pyplot, which would choose a backend for the whole process and keep the figure.
+    # pyplot would choose a backend for the whole process and keep the figure alive.
     figure = Figure(figsize=(10, 5), layout="constrained")
     axis = figure.subplots()
     below = [0.0] * len(edges)
@@ -62,7 +62,7 @@ def draw_memory(
         if kind not in used:
             continue
         sizes = [parts.get(kind, 0) / _GIB for _, parts in stretches]
-        # A step is drawn from each edge to the next, so the last one is given again.
+        # fill_between draws from edge to edge, so the last value is repeated.
         top = [low + size for low, size in zip(below, [*sizes, sizes[-1]], strict=True)]
         axis.fill_between(edges, below, top, step="post", color=colour, label=kind, linewidth=0)
         below = top
@@ -123,7 +123,7 @@ def _mark_peak(axis: Axes, plan: StepPlan, names: list[str]) -> None:
 
 
 def _mark_stretches(axis: Axes, layers: int) -> None:
-    """Say under the picture where forward and backward are, and which layer."""
+    """Label forward, backward, optimizer and the layers under the picture."""
     every = max(layers // _NUMBERED, 1)
     backward, optimizer = layers + 2, 2 * layers + 3
     ticks: list[tuple[float, str]] = [(backward, "head")]

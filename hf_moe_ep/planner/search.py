@@ -1,26 +1,27 @@
-"""Which layouts of a model on N GPUs are legal, and which of them fit.
+"""Find the parallel layouts of a model on N GPUs that training accepts and that fit.
 
     found = find_layouts(Asked("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32))
     found.fit[0].layout.patch_line(), found.fit[0].step.peak
 
-A layout is an ep_size, sp_size and dp_replicate_size, sequences per forward of a data rank (the
-rest of its share is accumulated), parts in which rows travel, and whether backward computes layers
-again. Sizes that are tried are powers of two and divisors of the number of GPUs; what is legal
-among them is decided by the code that patches and shards in training, on a few layers over a fake
-process group, and what it says is kept. Memory is that of `step_plan.py`, seconds those of
-`step_time.py` where hardware is given.
+A layout is an ep_size, sp_size and dp_replicate_size, the sequences per forward of a data rank (the
+rest of its share is accumulated), dispatch_chunks, and whether layers are checkpointed. Sizes are
+powers of two and divisors of the number of GPUs. The code of training itself decides whether it
+accepts them: a few layers are patched and sharded over a fake process group. Memory is that of
+`step.py`; seconds, if hardware is given, those of `seconds.py`.
 
-A grid of sizes is first planned at its smallest: one sequence at a time, layers computed again.
-Where that does not fit, nothing of that grid does, and where it takes FAR times what there is, no
-other ep_size of as many replicas is tried. Of the best that fit, CLOSER_LOOK, more is planned:
-layers computed once, and as many sequences at a time as fit: all of the share or, on a straight
-line between one and all, the power of two below. With seconds, the fastest of those with experts
-on several ranks is planned with rows in CHUNKS parts. Sequence parallelism is tried where nothing
-fits without it, or where an sp_size is asked for; an ep_size of more than a node has each
-dispatcher that crosses nodes.
+Each plan takes seconds, so the search is short:
 
-Without hardware those that fit are in this order: layers computed once before twice, more sequences
-at a time before fewer, then by the memory that is left.
+    1. every grid of sizes at its smallest: one sequence per forward, with checkpointing. If that
+       takes FAR times the limit, no other ep_size with as many replicas is tried.
+    2. the best CLOSER_LOOK grids that fit: without checkpointing, and with as many sequences per
+       forward as fit: all, or the power of two below the straight line between one and all.
+    3. with hardware: the fastest layout with ep_size > 1 again, with CHUNKS parts.
+
+sp_size > 1 is tried only if nothing fits without it, or if it is asked for. An ep_size larger than
+a node is tried with each dispatcher that crosses nodes.
+
+Without hardware the order is: no checkpointing first, then more sequences per forward, then more
+memory left.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
-# Ranks of a machine: ep and sp stay inside it, replicas are whole machines.
+# GPUs of a node: ep and sp stay inside a node, a replica is one or several nodes.
 NODE = 8
 CLOSER_LOOK = 3
 FAR = 2
@@ -51,18 +52,19 @@ CHUNKS = (2, 4)
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be trained, and on what.
+    """The request: a model, GPUs and a batch.
 
     Attributes:
-        shape: as for `plan_memory`.
-        gpus: all of them, one process each.
+        shape: the model, as for `plan_memory`.
+        gpus: the number of GPUs.
         limit: bytes of one GPU.
-        seq, batch: tokens of a sequence; sequences of one optimizer step, over all GPUs.
-        ep, sp, dp_replicate: sizes to try; None: those that may make sense.
-        options: of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets, offload.
+        seq, batch: tokens per sequence; sequences per optimizer step, summed over all GPUs.
+        ep, sp, dp_replicate: the size to try; None: several sizes.
+        options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
+            offload.
         parallel: other fields of ParallelConfig.
-        hardware: its rates, for seconds; None: memory alone.
-        on_plan: called with what is planned next.
+        hardware: rates, to plan seconds; None plans memory only.
+        on_plan: called with each layout before it is planned.
     """
 
     shape: Any
@@ -80,13 +82,13 @@ class Asked:
 
     @property
     def node(self) -> int:
-        """Ranks of a machine."""
+        """Ranks of a node."""
         return min(self.gpus, NODE if self.hardware is None else self.hardware.node_size)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay a training out."""
+    """A parallel layout of a training job."""
 
     ep: int
     sp: int
@@ -98,7 +100,7 @@ class Layout:
     node_size: int | None = None
 
     def sizes(self) -> dict[str, Any]:
-        """Return the fields of ParallelConfig."""
+        """Return the layout as fields of ParallelConfig."""
         sizes: dict[str, Any] = {
             "ep_size": self.ep,
             "sp_size": self.sp,
@@ -110,7 +112,7 @@ class Layout:
         return sizes
 
     def patch_line(self, **more: Any) -> str:
-        """Return what to write in a script."""
+        """Return the line for a script: "patch(model, ep_size=8)"."""
         given = {name: size for name, size in self.sizes().items() if size != 1} | more
         words = "".join(f", {name}={value!r}" for name, value in given.items())
         return f"patch(model{words})"
@@ -118,7 +120,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Planned:
-    """A legal layout, its step, the bytes that it leaves of a GPU, and seconds of a step."""
+    """A layout that training accepts: its step, the bytes left of a GPU, and its seconds."""
 
     layout: Layout
     step: StepPlan
@@ -128,7 +130,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Found:
-    """Those that fit, best first; those that do not, closest first; what is not legal, and why."""
+    """Layouts that fit (best first), that do not fit (closest first), and refused ones with why."""
 
     fit: list[Planned]
     too_large: list[Planned]
@@ -136,10 +138,10 @@ class Found:
 
 
 def find_layouts(asked: Asked) -> Found:
-    """Try the layouts of a request.
+    """Search the layouts of a request.
 
     Raises:
-        ValueError: none of them is legal, with what the first one is refused for.
+        ValueError: training accepts no layout; the message is that of the first one.
     """
     found, few = Found([], [], {}), None
     for sp in [1, *_powers(asked.node)] if asked.sp is None else [asked.sp]:
@@ -172,7 +174,7 @@ def find_layouts(asked: Asked) -> Found:
 
 
 def _look_closer(grid: Planned, asked: Asked, few: tuple[int, ...] | None, found: Found) -> None:
-    """Plan what takes more memory than the smallest of a grid, and may be faster."""
+    """Plan layouts of a grid that need more memory than its smallest and may be faster."""
     share = grid.layout.per_forward * grid.layout.accumulated
     for checkpointing in (True, False):
         one = grid
@@ -185,7 +187,7 @@ def _look_closer(grid: Planned, asked: Asked, few: tuple[int, ...] | None, found
         sequences = share
         while sequences > 1 and one.step.peak + (sequences - 1) * each > asked.limit:
             sequences -= 1
-        # What divides the share, and is no more than the line says.
+        # The largest power of two that divides the share and is not above the line.
         sequences = max(n for n in [1, *_powers(sequences)] if share % n == 0)
         fits = most.left >= 0
         while not fits and sequences > 1:
@@ -217,7 +219,7 @@ def _in_order(one: Planned) -> tuple[int, ...]:
 
 
 def refusal(layout: Layout, asked: Asked) -> str:
-    """Say why training would refuse a layout; empty where it would not."""
+    """Return why training would refuse a layout; empty if it would accept it."""
     data_ranks = max(asked.gpus // layout.sp, 1)
     if asked.batch % data_ranks:
         return (
@@ -251,7 +253,7 @@ _DEFAULTS = {"masters": "fp32", "optimizer": "adamw", "lora_rank": None, "lora_t
 
 
 def _grids(asked: Asked, sp: int) -> Iterator[Layout]:
-    """Yield the grids of an sp_size, at one sequence at a time and layers computed again."""
+    """Yield the grids of an sp_size: one sequence per forward, with checkpointing."""
     node = asked.node
     replicas = [1] if asked.gpus <= node else [1, asked.gpus // node]
     share = max(asked.batch * sp // asked.gpus, 1)

@@ -1,29 +1,30 @@
-"""Seconds of a training step, from its work and the rates of hardware; a model, not a measurement.
+"""Plan the seconds of a training step from its work and the rates of hardware.
 
-    config = ParallelConfig(ep_size=8)
-    plan = plan_step("Qwen/Qwen3-30B-A3B", config, world_size=8, batch=Batch(4096))
+    plan = plan_step("Qwen/Qwen3-30B-A3B", ParallelConfig(ep_size=8), world_size=8,
+                     batch=Batch(4096))
     time = step_time(plan, find_hardware("h100"), micro_batches=4, tokens=4 * 4096)
     time.seconds, time.tokens_per_second_per_gpu, time.parts
 
-Of each operator the larger of two times counts: its operations at the rate of its kind and dtype,
-and its bytes at that of memory. A collective takes a link's latency and then its bytes, at the
-slower of both links where its group is on several nodes. Within a stretch of the step, what can
-travel behind computation does so for `Hardware.overlap` of it, and what remains is exposed:
+An operator takes the longer of two times: its FLOPs at the rate of its kind and dtype, and its
+bytes at the memory bandwidth. A collective takes the latency of a link and its bytes over the
+bandwidth; over several nodes, the slower of both links counts. In each stretch of the step,
+communication that can overlap computation does so for the fraction `Hardware.overlap`; the rest is
+exposed and is added to the step:
 
-    a stretch    computation, then what is exposed of its collectives, and where the host takes
-                 longer than both, the rest of its time
-    FSDP2's      hide behind all that the stretch computes
-    rows         hide, as far as `step_work.py` says, behind the experts alone
-    the host     computes where parameters lie there, at the rate of its memory; nothing hides that
+    FSDP2's collectives   overlap all computation of the stretch
+    rows (all-to-all)     overlap only the experts, as far as `work.py` says
+    a stretch             computation + exposed communication, or the time in which the host
+                          launches its kernels, if that is longer
+    offload               the optimizer runs at the rate of the host's memory; nothing overlaps it
 
-Micro-batches but the last are forward and backward; FSDP2 reduces gradients in each of them. The
-optimizer steps once.
+Example: a product of 500 FLOPs at 50 FLOPs/s takes 10 s; a gather of 40 bytes at 4 bytes/s takes
+10 s. With overlap 0.8, 8 s of the gather are hidden, and the stretch takes 12 s.
 
-What it does not know: how efficient a kernel is at one shape, beyond the fraction of its kind;
-other traffic on the network, and a switch that has less than its ports; ranks that come late, be it
-for their host or for their share of the tokens, unless the plan was made of a measured load; what
-runs at the same time on one GPU and slows each other. The order of layouts is worth more than their
-seconds.
+All micro-batches run forward and backward, with FSDP2's reductions; the optimizer steps once.
+
+Not modelled: the efficiency of a kernel at one shape (each kind has one fraction of the peak),
+other traffic on the network, ranks that arrive late, and operators that slow each other down. Trust
+the order of layouts more than their seconds.
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ _WIDER = {
     "bfloat16": "float32",
     "float32": "float64",
 }
-_OF_FSDP = ("parameters", "gradients", "offload")
+_BY_FSDP = ("parameters", "gradients", "offload")
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of an optimizer step.
+    """The planned time of an optimizer step.
 
     Attributes:
         seconds: of the whole step.
-        tokens_per_second_per_gpu: of the tokens that were given.
-        parts: seconds by what takes them; they add up to `seconds`. "matmul", "grouped" (experts),
-            "attention", "memory" (operators that only move bytes); "on_host": an optimizer that
-            steps there; what is exposed of collectives, by their purpose; "host": what it takes to
-            launch beyond all that.
+        tokens_per_second_per_gpu: `tokens` over `seconds`.
+        parts: seconds by cause; they add up to `seconds`. "matmul", "grouped" (experts),
+            "attention", "memory" (operators that only move bytes), "on_host" (the optimizer on the
+            host); exposed seconds of collectives by their purpose; "host" (launches that take
+            longer than all that).
     """
 
     seconds: float
@@ -72,12 +73,12 @@ class StepTime:
 
 
 def step_time(plan: StepPlan, hardware: Hardware, *, micro_batches: int, tokens: int) -> StepTime:
-    """Say how long an optimizer step takes.
+    """Plan the seconds of an optimizer step.
 
     Args:
-        plan: of one micro-batch with an optimizer step behind it, as `plan_step` plans.
-        micro_batches: forwards and backwards of a step.
-        tokens: of a whole step, of all data ranks together divided by the number of GPUs.
+        plan: of one micro-batch and an optimizer step, from `plan_step`.
+        micro_batches: forward and backward passes per optimizer step.
+        tokens: tokens of the optimizer step, summed over data ranks, divided by the GPUs.
 
     Raises:
         ValueError: a number is not positive, or the plan has no work.
@@ -91,7 +92,7 @@ def step_time(plan: StepPlan, hardware: Hardware, *, micro_batches: int, tokens:
 def time_of_work(
     work: StepWork, hardware: Hardware, *, micro_batches: int = 1, tokens: int = 1
 ) -> StepTime:
-    """Say how long a step of such work takes; as `step_time`."""
+    """Plan the seconds of a step from its work; see `step_time`."""
     if not work.stretches:
         raise ValueError("the plan has no work, 0 stretches; make it with plan_step")
     parts: dict[str, float] = defaultdict(float)
@@ -104,7 +105,7 @@ def time_of_work(
 
 
 def stretch_parts(stretch: Stretch, hardware: Hardware) -> dict[str, float]:
-    """Say what one run of a stretch spends its seconds on."""
+    """Return the seconds of one run of a stretch, by cause."""
     parts: dict[str, float] = defaultdict(float)
     launches = 0
     for operator, number in stretch.operators:
@@ -119,10 +120,10 @@ def stretch_parts(stretch: Stretch, hardware: Hardware) -> dict[str, float]:
         hideable[one.purpose] += one.hideable * seconds
         launches += number
     behind_experts = hardware.overlap * min(hideable["rows"], parts["grouped"])
-    of_fsdp = sum(hideable[purpose] for purpose in _OF_FSDP)
-    behind_all = hardware.overlap * min(of_fsdp, max(computed - behind_experts, 0.0))
+    by_fsdp = sum(hideable[purpose] for purpose in _BY_FSDP)
+    behind_all = hardware.overlap * min(by_fsdp, max(computed - behind_experts, 0.0))
     hidden = {"rows": behind_experts}
-    hidden |= {name: behind_all * hideable[name] / of_fsdp for name in _OF_FSDP if of_fsdp}
+    hidden |= {name: behind_all * hideable[name] / by_fsdp for name in _BY_FSDP if by_fsdp}
     for purpose, seconds in sent.items():
         parts[purpose] += seconds - hidden.get(purpose, 0.0)
     host = launches * hardware.host_seconds
@@ -131,7 +132,7 @@ def stretch_parts(stretch: Stretch, hardware: Hardware) -> dict[str, float]:
 
 
 def operator_seconds(operator: Operator, hardware: Hardware) -> float:
-    """Say how long one operator takes: to compute or to move bytes, whichever is longer."""
+    """Return the seconds of an operator: of its FLOPs or of its bytes, whichever is longer."""
     if operator.kind == ON_HOST:
         return operator.nbytes / (hardware.host_memory_bandwidth * hardware.fractions[ON_HOST])
     reached = hardware.reached("memory", operator.dtype)
@@ -144,18 +145,18 @@ def operator_seconds(operator: Operator, hardware: Hardware) -> float:
 
 
 def matmul_rate(dtype: str, rates: Mapping[str, float]) -> float:
-    """Find the rate of products of a dtype, or that of the next wider one there is."""
+    """Return the rate of products in a dtype, or in the next wider dtype that has one."""
     wider: str | None = dtype
     while wider is not None:
         if wider in rates:
             return rates[wider]
         wider = _WIDER.get(wider)
-    # What is wider than all of them runs no faster than the slowest.
+    # A dtype wider than all of them runs no faster than the slowest.
     return min(rates.values())
 
 
 def collective_seconds(one: Collective, hardware: Hardware) -> float:
-    """Say how long a collective takes that waits for nobody."""
+    """Return the seconds of a collective whose ranks all arrive at the same time."""
     if one.kind == HOST_COPY:
         return one.nbytes / (hardware.host_link_bandwidth * hardware.fractions[HOST_COPY])
     if len(one.ranks) == 1:

@@ -1,12 +1,12 @@
-"""What to change so that a training step fits: changes that cost least first, each planned anew.
+"""Find options that make a training step fit: changes that cost least come first.
 
     30.1 GiB as asked > 24    --fused-head               30.0 GiB
                               --optimizer adamw_fused    28.6 GiB
                               --double-quant             27.3 GiB
                               --masters model            23.7 GiB    fits
 
-A change that does not lower the peak is not kept. The first ones leave training what it is, to
-rounding; the later ones do not, and are tried last.
+The step is planned anew with each change, and a change that does not lower the peak is dropped. The
+first changes leave the training the same up to rounding; the later ones do not.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Names and values of options; whatever may be asked of a step.
+# The options of a step: name -> value.
 Asked = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Change:
-    """An option to set, under the condition that the others are so."""
+    """An option to set if `when` holds for the other options."""
 
     name: str
     value: Any
@@ -29,7 +29,7 @@ class Change:
 
     @property
     def flag(self) -> str:
-        """What to write on the command line."""
+        """The option as it is written on the command line."""
         name = "--" + self.name.replace("_", "-")
         return name if self.value is True else f"{name} {self.value}"
 
@@ -50,9 +50,9 @@ CHANGES = (
 def shrink(
     asked: Asked, limit: int, peak_of: Callable[[Asked], int], *, without: Collection[str] = ()
 ) -> Iterator[tuple[Change, int]]:
-    """Yield the changes that lower the peak, each with the peak of all so far, until it fits.
+    """Yield the changes that lower the peak until the step fits in `limit` bytes.
 
-    Options named in `without` stay as they are.
+    Each comes with the peak after it and all changes before it. Options in `without` are kept.
     """
     asked = dict(asked)
     peak = peak_of(asked)

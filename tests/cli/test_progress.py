@@ -53,4 +53,4 @@ def test_all_that_is_missing_is_named_at_once(capsys: pytest.CaptureFixture[str]
     assert all(flag in err for flag in ("--gpus", "--seq", "--batch", "--gpu-memory")), err
     assert main(["memory", "nowhere"]) == 2
     err = capsys.readouterr().err
-    assert "--gpus" in err and "'nowhere' is no model" in err, err
+    assert "--gpus" in err and "'nowhere' is no known model" in err, err

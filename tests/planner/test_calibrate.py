@@ -8,7 +8,7 @@ from typing import Any
 import plan as bench
 import pytest
 from support.needs import needs_bf16_attention
-from test_step_plan import SIZES_OF_BENCH, alone
+from test_step import SIZES_OF_BENCH, alone
 
 from hf_moe_ep.planner import calibrate
 from hf_moe_ep.planner.calibrate import LARGE, Sample, fit, measure_rates, record_of

@@ -361,11 +361,11 @@ ERRORS = {
     "no world": (["{}"], "needs --gpus"),
     "batch": (
         ["{}", "--gpus", "4", "--sp", "2", "--seq", "8", "--batch", "3"],
-        r"--batch \(3\) is of all GPUs .* 2 data ranks of --gpus 4 --sp 2; try --batch 4",
+        r"--batch \(3\) counts all GPUs .* 2 data ranks of --gpus 4 --sp 2; try --batch 4",
     ),
     "no such shape": (
         ["Qwen9", "--gpus", "2"],
-        "'Qwen9' is no model.*Qwen/Qwen3-30B-A3B",
+        "'Qwen9' is no known model.*Qwen/Qwen3-30B-A3B",
     ),
     "no ranks": (["{}", "--gpus", "0"], r"world_size \(0\)"),
     "experts": (["{}", "--gpus", "6", "--ep", "3"], r"ep_size \(3\) must divide.*\(8\)"),
@@ -376,7 +376,7 @@ ERRORS = {
     "memory": (["{}", "--gpus", "2", "--gpu-memory", "-1"], r"--gpu-memory \(-1\)"),
     "trained bytes": (
         ["{}", "--gpus", "2", "--experts-dtype", "nf4"],
-        "nf4 holds frozen experts.*--lora-rank 16",
+        "nf4 quantises frozen experts.*--lora-rank 16",
     ),
     "blocks": (
         ["{}", "--gpus", "2", "--experts-dtype", "nf4", "--lora-rank", "2"],

@@ -352,4 +352,4 @@ def test_a_step_wants_a_length(
     given: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["memory", str(folder), "--gpus", "2", *given]) == 2
-    assert f"{' '.join(given)} matters to a step" in capsys.readouterr().err
+    assert f"{' '.join(given)} is an option of a training step" in capsys.readouterr().err
