@@ -369,7 +369,7 @@ def _about_seconds(hardware: Hardware) -> list[str]:
     assumed = [name for name, source in hardware.sources.items() if source.startswith(ASSUMED)]
     measured = [name for name, source in hardware.sources.items() if source.startswith("measured")]
     return [
-        f"Seconds are computed from the rates of a {hardware.name}, not measured on one. Experts "
+        f"Seconds are computed from the rates of {hardware.name}, not measured. Experts "
         "are chosen evenly.",
         f"measured: {', '.join(measured) or 'nothing'}",
         f"assumed: {', '.join(assumed) or 'nothing'}; the rest is published",

@@ -130,6 +130,6 @@ def lines(found: Architecture, shape: str) -> list[str]:
     return [
         f"{shape}: {found.kind} ({plan.model_type}); plan {plan.origin}",
         *(f"  {name:<11} {value or 'none'}" for name, value in facts.items()),
-        "granted",
+        "supported",
         *(f"  {name:<11} {value or 'no: ' + reasons[name]}" for name, value in granted.items()),
     ]

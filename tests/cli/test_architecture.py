@@ -39,11 +39,11 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "  head        its own",
         "  tower       none",
         "  aux loss    router_aux_loss_coef",
-        "granted",
+        "supported",
         "  EP          ep_size 1, 2, 4, 8",
         "  LoRA        on stacked experts",
         "  sp          yes",
-        "  vision      no: text alone",
+        "  vision      no: the model has no vision tower",
     ]
 
 
