@@ -94,7 +94,7 @@ _TINY_NF4 = f"{_TINY_FROZEN} --hidden 64 --ffn 64 --quantised nf4"
 _TINY_FP8 = f"{_TINY_FROZEN} --hidden 128 --ffn 128 --quantised fp8"
 _TESTS = "python -m pytest -q -m gpu"
 _ON_ONE_GPU = "tests/dispatch/test_one_rank.py tests/moe/test_recompute.py"
-_PLANS = "tests/tools/test_plan_on_gpu.py"
+_PLANS = "tests/planner/test_plan_on_gpu.py"
 _SECTIONS = " --section ".join(
     ("", "SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
 )

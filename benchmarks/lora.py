@@ -48,7 +48,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.architectures import find_parts
-from hf_moe_ep.tools.step_plan import count_step
+from hf_moe_ep.planner.counted import count_step
 
 WORLDS = (1, 4)
 WARMUP_STEPS = 1

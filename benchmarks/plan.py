@@ -6,8 +6,8 @@
 
 Eight configurations on four gloo ranks. Each rank builds the model, patches it, attaches adapters,
 shards, makes two steps to warm up and counts the next one: the bytes of all tensors that are alive,
-operator by operator (`hf_moe_ep/tools/tensor_memory.py`). The plan counts the same in one process,
-on tensors without memory, with every rank like the first (`hf_moe_ep/tools/step_plan.py`).
+operator by operator (`hf_moe_ep/planner/count.py`). The plan counts the same in one process,
+on tensors without memory, with every rank like the first (`hf_moe_ep/planner/step.py`).
 
     planned, evenly    the peak of the plan, every expert chosen as often
     planned, load      the same with the load of experts of the very step that was measured
@@ -15,8 +15,8 @@ on tensors without memory, with every rank like the first (`hf_moe_ep/tools/step
 
 Then every configuration makes a step, one after the other, ROUNDS times; a step takes what the
 slowest rank takes. Rates of this machine are measured in one of them, CALIBRATED
-(`hf_moe_ep/tools/calibrate.py`), and make seconds of the work of every plan. What is claimed is the
-order: Spearman's correlation of predicted and measured seconds. Configurations whose measured
+(`hf_moe_ep/planner/calibrate.py`), and make seconds of the work of every plan. What is claimed is
+the order: Spearman's correlation of predicted and measured seconds. Configurations whose measured
 quartiles overlap are as fast as each other there.
 """
 
@@ -46,19 +46,14 @@ from hf_moe_ep import (
     patch,
 )
 from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.planner.calibrate import measure_rates, record_of, timed
+from hf_moe_ep.planner.config import attach_lora
+from hf_moe_ep.planner.counted import count_step, make_optimizer
+from hf_moe_ep.planner.seconds import StepTime, step_time
+from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
+from hf_moe_ep.planner.work import StepWork
 from hf_moe_ep.routing.load import ExpertLoad
 from hf_moe_ep.state import STATE
-from hf_moe_ep.tools.calibrate import measure_rates, record_of, timed
-from hf_moe_ep.tools.published_models import attach_lora
-from hf_moe_ep.tools.step_plan import (
-    Batch,
-    StepPlan,
-    count_step,
-    make_optimizer,
-    plan_step,
-)
-from hf_moe_ep.tools.step_time import StepTime, step_time
-from hf_moe_ep.tools.step_work import StepWork
 from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers
 
 WORLD = 4

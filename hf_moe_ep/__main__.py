@@ -1,8 +1,8 @@
-"""`python -m hf_moe_ep` is the command `hf-moe-ep`; `accelerate launch -m hf_moe_ep doctor`."""
+"""Run the command `hf-moe-ep` as `python -m hf_moe_ep` or `accelerate launch -m hf_moe_ep`."""
 
 import sys
 
-from hf_moe_ep.tools.cli import main
+from hf_moe_ep.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -85,8 +85,8 @@ keyword) to search for in FILE.
     checkpoints/storage/unpickle.py | _refusals | guards what one thread loads by DCP
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate makes to save
     checkpoints/convert.py | read_metadata | of one reader, for its life
-    tools/fake_step.py | setattr | who gathers counts, blocks and codes, torch.chunk: in a plan
-    tools/tensor_memory.py | resize_ | torch's, for storages, while tensors are counted
+    planner/fake.py | setattr | who gathers counts, blocks and codes, torch.chunk: in a plan
+    planner/count.py | resize_ | torch's, for storages, while tensors are counted
     upstream/host_copies.py | to | torch's, for tensors, while those on the host are counted
     -- threads --
     ranks/background.py | _SaveThread | the list of threads tells which saves still run

@@ -22,7 +22,7 @@ from hf_moe_ep import model_patches, patch, unpatch
 from hf_moe_ep.architectures import find_parts, find_plan
 from hf_moe_ep.derive import derive_plan
 from hf_moe_ep.plan import ModelPlan, VisionPlan
-from hf_moe_ep.tools.published_models import find_config, meta_model
+from hf_moe_ep.planner.config import find_config, meta_model
 
 # Classes with experts that are not on transformers' experts interface: options, and what is named.
 OUTSIDE: dict[str, tuple[str, dict[str, Any], str]] = {

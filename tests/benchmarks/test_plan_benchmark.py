@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from hf_moe_ep.tools.calibrate import record_of
-from hf_moe_ep.tools.step_time import StepTime
+from hf_moe_ep.planner.calibrate import record_of
+from hf_moe_ep.planner.seconds import StepTime
 
 
 def _times(*seconds: float) -> list[StepTime]:

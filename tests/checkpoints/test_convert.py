@@ -28,7 +28,7 @@ from hf_moe_ep.checkpoints.convert import convert
 from hf_moe_ep.checkpoints.hub.write import _HubWriter
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
 from hf_moe_ep.checkpoints.verify import verify
-from hf_moe_ep.tools import cli
+from hf_moe_ep.cli import main as cli
 
 
 def _shifted(name: str) -> nn.Module:

@@ -36,7 +36,7 @@ from hf_moe_ep.checkpoints import merge
 from hf_moe_ep.checkpoints.hub.write import write_checkpoint
 from hf_moe_ep.checkpoints.merge import merge_adapter
 from hf_moe_ep.checkpoints.storage.safetensors_file import INDEX, Writer
-from hf_moe_ep.tools import cli
+from hf_moe_ep.cli import main as cli
 
 BASE, ADAPTER = "base", "adapter"
 DENSE = ("q_proj", "v_proj", "embed_tokens")

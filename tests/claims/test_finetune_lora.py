@@ -11,7 +11,7 @@ from peft import PeftModel
 from support.scripts import CPU_4, ROOT, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_moe_ep.tools.cli import main as hf_moe_ep
+from hf_moe_ep.cli.main import main as hf_moe_ep
 
 EXAMPLES = ROOT / "examples"
 BLOCK, BLOCKS = 64, 32

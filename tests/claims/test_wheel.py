@@ -91,7 +91,7 @@ def test_the_wheel_holds_every_folder_and_no_tests(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
         scripts = next(name for name in names if name.endswith("entry_points.txt"))
-        assert "hf-moe-ep = hf_moe_ep.tools.cli:main" in file.read(scripts).decode()
+        assert "hf-moe-ep = hf_moe_ep.cli.main:main" in file.read(scripts).decode()
     own = {name for name in names if ".dist-info/" not in name}
     want = {
         (Path("hf_moe_ep") / path.relative_to(above)).as_posix()
@@ -101,7 +101,11 @@ def test_the_wheel_holds_every_folder_and_no_tests(wheel: Path) -> None:
     }
     assert own == want
     data = {name for name in own if not name.endswith(".py")}
-    assert data == {"hf_moe_ep/py.typed", "hf_moe_ep/tools/published_models.json"}
+    assert data == {
+        "hf_moe_ep/py.typed",
+        "hf_moe_ep/planner/published_models.json",
+        "hf_moe_ep/planner/rates.json",
+    }
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ CORE, PLUGINS = "hf_moe_ep", "model_patches"
 ORDER = (
     "__main__",
     "__init__",
-    "tools",
+    "cli",
+    "planner doctor",
     "apply",
     "patch",
     "trl",
@@ -58,17 +59,17 @@ THIRD_PARTY = {
     "moe.dispatch.deepep": "deep_ep",
     "ops": "triton",
     "ops.quantised": "bitsandbytes",
+    "planner.config": "peft transformers",
+    "planner.plot": "matplotlib",
     "routing.heat_map": "matplotlib",
-    "tools.memory_picture": "matplotlib",
-    "tools.published_models": "peft transformers",
     "upstream": "accelerate huggingface_hub peft transformers trl",
     "upstream.grpo": "numpy",
     "upstream.models": "packaging",
     "upstream.requirements": "packaging",
 }
 WITHOUT_TORCH = {"config", "plan"}
-# tools.progress honours TQDM_DISABLE, which is a switch of tqdm and not of ours.
-READS_ENVIRONMENT = {"config", "tools.progress"}
+# cli.progress honours TQDM_DISABLE, which is a switch of tqdm and not of ours.
+READS_ENVIRONMENT = {"config", "cli.progress"}
 BUILDS_MESH = {"ranks.mesh"}
 # TRL takes the aux loss of every architecture from this one.
 ALLOWED = {("upstream", "transformers.models.mixtral.modeling_mixtral")}

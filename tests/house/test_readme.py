@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_moe_ep.tools import cli
+from hf_moe_ep.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

@@ -29,9 +29,10 @@ FILLED = {
     ("sequence/ulysses.py", "module"): "a copy of the attention module, made for this call",
     ("upstream/attention_interface.py", "module"): "the copy",
     ("vision/positions.py", "bare"): "an instance without weights, made for a collator",
-    ("tools/step_plan.py", "text"): "of a copy of a config",
-    ("tools/step_plan.py", "state"): "of a model that the plan built",
-    ("tools/step_plan.py", "parameter"): "of the same model",
+    ("planner/extrapolate.py", "text"): "of a copy of a config",
+    ("planner/step.py", "state"): "of a model that the plan built",
+    ("planner/counted.py", "parameter"): "of the same model",
+    ("planner/counted.py", "shard"): "of an optimizer of the same model",
 }
 
 

@@ -22,8 +22,8 @@ from support.close import assert_close
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 
+from hf_moe_ep.cli.main import main
 from hf_moe_ep.lora.export import CONFIG, WEIGHTS, export_adapter, fuse_adapter
-from hf_moe_ep.tools.cli import main
 
 E, H, F = 8, 32, 24
 PATTERN = {

@@ -15,7 +15,7 @@ LONGEST_FIRST = (
     "ops/test_expert_mlp.py",
     "integrations/test_trainer_sp.py",
     "lora/test_attach.py",
-    "tools/test_memory_plan.py",
+    "planner/test_held.py",
     "checkpoints/test_convert.py",
     "moe/test_recompute.py",
     "claims/test_dispatch_bytes.py",

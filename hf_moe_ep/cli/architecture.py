@@ -1,0 +1,44 @@
+"""`hf-moe-ep architecture`: which features are supported for a model, from its config alone.
+
+hf-moe-ep architecture mixtral
+hf-moe-ep architecture Qwen/Qwen3-30B-A3B
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from hf_moe_ep.planner.architecture import lines, look_at
+from hf_moe_ep.planner.config import known_shapes
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the parser."""
+    parser = subparsers.add_parser(
+        "architecture",
+        description="Show where the layers, experts and router of a model are, as derived from its "
+        "config, and which features are supported for it: expert parallelism and its sizes, LoRA "
+        "on experts, sequence parallelism, pictures.",
+    )
+    models = ", ".join(known_shapes())
+    parser.add_argument(
+        "model",
+        help="a model type of transformers, a folder, a config.json or a name on the hub; known "
+        f"without a network: {models}",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan of an architecture.
+
+    Raises:
+        ValueError: there is no such config, or no plan can be derived from it.
+    """
+    found = look_at(options.model)
+    text = json.dumps(found.as_json(), indent=2) if options.json else None
+    print(text or "\n".join(lines(found, options.model)))
+    return 0

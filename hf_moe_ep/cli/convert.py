@@ -1,0 +1,63 @@
+"""`hf-moe-ep convert`: convert a training checkpoint into a Hugging Face model folder.
+
+hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from hf_moe_ep.checkpoints.convert import convert
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the parser."""
+    parser = subparsers.add_parser(
+        "convert",
+        description="Convert a training checkpoint (of the Trainer, accelerator.save_state or "
+        "save_checkpoint, written by any number of ranks) into a model folder for from_pretrained "
+        "and inference servers. Runs in one process with one tensor in memory at a time.",
+    )
+    parser.add_argument("source", help="folder of the training checkpoint")
+    parser.add_argument("target", help="folder to write; it must not exist or be empty")
+    parser.add_argument(
+        "--config",
+        metavar="FOLDER",
+        help="folder of the model's config and tokenizer",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="dtype to write; default: that of the config",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="split the weights into files of at most SIZE; default: %(default)s",
+    )
+    parser.add_argument(
+        "--no-check-hashes",
+        action="store_true",
+        help="skip the comparison of the checkpoint's files with the hashes in its manifest",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and print the size of the model."""
+    size = convert(
+        options.source,
+        options.target,
+        config=options.config,
+        dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        max_shard_size=options.max_shard_size,
+        check_hashes=not options.no_check_hashes,
+    )
+    print(f"{options.target}: {size:,} bytes of tensors")
+    return 0

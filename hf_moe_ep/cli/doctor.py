@@ -1,0 +1,59 @@
+"""`hf-moe-ep doctor`: check whether training can run here; print one screen for an issue report.
+
+hf-moe-ep doctor
+accelerate launch --config_file FILE -m hf_moe_ep doctor
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from typing import Any
+
+from hf_moe_ep.config import launched_rank
+from hf_moe_ep.doctor import Section, examine, fails
+
+_WIDTH = 98
+_INDENT = 26
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the parser."""
+    parser = subparsers.add_parser(
+        "doctor",
+        description="Check the installed versions, the GPUs and libraries of this machine and the "
+        "launch configuration, and show which code paths they lead to. The exit code is 1 if "
+        "training would fail.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report on rank 0; return 1 if training would fail."""
+    if launched_rank() != 0:
+        return 0
+    sections = examine()
+    print(as_text(sections))
+    return 1 if fails(sections) else 0
+
+
+def as_text(sections: list[Section]) -> str:
+    """Format the report in ASCII, in lines of at most 98 characters."""
+    lines = []
+    for section in sections:
+        lines.append(section.title)
+        for found in section.findings:
+            label = f"  {found.mark:<4}  {found.name:<16}  "
+            lines += textwrap.wrap(
+                label + found.text,
+                _WIDTH,
+                subsequent_indent=" " * _INDENT,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    failed = fails(sections)
+    if failed:
+        lines.append(f"{len(failed)} to fix: {', '.join(found.name for found in failed)}")
+    else:
+        lines.append("training can run here")
+    return "\n".join(lines).encode("ascii", "backslashreplace").decode("ascii")

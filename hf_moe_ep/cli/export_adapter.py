@@ -1,0 +1,47 @@
+"""`hf-moe-ep export-adapter`: convert an adapter for servers that read single experts, or back.
+
+hf-moe-ep export-adapter out/adapter out/adapter-for-vllm
+hf-moe-ep export-adapter out/adapter-for-vllm out/again --to fused
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hf_moe_ep.lora.export import export_adapter, fuse_adapter
+
+_FORMS = {"per-expert": export_adapter, "fused": fuse_adapter}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the parser."""
+    parser = subparsers.add_parser(
+        "export-adapter",
+        description="Convert a PEFT adapter folder without loss: LoRA on stacked experts "
+        "(target_parameters) to LoRA on single experts (target_modules), or back.",
+    )
+    parser.add_argument(
+        "source", help="folder with adapter_config.json and adapter_model.safetensors"
+    )
+    parser.add_argument("target", help="folder to write; it must not exist or be empty")
+    parser.add_argument(
+        "--to",
+        choices=_FORMS,
+        default="per-expert",
+        help="per-expert: the form that inference servers read; fused: the form that is trained; "
+        "default: %(default)s",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and print the contents of the new folder and what the format cannot express."""
+    done = _FORMS[options.to](options.source, options.target)
+    print(
+        f"{options.target}: {done.layers} layers, {done.experts} experts each, {done.tensors} "
+        f"tensors of experts, {done.copied} copied, {done.bytes} bytes"
+    )
+    for note in done.notes:
+        print(f"note: {note}")
+    return 0

@@ -1,0 +1,86 @@
+"""The command `hf-moe-ep`, also `python -m hf_moe_ep`.
+
+    hf-moe-ep doctor
+    hf-moe-ep export-adapter out/adapter out/adapter-for-vllm
+    hf-moe-ep merge-adapter Qwen/Qwen3-30B-A3B out/adapter out/model
+    hf-moe-ep convert out/checkpoint-300 out/model --config Qwen3-30B-A3B
+    hf-moe-ep verify out/model
+    hf-moe-ep inspect out/checkpoint-300
+    hf-moe-ep architecture mixtral
+    hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep 8 --gpu-memory 80
+    hf-moe-ep plan out/config.json --gpus 64 --gpu-memory 80 --seq 4096 --batch 64
+
+Each command is a module with `add_parser(subparsers)` and `run(options)`, which returns the exit
+code. A module is imported only when its command is named: help and typing errors do not wait for
+torch, and `doctor` starts even if the rest of the package cannot be imported. A wrong argument or
+folder gives one line on stderr and exit code 2; Ctrl-C gives exit code 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from hf_moe_ep.version import __version__
+
+# One line of help per command. The module of "export-adapter" is `export_adapter.py`.
+_COMMANDS = {
+    "doctor": "check whether training can run on this machine",
+    "architecture": "show which features are supported for a model, from its config",
+    "memory": "plan the memory per GPU that training needs at one parallel layout",
+    "plan": "find the parallel layouts that fit on N GPUs, and the fastest of them",
+    "inspect": "show which program wrote a checkpoint, when, and at which layout",
+    "verify": "read all files of a checkpoint and check them for damage",
+    "convert": "convert a training checkpoint into a Hugging Face model folder",
+    "export-adapter": "convert LoRA on stacked experts to LoRA on single experts, or back",
+    "merge-adapter": "merge a LoRA adapter into its base model with little memory",
+}
+_INTERRUPTED = 130  # the exit code of shells: 128 + SIGINT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command in `arguments` (default: `sys.argv`) and return the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser(arguments[0] if arguments else "")
+    if not arguments:
+        parser.print_help()
+        return 0
+    options = parser.parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"hf-moe-ep: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("hf-moe-ep: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    return code
+
+
+def _parser(named: str) -> argparse.ArgumentParser:
+    """Build the parser of all commands; only the named command gets its options."""
+    parser = argparse.ArgumentParser(
+        prog="hf-moe-ep",
+        description="Inspect, check and rewrite models, checkpoints and adapters without a "
+        'training job. Run "hf-moe-ep COMMAND --help" for the options of a command.',
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"hf-moe-ep {__version__}",
+        help="print the version of hf_moe_ep and exit",
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command, summary in _COMMANDS.items():
+        if command == named:
+            module = import_module(f"hf_moe_ep.cli.{command.replace('-', '_')}")
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(command, help=summary)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

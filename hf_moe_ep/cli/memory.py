@@ -1,0 +1,329 @@
+"""`hf-moe-ep memory`: plan the memory per GPU that training needs at one parallel layout.
+
+    hf-moe-ep memory Qwen/Qwen3-30B-A3B --gpus 64 --ep 8 --gpu-memory 80
+    hf-moe-ep memory out/config.json --gpus 8 --ep 8 --seq 4096 --checkpointing
+
+Without `--seq` the plan is what a rank holds between steps (`planner/held.py`). With `--seq` it is
+the peak of a whole step (`planner/step.py`) and, if that is more than `--gpu-memory`, a list of
+options that would make it fit (`planner/shrink.py`). `hf-moe-ep plan` searches for a layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.ops.quantised import KINDS
+from hf_moe_ep.planner.config import LORA_TARGETS, find_config, known_shapes
+from hf_moe_ep.planner.held import MASTERS, NOT_COUNTED, OPTIMIZERS, MemoryPlan, plan_memory
+from hf_moe_ep.planner.shrink import shrink
+from hf_moe_ep.planner.step import NOT_COUNTED as STEP_NOT_COUNTED
+from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
+from hf_moe_ep.upstream.models import has_fused_head, is_causal_lm
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_DEFAULT = "default: %(default)s"
+_GIB = 2**30
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the parser."""
+    parser = subparsers.add_parser(
+        "memory",
+        description="Plan the memory per GPU that training a model needs at one parallel layout. "
+        "Only the model's config is needed, and only the config is downloaded. Without --seq: "
+        "parameters, gradients and optimizer state. With --seq: the peak of a whole training step, "
+        "which runs on tensors without memory. All sizes are in GiB (2^30 bytes).",
+    )
+    add = parser.add_argument
+    models = ", ".join(known_shapes())
+    add(
+        "model",
+        help=f"folder, config.json or hub name; known without a network: {models}",
+    )
+    add("--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each")
+    add(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of one GPU; tells if the plan fits",
+    )
+    add("--ep", type=int, default=1, metavar="N", help=f"expert parallel size; {_DEFAULT}")
+    add(
+        "--sp",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"sequence parallel size; {_DEFAULT}",
+    )
+    add(
+        "--dp-replicate",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"HSDP replicas; {_DEFAULT}",
+    )
+    add(
+        "--dtype",
+        choices=_DTYPES,
+        default="bfloat16",
+        help=f"dtype of the model; {_DEFAULT}",
+    )
+    add("--experts-dtype", choices=KINDS, help="quantise the frozen experts (LoRA only)")
+    add("--double-quant", action="store_true", help="quantise the NF4 scales as well")
+    add(
+        "--masters",
+        choices=MASTERS,
+        default="fp32",
+        help=f"dtype of trained weights; {_DEFAULT}",
+    )
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {_DEFAULT}")
+    add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
+    add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
+    add("--seq", type=int, metavar="S", help="plan a whole training step on sequences of S tokens")
+    batch = "sequences per step, summed over all GPUs; default: one per data rank"
+    add("--batch", type=int, metavar="B", help=batch)
+    add("--checkpointing", action="store_true", help="use activation checkpointing")
+    add(
+        "--fused-head",
+        action="store_true",
+        help="use TRL's loss, which never holds all logits",
+    )
+    add("--json", action="store_true", help="print JSON, with sizes in bytes")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a plan.
+
+    Raises:
+        ValueError: wrong or missing arguments, or an error of `plan_memory` or `plan_step`.
+    """
+    _check(options)
+    asked = vars(options) | {"batch": _batch_per_rank(options)}
+    plan = plan_memory(options.model, **_layout(asked))
+    step = None if options.seq is None else _step(asked)
+    if options.json:
+        print(json.dumps(as_json(plan, options.gpu_memory, step), indent=2))
+        return 0
+    table = _header(plan, options) + _table(plan)
+    if step is None:
+        print("\n".join(table + _footer(plan, options.gpu_memory)))
+        return 0
+    print("\n".join(table + _step_table(step, asked)))
+    if options.gpu_memory is not None:
+        _say_what_fits(step, asked)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.gpus is None:
+        missing = "memory needs --gpus, the number of GPUs; try --gpus 8"
+        try:
+            find_config(options.model)
+        except ValueError as error:
+            missing = f"{missing}. The model is wrong as well: {error}"
+        raise ValueError(missing)
+    if options.gpu_memory is not None and not options.gpu_memory > 0:
+        raise ValueError(
+            f"--gpu-memory ({options.gpu_memory:g}) is GiB per GPU; try --gpu-memory 80"
+        )
+    if options.lora_rank is None and options.lora_targets != "both":
+        raise ValueError(
+            f"--lora-targets {options.lora_targets} chooses the layers of adapters, and this plan "
+            f"trains all weights; add --lora-rank 16"
+        )
+    if options.experts_dtype is not None and options.lora_rank is None:
+        raise ValueError(
+            f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
+            f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
+        )
+    of_step = {
+        "--checkpointing": options.checkpointing,
+        "--fused-head": options.fused_head,
+        f"--batch {options.batch}": options.batch is not None,
+    }
+    if options.seq is None and any(of_step.values()):
+        given = next(flag for flag, is_given in of_step.items() if is_given)
+        raise ValueError(
+            f"{given} is an option of a training step, and a step is planned only if the length "
+            f"of its sequences is given; add --seq 4096"
+        )
+
+
+def _batch_per_rank(options: argparse.Namespace) -> int:
+    """Return the sequences per data rank; the ranks of an sp group share a batch."""
+    data_ranks = max(options.gpus // max(options.sp, 1), 1)
+    if options.batch is None:
+        return 1
+    if options.batch < 1 or options.batch % data_ranks:
+        raise ValueError(
+            f"--batch ({options.batch}) counts all GPUs and must be a multiple of the {data_ranks} "
+            f"data ranks of --gpus {options.gpus} --sp {options.sp}; try --batch "
+            f"{max(-(-options.batch // data_ranks), 1) * data_ranks}"
+        )
+    return int(options.batch) // data_ranks
+
+
+def _layout(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that `plan_memory` and `plan_step` share."""
+    parallel = ParallelConfig(
+        ep_size=asked["ep"],
+        sp_size=asked["sp"],
+        dp_replicate_size=asked["dp_replicate"],
+        experts_dtype=asked["experts_dtype"],
+        experts_double_quant=asked["double_quant"],
+    )
+    return {
+        "parallel": parallel,
+        "world_size": asked["gpus"],
+        "dtype": getattr(torch, asked["dtype"]),
+        **{name: asked[name] for name in ("masters", "optimizer", "lora_rank", "lora_targets")},
+    }
+
+
+def _step(asked: Mapping[str, Any]) -> StepPlan:
+    batch = Batch(
+        asked["seq"], asked["batch"], asked["checkpointing"], fused_head=asked["fused_head"]
+    )
+    return plan_step(asked["model"], batch=batch, **_layout(asked))
+
+
+def _step_table(step: StepPlan, asked: Mapping[str, Any]) -> list[str]:
+    run = " and ".join(map(str, step.layers_run))
+    checkpointing = ", checkpointing" if asked["checkpointing"] else ""
+    checkpointing += ", TRL's fused head" if asked["fused_head"] else ""
+    return [
+        "",
+        f"One training step; micro-batch per data rank: {asked['batch']} x {asked['seq']} tokens"
+        f"{checkpointing}",
+        "",
+        _line("GiB at the peak of the step", "rank 0", width=32),
+        *(_line(name, _gib(size), width=32) for name, size in step.parts.items()),
+        _line("sum", _gib(step.peak), width=32),
+        "",
+        f"The peak is in: {step.where}.",
+        f"{run} of {step.layers} layers ran on tensors without memory; experts are chosen evenly.",
+        f"Not counted: {', '.join(STEP_NOT_COUNTED)}",
+    ]
+
+
+def _say_what_fits(step: StepPlan, asked: Mapping[str, Any]) -> None:
+    memory = asked["gpu_memory"]
+    limit = int(memory * _GIB)
+    left = limit - step.peak
+    if left >= 0:
+        print(f"\nfits in {memory:g} GiB: {_gib(left)} GiB are left for what is not counted")
+        return
+    print(f"\ndoes not fit in {memory:g} GiB: {_gib(-left)} GiB are missing. Options that help:")
+
+    def peak_of(changed: Mapping[str, Any]) -> int:
+        return step.peak if dict(changed) == dict(asked) else _step(changed).peak
+
+    # TRL's loss needs a causal language model of transformers.
+    has_head = has_fused_head() and is_causal_lm(find_config(asked["model"]))
+    without = () if has_head else ("fused_head",)
+    data_ranks = asked["gpus"] // asked["sp"]
+    for change, peak in shrink(asked, limit, peak_of, without=without):
+        fits = "fits" if peak <= limit else f"{_gib(peak - limit)} GiB are missing"
+        flag = f"--batch {change.value * data_ranks}" if change.name == "batch" else change.flag
+        print(f"  {flag:<28}{_gib(peak):>9} GiB, {fits}", flush=True)
+
+
+def as_json(
+    plan: MemoryPlan, memory: float | None = None, step: StepPlan | None = None
+) -> dict[str, Any]:
+    """Return a plan as plain data, in bytes; with `left` if `memory` (GiB) is given."""
+    found = asdict(plan)
+    for kind, entry in zip(plan.kinds, found["kinds"], strict=True):
+        entry["held"] = kind.held
+    found["all_ranks"] = {name: plan.all_ranks(name) for name in _ROWS}
+    found["not_counted"] = list(NOT_COUNTED)
+    if step is not None:
+        found["step"] = step.as_json() | {"peak": step.peak, "where": step.where}
+        found["step"]["not_counted"] = list(STEP_NOT_COUNTED)
+    if memory is not None:
+        held = _left(plan, memory)
+        found["left"] = held if step is None else int(memory * _GIB) - step.peak
+    return found
+
+
+_ROWS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "held": "held between steps",
+}
+
+
+def _header(plan: MemoryPlan, options: argparse.Namespace) -> list[str]:
+    config = plan.parallel
+    adapters = ""
+    if options.lora_rank is not None:
+        adapters = f", LoRA rank {options.lora_rank} on {options.lora_targets}"
+    experts = ""
+    if config.experts_dtype is not None:
+        nested = " with nested scales" if config.experts_double_quant else ""
+        experts = (
+            f"; experts in {config.experts_dtype}{nested}, {plan.expert_bytes:.4f} bytes per "
+            f"parameter"
+        )
+    return [
+        f"{options.model}: {plan.total:,} parameters, {plan.trained:,} trained, "
+        f"{plan.active:,} active per token",
+        f"{plan.world_size} ranks = dp_replicate {config.dp_replicate_size} x ep_fsdp "
+        f"{plan.ep_fsdp_size} x ep {config.ep_size}, sp {config.sp_size}; {options.dtype}, "
+        f"masters {options.masters}, optimizer {options.optimizer}{adapters}{experts}",
+        "",
+    ]
+
+
+def _table(plan: MemoryPlan) -> list[str]:
+    most, least = plan.largest, plan.smallest
+    lines = [_line("GiB", f"rank {most.ranks[0]}", f"rank {least.ranks[0]}", "all ranks")]
+    lines[0] += "     (largest, smallest, sum)"
+    for name, title in _ROWS.items():
+        sizes = (getattr(most, name), getattr(least, name), plan.all_ranks(name))
+        lines.append(_line(title, *map(_gib, sizes)))
+    lines.append(_line("gathered at a time", *[_gib(plan.gathered)] * 2, ""))
+    sums = (_gib(kind.held + plan.gathered) for kind in (most, least))
+    return [line.rstrip() for line in [*lines, _line("sum", *sums, "")]]
+
+
+def _line(title: str, *cells: str, width: int = 20) -> str:
+    return f"{title:<{width}}" + "".join(f"{cell:>13}" for cell in cells)
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.3f}"
+
+
+def _footer(plan: MemoryPlan, memory: float | None) -> list[str]:
+    lines = [
+        "",
+        "gathered at a time: the root unit and two neighbouring layers with their experts, in the",
+        "  compute dtype",
+        f"not counted: {', '.join(NOT_COUNTED[:3])},",
+        f"  {', '.join(NOT_COUNTED[3:])},",
+        f"  unsharded gradients of an FSDP2 unit: up to {_gib(plan.unit_gradients)} GiB, and "
+        f"{_gib(plan.unit_reduction)} GiB while they are reduced",
+    ]
+    if memory is not None:
+        left = _left(plan, memory) / _GIB
+        lines += [
+            "",
+            f"fits in {memory:g} GiB: {left:,.3f} GiB are left for what is not counted"
+            if left > 0
+            else f"does not fit in {memory:g} GiB: {-left:,.3f} GiB are missing",
+        ]
+    return lines
+
+
+def _left(plan: MemoryPlan, memory: float) -> int:
+    return int(memory * _GIB) - plan.largest.held - plan.gathered

@@ -1,0 +1,41 @@
+"""`hf-moe-ep merge-adapter`: merge a LoRA adapter into its base model, from disk to disk.
+
+hf-moe-ep merge-adapter Qwen/Qwen3-30B-A3B out/adapter out/model
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hf_moe_ep.checkpoints.merge import merge_adapter
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the parser."""
+    parser = subparsers.add_parser(
+        "merge-adapter",
+        description="Merge a LoRA adapter (of hf_moe_ep, PEFT or transformers) into its base "
+        "model and write the result, as PEFT's merge_and_unload and save_pretrained would, but "
+        "without loading the model. rsLoRA, modules_to_save and biases are merged too. DoRA and "
+        "similar adapters, and quantised base models, are refused. TARGET appears only when it is "
+        "complete.",
+    )
+    parser.add_argument("base", help="folder of the base model in bf16, or its name on the hub")
+    parser.add_argument(
+        "adapter", help="folder with adapter_config.json and adapter_model.safetensors"
+    )
+    parser.add_argument("target", help="folder to write; it must not exist or be empty")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Merge, and print the size of the model and notes for its user."""
+    done = merge_adapter(options.base, options.adapter, options.target)
+    print(
+        f"{options.target}: {done.changed} of {done.parameters} parameters changed, "
+        f"{done.bytes:,} bytes of tensors in {done.files} files"
+    )
+    for note in done.notes:
+        print(f"note: {note}")
+    return 0

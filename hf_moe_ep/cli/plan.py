@@ -1,0 +1,414 @@
+"""`hf-moe-ep plan`: find the parallel layouts of a model that fit on N GPUs, and the fastest.
+
+    hf-moe-ep plan Qwen/Qwen3-30B-A3B --gpus 16 --gpu h100 --seq 4096 --batch 64 --write fsdp.yaml
+
+Memory is planned as by `hf-moe-ep memory ... --seq`. With `--gpu`, seconds are planned from the
+rates of that GPU (`planner/seconds.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hf_moe_ep.cli.progress import Progress
+from hf_moe_ep.ops.quantised import KINDS
+from hf_moe_ep.planner.config import LORA_TARGETS, known_shapes
+from hf_moe_ep.planner.hardware import (
+    ASSUMED,
+    Hardware,
+    calibrated,
+    find_hardware,
+    known_hardware,
+)
+from hf_moe_ep.planner.held import OPTIMIZERS
+from hf_moe_ep.planner.search import NODE, Asked, Found, Layout, Planned, find_layouts
+from hf_moe_ep.planner.step import NOT_COUNTED
+from hf_moe_ep.planner.work import PURPOSES
+
+_BEST = 5
+_OPTIONS = ("optimizer", "lora_rank", "lora_targets", "offload")
+_GIB = 2**30
+_DEFAULT = "default: %(default)s"
+# What the parts of `StepTime` are called in the output.
+_WORDS = {
+    "matmul": "matrix products",
+    "grouped": "experts",
+    "memory": "operators that move bytes",
+    "parameters": "all-gather of parameters",
+    "gradients": "reduce-scatter of gradients",
+    "rows": "all-to-all of tokens",
+    "counts": "exchange of token counts",
+    "sequence": "sequence parallelism",
+    "numbers": "small all-reduces",
+    "offload": "copies to the host",
+    "on_host": "optimizer on the host",
+    "host": "kernel launches of the host",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the parser."""
+    parser = subparsers.add_parser(
+        "plan",
+        description="Find the parallel layouts of a model that fit on N GPUs: which sizes training "
+        "accepts, and the peak memory of a whole step in each. Only the config is downloaded, and "
+        "the step runs on tensors without memory, which takes minutes for a large model. With "
+        "--gpu the layouts are sorted by planned seconds per step. The seconds come from the "
+        "rates of the GPU and are not measured; trust their order more than their values.",
+    )
+    add = parser.add_argument
+    models = ", ".join(known_shapes())
+    add(
+        "model",
+        help=f"folder, config.json or hub name; known without a network: {models}",
+    )
+    add("--gpus", type=int, metavar="N", help="number of GPUs; one process runs on each")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help=f"kind of GPU, to plan seconds as well; one of {', '.join(known_hardware())}",
+    )
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="JSON of measured rates, replacing --gpu's",
+    )
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU; default: that of --gpu")
+    add("--seq", type=int, metavar="S", help="tokens per sequence")
+    add("--batch", type=int, metavar="B", help="sequences per optimizer step, summed over all GPUs")
+    add(
+        "--ep",
+        type=int,
+        metavar="N",
+        help=f"ep_size; default: powers of two up to {NODE}",
+    )
+    add(
+        "--sp",
+        type=int,
+        metavar="N",
+        help="sp_size; default: 1, larger if nothing fits",
+    )
+    add(
+        "--dp-replicate",
+        type=int,
+        metavar="N",
+        help=f"replicas (HSDP); default: 1, and one per {NODE} GPUs",
+    )
+    add("--lora-rank", type=int, metavar="R", help="train only LoRA adapters of rank R")
+    add("--lora-targets", choices=LORA_TARGETS, default="both", help=f"LoRA layers; {_DEFAULT}")
+    add("--experts-dtype", choices=KINDS, help="quantise the frozen experts (LoRA only)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"optimizer; {_DEFAULT}")
+    add(
+        "--offload",
+        action="store_true",
+        help="keep parameters and optimizer state on the host",
+    )
+    add(
+        "--train-tokens",
+        type=float,
+        metavar="N",
+        help="tokens of the whole training; print its hours (with --gpu)",
+    )
+    add("--plot", type=Path, metavar="PNG", help="draw the memory of the best layout over a step")
+    add(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write the best layout for accelerate launch",
+    )
+    add("--json", action="store_true", help="print JSON, with sizes in bytes")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the layouts that fit and those that do not; return 1 if none fits.
+
+    Raises:
+        ValueError: wrong arguments, or training would accept no layout.
+    """
+    _check_nothing_is_missing(options)
+    for name in ("gpus", "gpu_memory", "seq", "batch", "ep", "sp", "dp_replicate", "train_tokens"):
+        given = getattr(options, name)
+        if given is not None and not given > 0:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} ({given:g}) must be more than 0")
+    hardware = _hardware(options)
+    if options.gpu_memory is None:
+        assert hardware is not None
+        memory = {"gpu_memory": hardware.memory_bytes / _GIB}
+        options = argparse.Namespace(**(vars(options) | memory))
+    if options.experts_dtype is not None and options.lora_rank is None:
+        raise ValueError(
+            f"--experts-dtype {options.experts_dtype} quantises frozen experts, and this plan "
+            f"trains all weights; add --lora-rank 16, or leave --experts-dtype out"
+        )
+    more = {} if options.experts_dtype is None else {"experts_dtype": options.experts_dtype}
+    draw = None if options.plot is None else _drawer()
+    progress = Progress("layout")
+    asked = Asked(
+        options.model,
+        options.gpus,
+        int(options.gpu_memory * _GIB),
+        options.seq,
+        options.batch,
+        options.ep,
+        options.sp,
+        options.dp_replicate,
+        {name: getattr(options, name) for name in _OPTIONS},
+        more,
+        hardware,
+        lambda layout: progress.finished(_in_words(layout, more)),
+    )
+    found = find_layouts(asked)
+    if options.json:
+        print(json.dumps(as_json(found, asked), indent=2))
+    else:
+        print("\n".join(_lines(found, options, asked)))
+    if draw is not None:
+        drawn = (found.fit or found.too_large)[0]
+        title = f"{options.model}, {options.gpus} GPUs: {_in_words(drawn.layout, more)}"
+        draw(drawn.step, options.plot, title=title, limit=asked.limit)
+    if not found.fit:
+        return 1
+    if options.write is not None:
+        best = found.fit[0].layout
+        text = launch_config(best, options.gpus, asked.node, offload=options.offload, **more)
+        options.write.write_text(text)
+    return 0
+
+
+def _check_nothing_is_missing(options: argparse.Namespace) -> None:
+    """Raise an error that names all missing arguments at once."""
+    needed = {"gpus": "--gpus N", "seq": "--seq S", "batch": "--batch B"}
+    missing = [flag for name, flag in needed.items() if getattr(options, name) is None]
+    if options.gpu is None and options.gpu_memory is None and missing:
+        missing.append(f"--gpu-memory GIB (or --gpu NAME, one of {', '.join(known_hardware())})")
+    if missing:
+        raise ValueError(f"plan needs more arguments; add {', '.join(missing)}")
+
+
+def _drawer() -> Callable[..., None]:
+    """Import the plot; a missing matplotlib is an error before minutes of planning."""
+    try:
+        from hf_moe_ep.planner.plot import draw_memory
+    except ImportError as error:
+        raise ValueError(f"--plot: {error}") from error
+    return draw_memory
+
+
+def _in_words(layout: Layout, more: dict[str, Any]) -> str:
+    layers = "twice" if layout.checkpointing else "once"
+    return (
+        f"{layout.patch_line(**more)}, {layout.per_forward} x {layout.accumulated} sequences, "
+        f"layers run {layers}"
+    )
+
+
+def _hardware(options: argparse.Namespace) -> Hardware | None:
+    if options.gpu is None:
+        for flag in ("calibrate", "train_tokens"):
+            if getattr(options, flag) is not None:
+                raise ValueError(
+                    f"--{flag.replace('_', '-')} is of seconds, which want a GPU; add --gpu NAME, "
+                    f"one of {', '.join(known_hardware())}"
+                )
+        if options.gpu_memory is None:
+            raise ValueError(
+                f"say --gpu-memory GIB, or --gpu NAME of {', '.join(known_hardware())}"
+            )
+        return None
+    hardware = find_hardware(options.gpu)
+    if options.calibrate is None:
+        return hardware
+    if not options.calibrate.is_file():
+        raise ValueError(f"--calibrate {options.calibrate} is no file")
+    return calibrated(hardware, options.calibrate)
+
+
+def as_json(found: Found, asked: Asked) -> dict[str, Any]:
+    """Return the result as plain data."""
+
+    def plain(one: Planned) -> dict[str, Any]:
+        plain = {"layout": asdict(one.layout), "step": one.step.as_json(), "left": one.left}
+        plain |= {"peak": one.step.peak, "why": _why(one, found, asked)}
+        return plain if one.time is None else plain | {"time": asdict(one.time)}
+
+    given = None if asked.hardware is None else asdict(asked.hardware)
+    return {
+        "hardware": given,
+        "fit": [plain(one) for one in found.fit],
+        "too_large": [plain(one) for one in found.too_large],
+        "illegal": [asdict(layout) | {"reason": why} for layout, why in found.illegal.items()],
+    }
+
+
+def launch_config(
+    layout: Layout, gpus: int, node: int = NODE, *, offload: bool = False, **more: Any
+) -> str:
+    """Return a config file for `accelerate launch --config_file`, for one layout.
+
+    Args:
+        node: GPUs per node.
+        offload: keep parameters on the host.
+        more: further arguments of `patch`.
+    """
+    machines = -(-gpus // node)
+    several = [
+        f"# {machines} machines of {node}: add --machine_rank and --main_process_ip on each",
+        "rdzv_backend: static",
+        "same_network: true",
+        "main_process_port: 29500",
+    ]
+    return "\n".join(
+        [
+            f"# {layout.patch_line(**more)}",
+            f"# {layout.per_forward} sequences per forward of a data rank, "
+            f"gradient_accumulation_steps {layout.accumulated}",
+            *(several if machines > 1 else ["main_process_port: 0"]),
+            "compute_environment: LOCAL_MACHINE",
+            "distributed_type: FSDP",
+            "mixed_precision: bf16",
+            f"num_machines: {machines}",
+            "machine_rank: 0",
+            f"num_processes: {gpus}",
+            "fsdp_config:",
+            "  fsdp_version: 2",
+            "  fsdp_state_dict_type: SHARDED_STATE_DICT",
+            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+            "  fsdp_reshard_after_forward: true",
+            f"  fsdp_activation_checkpointing: {str(layout.checkpointing).lower()}",
+            *["  fsdp_offload_params: true"] * offload,
+            "",
+        ]
+    )
+
+
+def _lines(found: Found, options: argparse.Namespace, asked: Asked) -> list[str]:
+    timed = asked.hardware is not None
+    heading = (
+        f"{options.model} on {options.gpus} GPUs of {options.gpu_memory:.4g} GiB, {options.batch} "
+        f"sequences of {options.seq} tokens a step"
+    )
+    names = ["ep", "sp", "replicas", "chunks", "sequences", "layers run", "peak, GiB", "left, GiB"]
+    names += ["host, GiB"] if options.offload else []
+    names += ["s/step", "tokens/s/GPU", "exposed"] if timed else []
+    shown = [*found.fit[:_BEST], *found.too_large[:_BEST]]
+    rows = [tuple(names), *(_row(one) for one in shown)]
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    lines = [heading, ""]
+    for row, why in zip(rows, ["", *(_why(one, found, asked) for one in shown)], strict=True):
+        cells = "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"{cells}   {why}".rstrip())
+    lines += ["", *_legend(names), ""]
+    more_fit = len(found.fit) - _BEST
+    if more_fit > 0:
+        lines.append(f"{more_fit} more layouts fit and are ranked after the first {_BEST}")
+    if found.illegal:
+        why = next(iter(found.illegal.values()))
+        lines.append(
+            f"training would refuse {len(found.illegal)} layouts, the first because: {why}"
+        )
+    lines.append(f"memory that is not counted: {', '.join(NOT_COUNTED)}")
+    if asked.hardware is None:
+        lines += [
+            "Add --gpu NAME to plan seconds as well.",
+            "Order: layers run once, then more sequences per forward, then more GiB left.",
+        ]
+    else:
+        lines += _about_seconds(asked.hardware)
+    if options.offload:
+        of_node = max(one.step.host_peak for one in shown) * asked.node / _GIB
+        lines.append(
+            f"on the host of each GPU: parameters, gradients, optimizer state; up to "
+            f"{of_node:,.1f} GiB per node"
+        )
+    if not found.fit:
+        offload = "" if options.offload else ", and --offload is another way"
+        return [
+            *lines,
+            "",
+            f"No layout fits. `hf-moe-ep memory ... --gpu-memory GIB` lists what helps{offload}.",
+        ]
+    best = found.fit[0]
+    lines += ["", f"Best layout: {best.layout.patch_line(**asked.parallel)}"]
+    if best.time is not None and options.train_tokens is not None:
+        rate = best.time.tokens_per_second_per_gpu * options.gpus
+        hours = options.train_tokens / rate / 3600
+        lines.append(f"{options.train_tokens:g} tokens at {rate:.4g} tokens/s: {hours:.1f} hours")
+    return lines
+
+
+# Explanations of the table's columns.
+_LEGEND = {
+    "ep": "ep_size: ranks over which the experts are split",
+    "sp": "sp_size: ranks over which a sequence is split",
+    "replicas": "dp_replicate_size: copies of the sharded model (HSDP)",
+    "chunks": "dispatch_chunks: parts in which tokens are sent to their experts",
+    "sequences": "per forward pass of a data rank x forward passes per optimizer step",
+    "layers run": "twice: with activation checkpointing, which runs each layer again in backward",
+    "peak, GiB": "largest memory of one GPU during a step",
+    "left, GiB": "memory of the GPU that is left at the peak",
+    "host, GiB": "largest memory of one process on the host during a step",
+    "s/step": "planned seconds of an optimizer step",
+    "exposed": "share of the step in which a GPU waits for communication",
+}
+
+
+def _legend(names: list[str]) -> list[str]:
+    width = max(map(len, _LEGEND)) + 2
+    return [f"  {name:<{width}}{_LEGEND[name]}" for name in names if name in _LEGEND]
+
+
+def _about_seconds(hardware: Hardware) -> list[str]:
+    assumed = [name for name, source in hardware.sources.items() if source.startswith(ASSUMED)]
+    measured = [name for name, source in hardware.sources.items() if source.startswith("measured")]
+    return [
+        f"Seconds are computed from the rates of {hardware.name}, not measured. Experts "
+        "are chosen evenly.",
+        f"measured: {', '.join(measured) or 'nothing'}",
+        f"assumed: {', '.join(assumed) or 'nothing'}; the rest is published",
+    ]
+
+
+def _row(one: Planned) -> tuple[str, ...]:
+    layout = one.layout
+    cells = (
+        f"{layout.ep}" + " by node" * (layout.node_size is not None),
+        *(str(size) for size in (layout.sp, layout.dp_replicate, layout.chunks)),
+        f"{layout.per_forward} x {layout.accumulated}",
+        "twice" if layout.checkpointing else "once",
+        f"{one.step.peak / _GIB:.3f}",
+        f"{one.left / _GIB:.3f}",
+    )
+    if one.step.host_peak:
+        cells = (*cells, f"{one.step.host_peak / _GIB:.3f}")
+    if one.time is None:
+        return cells
+    exposed = sum(one.time.parts.get(purpose, 0.0) for purpose in PURPOSES) / one.time.seconds
+    rate = f"{one.time.tokens_per_second_per_gpu:.4g}"
+    return (*cells, f"{one.time.seconds:.4g}", rate, f"{exposed:.0%}")
+
+
+def _why(one: Planned, found: Found, asked: Asked) -> str:
+    """Return why a layout is not the best: its memory, or the part of the step that is slower."""
+    if one.left < 0:
+        return f"does not fit by {-one.left / _GIB:.1f} GiB"
+    best = found.fit[0]
+    if one is best or one.time is None or best.time is None:
+        return ""
+    longer = {
+        part: seconds - best.time.parts.get(part, 0.0) for part, seconds in one.time.parts.items()
+    }
+    part = max(longer, key=longer.__getitem__)
+    slower = one.time.seconds / best.time.seconds - 1
+    if longer[part] <= 0:
+        return "as fast"
+    assert asked.hardware is not None
+    crosses = part in PURPOSES and one.step.work.sent(part, asked.hardware.node_size)[1] > 0
+    return f"{slower:.1%} slower: {_WORDS.get(part, part)}{' between nodes' * crosses}"

@@ -1,0 +1,32 @@
+"""Progress of long commands on stderr: one line per finished item.
+
+A bar that redraws itself would be unreadable in a log file. Nothing is printed in the first two
+seconds, so short commands stay silent. TQDM_DISABLE=1 turns the lines off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+_SILENT_SECONDS = 2.0
+
+
+class Progress:
+    """Count finished items and print a line for each, after the first two seconds."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.count = 0
+        self.began = time.monotonic()
+        # This is tqdm's own variable. Like tqdm, we take every other value for true.
+        self.shown = os.environ.get("TQDM_DISABLE", "") in ("", "0")
+
+    def finished(self, what: object) -> None:
+        """Count one item and print `what` it is."""
+        self.count += 1
+        seconds = time.monotonic() - self.began
+        if self.shown and seconds >= _SILENT_SECONDS:
+            line = f"{self.unit} {self.count}, {seconds:.0f} s: {what}"
+            print(line, file=sys.stderr, flush=True)

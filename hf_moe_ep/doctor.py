@@ -1,0 +1,303 @@
+"""Check whether training can run here: installed versions, the machine, the launch.
+
+    packages   the installed versions, and the ranges that this package allows
+    wraps      functions of Accelerate, transformers and PEFT that patch() wraps: do they exist?
+               A missing one switches a feature off
+    machine    GPUs, Triton, NCCL, DeepEP, flash-attn: which path each part of a step takes
+    launch     how this process was started, or how the next `accelerate launch` would start one
+
+Each finding is one line with a mark: "ok"; "--" for an optional thing that is missing; "FAIL" for a
+problem that would stop training, with its fix. A broken package must not stop the report, so
+packages are imported inside functions, and a section that fails becomes one finding. Models and
+networks between machines are not checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hf_moe_ep.config import check_environment, launch_environment
+from hf_moe_ep.upstream.launch_config import default_launch_config
+from hf_moe_ep.upstream.requirements import (
+    DISTRIBUTION,
+    Allowed,
+    allowed_packages,
+    installed_version,
+)
+
+OK, NOTE, FAIL = "ok", "--", "FAIL"
+
+# What a missing optional package costs. A broken one is a failure if transformers or torch import
+# it by themselves (_IMPORTED_BY_OTHERS); else it does nothing until a feature needs it.
+_WITHOUT = {
+    "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
+    "bitsandbytes": "experts_dtype='nf4': not available, pip install 'hf_moe_ep[quant]'",
+    "trl": "SFTTrainer: not available, pip install 'hf_moe_ep[trl]'",
+    "triton": "experts run on the torch path, pip install triton",
+}
+_REINSTALL = "reinstall or uninstall it"
+_IMPORTED_BY_OTHERS = ("peft", "triton")
+_FSDP2 = "distributed_type: FSDP and fsdp_version: 2 in its fsdp_config"
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    mark: str
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Findings under one title."""
+
+    title: str
+    findings: list[Finding]
+
+
+def examine() -> list[Section]:
+    """Run all checks; a section whose check fails is one finding."""
+    parts: dict[str, Callable[[], list[Finding]]] = {
+        "packages": _packages,
+        "wraps": _wrapped_functions,
+        "machine": _machine,
+        "launch": _launch,
+    }
+    sections = []
+    for title, look in parts.items():
+        findings, error = _attempt(look)
+        if findings is None:
+            findings = [Finding(FAIL, title, f"could not be checked: {error}")]
+        sections.append(Section(title, findings))
+    return sections
+
+
+def fails(sections: list[Section]) -> list[Finding]:
+    """List the problems that would stop training."""
+    return [found for section in sections for found in section.findings if found.mark == FAIL]
+
+
+def _attempt(function: Callable[[], _Result]) -> tuple[_Result | None, str]:
+    """Call `function`; return its result and "", or None and its error in one line."""
+    try:
+        return function(), ""
+    except Exception as error:  # noqa: BLE001  a broken package may raise anything at import
+        lines = str(error).splitlines() or [""]
+        return None, f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+
+
+def _packages() -> list[Finding]:
+    allowed = allowed_packages()
+    here = Path(__file__).resolve().parent
+    if allowed is None:
+        text = f"at {here}, not installed, so that allowed versions are not known: pip install ."
+        return [Finding(NOTE, DISTRIBUTION, text), _python()]
+    ours = Finding(OK, DISTRIBUTION, f"{installed_version(DISTRIBUTION):<16} at {here}")
+    _, error = _attempt(lambda: importlib.import_module("hf_moe_ep.apply"))
+    if error:
+        ours = Finding(FAIL, DISTRIBUTION, f"at {here} cannot be imported: {error}")
+    shown = [package for package in allowed if not package.extra or package.name in _WITHOUT]
+    return [ours, _python(), *map(_package, shown)]
+
+
+def _python() -> Finding:
+    return Finding(OK, "python", f"{platform.python_version():<16} {platform.platform()}")
+
+
+def _package(package: Allowed) -> Finding:
+    version = installed_version(package.name)
+    problem = package.sentence(version)
+    if version is None and package.name in _WITHOUT:
+        return Finding(NOTE, package.name, f"missing. {_WITHOUT[package.name]}")
+    is_idle = package.name in _WITHOUT and package.name not in _IMPORTED_BY_OTHERS
+    mark = NOTE if is_idle else FAIL
+    if problem:
+        return Finding(mark, package.name, problem)
+    if package.name in _WITHOUT:
+        _, error = _attempt(lambda: importlib.import_module(package.name))
+        if error:
+            return Finding(mark, package.name, f"{version} is broken: {error}; {_REINSTALL}")
+    return Finding(OK, package.name, f"{version:<16} allowed {package.range or 'any'}")
+
+
+def _wrapped_functions() -> list[Finding]:
+    from hf_moe_ep.integrations.install import wraps
+
+    rows = wraps()
+    resolved = sum(row.resolved for row in rows)
+    left_out = sum(not row.resolved and not row.error for row in rows)
+    findings = []
+    for row in rows:
+        if row.error:
+            text = f"{row.error}; the ranges above name such versions"
+            findings.append(Finding(FAIL if row.raises else NOTE, row.target, text))
+    if not findings:
+        text = f"{resolved} functions that patch() wraps exist"
+        if left_out:
+            text += f"; {left_out} belong to packages that are not installed"
+        findings.append(Finding(OK, "all", text))
+    return findings
+
+
+def _machine() -> list[Finding]:
+    kernels, error = _attempt(_kernels)
+    if kernels is None:
+        kernels = Finding(FAIL, "Triton kernels", f"could not be checked: {error}")
+    return [*_gpus(), kernels, *_backends(), _deep_ep(), _flash_attention()]
+
+
+def _gpus() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        text = f"none seen by a torch {built}: ranks are CPU processes that communicate over gloo"
+        return [Finding(NOTE, "GPU", text)]
+    kinds: Counter[str] = Counter()
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        memory = gpu.total_memory / 2**30
+        kinds[f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {memory:.1f} GiB"] += 1
+    return [Finding(OK, "GPU", f"{count} x {kind}") for kind, count in kinds.items()]
+
+
+def _kernels() -> Finding:
+    """Return which path experts_backend="auto" takes."""
+    from hf_moe_ep.moe.experts import why_no_kernels
+
+    name = "Triton kernels"
+    reason = why_no_kernels()
+    if reason:
+        return Finding(NOTE, name, f"{reason}: experts run on the torch path")
+    return Finding(OK, name, "the experts use them (experts_backend='auto')")
+
+
+def _backends() -> list[Finding]:
+    import torch
+    from torch import distributed as dist
+
+    if not dist.is_available():
+        return [
+            Finding(FAIL, "ranks", "this torch is built without torch.distributed: use another")
+        ]
+    there = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "ucc": dist.is_ucc_available(),
+    }
+    names = [name for name, is_there in there.items() if is_there]
+    mark = OK if there["gloo"] else FAIL
+    text = f"{', '.join(names)}" if there["gloo"] else "no gloo: use a torch that is built with it"
+    findings = [Finding(mark, "backends", text)]
+    if there["nccl"]:
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        findings.append(Finding(OK, "NCCL", version))
+    elif torch.cuda.is_available():
+        text = "missing: ranks with GPUs cannot communicate; use a torch that is built with it"
+        findings.append(Finding(FAIL, "NCCL", text))
+    else:
+        findings.append(Finding(NOTE, "NCCL", "none: needed only by ranks with GPUs"))
+    return findings
+
+
+def _deep_ep() -> Finding:
+    name, without = "DeepEP", "dispatcher='deepep' is refused, 'all_to_all' (the default) runs"
+    if importlib.util.find_spec("deep_ep") is None:
+        return Finding(NOTE, name, f"not installed: {without}")
+    _, error = _attempt(lambda: importlib.import_module("deep_ep"))
+    if error:
+        return Finding(NOTE, name, f"broken: {error}; {without}")
+    return Finding(OK, name, f"{installed_version('deep_ep') or ''} dispatcher='deepep' may run")
+
+
+def _flash_attention() -> Finding:
+    name = "flash-attn"
+    if importlib.util.find_spec("flash_attn") is None:
+        text = "not installed: models are loaded with attn_implementation='sdpa' (the default)"
+        return Finding(NOTE, name, text)
+    _, error = _attempt(lambda: importlib.import_module("flash_attn"))
+    if error:  # transformers imports it wherever it is
+        return Finding(FAIL, name, f"broken: {error}; {_REINSTALL}")
+    version = installed_version("flash_attn") or ""
+    return Finding(OK, name, f"{version} attn_implementation='flash_attention_2' may run")
+
+
+def _launch() -> list[Finding]:
+    variables = launch_environment()
+    findings = [Finding(OK, name, value) for name, value in variables.items()]
+    _, error = _attempt(check_environment)
+    if error:
+        findings.append(Finding(FAIL, "environment", error.partition(": ")[2]))
+    world = int(variables.get("WORLD_SIZE", "1"))
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in variables
+    if world > 1 or by_accelerate:
+        return [*findings, _this_launch(variables, world, by_accelerate)]
+    text = "one process: nothing is sharded"
+    return [*findings, Finding(NOTE, "this process", text), _next_launch()]
+
+
+def _this_launch(variables: Mapping[str, str], world: int, by_accelerate: bool) -> Finding:
+    """Return how a patched model runs under the launcher of this process."""
+    name = "this launch"
+    with_fsdp = variables.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if not by_accelerate:
+        text = f"{world} processes, not by accelerate: call apply_ep_fsdp2(model) in your own loop"
+        return Finding(OK, name, text)
+    if with_fsdp and variables.get("FSDP_VERSION", "1") != "2":
+        version = variables.get("FSDP_VERSION", "1")
+        return Finding(FAIL, name, f"FSDP version {version} is refused; write {_FSDP2}")
+    if with_fsdp:
+        return Finding(OK, name, f"{world} processes with FSDP2: a patched model is sharded")
+    if world > 1:
+        text = f"{world} processes without FSDP: ep_size > 1 is refused; write {_FSDP2}"
+        return Finding(FAIL, name, text)
+    return Finding(NOTE, name, "one process: nothing is sharded")
+
+
+def _next_launch() -> Finding:
+    """Return how a patched model would run with the default config of `accelerate launch`."""
+    name = "next launch"
+    found, error = _attempt(default_launch_config)
+    if error:
+        fix = "mend the file, or remove it and name another with --config_file"
+        return Finding(FAIL, name, f"the default accelerate config cannot be read: {error}; {fix}")
+    if found is None:
+        text = "no default accelerate config; name a file: accelerate launch --config_file FILE"
+        return Finding(NOTE, name, text)
+    path, config = found
+    shown = os.fspath(path)
+    problem = _launch_problem(config)
+    if problem:
+        return Finding(FAIL, name, f"{shown}: {problem}")
+    if config.get("distributed_type") == "FSDP":
+        text = f"{config.get('num_processes')} processes with FSDP2: a patched model is sharded"
+        return Finding(OK, name, f"{shown}: {text}")
+    return Finding(NOTE, name, f"{shown}: one process, nothing is sharded")
+
+
+def _launch_problem(config: Mapping[str, Any]) -> str:
+    """Return why a patched model would refuse this config; empty if it would accept it."""
+    kind = str(config.get("distributed_type"))
+    version = (config.get("fsdp_config") or {}).get("fsdp_version", 1)
+    if kind == "FSDP" and int(version) != 2:
+        return f"FSDP version {version} is refused; write fsdp_version: 2 in its fsdp_config"
+    if kind not in ("FSDP", "NO"):
+        return f"{kind} shards nothing, ep_size > 1 is refused; write {_FSDP2}"
+    parallelism = config.get("parallelism_config") or {}
+    for axis in ("tp_size", "cp_size", "sp_size"):
+        size = int(parallelism.get(f"parallelism_config_{axis}", 1))
+        if size > 1:
+            return f"{axis} {size} in its parallelism_config is refused; set it to 1"
+    return ""

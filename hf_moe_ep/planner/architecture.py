@@ -1,0 +1,135 @@
+"""Find out from a config alone which features are supported for a model, and why not.
+
+The model is built on the meta device, and its plan derived as `patch` would. Then the code of each
+feature is tried: the model without weights is patched, patched with sp_size 2, and wrapped by PEFT.
+An error that is raised is the reason why the feature is not supported. So training would raise the
+same error, and this file knows no rules of its own. ARCHITECTURES.md lists which models were
+compared with stock transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_moe_ep.architectures import Parts, experts_per_token, find_parts
+from hf_moe_ep.patch import patch
+from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.planner.config import attach_lora, find_architecture, meta_model
+from hf_moe_ep.upstream.models import has_tower
+
+YES = "yes"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The plan of a model, its sizes, and the supported features.
+
+    Attributes:
+        kind: the model's class.
+        layers, moe_layers: decoder layers, and those of them with experts.
+        ep_sizes: the possible values of ep_size; empty if expert parallelism is refused.
+        granted: for "ep", "lora", "sp" and "vision" the word "yes", or the reason why not.
+    """
+
+    kind: str
+    plan: ModelPlan
+    layers: int
+    moe_layers: int
+    num_experts: int
+    experts_per_token: int
+    tied: bool
+    ep_sizes: tuple[int, ...]
+    granted: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+def look_at(shape: str) -> Architecture:
+    """Derive the plan of a model type, a hub id, a folder or a config.json, and try features.
+
+    A model type is built with the default sizes of its config.
+
+    Raises:
+        ValueError: there is no such model, or no plan can be derived; with the reason.
+    """
+    config = find_architecture(shape)
+    model = meta_model(config, torch.bfloat16)
+    parts = find_parts(model)
+    granted = {
+        "ep": _reason(partial(patch, model)),
+        "lora": "",
+        "sp": _reason(partial(patch, model, sp_size=2)),
+        "vision": _vision(config, parts),
+    }
+    if granted["ep"] == YES:  # The last one, because it wraps the model.
+        lora = partial(attach_lora, model, parts.plan, rank=8, targets="experts")
+        granted["lora"] = _reason(lora)
+    else:
+        granted["lora"] = granted["sp"] = granted["ep"]
+    sizes = (n for n in range(1, parts.num_experts + 1) if parts.num_experts % n == 0)
+    return Architecture(
+        kind=type(model).__name__,
+        plan=parts.plan,
+        layers=len(parts.layers),
+        moe_layers=len(parts.adapted_experts),
+        num_experts=parts.num_experts,
+        experts_per_token=experts_per_token(model, parts.plan, parts.config),
+        tied=parts.tied,
+        ep_sizes=tuple(sizes) if granted["ep"] == YES else (),
+        granted=granted,
+    )
+
+
+def _reason(attempt: Callable[[], Any]) -> str:
+    try:
+        attempt()
+    except ValueError as error:
+        return str(error)
+    return YES
+
+
+def _vision(config: Any, parts: Parts) -> str:
+    if parts.tower is not None:
+        return YES
+    if has_tower(config):
+        return "only text is supported: the vision tower cannot run on every rank or on none"
+    return "the model has no vision tower"
+
+
+def lines(found: Architecture, shape: str) -> list[str]:
+    """Return the lines to print."""
+    plan = found.plan
+    tower = plan.vision.tower if plan.vision is not None else ""
+    facts = {
+        "layers": f"{plan.layers}: {found.layers}",
+        "experts": f"{plan.experts}: {found.num_experts} in each of {found.moe_layers} layers, "
+        f"{found.experts_per_token} for a token",
+        "weights": ", ".join(plan.expert_weights),
+        "router": plan.router,
+        "attention": plan.attention,
+        "mixers": ", ".join(plan.mixers),
+        "final norm": plan.final_norm,
+        "head": "tied to the embedding" if found.tied else "its own",
+        "tower": tower,
+        "aux loss": plan.aux_loss_coef or "",
+    }
+    granted = {
+        "EP": f"ep_size {', '.join(map(str, found.ep_sizes))}" if found.ep_sizes else "",
+        "LoRA": "on stacked experts" if found.granted["lora"] == YES else "",
+        "sp": YES if found.granted["sp"] == YES else "",
+        "vision": "any mix of text and pictures" if found.granted["vision"] == YES else "",
+    }
+    reasons = dict(zip(granted, found.granted.values(), strict=True))
+    return [
+        f"{shape}: {found.kind} ({plan.model_type}); plan {plan.origin}",
+        *(f"  {name:<11} {value or 'none'}" for name, value in facts.items()),
+        "supported",
+        *(f"  {name:<11} {value or 'no: ' + reasons[name]}" for name, value in granted.items()),
+    ]

@@ -1,0 +1,69 @@
+"""The experts that tokens choose in a planned step: drawn from a seed, evenly or as measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_moe_ep.routing.load import ExpertLoad
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How often each expert is chosen.
+
+    Attributes:
+        top_k: experts per token.
+        share_LE: for each MoE layer (rows) the share of all tokens that choose each expert. A row
+            adds up to `top_k`. A single row holds for every layer.
+    """
+
+    top_k: int
+    share_LE: Tensor
+
+    @classmethod
+    def evenly(cls, num_experts: int, top_k: int) -> Choices:
+        """Choose all experts equally often."""
+        return cls(top_k, torch.full((1, num_experts), top_k / num_experts, dtype=torch.float64))
+
+    @classmethod
+    def of_load(cls, load: ExpertLoad, top_k: int, layers: int) -> Choices:
+        """Choose experts as often as they were in a run; a token chooses an expert at most once.
+
+        Raises:
+            ValueError: the load has another number of layers, or a layer without tokens.
+        """
+        counts_LE = load.counts.double()
+        if len(counts_LE) != layers or not bool((counts_LE.sum(1) > 0).all()):
+            raise ValueError(
+                f"load is of {len(counts_LE)} MoE layers, of which "
+                f"{int((counts_LE.sum(1) > 0).sum())} had tokens, and the model has {layers}; "
+                f"call expert_load(model) after a training step of this model"
+            )
+        return cls(top_k, (counts_LE / counts_LE.sum(1, keepdim=True) * top_k).clamp(max=1.0))
+
+    def busiest(self, ep_size: int) -> int:
+        """Return the ep rank that receives most pairs in some layer; the first one of equals."""
+        rows_LD = self.share_LE.view(len(self.share_LE), ep_size, -1).sum(2)
+        return int((rows_LD - 1e-9 * torch.arange(ep_size)).amax(0).argmax())
+
+    def draw(self, layer: int, tokens: int) -> Tensor:
+        """Draw ids_TK: for each token K different experts, each as often as its share says.
+
+        This is systematic sampling (Madow 1949). The experts are laid on a line in a random order,
+        each as long as its share, and K points at a distance of one are put on the line. With
+        shares 1.0, 0.5, 0.5 of experts 0, 1, 2 and K = 2, the order 1, 0, 2 gives the line
+
+            1 1 | 0 0 0 0 | 2 2     points 0.3 and 1.3 choose experts 1 and 0
+            0  0.5       1.5   2    points 0.7 and 1.7 choose experts 0 and 2
+        """
+        share_E = self.share_LE[layer % len(self.share_LE)]
+        generator = torch.Generator().manual_seed(tokens)
+        order_TE = torch.rand(tokens, len(share_E), generator=generator).argsort(1)
+        end_TE = share_E[order_TE].cumsum(1)
+        # Rounding may leave the line a little shorter than K.
+        first_T1 = torch.rand(tokens, 1, generator=generator, dtype=torch.float64) * (1 - 1e-6)
+        points_TK = (first_T1 + torch.arange(self.top_k)) * (end_TE[:, -1:] / self.top_k)
+        return order_TE.gather(1, torch.searchsorted(end_TE, points_TK, right=True))

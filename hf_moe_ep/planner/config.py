@@ -1,0 +1,189 @@
+"""The model of a plan: its config, and the model without weights.
+
+A model is named by its hub id, a folder or a config.json. Only the config of a hub id is
+downloaded. `published_models.json` holds the configs of a few models under their hub ids, reduced
+to the fields that determine sizes, so that they need no network. Models are built on the meta
+device, where a parameter has a shape and no memory; buffers are real, because they are a few
+kilobytes and sharding sends them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
+
+from hf_moe_ep.config import check_choice
+from hf_moe_ep.plan import ModelPlan, matches
+from hf_moe_ep.upstream.hub import on_meta, read_object, why_unreachable
+from hf_moe_ep.upstream.models import is_causal_lm, takes_images
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+LORA_TARGETS = ("experts", "attention", "both")
+
+
+def known_shapes() -> dict[str, dict[str, Any]]:
+    """Return the models that need no network: {hub id: {"source": page, "config": fields}}."""
+    text = (
+        resources.files("hf_moe_ep.planner")
+        .joinpath("published_models.json")
+        .read_text(encoding="utf-8")
+    )
+    shapes: dict[str, dict[str, Any]] = json.loads(text)
+    return shapes
+
+
+def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedConfig) -> Any:
+    """Return the config of a hub id, a folder, a config.json or a dict with `model_type`.
+
+    A config is returned as it is.
+
+    Raises:
+        ValueError: there is no such model and no such file.
+    """
+    if isinstance(shape, PreTrainedConfig):
+        return shape
+    if not isinstance(shape, Mapping):
+        known = known_shapes()
+        if str(shape) not in known:
+            return _read_config(Path(shape), known)
+        shape = known[str(shape)]["config"]
+    fields = dict(shape)
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def find_architecture(shape: str) -> PreTrainedConfig:
+    """Return the config as `find_config` does, or the default config of a model type.
+
+    Raises:
+        ValueError: `shape` is neither.
+    """
+    if shape in CONFIG_MAPPING and not os.path.exists(shape):
+        config: PreTrainedConfig = AutoConfig.for_model(shape)
+        return config
+    if shape not in known_shapes() and not (os.path.exists(shape) or _HUB_ID.fullmatch(shape)):
+        raise ValueError(
+            f"{shape!r} is no model type of the installed transformers, no "
+            f"folder with a config.json, and none of {', '.join(known_shapes())}"
+        )
+    found: PreTrainedConfig = find_config(shape)
+    return found
+
+
+def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
+    file = path / "config.json" if path.is_dir() else path
+    if not path.exists() and _HUB_ID.fullmatch(path.as_posix()):
+        return _fetch_config(path.as_posix(), known)
+    if not file.is_file():
+        raise ValueError(
+            f"{os.fspath(path)!r} is no known model ({', '.join(known)}) and no folder "
+            f"with a config.json; a model of the hub is named OWNER/NAME"
+        )
+    model_type = read_object(file).get("model_type")
+    if model_type is not None and model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{os.fspath(file)!r} is of model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} has not; for a model of your own, register its config "
+            f"(AutoConfig.register) and call hf_moe_ep.cli.main.main(['memory', ...]) from Python"
+        )
+    return AutoConfig.from_pretrained(file, local_files_only=True)
+
+
+def _fetch_config(name: str, known: Mapping[str, Any]) -> Any:
+    """Return the config of a hub repository, or its cached copy if the hub is out of reach."""
+    unreachable = why_unreachable(name, "config.json")
+    try:
+        return AutoConfig.from_pretrained(
+            name, trust_remote_code=False, local_files_only=unreachable is not None
+        )
+    except (OSError, ValueError) as error:
+        reason = unreachable or str(error).partition("\n")[0]
+        raise ValueError(
+            f"the config of {name!r} was not found on the hub or in its cache ({reason}); download "
+            f"its config.json and name that file, or one of {', '.join(known)}"
+        ) from error
+
+
+def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Build the stock model of a config with its parameters on the meta device, weights tied.
+
+    The model has a language head if transformers has such a class.
+    """
+    factory: Any = AutoModelForImageTextToText
+    if not takes_images(config):
+        factory = AutoModelForCausalLM if is_causal_lm(config) else AutoModel
+    model: nn.Module = on_meta(partial(factory.from_config, config, dtype=dtype))
+    return model
+
+
+def attach_lora(
+    model: nn.Module,
+    plan: ModelPlan,
+    rank: int,
+    targets: str,
+    *,
+    device: str = "meta",
+    fp32: bool = True,
+) -> nn.Module:
+    """Add PEFT's LoRA to a patched model: on stacked experts, attention projections, or both.
+
+    With `fp32`, adapters of a low-precision model are in fp32, which is PEFT's default.
+
+    Raises:
+        ValueError: unknown targets; a rank below 1; PEFT is not installed.
+    """
+    check_choice("lora_targets", targets, LORA_TARGETS)
+    if rank < 1:
+        raise ValueError(f"lora_rank ({rank}) must be 1 or more; try lora_rank=8")
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError(f"lora_rank ({rank}) needs PEFT; pip install 'hf_moe_ep[peft]'") from error
+    experts = plan.experts.rpartition("*.")[2]
+    config = LoraConfig(
+        r=rank,
+        target_parameters=[f"{experts}.{name}" for name in plan.expert_weights]
+        if targets != "attention"
+        else [],
+        target_modules=_projections(model, plan) if targets != "experts" else [],
+    )
+    with torch.device(device), warnings.catch_warnings():
+        # PEFT reads an attribute of every model that transformers has deprecated.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
+        adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32)
+    if not fp32:
+        # PEFT does the same, except for adapters on the meta device.
+        dtype = next(p.dtype for p in adapted.parameters() if not p.requires_grad)
+        for module in adapted.modules():
+            own = list(module.parameters())
+            if own and all(parameter.requires_grad for parameter in own):
+                module.to(dtype)
+    return adapted
+
+
+def _projections(model: nn.Module, plan: ModelPlan) -> list[str]:
+    return [
+        f"{name}.{part}"
+        for name, attention in model.named_modules()
+        if matches(plan.attention, name)
+        for part, module in attention.named_modules()
+        if isinstance(module, nn.Linear)
+    ]

@@ -1,0 +1,256 @@
+"""Run one training step of a sharded model, and count its memory and its work by stretch.
+
+    counted = count_step(model, layers, optimizer, {"input_ids": ids, "labels": ids})
+    counted.peaks()["backward, layer 3"], counted.work.flops()
+
+The model may be real, on any device, or fake (`step.py`). A stretch ends where the forward of a
+layer begins, or where the gradient of its output arrives:
+
+    forward, before layers | forward, layer 0 .. | forward, head
+    backward, head | backward, layer n-1 .. | optimizer
+
+With `offload`, FSDP2 keeps parameters, gradients and optimizer state on the host (CPUOffloadPolicy)
+and copies shards to the device before it gathers them. On fake tensors, host and device are both
+the CPU. Tensors are told apart by an account: what is made from a host tensor is on the host,
+unless it is a copy to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, is_tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.architectures import find_parts
+from hf_moe_ep.planner.count import BEFORE, RESIZED, StorageRecord, TensorMemory, count_tensors
+from hf_moe_ep.planner.fake import instead
+from hf_moe_ep.planner.work import StepWork, WorkCounter
+from hf_moe_ep.state import patched_state
+from hf_moe_ep.upstream.autograd_modes import backward_is_running
+from hf_moe_ep.upstream.dispatch_modes import dtensor_shapes
+from hf_moe_ep.upstream.host_copies import host_copies
+
+OPTIMIZER = "optimizer"
+_GATHERED = "gathered units, FSDP2's copies"
+_TRANSIENT = "activations, logits, transients"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The memory and the work of one step.
+
+    Attributes:
+        kinds: by storage what it holds: "parameters", "gradients" and so on, where known.
+    """
+
+    memory: TensorMemory
+    kinds: dict[StorageRecord, str]
+    work: StepWork
+
+    def peaks(self) -> dict[str, int]:
+        """Return the peak of each stretch of the step, in bytes."""
+        return {name: size for name, size in self.memory.peaks.items() if name != BEFORE}
+
+    def made_of(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of each kind at the peak of each stretch."""
+        found = self.memory.sums_at_peaks(self._kind_of)
+        return {name: parts for name, parts in found.items() if name != BEFORE}
+
+    def _kind_of(self, record: StorageRecord) -> str:
+        known = self.kinds.get(record)
+        if known is not None:
+            return known
+        is_flat_buffer = len(record.shape) == 1 and "aten.empty" in record.made_by
+        return _GATHERED if record.made_by == RESIZED or is_flat_buffer else _TRANSIENT
+
+
+def count_step(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | LocalOptimizer,
+    inputs: dict[str, Any],
+    work: WorkCounter | None = None,
+    *,
+    offload: bool = False,
+) -> Counted:
+    """Run and count one step on this rank.
+
+    Args:
+        model: sharded. A real model should have made a step before, because the first step of an
+            optimizer allocates its state.
+        work: counts the work; None makes a counter (`make_counter`).
+        offload: the model was sharded with a CPUOffloadPolicy.
+    """
+    work = work or make_counter(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kinds: dict[StorageRecord, str] = {}
+    # DTensors find out shapes by whole fake tensors, which are no part of the step.
+    with instead(*dtensor_shapes()), count_tensors() as memory:
+        _watch_held(memory, kinds, model, optimizer, offload=offload)
+
+        def begin(stretch: str) -> None:
+            memory.begin(stretch)
+            work.begin(stretch)
+
+        copies = _count_copies(memory, work, kinds) if offload else nullcontext()
+        with copies, work, _begin_at_layers(layers, begin):
+            begin("forward, before layers")
+            loss = model(**inputs).loss
+            begin("backward, head")
+            loss.backward()
+        _note_kind(memory, kinds, "gradients", (p.grad for p in trained if p.grad is not None))
+        begin(OPTIMIZER)
+        with work:
+            optimizer.step()
+        del loss
+        optimizer.zero_grad()
+    return Counted(memory, kinds, work.counted())
+
+
+def _watch_held(
+    memory: TensorMemory,
+    kinds: dict[StorageRecord, str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | LocalOptimizer,
+    *,
+    offload: bool,
+) -> None:
+    """Count the tensors that exist before the step, and note their kinds."""
+    states = optimizer.state.values()
+    # Generators, so that no list keeps a gradient alive.
+    held: dict[str, Callable[[], Iterator[Tensor]]] = {
+        "parameters": lambda: iter(model.parameters()),
+        "buffers": lambda: iter(model.buffers()),
+        "optimizer state": lambda: (x for one in states for x in one.values() if is_tensor(x)),
+        "gradients": lambda: (p.grad for p in model.parameters() if p.grad is not None),
+    }
+    for kind, tensors in held.items():
+        memory.watch(tensors(), on_host=offload and kind != "buffers")
+        _note_kind(memory, kinds, kind, tensors())
+
+
+def _note_kind(
+    memory: TensorMemory, kinds: dict[StorageRecord, str], kind: str, tensors: Iterable[Tensor]
+) -> None:
+    kinds |= {record: kind for record in map(memory.record_of, tensors) if record is not None}
+
+
+def _count_copies(
+    memory: TensorMemory, work: WorkCounter, kinds: dict[StorageRecord, str]
+) -> AbstractContextManager[Any]:
+    """Make FSDP2's copies between host and device, and count them as copies."""
+
+    def copy(x: Tensor, *, to_host: bool) -> Tensor:
+        out: Tensor = work.run_uncounted(memory.copy, x, to_host=to_host)
+        work.note_copy(x.nbytes)
+        record = memory.record_of(out)
+        if not to_host and record is not None:
+            kinds[record] = _GATHERED
+        return out
+
+    work.set_host_test(memory.is_on_host)
+    return host_copies(copy)
+
+
+def make_counter(model: nn.Module) -> WorkCounter:
+    """Make the counter of the work of a sharded model."""
+    experts = find_parts(model).adapted_experts.values()
+    trained = any(p.requires_grad for of in experts for one in of for p in one.parameters())
+    chunks = patched_state(model).config.dispatch_chunks
+    return WorkCounter(chunks=chunks, experts_train=trained)
+
+
+@contextmanager
+def _begin_at_layers(layers: Sequence[nn.Module], begin: Callable[[str], None]) -> Iterator[None]:
+    """Begin a stretch where a layer's forward begins, and where the gradient of its output is."""
+    handles = []
+
+    def before_forward(number: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            # A checkpoint that computes the layer again is part of the backward.
+            if not backward_is_running():
+                begin(f"forward, layer {number}")
+
+        return hook
+
+    def after_forward(number: int) -> Callable[..., None]:
+        def on_gradient(_: Tensor) -> None:
+            begin(f"backward, layer {number}")
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if backward_is_running():
+                return
+            if hidden.requires_grad:
+                hidden.register_hook(on_gradient)
+            if number == len(layers) - 1:
+                begin("forward, head")
+
+        return hook
+
+    for number, layer in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(before_forward(number)))
+        handles.append(layer.register_forward_hook(after_forward(number)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def make_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], *, on_host: bool = False
+) -> torch.optim.Optimizer:
+    """Make one of `OPTIMIZERS` for the trainable parameters, as torch makes it on a GPU.
+
+    On a GPU torch steps all parameters at once (foreach). With `on_host` the parameters are on the
+    host, and torch steps one after the other.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if name == "sgd":
+        return torch.optim.SGD(trained, lr=1e-4, momentum=0.9, foreach=not on_host)
+    if name == "none":
+        return torch.optim.SGD(trained, lr=1e-4, foreach=not on_host)
+    fused = name == "adamw_fused"
+    return torch.optim.AdamW(trained, lr=1e-4, foreach=not (fused or on_host), fused=fused)
+
+
+class LocalOptimizer:
+    """An optimizer over the local shards of DTensor parameters, each shard a plain tensor.
+
+    It takes the same memory as an optimizer of the DTensors. On fake tensors it is much faster:
+    DTensor's dispatch of an operator on many tensors takes longer than the rest of the step.
+    """
+
+    def __init__(
+        self, name: str, parameters: Iterable[nn.Parameter], *, on_host: bool = False
+    ) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._shards = [nn.Parameter(_local(p.detach())) for p in self._parameters]
+        self._inner = make_optimizer(name, self._shards, on_host=on_host)
+        self.state = self._inner.state
+
+    def step(self) -> None:
+        """Step with the local shards of the gradients."""
+        for parameter, shard in zip(self._parameters, self._shards, strict=True):
+            shard.grad = None if parameter.grad is None else _local(parameter.grad)
+        self._inner.step()
+
+    def zero_grad(self) -> None:
+        """Free all gradients."""
+        for parameter in (*self._parameters, *self._shards):
+            parameter.grad = None
+
+    def set_zero_grads(self) -> None:
+        """Give every parameter a gradient of zeros."""
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -1,0 +1,453 @@
+"""Plan the memory that a rank holds for training between two steps, without a GPU.
+
+    plan = plan_memory("Qwen/Qwen3-30B-A3B", ParallelConfig(ep_size=8), world_size=64)
+    plan.largest.held + plan.gathered
+
+The model is built on the meta device, patched, and sharded by the same code as in training, over
+torch's fake process group of `world_size` ranks. The sizes of the rank's shards are summed. That is
+exact, and includes the padding of FSDP2:
+
+    5 rows over 4 ranks        rank 0   rank 1   rank 2   rank 3
+    rows of the parameter         2        2        1        0
+    allocated for it              2        2        2        2    dim 0 is padded to equal chunks
+    allocated for its gradient    2        2        2        2    the reduced gradient is padded too
+    each AdamW moment             2        2        1        0    moments are not padded
+
+So ranks differ in their optimizer state only. Ranks whose shards have the same sizes are one kind;
+replicas (HSDP) and ep ranks are alike. Rank 0, which holds most, and the last rank of a replica,
+which holds least, are both sharded and compared; the kinds between follow from their chunk sizes.
+
+A rank also gathers FSDP2 units as it reaches them, in the compute dtype. A decoder layer with its
+experts is one stage. The next stage is prefetched, so two neighbours are gathered at a time, and in
+addition always the root unit and, with tied weights, the unit of embedding and head. Quantised
+experts (`ParallelConfig.experts_dtype`) are gathered as bytes, and their adapters in their own
+dtype.
+
+Memory that depends on the batch, the allocator or the machine is not counted: `NOT_COUNTED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep.architectures import experts_per_token
+from hf_moe_ep.config import ParallelConfig, check_choice
+from hf_moe_ep.ops.quantised import BLOCK_SCALE, NESTED_SCALE
+from hf_moe_ep.patch import patch
+from hf_moe_ep.planner.config import attach_lora, find_config, meta_model
+from hf_moe_ep.ranks.mesh import EP, EP_FSDP, FSDP, Meshes, build_meshes
+from hf_moe_ep.sharding.options import ShardOptions, default_policy
+from hf_moe_ep.sharding.shard import shard_units
+from hf_moe_ep.sharding.units import Units, find_units
+from hf_moe_ep.state import STATE, ModelState, quantised_matrices
+from hf_moe_ep.upstream.models import text_config
+from hf_moe_ep.upstream.process_groups import fake_group
+
+MASTERS = ("fp32", "model")
+# Optimizer -> (tensors of the parameter's size, scalars of 4 bytes) per trained parameter.
+OPTIMIZERS = {"adamw": (2, 1), "adamw_fused": (2, 1), "sgd": (1, 0), "none": (0, 0)}
+NOT_COUNTED = (
+    "activations",
+    "buffers of the model",
+    "FSDP2's copies while it gathers a unit",
+    "communication buffers",
+    "the CUDA context",
+    "memory that the allocator reserves beyond that",
+)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The bytes that each rank of one kind holds between steps; `ranks` lists the kind."""
+
+    ranks: tuple[int, ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def held(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The plan of one model at one layout. Bytes are per rank unless stated otherwise.
+
+    Attributes:
+        world_size, parallel, ep_fsdp_size: the layout with its resolved sizes.
+        total, trained, active: numbers of parameters: all, adapters included; those with gradients;
+            those that one token uses (its experts and everything outside the experts).
+        expert_bytes: bytes per parameter of the experts' matrices, summed over the ranks of a
+            replica, scales and padding included.
+        kinds: the kinds of ranks, in the order of their first ranks.
+        gathered: bytes of the two neighbouring stages that are largest together, and of the units
+            that stay gathered.
+        unit_gradients: bytes of the unsharded gradients of the largest FSDP2 unit.
+        unit_reduction: the same in the dtype in which gradients are reduced.
+    """
+
+    world_size: int
+    parallel: ParallelConfig
+    ep_fsdp_size: int
+    total: int
+    trained: int
+    active: int
+    expert_bytes: float
+    kinds: tuple[RankMemory, ...]
+    gathered: int
+    unit_gradients: int
+    unit_reduction: int
+
+    @property
+    def largest(self) -> RankMemory:
+        return max(self.kinds, key=lambda kind: kind.held)
+
+    @property
+    def smallest(self) -> RankMemory:
+        return min(self.kinds, key=lambda kind: kind.held)
+
+    def of_rank(self, rank: int) -> RankMemory:
+        return next(kind for kind in self.kinds if rank in kind.ranks)
+
+    def all_ranks(self, name: str) -> int:
+        """Sum `parameters`, `gradients`, `optimizer` or `held` over all ranks."""
+        return sum(len(kind.ranks) * int(getattr(kind, name)) for kind in self.kinds)
+
+
+def plan_memory(
+    shape: Any,
+    parallel: ParallelConfig | None = None,
+    *,
+    world_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    masters: str = "fp32",
+    optimizer: str = "adamw",
+    lora_rank: int | None = None,
+    lora_targets: str = "both",
+) -> MemoryPlan:
+    """Plan what each of `world_size` ranks holds for training; no weights are loaded.
+
+    Args:
+        shape: the model: a hub name, a folder, a config.json, a dict with `model_type`, a config.
+        parallel: the arguments of `patch`.
+        dtype: the dtype in which the model is loaded and computes.
+        masters: "fp32": trained parameters, gradients and optimizer state are in fp32, the default
+            of `apply_ep_fsdp2`. "model": all are in `dtype`, adapters too, as PEFT makes them with
+            autocast_adapter_dtype=False.
+        optimizer: "adamw", "adamw_fused" (holds as much between steps), "sgd" (with momentum), or
+            "none" for an optimizer without state.
+        lora_rank: train only adapters of this rank, on `lora_targets`: "experts", "attention" or
+            "both". Experts that `parallel.experts_dtype` quantises can only be trained so.
+
+    Raises:
+        ValueError: an unknown choice; a process group exists already; sizes that `patch` or
+            sharding refuse.
+    """
+    request = PlanRequest(
+        find_config(shape), parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets
+    )
+    with torch.random.fork_rng(devices=[]):
+        first = _Sharded(request, 0)
+        kinds = [first.held(ranks) for ranks in _kinds(first)]
+        if len(kinds) > 1:
+            last = first.replica - 1
+            kind = next(kind for kind in kinds if last in kind.ranks)
+            assert _Sharded(request, last).held(kind.ranks, own=True) == kind
+    return MemoryPlan(
+        world_size=world_size,
+        parallel=first.state.config,
+        ep_fsdp_size=first.ep_fsdp_size,
+        total=first.count(first.parameters),
+        trained=first.count(p for p in first.parameters if p.requires_grad),
+        active=first.active(),
+        expert_bytes=first.expert_bytes(),
+        kinds=tuple(kinds),
+        gathered=first.gathered(),
+        unit_gradients=first.largest_unit(first.policy.param_dtype),
+        unit_reduction=first.largest_unit(first.policy.reduce_dtype or first.policy.param_dtype),
+    )
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The checked arguments of `plan_memory`."""
+
+    config: Any
+    parallel: ParallelConfig | None
+    world_size: int
+    dtype: torch.dtype
+    masters: str
+    optimizer: str
+    lora_rank: int | None
+    lora_targets: str
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("masters", self.masters, MASTERS)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        if self.world_size < 1:
+            raise ValueError(f"world_size ({self.world_size}) must be 1 or more; try 8")
+        if dist.is_initialized():
+            raise ValueError(
+                f"a plan makes a fake process group, and a real one of {dist.get_world_size()} "
+                f"ranks exists; plan before init_process_group"
+            )
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """The patched model of a request on the meta device, with adapters, before sharding."""
+
+    model: nn.Module
+    state: ModelState
+    units: Units
+    options: ShardOptions
+
+    @classmethod
+    def of(cls, request: PlanRequest) -> Unsharded:
+        """Build the model as training would."""
+        model = meta_model(request.config, request.dtype)
+        patch(model, request.parallel)
+        state: ModelState = getattr(model, STATE)
+        if request.lora_rank is not None:
+            model = attach_lora(
+                model,
+                state.plan,
+                request.lora_rank,
+                request.lora_targets,
+                fp32=request.masters == "fp32",
+            )
+        policy, fp32_masters = MixedPrecisionPolicy(), False
+        if request.masters == "fp32":
+            policy, fp32_masters = default_policy(model)
+        # No device exists for which memory could be pinned.
+        offload = CPUOffloadPolicy(pin_memory=False) if request.offload else OffloadPolicy()
+        options = ShardOptions(
+            mp_policy=policy,
+            offload_policy=offload,
+            fp32_masters=fp32_masters,
+            reshard_after_forward=state.config.reshard_after_forward,
+            empty_params=frozenset(model.parameters()),
+        )
+        return cls(model, state, find_units(model, state.plan), options)
+
+    def shard(self) -> Meshes:
+        """Shard the model in place; a fake process group must exist."""
+        meshes = build_meshes(self.state.config, torch.device("cpu"))
+        shard_units(self.model, self.state, self.options, meshes)
+        return meshes
+
+
+class _Sharded:
+    """The sharded model of one rank, for its sizes. The fake process group is closed again."""
+
+    def __init__(self, request: PlanRequest, rank: int) -> None:
+        self.request = request
+        found = Unsharded.of(request)
+        model, self.state, self.units = found.model, found.state, found.units
+        self.policy = found.options.mp_policy
+        self.top_k = experts_per_token(model, self.state.plan, text_config(request.config))
+        with fake_group(rank, request.world_size):
+            meshes = found.shard()
+            self.ep_fsdp_size = meshes.ep_fsdp_size
+            self.parameters: list[DTensor] = _dtensors([model])
+            self.axes = {id(p): _axis(p, meshes.ep_size) for p in self.parameters}
+            self.stands_for = _numbers_behind_bytes(model)
+
+    @property
+    def replica(self) -> int:
+        """The number of ranks of one replica."""
+        return self.request.world_size // (self.state.config.dp_replicate_size or 1)
+
+    def held(self, ranks: tuple[int, ...], *, own: bool = False) -> RankMemory:
+        """Sum the bytes that ranks of one kind hold.
+
+        The optimizer's bytes follow from chunk sizes, or with `own` from this rank's shards.
+        """
+        trained = [p for p in self.parameters if p.requires_grad]
+        moments, scalars = OPTIMIZERS[self.request.optimizer]
+        at = self.coordinates(ranks[0])
+        optimizer = 0
+        for p in trained:
+            axis = self.axes[id(p)]
+            share = _allocated(p) // axis.share(0) * axis.share(at[axis.name])
+            optimizer += moments * (p.to_local().nbytes if own else share) + 4 * scalars
+        return RankMemory(
+            ranks=ranks,
+            parameters=sum(_allocated(p) for p in self.parameters),
+            gradients=sum(_allocated(p) for p in trained),
+            optimizer=optimizer,
+        )
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return a rank's coordinates on the axes over which FSDP2 shards (`ranks/mesh.py`)."""
+        config = self.state.config
+        in_replica = rank % self.replica
+        if config.ep_outside:
+            ep_fsdp = in_replica % self.ep_fsdp_size
+        else:
+            ep_fsdp = in_replica // (config.ep_size or 1)
+        return {FSDP: in_replica, EP_FSDP: ep_fsdp}
+
+    def whole(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
+        """Sum the bytes of gathered parameters with padding, in `dtype` (None: their own).
+
+        A unit of quantised experts is gathered in its own dtypes.
+        """
+        total = 0
+        for p in parameters:
+            axis = self.axes[id(p)]
+            own_dtype = dtype is None or (self.stands_for and axis.name == EP_FSDP)
+            gathered = p.dtype if own_dtype else dtype
+            assert gathered is not None
+            total += _allocated(p) // p.dtype.itemsize * axis.size * gathered.itemsize
+        return total
+
+    def count(self, parameters: Iterable[DTensor]) -> int:
+        """Count parameters; a quantised matrix counts the values that its bytes stand for."""
+        return sum(self.stands_for.get(id(p), p.numel()) for p in parameters)
+
+    def active(self) -> int:
+        """Count the parameters that one token uses."""
+        in_experts = self.count(_dtensors(self.units.all_experts))
+        used_in_experts = in_experts * self.top_k // self.state.num_experts
+        return self.count(self.parameters) - in_experts + used_in_experts
+
+    def expert_bytes(self) -> float:
+        """Return the bytes per parameter of the experts' matrices, over one replica."""
+        matrices = {
+            id(p): p
+            for module in self.units.all_experts
+            for name, p in module.named_parameters()
+            if isinstance(p, DTensor) and _is_matrix(name, self.state.plan.expert_weights)
+        }
+        held = sum(map(_allocated, matrices.values()))
+        return held * self.replica / self.count(matrices.values())
+
+    def gathered(self) -> int:
+        """Return the bytes that are gathered at a time, in the compute dtype."""
+        compute, units = self.policy.param_dtype, self.units
+        if not self.state.config.reshard_after_forward:
+            return self.whole(self.parameters, compute)
+
+        def gathered(modules: Iterable[nn.Module | None]) -> int:
+            return self.whole(_dtensors(modules), compute)
+
+        stages = [[layer] for layer in units.layers]
+        if units.embedding is not None and not units.tied:
+            stages.insert(0, [units.embedding])
+        if not units.tied:
+            stages.append(units.tail)
+        always = self._outside([*units.layers, *units.vision, units.embedding, *units.tail])
+        if units.tied:
+            always += _dtensors(units.tail)
+        at_a_time = _largest_pair([gathered(stage) for stage in stages])
+        if units.vision:
+            *blocks, tower = units.vision
+            beside_blocks = self.whole(_without(_dtensors([tower]), blocks), compute)
+            in_tower = _largest_pair([gathered([block]) for block in blocks]) + beside_blocks
+            at_a_time = max(at_a_time, in_tower)
+        return self.whole(always, compute) + at_a_time
+
+    def largest_unit(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes in `dtype` of the trained parameters of the largest FSDP2 unit."""
+        units = self.units
+        experts = units.all_experts
+        blocks, tower = units.vision[:-1], units.vision[-1:]
+        # A unit has the parameters that no unit inside it has.
+        of_units = [
+            *(_dtensors([module]) for module in experts),
+            *(_without(_dtensors([layer]), experts) for layer in units.layers),
+            *(_dtensors([block]) for block in blocks),
+            _without(_dtensors(tower), blocks),
+            _dtensors(units.encoders),  # their gradients are reduced together at the end
+            _dtensors(units.tail),
+            _dtensors([units.embedding]),
+        ]
+        trained = [[p for p in parameters if p.requires_grad] for parameters in of_units]
+        return max(self.whole(parameters, dtype) for parameters in trained)
+
+    def _outside(self, modules: Iterable[nn.Module | None]) -> list[DTensor]:
+        return _without(self.parameters, modules)
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """The mesh axis over which FSDP2 splits a parameter: its size, and the length of the dim."""
+
+    name: str
+    size: int
+    length: int
+
+    def share(self, coordinate: int) -> int:
+        """Return the rows that torch.chunk gives to a coordinate: 2, 2, 1, 0 of 5 rows on 4."""
+        chunk = -(-self.length // self.size)
+        return max(0, min(chunk, self.length - coordinate * chunk))
+
+
+def _axis(parameter: DTensor, ep_size: int) -> _Axis:
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    name = EP_FSDP if EP_FSDP in names else FSDP
+    index = names.index(name)
+    dim: int = getattr(parameter.placements[index], "dim")  # noqa: B009  strided or not
+    is_split_over_ep = EP in names and dim == 0
+    length = parameter.shape[dim] // (ep_size if is_split_over_ep else 1)
+    return _Axis(name, mesh.size(index), length)
+
+
+def _kinds(sharded: _Sharded) -> list[tuple[int, ...]]:
+    """Group all ranks by kind; the kind of rank 0 comes first."""
+    axes = sorted(set(sharded.axes.values()), key=str)
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(sharded.request.world_size):
+        at = sharded.coordinates(rank)
+        kinds.setdefault(tuple(axis.share(at[axis.name]) for axis in axes), []).append(rank)
+    return [tuple(ranks) for ranks in kinds.values()]
+
+
+def _dtensors(modules: Iterable[nn.Module | None]) -> list[DTensor]:
+    """Collect the sharded parameters of modules, each once, tied ones too."""
+    found = {id(p): p for module in modules if module is not None for p in module.parameters()}
+    return [p for p in found.values() if isinstance(p, DTensor)]
+
+
+def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None]) -> list[DTensor]:
+    inside = {id(p) for p in _dtensors(modules)}
+    return [p for p in parameters if id(p) not in inside]
+
+
+def _numbers_behind_bytes(model: nn.Module) -> dict[int, int]:
+    """Map the id of each tensor of quantised experts to the values it stands for (scales: 0)."""
+    found: dict[int, int] = {}
+    for name, held, quantisation in quantised_matrices(model):
+        for tensor in held.by_name(name).values():
+            found[id(tensor)] = 0
+        found[id(held.values)] = quantisation.num_values(held.values)
+    return found
+
+
+def _is_matrix(name: str, weights: Iterable[str]) -> bool:
+    """Return True for the name of a stacked matrix or of its scales."""
+    of_module = name.rpartition(".")[2]
+    suffixes = ("", BLOCK_SCALE, NESTED_SCALE)
+    return of_module in {weight + suffix for weight in weights for suffix in suffixes}
+
+
+def _allocated(parameter: DTensor) -> int:
+    return parameter.to_local().untyped_storage().nbytes()
+
+
+def _largest_pair(stages: Sequence[int]) -> int:
+    """Return the largest sum of two neighbours; a single stage is its own sum."""
+    return max((sum(pair) for pair in pairwise(stages)), default=sum(stages))

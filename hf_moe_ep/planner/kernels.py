@@ -1,0 +1,250 @@
+"""The work of the experts on a GPU: the launches of the Triton kernels, from the shapes of a call.
+
+A plan runs the torch path of the experts, because its fake tensors lie on the CPU. A GPU runs the
+kernels of `ops/triton_mlp.py`, which do the same products with fewer launches and fewer bytes: they
+gather rows while they multiply, and the activation is part of the product before it. So a plan for
+a GPU drops the operators of the torch path and counts these launches:
+
+    route        sort_pairs                            4 launches, no FLOPs
+    forward      up (with activation), down            2 products
+                 combine                               sums the rows of each token
+    backward     dgated (through down and activation)  1 product
+                 weight_grads                          gradients of the routing weights
+                 rows, combine                         1 product
+                 outer                                 1 product per trained matrix
+
+An adapter of rank P adds a thin product (rows by its first factor) in front of a matrix product,
+whose kernel then adds the second factor: `thin + product` instead of `product`.
+
+Example: 6 pairs, hidden size 8, gated experts of 4 columns (so 8 pre-activations), 2 experts in
+bf16, pre-activations kept for backward. The up product takes 2 * 6 * 8 * 8 = 768 FLOPs. It reads 6
+rows of 8 and 2 matrices of 8 x 8, and writes 6 x 4 activations and 6 x 8 pre-activations: 248
+numbers, 496 bytes.
+
+Left out: partly filled tiles, biases, and the dequantisation of nested NF4 scales. Memory is that
+of the torch path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.ops.formula import ExpertFormula
+from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, Routing, WeightGrads
+from hf_moe_ep.planner.fake import instead
+from hf_moe_ep.planner.work import Operator, WorkCounter
+
+# Columns of the down projection that share a partial sum of a routing weight's gradient.
+_PARTIAL_COLUMNS = 128
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class ExpertCall:
+    """The sizes of one call of the experts.
+
+    Attributes:
+        pairs: (token, expert) pairs that are computed.
+        rows, top_k: tokens, and experts chosen by each.
+        pre: columns of the first product; twice `ffn` for gated experts.
+        up_bytes, down_bytes: all matrices of a kind, with the scales of quantised ones.
+        up_rank, down_rank: ranks of the adapters; 0 without an adapter.
+    """
+
+    dtype: torch.dtype
+    pairs: int
+    rows: int
+    top_k: int
+    experts: int
+    hidden: int
+    pre: int
+    ffn: int
+    up_bytes: int
+    down_bytes: int
+    up_rank: int = 0
+    down_rank: int = 0
+
+    @classmethod
+    def of(
+        cls, rows_RH: Tensor, weights_RK: Tensor, experts: ExpertWeights, routing: Routing
+    ) -> ExpertCall:
+        """Read the sizes off the arguments of a call."""
+        named = experts.named_tensors()
+        pre, hidden = experts.up_matrices(rows_RH.dtype).shape_OI
+        _, ffn = experts.down_matrices(rows_RH.dtype).shape_OI
+
+        def matrix_bytes(name: str) -> int:
+            scales = (f"{name}_block_scale", f"{name}_nested_scale")
+            return sum(named[part].nbytes for part in (name, *scales) if part in named)
+
+        return cls(
+            dtype=rows_RH.dtype,
+            pairs=routing.pair_A.numel(),
+            rows=weights_RK.shape[0],
+            top_k=weights_RK.shape[1],
+            experts=experts.up.shape[0],
+            hidden=hidden,
+            pre=pre,
+            ffn=ffn,
+            up_bytes=matrix_bytes("up"),
+            down_bytes=matrix_bytes("down"),
+            up_rank=0 if experts.up_a is None else experts.up_a.shape[1],
+            down_rank=0 if experts.down_a is None else experts.down_a.shape[1],
+        )
+
+    def route_launches(self) -> list[Operator]:
+        """List the launches that sort the pairs by expert: ids read twice, positions written."""
+        ids, positions = 8 * self.rows * self.top_k, 4 * (2 * self.pairs + self.rows * self.top_k)
+        return [Operator("memory", "", 0, 2 * ids + positions, launches=4)]
+
+    def forward_launches(self, *, keep_pre: bool) -> list[Operator]:
+        """List the launches of the forward pass."""
+        moved = self.ffn + self.hidden
+        down = self._product(self.ffn, self.hidden, moved, self.down_bytes, self.down_rank)
+        return [*self._up(keep_pre=keep_pre), *down, self._combine(weighted=True)]
+
+    def row_launches(self, need: set[str], *, recompute: bool) -> list[Operator]:
+        """List the launches of backward up to the gradients of rows and routing weights.
+
+        Args:
+            need: names of the tensors that want a gradient, as in `torch_mlp.backward`.
+            recompute: backward computes the pre-activations again.
+        """
+        launches = self._up(keep_pre=True) if recompute else []
+        has_activations = bool(need & {"down", "down_a", "down_b"})
+        moved = self.hidden + 2 * self.pre + self.ffn * has_activations
+        launches += self._product(self.hidden, self.ffn, moved, self.down_bytes, self.down_rank)
+        if "weights" in need:
+            partial = -(-self.ffn // _PARTIAL_COLUMNS) * self.pairs
+            nbytes = _FP32 * (partial + 2 * self.rows * self.top_k)
+            launches.append(Operator("memory", "float32", 0, nbytes))
+        moved = self.pre + self.hidden
+        back = self._product(self.pre, self.hidden, moved, self.up_bytes, self.up_rank)
+        if "rows" in need:
+            launches += [*back, self._combine(weighted=False)]
+        elif "up_a" in need:
+            launches += back[:1]
+        return launches
+
+    def grad_launches(self, need: set[str]) -> list[Operator]:
+        """List the launches that compute the gradients of the experts' own tensors."""
+        down_rank, up_rank = self.down_rank, self.up_rank
+        launches = {
+            "down": [self._outer(self.hidden, self.ffn)],
+            "up": [self._outer(self.pre, self.hidden)],
+            "down_a": [self._outer(self.ffn, down_rank)],
+            "down_b": [self._thin(self.ffn, down_rank), self._outer(self.hidden, down_rank)],
+            "up_a": [self._outer(self.hidden, up_rank)],
+            "up_b": [self._thin(self.hidden, up_rank), self._outer(self.pre, up_rank)],
+        }
+        return [one for name, of_name in launches.items() if name in need for one in of_name]
+
+    def _up(self, *, keep_pre: bool) -> list[Operator]:
+        moved = self.hidden + self.ffn + self.pre * keep_pre
+        return self._product(self.hidden, self.pre, moved, self.up_bytes, self.up_rank)
+
+    def _product(
+        self, inner: int, width: int, moved: int, matrix_bytes: int, rank: int
+    ) -> list[Operator]:
+        """Multiply each pair's row of `inner` numbers with its expert's matrix.
+
+        `moved`: numbers per pair that are read and written. An adapter's thin product comes first.
+        """
+        moved = self.pairs * (moved + rank) + self.experts * rank * width
+        flops = 2 * self.pairs * (inner + rank) * width
+        product = self._grouped(flops, moved, matrix_bytes)
+        return [self._thin(inner, rank), product] if rank else [product]
+
+    def _thin(self, inner: int, rank: int) -> Operator:
+        moved = self.pairs * (inner + rank) + self.experts * inner * rank
+        return self._grouped(2 * self.pairs * inner * rank, moved)
+
+    def _outer(self, height: int, width: int) -> Operator:
+        moved = self.pairs * (height + width) + self.experts * height * width
+        return self._grouped(2 * self.pairs * height * width, moved)
+
+    def _combine(self, *, weighted: bool) -> Operator:
+        slots = self.rows * self.top_k * (4 + _FP32 * weighted)
+        nbytes = self.dtype.itemsize * (self.pairs + self.rows) * self.hidden + slots
+        return Operator("memory", self._dtype_name, 0, nbytes)
+
+    def _grouped(self, flops: int, moved: int, matrix_bytes: int = 0) -> Operator:
+        nbytes = self.dtype.itemsize * moved + matrix_bytes
+        return Operator("grouped", self._dtype_name, flops, nbytes)
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@contextmanager
+def count_kernels(work: WorkCounter) -> Iterator[None]:
+    """Inside the block, count the kernels' launches instead of the torch path's operators."""
+    stock_route, stock_forward = torch_mlp.route, torch_mlp.forward
+    stock_backward = torch_mlp.backward
+
+    def route(
+        expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights, rows_RH: Tensor
+    ) -> Routing:
+        routing = work.run_uncounted(stock_route, expert_ids_RK, counts_L, experts, rows_RH)
+        if routing.pair_A.numel():
+            # A tensor of the shape of the ids stands for the routing weights.
+            work.add(ExpertCall.of(rows_RH, expert_ids_RK, experts, routing).route_launches())
+        return routing
+
+    def forward(
+        rows_RH: Tensor,
+        weights_RK: Tensor,
+        experts: ExpertWeights,
+        routing: Routing,
+        formula: ExpertFormula,
+        keep_pre: bool,
+    ) -> tuple[Tensor, Tensor]:
+        given = (rows_RH, weights_RK, experts, routing, formula, keep_pre)
+        out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *given)
+        if routing.pair_A.numel():
+            call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
+            work.add(call.forward_launches(keep_pre=keep_pre))
+        return out
+
+    def backward(
+        grad_RH: Tensor,
+        rows_RH: Tensor,
+        weights_RK: Tensor,
+        experts: ExpertWeights,
+        routing: Routing,
+        pre_AG: Tensor | None,
+        formula: ExpertFormula,
+        *,
+        need: set[str],
+        **options: Any,
+    ) -> tuple[WeightGrads, Callable[[ExpertGrads], None] | None]:
+        given = (grad_RH, rows_RH, weights_RK, experts, routing, pre_AG, formula)
+        grads, finish = work.run_uncounted(stock_backward, *given, need=need, **options)
+        if not routing.pair_A.numel():
+            return grads, finish
+        call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
+        work.add(call.row_launches(need, recompute=pre_AG is None))
+        if finish is None:
+            work.add(call.grad_launches(need))
+            return grads, None
+
+        def finish_counted(into: ExpertGrads) -> None:
+            work.run_uncounted(finish, into)
+            work.add(call.grad_launches(need))
+
+        return grads, finish_counted
+
+    with (
+        instead(torch_mlp, "route", route),
+        instead(torch_mlp, "forward", forward),
+        instead(torch_mlp, "backward", backward),
+    ):
+        yield

@@ -1,0 +1,142 @@
+"""Draw the memory of a rank over a planned step, by kind.
+
+    draw_memory(plan_step("Qwen/Qwen3-30B-A3B", world_size=8, batch=Batch(4096)), "step.png")
+
+All stretches of the step are drawn equally wide, whatever time they take, and as high as their
+peaks. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from hf_moe_ep.planner.counted import OPTIMIZER
+from hf_moe_ep.planner.step import StepPlan
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError(
+        "the memory of a step is drawn by matplotlib, which is not installed: "
+        "pip install matplotlib (it is part of hf_moe_ep[demo])"
+    ) from error
+
+_GIB = 2**30
+# From the bottom: memory that is always held, then memory that comes and goes. The colours are
+# Okabe and Ito's, which colour-blind people can tell apart.
+_COLOURS = {
+    "parameters": "#0072B2",
+    "buffers": "#999999",
+    "optimizer state": "#56B4E9",
+    "gradients": "#009E73",
+    "gathered units, FSDP2's copies": "#F0E442",
+    "activations, logits, transients": "#E69F00",
+}
+# About so many layers get a number on the axis.
+_NUMBERED = 6
+
+
+def over_step(plan: StepPlan) -> list[tuple[str, dict[str, float]]]:
+    """Return the stretches of a step in their order, with the bytes of each kind at their peaks.
+
+    A layer in the middle, which did not run, lies on the straight line between the layers at both
+    ends (`extrapolate.py`).
+    """
+    return [(name, _made_of(name, plan)) for name in _stretches(plan.layers)]
+
+
+def draw_memory(
+    plan: StepPlan, path: str | os.PathLike[str], *, title: str = "", limit: int | None = None
+) -> None:
+    """Draw a plan into a PNG file, with a line at `limit` bytes."""
+    stretches = over_step(plan)
+    used = {kind for _, parts in stretches for kind, size in parts.items() if size}
+    edges = range(len(stretches) + 1)
+    # pyplot would choose a backend for the whole process and keep the figure alive.
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axis = figure.subplots()
+    below = [0.0] * len(edges)
+    for kind, colour in _COLOURS.items():
+        if kind not in used:
+            continue
+        sizes = [parts.get(kind, 0) / _GIB for _, parts in stretches]
+        # fill_between draws from edge to edge, so the last value is repeated.
+        top = [low + size for low, size in zip(below, [*sizes, sizes[-1]], strict=True)]
+        axis.fill_between(edges, below, top, step="post", color=colour, label=kind, linewidth=0)
+        below = top
+    if limit is not None:
+        axis.axhline(limit / _GIB, color="black", linestyle="--", linewidth=1)
+        axis.text(0, limit / _GIB, f" {limit / _GIB:.4g} GiB", va="bottom", fontsize=9)
+    _mark_peak(axis, plan, [name for name, _ in stretches])
+    _mark_stretches(axis, plan.layers)
+    axis.set_xlim(0, len(stretches))
+    axis.set_ylim(0, 1.12 * max(max(below), plan.peak / _GIB, (limit or 0) / _GIB))
+    axis.set_ylabel("GiB of one rank, planned")
+    axis.set_title(title, fontsize=10)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
+    figure.savefig(os.fspath(path), dpi=120, format="png")
+
+
+def _stretches(layers: int) -> Iterator[str]:
+    yield "forward, before layers"
+    yield from (f"forward, layer {number}" for number in range(layers))
+    yield "forward, head"
+    yield "backward, head"
+    yield from (f"backward, layer {number}" for number in reversed(range(layers)))
+    yield OPTIMIZER
+
+
+def _made_of(name: str, plan: StepPlan) -> dict[str, float]:
+    known = plan.made_of
+    before, layer, number = name.rpartition("layer ")
+    from_end = f"{before}layer {int(number) - plan.layers}" if layer else ""
+    for one in (name, from_end):
+        if one in known:
+            return dict(known[one])
+    first, last = known[f"{before}layer 1"], known[f"{before}layer -2"]
+    part = (int(number) - 1) / (plan.layers - 3)
+    return {
+        kind: (1 - part) * first.get(kind, 0) + part * last.get(kind, 0)
+        for kind in {**first, **last}
+    }
+
+
+def _mark_peak(axis: Axes, plan: StepPlan, names: list[str]) -> None:
+    where = plan.where
+    before, layer, number = where.rpartition("layer ")
+    if layer and int(number) < 0:
+        where = f"{before}layer {int(number) + plan.layers}"
+    at, peak = names.index(where) + 0.5, plan.peak / _GIB
+    axis.plot([at], [peak], "kv", markersize=4)
+    side = "left" if at < len(names) / 3 else "right" if at > len(names) * 2 / 3 else "center"
+    axis.annotate(
+        f"{peak:.4g} GiB in {where}",
+        (at, peak),
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha=side,
+        fontsize=9,
+    )
+
+
+def _mark_stretches(axis: Axes, layers: int) -> None:
+    """Label forward, backward, optimizer and the layers under the picture."""
+    every = max(layers // _NUMBERED, 1)
+    backward, optimizer = layers + 2, 2 * layers + 3
+    ticks: list[tuple[float, str]] = [(backward, "head")]
+    for number in range(0, layers, every):
+        ticks += [(1.5 + number, str(number)), (optimizer - number - 0.5, str(number))]
+    axis.set_xticks([at for at, _ in ticks], [label for _, label in ticks], fontsize=8)
+    axis.set_xlabel("layer", fontsize=8)
+    for edge in (backward, optimizer):
+        axis.axvline(edge, color="0.3", linestyle=":", linewidth=0.8)
+    under = axis.secondary_xaxis(-0.11)
+    under.set_xticks(
+        [backward / 2, (backward + optimizer) / 2, optimizer + 0.5],
+        ["forward", "backward", "optimizer"],
+    )
+    under.tick_params(length=0)
+    under.spines["bottom"].set_visible(False)

@@ -1,0 +1,76 @@
+"""Find options that make a training step fit: changes that cost least come first.
+
+    30.1 GiB as asked > 24    --fused-head               30.0 GiB
+                              --optimizer adamw_fused    28.6 GiB
+                              --double-quant             27.3 GiB
+                              --masters model            23.7 GiB    fits
+
+The step is planned anew with each change, and a change that does not lower the peak is dropped. The
+first changes leave the training the same up to rounding; the later ones do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# The options of a step: name -> value.
+Asked = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """An option to set if `when` holds for the other options."""
+
+    name: str
+    value: Any
+    when: Callable[[Asked], bool]
+
+    @property
+    def flag(self) -> str:
+        """The option as it is written on the command line."""
+        name = "--" + self.name.replace("_", "-")
+        return name if self.value is True else f"{name} {self.value}"
+
+
+CHANGES = (
+    Change("checkpointing", True, lambda asked: not asked["checkpointing"]),
+    Change("fused_head", True, lambda asked: not asked["fused_head"]),
+    Change("optimizer", "adamw_fused", lambda asked: asked["optimizer"] == "adamw"),
+    Change("batch", 1, lambda asked: asked["batch"] > 1),
+    Change("experts_dtype", "fp8", lambda asked: _has_frozen_experts(asked)),
+    Change("experts_dtype", "nf4", lambda asked: asked["experts_dtype"] == "fp8"),
+    Change("double_quant", True, lambda a: a["experts_dtype"] == "nf4" and not a["double_quant"]),
+    Change("masters", "model", lambda a: bool(a["lora_rank"]) and a["masters"] == "fp32"),
+    Change("lora_targets", "attention", lambda a: bool(a["lora_rank"]) and _on_experts(a)),
+)
+
+
+def shrink(
+    asked: Asked, limit: int, peak_of: Callable[[Asked], int], *, without: Collection[str] = ()
+) -> Iterator[tuple[Change, int]]:
+    """Yield the changes that lower the peak until the step fits in `limit` bytes.
+
+    Each comes with the peak after it and all changes before it. Options in `without` are kept.
+    """
+    asked = dict(asked)
+    peak = peak_of(asked)
+    for change in CHANGES:
+        if peak <= limit:
+            return
+        if change.name in without or not change.when(asked):
+            continue
+        changed = asked | {change.name: change.value}
+        lower = peak_of(changed)
+        if lower < peak:
+            asked, peak = changed, lower
+            yield change, peak
+
+
+def _has_frozen_experts(asked: Asked) -> bool:
+    return bool(asked["lora_rank"]) and asked["experts_dtype"] is None
+
+
+def _on_experts(asked: Asked) -> bool:
+    return bool(asked["lora_targets"] != "attention")

@@ -1,0 +1,248 @@
+"""Plan the peak memory and the work of a whole training step, without a GPU.
+
+    config = ParallelConfig(ep_size=8)
+    plan = plan_step("Qwen/Qwen3-30B-A3B", config, world_size=8, batch=Batch(seq=4096))
+    plan.peak, plan.where, plan.parts        # bytes, the stretch with the peak, bytes by kind
+
+`held.py` counts what a rank holds between steps. A step needs more: activations, logits, gathered
+FSDP2 units with FSDP2's own copies, unreduced gradients, rows that are dispatched to experts, and
+temporaries of the optimizer. A plan is made in three stages:
+
+    run           the model is patched and sharded as in training, and one rank's forward, backward
+                  and optimizer step run on fake tensors (`fake.py`), counted (`counted.py`)
+    draw          routers choose experts that are drawn beforehand (`choices.py`)
+    extrapolate   only models of 4 and of 5 layers run where all layers are alike
+                  (`extrapolate.py`)
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_moe_ep.architectures import experts_per_token
+from hf_moe_ep.config import ParallelConfig
+from hf_moe_ep.moe.dispatch.choose import make_dispatcher
+from hf_moe_ep.planner.choices import Choices
+from hf_moe_ep.planner.config import find_config
+from hf_moe_ep.planner.counted import Counted, LocalOptimizer, count_step, make_counter
+from hf_moe_ep.planner.extrapolate import bytes_at, layers_to_run, peaks_at, with_layers, work_at
+from hf_moe_ep.planner.fake import alone_on_fake_tensors
+from hf_moe_ep.planner.held import PlanRequest, Unsharded
+from hf_moe_ep.planner.kernels import count_kernels
+from hf_moe_ep.planner.work import StepWork
+from hf_moe_ep.routing.load import ExpertLoad
+from hf_moe_ep.state import ModelState
+from hf_moe_ep.upstream.adapters import without_adapters
+from hf_moe_ep.upstream.dispatch_modes import NoValue
+from hf_moe_ep.upstream.models import add_fused_head, checkpoint_layers, text_config
+from hf_moe_ep.upstream.modules import own_buffers
+from hf_moe_ep.upstream.process_groups import fake_group
+
+NOT_COUNTED = (
+    "workspace of kernels and communication libraries",
+    "the CUDA context",
+    "memory that the allocator reserves beyond that",
+    "pictures and sound",
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The micro-batch of one data rank: `batch` sequences of `seq` tokens, with labels.
+
+    Attributes:
+        checkpointing: activation checkpointing; backward computes layers again.
+        accumulates: gradients of an earlier micro-batch exist already.
+        fused_head: the loss of TRL's SFTTrainer, which never holds the logits of all tokens. The
+            plan runs TRL's path without Triton; its kernels need less memory.
+    """
+
+    seq: int
+    batch: int = 1
+    checkpointing: bool = False
+    accumulates: bool = False
+    fused_head: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("seq", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be 1 or more; try 1")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The peak memory of one rank in one step, in bytes, and its work.
+
+    Attributes:
+        peaks: the peak of each stretch of the step, in their order.
+        made_of: for each stretch the bytes of each kind at its peak.
+        layers, layers_run: layers of the model, and of the models that ran for the plan.
+        work: the operators and collectives of the rank.
+        host_peak: the peak of the host's memory with `offload`.
+    """
+
+    peaks: dict[str, int]
+    made_of: dict[str, dict[str, int]]
+    layers: int
+    layers_run: tuple[int, ...]
+    work: StepWork = field(default_factory=StepWork, repr=False)
+    host_peak: int = 0
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+    @property
+    def where(self) -> str:
+        """The stretch of the step with the peak."""
+        return max(self.peaks, key=self.peaks.__getitem__)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes of each kind at the peak."""
+        return self.made_of[self.where]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data without the work, which has thousands of operators."""
+        found = asdict(replace(self, work=StepWork()))
+        del found["work"]
+        return found | {"parts": self.parts}
+
+
+def plan_step(
+    shape: Any,
+    parallel: ParallelConfig | None = None,
+    *,
+    world_size: int,
+    batch: Batch,
+    dtype: torch.dtype = torch.bfloat16,
+    masters: str = "fp32",
+    optimizer: str = "adamw",
+    lora_rank: int | None = None,
+    lora_targets: str = "both",
+    offload: bool = False,
+    load: ExpertLoad | None = None,
+    like_gpu: bool = True,
+    all_layers: bool = False,
+    few: tuple[int, ...] | None = None,
+) -> StepPlan:
+    """Plan a training step of one rank; the arguments not listed here are those of `plan_memory`.
+
+    Args:
+        batch: the micro-batch of each data rank.
+        optimizer: "adamw" steps all parameters at once, as torch does on a GPU by default, which
+            needs memory for temporaries; "adamw_fused" does not.
+        offload: keep parameters, gradients and optimizer state on the host.
+        load: how often each expert was chosen in a run of this model (`expert_load`). The plan is
+            of the rank with most tokens, and all layers run. None: experts are chosen evenly, and
+            the plan is of rank 0.
+        like_gpu: plan what a GPU runs: the work of the experts' Triton kernels, and the memory of
+            the torch path in one block. False plans a CPU.
+        all_layers: run all layers instead of extrapolating.
+        few: the result of `layers_to_run` for this model, so that many plans compute it once.
+
+    Raises:
+        ValueError: as for `plan_memory`; or the model's forward needs the value of an activation.
+    """
+    config = find_config(shape)
+    request = PlanRequest(
+        config, parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets, offload
+    )
+    layers = text_config(config).num_hidden_layers
+    if all_layers or load is not None:
+        few = (layers,)
+    elif few is None:
+        few = layers_to_run(request)
+    with torch.random.fork_rng(devices=[]):
+        counted = [
+            _run_fake_step(
+                replace(request, config=with_layers(config, number)), batch, load, like_gpu
+            )
+            for number in few
+        ]
+    peaks, made_of = [one.peaks() for one in counted], [one.made_of() for one in counted]
+    work, host_peaks = [one.work for one in counted], [one.memory.host_peak for one in counted]
+    if len(few) == 1:
+        return StepPlan(peaks[0], made_of[0], layers, few, work[0], host_peaks[0])
+    all_peaks, all_parts = peaks_at(peaks, made_of, layers)
+    host_peak = bytes_at(host_peaks, layers)
+    return StepPlan(all_peaks, all_parts, layers, few, work_at(work, layers), host_peak)
+
+
+def _run_fake_step(
+    request: PlanRequest, batch: Batch, load: ExpertLoad | None, like_gpu: bool
+) -> Counted:
+    """Run and count one step of one rank on fake tensors, with all layers of the request."""
+    built = Unsharded.of(request)
+    model, state, config = built.model, built.state, text_config(request.config)
+    choices = _choices(built, request, load)
+    head = add_fused_head(without_adapters(model)) if batch.fused_head else {}
+    with fake_group(_planned_rank(choices, state, request), request.world_size):
+        meshes = built.shard()
+        state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
+        work = make_counter(model)
+        runs_kernels = (
+            like_gpu and state.config.experts_backend != "torch" and request.dtype != torch.float64
+        )
+        kernels = count_kernels(work) if runs_kernels else nullcontext()
+        with alone_on_fake_tensors(choices, like_gpu=like_gpu, work=work), kernels:
+            _materialise(model)
+            model.train()
+            if batch.checkpointing:
+                checkpoint_layers(model)
+            optimizer = _optimizer_in_its_second_step(model, request)
+            if batch.accumulates:
+                optimizer.set_zero_grads()
+            ids = torch.randint(config.vocab_size, (batch.batch, batch.seq))
+            inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **head}
+            layers = built.units.layers
+            try:
+                return count_step(model, layers, optimizer, inputs, work, offload=request.offload)
+            except NoValue as error:
+                raise ValueError(
+                    f"the forward of {config.model_type} needs the value of an activation "
+                    f"({error}), and a plan knows shapes only; measure the step on a small machine"
+                ) from error
+
+
+def _choices(built: Unsharded, request: PlanRequest, load: ExpertLoad | None) -> Choices:
+    state = built.state
+    top_k = experts_per_token(built.model, state.plan, text_config(request.config))
+    if load is None:
+        return Choices.evenly(state.num_experts, top_k)
+    return Choices.of_load(load, top_k, len(state.moe_layers))
+
+
+def _planned_rank(choices: Choices, state: ModelState, request: PlanRequest) -> int:
+    """Return the first rank with the ep coordinate that receives most pairs.
+
+    With 8 ranks and ep_size 2, ep coordinate 1 is rank 1 where ep is the inner axis, and rank 4
+    where it is the outer one.
+    """
+    ep_size = state.config.ep_size or 1
+    rank = choices.busiest(ep_size)
+    if state.config.ep_outside:
+        rank *= request.world_size // (state.config.dp_replicate_size or 1) // ep_size
+    return rank
+
+
+def _optimizer_in_its_second_step(model: nn.Module, request: PlanRequest) -> LocalOptimizer:
+    """Make the optimizer and its state, which torch allocates in the first step."""
+    optimizer = LocalOptimizer(request.optimizer, model.parameters(), on_host=request.offload)
+    optimizer.set_zero_grads()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _materialise(model: nn.Module) -> None:
+    """Move parameters from the meta device to the (fake) CPU; buffers keep their values."""
+    values = [(module, dict(own_buffers(module))) for module in model.modules()]
+    model.to_empty(device="cpu")
+    for module, buffers in values:
+        own_buffers(module).update(buffers)

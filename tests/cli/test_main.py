@@ -1,0 +1,114 @@
+"""The command line as a whole: every command says what it takes, and what is wrong with the rest.
+
+Of a wrong argument or folder one line, with the name of the file and what would work, and exit code
+2, whatever the command; no traceback.
+"""
+
+import json
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_moe_ep.cli import verify as verify_command
+from hf_moe_ep.cli.main import main
+
+
+def _helped(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main([*arguments, "--help"])
+    assert exit.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_every_argument_of_every_command_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _helped(capsys)
+    commands = re.findall(r"^    ([a-z-]+)", text, re.MULTILINE)
+    assert len(commands) >= 6 and {"doctor", "inspect", "merge-adapter"} <= set(commands)
+    for command in commands:
+        text = _helped(capsys, command)
+        entries = re.sub(r"\n {10,}", "   ", text.partition("\n\n")[2])
+        for entry in re.findall(r"^  \S.*", entries, re.MULTILINE):
+            assert re.search(r"\S   *\S+", entry), (command, entry)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user may name by mistake."""
+    folder = tmp_path_factory.mktemp("named")
+    (folder / "file").write_text("x")
+    contents = {"damaged": "{", "list": "[]", "nobody": '{"model_type": "nobody"}'}
+    for name, text in contents.items():
+        model, adapter = folder / f"{name}-model", folder / f"{name}-adapter"
+        for kind, file in ((model, "config.json"), (adapter, "adapter_config.json")):
+            kind.mkdir()
+            (kind / file).write_text(text)
+        save_file({"w": torch.ones(2)}, adapter / "adapter_model.safetensors")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    save_file({"w": torch.ones(3, 5)}, folder / "model" / "model.safetensors")
+    (folder / "empty").mkdir()
+    return folder
+
+
+# {} is the folder.
+WRONG = {
+    "verify {}/nowhere": "nowhere does not exist; name the folder of a checkpoint",
+    "verify {}/file": "file is a file; name the folder of a checkpoint",
+    "verify {}/empty": "empty holds no safetensors checkpoint: neither model.safetensors nor",
+    "verify {}/list-adapter": "holds an adapter alone; name the folder of a model",
+    "inspect {}/nowhere": "nowhere does not exist; name the folder of a checkpoint",
+    "inspect {}/list-adapter": "holds an adapter alone; .* hf-moe-ep merge-adapter",
+    "architecture {}/list-model": "list-model/config.json holds a list, and an",
+    "memory {}/list-model --gpus 8": "config.json holds a list, and an object is",
+    "memory {}/damaged-model --gpus 8": "config.json is no JSON or damaged: Expect",
+    "memory {}/nobody-model --gpus 8": "'nobody', which transformers .* has not",
+    "memory {}/file --gpus 8": "file is no JSON or damaged",
+    "memory {}/model --gpus 0": r"world_size \(0\) must be 1 or more; try 8",
+    "memory {}/model --gpus 8 --lora-targets experts": "of adapters, .*; add --lora-rank",
+    "convert {}/nowhere {}/out": "nowhere is no folder; name that of a training checkpoint",
+    "convert {}/file {}/out": "file is no folder; name that of a training checkpoint",
+    "convert {}/model {}/out": "model is no training checkpoint: it has neither",
+    "convert {}/model {}/file/out": "lies in .*file, which is a file; name another folder",
+    "convert {}/model {}/out --max-shard-size big": "'big' is no size; try '5GB'",
+    "convert {}/empty {}/out": "empty has no config.json; name the model's folder with --config",
+    "export-adapter {}/nowhere {}/out": "nowhere is no adapter folder: it has no adapter_config",
+    "export-adapter {}/damaged-adapter {}/out": "_config.json is no JSON or damaged",
+    "export-adapter {}/list-adapter {}/out": "_config.json holds a list, and an obj",
+    "export-adapter {}/nobody-adapter {}/out": "is of peft_type None, not 'LORA'",
+    "merge-adapter {}/model {}/nowhere {}/out": "nowhere is no adapter folder: it has no",
+    "merge-adapter {}/nowhere {}/list-adapter {}/out": "does not exist on this machine",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_is_wrong_is_said_in_a_line(
+    line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    assert main([argument.format(folder) for argument in line.split()]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and re.fullmatch(r"hf-moe-ep: error: .*\n", shown.err), shown.err
+    assert re.search(WRONG[line], shown.err), shown.err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_folder_in_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(folder / "model"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "what": "a model in safetensors files",
+        "tensors": "1",
+        "files": "1",
+        "dtypes": "torch.float32",
+        "bytes": "60",
+    }
+
+
+def test_an_interrupted_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(verify_command, "verify", side_effect=KeyboardInterrupt):
+        assert main(["verify", str(folder / "model")]) == 130
+    assert capsys.readouterr().err == "hf-moe-ep: interrupted\n"

@@ -1,0 +1,244 @@
+"""Layouts that a plan calls legal train, those that it refuses raise; what fits comes first."""
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny
+
+from hf_moe_ep import apply_ep_fsdp2
+from hf_moe_ep.cli.main import main
+from hf_moe_ep.cli.plan import launch_config
+from hf_moe_ep.planner.hardware import ASSUMED, find_hardware, known_hardware
+from hf_moe_ep.planner.search import Asked, Layout, find_layouts, refusal
+
+LARGE = 2**40
+RATES = ("memory_bandwidth", "in_node_bandwidth", "between_nodes_bandwidth")
+LATENCIES = ("in_node_latency", "between_nodes_latency", "host_seconds")
+
+
+def asked(**more: Any) -> Asked:
+    return Asked(
+        **({"shape": tiny().config, "gpus": 4, "limit": LARGE, "seq": 16, "batch": 8} | more)
+    )
+
+
+@pytest.mark.slow
+def test_what_fits_is_ordered_and_the_rest_is_too_large() -> None:
+    """On one grid: 8 sequences at a time, layers once; then what a limit leaves of the four."""
+    one = asked(gpus=1, ep=1)
+    everything = find_layouts(one)
+    assert not everything.too_large and not everything.illegal
+    found = [(p.layout.checkpointing, p.layout.per_forward) for p in everything.fit]
+    assert found == [(False, 8), (False, 1), (True, 8), (True, 1)]
+    assert all(p.layout.per_forward * p.layout.accumulated == 8 for p in everything.fit)
+    peaks = sorted(p.step.peak for p in everything.fit)
+    assert all(p.left == LARGE - p.step.peak for p in everything.fit)
+    limited = find_layouts(asked(gpus=1, ep=1, limit=peaks[1]))
+    assert sorted(p.step.peak for p in limited.fit) == peaks[:2]
+    assert {*peaks[2:]} <= {p.step.peak for p in limited.too_large}
+    assert all(p.left < 0 for p in limited.too_large)
+    assert not find_layouts(asked(gpus=1, ep=1, sp=1, limit=peaks[0] - 1)).fit
+
+
+@pytest.mark.slow
+def test_with_a_gpu_the_fastest_comes_first() -> None:
+    """Seconds order what fits; of it the fastest is tried with rows in 2 and 4 parts too.
+
+    Half the rates, latencies and launches twice: the same order, each step twice as long.
+    """
+    h100 = find_hardware("h100")
+    slower = replace(
+        h100,
+        matmul_flops={name: rate / 2 for name, rate in h100.matmul_flops.items()},
+        **{name: getattr(h100, name) / 2 for name in RATES},
+        **{name: getattr(h100, name) * 2 for name in LATENCIES},
+    )
+    found, again = (
+        [(p.layout, p.time.seconds) for p in find_layouts(asked(ep=4, hardware=one)).fit if p.time]
+        for one in (h100, slower)
+    )
+    assert [layout for layout, _ in found] == [layout for layout, _ in again]
+    seconds = [of_one for _, of_one in found]
+    assert seconds == sorted(seconds)
+    assert [of_one for _, of_one in again] == pytest.approx([2 * of_one for of_one in seconds])
+    assert {layout.chunks for layout, _ in found} == {1, 2, 4}
+
+
+@pytest.mark.slow
+def test_as_many_sequences_at_a_time_as_fit() -> None:
+    """Of a share of 8, all do not fit and four do: four are planned, and two accumulations."""
+    everything = find_layouts(asked(gpus=1, ep=1))
+    peaks = {(p.layout.checkpointing, p.layout.per_forward): p.step.peak for p in everything.fit}
+    between = (peaks[True, 1] + 5 * peaks[True, 8]) // 6
+    limited = find_layouts(asked(gpus=1, ep=1, limit=between))
+    assert Layout(1, 1, 1, 4, 2, checkpointing=True) in [p.layout for p in limited.fit]
+
+
+WRONG = {
+    "gpu": (["--gpu", "v100"], "'v100' is no GPU of the table; known are: a100, h100, h200, b200"),
+    "no memory": ([], "say --gpu-memory GIB, or --gpu NAME of a100"),
+    "rates": (["--gpu-memory", "1", "--calibrate", "x.json"], "--calibrate is of seconds"),
+    "file": (["--gpu", "h100", "--calibrate", "/no/file"], "--calibrate /no/file is no file"),
+    "negative": (["--gpu", "h100", "--ep", "-2"], r"--ep (-2) must be more than 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    more, words = WRONG[name]
+    arguments = ["--gpus", "8", "--seq", "16", "--batch", "8", *more]
+    assert main(["plan", "Qwen/Qwen3-30B-A3B", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_every_number_of_the_table_says_where_it_is_from() -> None:
+    """A page, or that it is an assumption; nothing else has no source."""
+    for hardware in known_hardware().values():
+        numbers = {one.name for one in fields(hardware)} - {"name", "node_size", "host_ahead"}
+        assert set(hardware.sources) == numbers - {"sources"}
+        assert all(
+            said.startswith(ASSUMED) or "https://" in said for said in hardware.sources.values()
+        )
+
+
+@pytest.mark.slow
+def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
+    """Qwen3-235B's shape, alone in a process; of what could be tried no more than 14 are."""
+    shape = ["Qwen/Qwen3-235B-A22B", "--gpus", "1024", "--gpu", "h100", "--seq", "4096"]
+    command = [sys.executable, "-m", "hf_moe_ep", "plan", *shape, "--batch", "2048", "--json"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
+    found = json.loads(said)
+    assert found["fit"] and found["fit"][0]["time"]["seconds"] > 0
+    assert len(found["fit"]) + len(found["too_large"]) <= 14
+    # Of all that this process has started the largest, in KiB.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20
+
+
+REFUSED = {
+    "experts": (Layout(3, 1, 1), {"gpus": 6, "batch": 6}, r"ep_size \(3\) must divide.*\(8\)"),
+    "ranks": (Layout(4, 1, 1), {"gpus": 2}, r"ep_size \(4\) must divide world size"),
+    "heads": (Layout(1, 8, 1), {"gpus": 8}, r"sp_size \(8\)"),
+    "replicas": (Layout(1, 1, 3), {}, r"dp_replicate_size \(3\) must divide"),
+    "batch": (Layout(1, 1, 1), {"batch": 6}, r"batch \(6\) is not a multiple.*= 4\); try 4 or 8"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_training_refuses_is_illegal(name: str) -> None:
+    layout, more, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        find_layouts(asked(ep=layout.ep, sp=layout.sp, dp_replicate=layout.dp_replicate, **more))
+    assert not refusal(Layout(1, 1, 1), asked())
+
+
+GRIDS = [
+    *(
+        Layout(ep, sp, replicate)
+        for ep in (1, 2, 3, 4, 8)
+        for sp in (1, 2, 4)
+        for replicate in (1, 2, 3)
+    ),
+    *(Layout(ep, 1, 1, chunks=chunks) for ep in (1, 2, 4) for chunks in (2, 4)),
+    *(Layout(ep, 1, 1, node_size=nodes) for ep in (2, 4) for nodes in (1, 2, 3)),
+]
+
+
+def _train(rank: int, world: int) -> list[str]:
+    said = []
+    for grid in GRIDS:
+        model = tiny()
+        try:
+            apply_ep_fsdp2(model, **grid.sizes())
+            model(**batch(model, 2, 16)).loss.backward()
+        except ValueError as error:
+            said.append(str(error))
+            continue
+        said.append("")
+    return said
+
+
+@pytest.mark.slow
+def test_legal_layouts_train_and_others_raise_the_same() -> None:
+    """57 layouts on four real ranks: what the plan says of each is what sharding says."""
+    (first, *others) = run_ranks(_train, 4, timeout=500.0)
+    assert all(other == first for other in others)
+    planned = [refusal(grid, asked(batch=4)) for grid in GRIDS]
+    assert planned == first
+    assert 0 < sum(map(bool, planned)) < len(GRIDS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny().config.save_pretrained(path)
+    return path
+
+
+def test_command_prints_and_writes_the_first(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Accelerate reads what is written: processes, checkpointing; `patch` stands in it."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    written = tmp_path / "fsdp.yaml"
+    arguments = ["--gpus", "2", "--gpu-memory", "1", "--seq", "16", "--batch", "4", "--ep", "2"]
+    arguments += ["--gpu", "h100", "--train-tokens", "1e6"]
+    assert main(["plan", str(folder), *arguments, "--write", str(written)]) == 0
+    out = capsys.readouterr().out
+    assert "Best layout: patch(model, ep_size=2)" in out and "s/step" in out
+    assert "  exposed     share of the step" in out and "host, GiB" not in out
+    assert "% slower: " in out and "not measured" in out and "1e+06 tokens at " in out
+    config = load_config_from_file(str(written))
+    assert (config.num_processes, config.num_machines) == (2, 1)
+    assert config.fsdp_config["fsdp_version"] == 2
+    assert config.fsdp_config["fsdp_activation_checkpointing"] is False
+    assert written.read_text().startswith("# patch(model, ep_size=2)\n# 2 sequences per forward")
+
+
+def test_command_for_parameters_on_the_host(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It fits where nothing else does; Accelerate is told, and the host's GiB are."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    arguments = ["plan", str(folder), "--gpus", "1", "--seq", "16", "--batch", "1"]
+    assert main([*arguments, "--gpu-memory", "1", "--json"]) == 0
+    least = min(one["peak"] for one in json.loads(capsys.readouterr().out)["fit"])
+    arguments += ["--gpu", "h100", "--gpu-memory", str((least - 1) / 2**30)]
+    assert main(arguments) == 1
+    assert "and --offload is another way" in capsys.readouterr().out
+    written = tmp_path / "fsdp.yaml"
+    assert main([*arguments, "--offload", "--write", str(written)]) == 0
+    out = capsys.readouterr().out
+    assert "host, GiB" in out and "on the host of each GPU: parameters, gradients" in out
+    assert load_config_from_file(str(written)).fsdp_config["fsdp_offload_params"] is True
+
+
+def test_two_machines_are_launched_as_such(tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    written = tmp_path / "fsdp.yaml"
+    layout = Layout(8, 1, 2, 1, 4, checkpointing=True)
+    written.write_text(launch_config(layout, 16, experts_dtype="nf4"))
+    config = load_config_from_file(str(written))
+    assert (config.num_processes, config.num_machines, config.rdzv_backend) == (16, 2, "static")
+    assert config.fsdp_config["fsdp_activation_checkpointing"] is True
+    first, second, *_ = written.read_text().splitlines()
+    assert first == "# patch(model, ep_size=8, dp_replicate_size=2, experts_dtype='nf4')"
+    assert second.endswith("gradient_accumulation_steps 4")
+
+
+def test_command_says_that_none_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--gpus", "1", "--gpu-memory", "1e-6", "--seq", "16", "--batch", "1", "--json"]
+    assert main(["plan", str(folder), *arguments]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fit"] and found["too_large"][0]["left"] < 0
+    assert main(["plan", str(folder), *arguments[:-2], "0"]) == 2
+    assert "--batch (0) must be more than 0" in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""What a long command says on stderr, and what commands say about dates, hashes and arguments."""
+
+import re
+
+import pytest
+
+from hf_moe_ep.checkpoints.verify import Found
+from hf_moe_ep.cli import progress
+from hf_moe_ep.cli import verify as verify_command
+from hf_moe_ep.cli.main import main
+from hf_moe_ep.cli.printing import print_found
+from hf_moe_ep.cli.progress import Progress
+
+
+@pytest.mark.parametrize(
+    ("seconds", "disabled", "want"),
+    [(1.9, "", ""), (3.0, "", "layout 2, 3 s: b\n"), (3.0, "0", "layout 2, 3 s: b\n")]
+    + [(3.0, "1", "")],
+)
+def test_a_line_per_item_after_two_seconds(
+    seconds: float,
+    disabled: str,
+    want: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TQDM_DISABLE", disabled)
+    now = iter([100.0, 101.0, 100.0 + seconds])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    shown = Progress("layout")
+    shown.finished("a")
+    shown.finished("b")
+    assert capsys.readouterr() == ("", want)
+
+
+def test_the_time_is_a_date(capsys: pytest.CaptureFixture[str]) -> None:
+    print_found("out", Found("a training checkpoint", {"time": "1767225600.25", "bytes": "7"}))
+    assert re.search(r"time +2026-01-01 00:00:00 UTC\n", capsys.readouterr().out)
+
+
+def test_contents_without_hashes_were_not_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Found("whole", {"tensors": "1", "hashes": "none are known"})
+    monkeypatch.setattr(verify_command, "verify", lambda _: found)
+    assert main(["verify", "base"]) == 0
+    assert "base: headers only, contents were not checked\n" in capsys.readouterr().out
+
+
+def test_all_that_is_missing_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "nowhere"]) == 2
+    err = capsys.readouterr().err
+    assert all(flag in err for flag in ("--gpus", "--seq", "--batch", "--gpu-memory")), err
+    assert main(["memory", "nowhere"]) == 2
+    err = capsys.readouterr().err
+    assert "--gpus" in err and "'nowhere' is no known model" in err, err

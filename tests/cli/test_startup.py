@@ -1,0 +1,71 @@
+"""What a user waits for before the first line: help and versions need neither torch nor the hub.
+
+Each case is a process of its own, because this one has imported everything already.
+"""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import hf_moe_ep
+from hf_moe_ep.cli.main import main
+
+HEAVY = ("accelerate", "bitsandbytes", "numpy", "peft", "torch", "transformers")
+PROBE = """
+import json, sys
+from hf_moe_ep.cli.main import main
+try:
+    code = main({arguments!r})
+except SystemExit as exit:
+    code = exit.code
+print(json.dumps([code, sorted(set({heavy!r}) & set(sys.modules))]))
+"""
+
+
+def _run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [([], 0), (["--help"], 0), (["--version"], 0), (["plam"], 2)]
+)
+def test_help_needs_no_other_package(arguments: list[str], code: int) -> None:
+    done = _run(PROBE.format(arguments=arguments, heavy=HEAVY))
+    assert json.loads(done.stdout.splitlines()[-1]) == [code, []]
+    assert (done.stderr == "") == (code == 0), done.stderr
+
+
+def test_the_bare_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    bare = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert bare == capsys.readouterr().out and bare.startswith("usage: hf-moe-ep")
+
+
+def test_the_version_is_the_one_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out == f"hf-moe-ep {hf_moe_ep.__version__}\n"
+
+
+def test_each_public_name_is_what_its_module_defines() -> None:
+    assert {*hf_moe_ep._DEFINED_IN, "__version__"} == set(hf_moe_ep.__all__)
+    for name, module in hf_moe_ep._DEFINED_IN.items():
+        assert getattr(hf_moe_ep, name) is getattr(import_module(f"hf_moe_ep.{module}"), name)
+        assert name in dir(hf_moe_ep)
+
+
+def test_a_submodule_does_not_hide_the_function_of_its_name() -> None:
+    """Importing hf_moe_ep.patch sets it on the package, where `patch` is the function."""
+    _run(
+        "import hf_moe_ep.patch, hf_moe_ep.describe\n"
+        "from hf_moe_ep import describe, patch\n"
+        "assert patch.__name__ == 'patch' and describe.__name__ == 'describe'\n"
+    )

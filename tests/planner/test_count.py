@@ -1,0 +1,88 @@
+"""Counted bytes of tensors, by hand: views, inner frees, resized storages, the peak's own parts."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_moe_ep.planner.count import BEFORE, RESIZED, count_tensors
+from hf_moe_ep.upstream.dispatch_modes import fake_tensors
+
+KIB = 256  # fp32 numbers in one
+
+
+def _counted() -> tuple[dict[str, int], list[tuple[str, int]], int]:
+    """Four KiB before; a view takes nothing; b of 8 dies when c of 16 is there; 1 stays."""
+    before = torch.empty(4 * KIB)
+    with count_tensors([before]) as memory:
+        memory.begin("one")
+        b = torch.ones(8 * KIB)
+        view = b.view(2, -1)[1]
+        c = torch.cat([b, view, view])
+        del b, view
+        memory.begin("two")
+        del c
+        d = torch.zeros(KIB)
+        kept = d + d
+        d.untyped_storage().resize_(6 * 1024)
+        del d
+        alive = [(one.made_by, one.nbytes) for one in memory.alive_at_peak("two")]
+        now = memory.now
+    del kept
+    return memory.peaks, alive, now
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_bytes_by_hand(fake: bool) -> None:
+    if fake:
+        with fake_tensors():
+            peaks, alive, now = _counted()
+    else:
+        peaks, alive, now = _counted()
+    peaks = {name: size // 1024 for name, size in peaks.items()}
+    assert peaks == {BEFORE: 4, "one": 4 + 8 + 16, "two": 4 + 16}
+    assert now == (4 + 1) * 1024
+    assert [size // 1024 for _, size in alive] == [16, 4]
+    assert alive[-1][0] == BEFORE
+
+
+def test_host_and_device_are_told_apart() -> None:
+    """What is made of the host's tensors is the host's, until it is copied."""
+    values = torch.ones(4 * KIB)
+    with count_tensors() as memory:
+        memory.watch([values], on_host=True)
+        memory.begin("step")
+        twice = values * 2
+        assert (memory.now, memory.on_host) == (0, 2 * values.nbytes)
+        fetched = memory.copy(twice, to_host=False)
+        rows = fetched[:KIB] + 1
+        assert (memory.now, memory.is_on_host(rows)) == (values.nbytes + rows.nbytes, False)
+        stored = memory.copy(rows, to_host=True)
+        del twice
+        assert memory.is_on_host([stored]) and memory.on_host == values.nbytes + rows.nbytes
+    assert memory.host_peak == 2 * values.nbytes + rows.nbytes
+
+
+def test_resize_is_torchs_own_again() -> None:
+    stock = torch.UntypedStorage.resize_
+    with pytest.raises(ZeroDivisionError), count_tensors() as memory:
+        assert torch.UntypedStorage.resize_ is not stock
+        x = torch.zeros(1)
+        x.untyped_storage().resize_(4096)
+        memory.begin("resized")
+        assert memory.now == 4096
+        (record,) = memory.alive_at_peak("resized")
+        assert record.made_by == RESIZED
+        _ = 1 / 0
+    assert torch.UntypedStorage.resize_ is stock
+
+
+def test_what_autograd_keeps_is_counted() -> None:
+    """relu keeps its result for backward; the sum's gradient is one number, expanded."""
+    layer = nn.Linear(KIB, KIB, bias=False)
+    x = torch.zeros(2, KIB)
+    with count_tensors([x, layer.weight]) as memory:
+        loss = layer(x).relu().sum()
+        kept = memory.now - (KIB * KIB + 2 * KIB) * 4
+        assert kept == 2 * KIB * 4 + 4, "relu's result and the loss; the product is gone"
+        loss.backward()
+        assert memory.record_of(layer.weight.grad) is not None

@@ -1,0 +1,404 @@
+"""What a memory plan promises against what real ranks hold after one AdamW step, to the byte."""
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.adapters import with_lora
+from support.quantised import SIZES
+from support.ranks import run_ranks
+from support.tiny_models import batch, tiny, vision_batch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from hf_moe_ep import ParallelConfig, apply_ep_fsdp2, patch
+from hf_moe_ep.cli.main import main
+from hf_moe_ep.planner.config import find_config, known_shapes, meta_model
+from hf_moe_ep.planner.held import MemoryPlan, plan_memory
+from hf_moe_ep.state import quantised_matrices
+
+H = 32
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    parallel: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of plan_memory
+    lora: dict[str, Any] | None = None  # of with_lora, as options say
+
+    def stock(self) -> nn.Module:
+        return tiny(**({"dtype": self.options.get("dtype", torch.bfloat16)} | self.model))
+
+    def plan(self, world: int) -> MemoryPlan:
+        parallel = ParallelConfig(**self.parallel)
+        return plan_memory(self.stock().config, parallel, world_size=world, **self.options)
+
+
+FP32 = {"dtype": torch.float32}
+
+
+def quantised(name: str, kind: str, targets: str = "both", **parallel: Any) -> Case:
+    """A case with experts of `kind`, and adapters on them or on attention alone."""
+    model = SIZES[kind] | parallel.pop("model", {})
+    lora = {
+        "both": {"modules": PROJECTIONS},
+        "attention": {"modules": PROJECTIONS, "parameters": ()},
+    }
+    options = {"lora_rank": 3, "lora_targets": targets} | parallel.pop("options", {})
+    return Case(
+        f"{kind}, {name}", parallel | {"experts_dtype": kind}, model, options, lora[targets]
+    )
+
+
+TWO_RANKS = [
+    Case("ep 1, bf16 with fp32 masters"),
+    Case("ep 2, bf16 alone", {"ep_size": 2}, options={"masters": "model"}),
+    Case("fp32, 3 experts on 2 ranks", {"expert_shard_dim": 0}, {"num_experts": 3}, FP32),
+    Case("not resharded", {"reshard_after_forward": False}),
+    quantised("nested, ep 2", "nf4", ep_size=2, experts_double_quant=True),
+    quantised("ep 1", "fp8"),
+]
+FOUR_RANKS = [
+    Case("ep 1"),
+    Case("ep 2", {"ep_size": 2}, options=FP32),
+    Case("ep 4, tied", {"ep_size": 4}, {"tie_word_embeddings": True}),
+    Case("HSDP", {"dp_replicate_size": 2}, {"num_experts": 3, "moe_intermediate_size": 25}),
+    Case("HSDP, ep 2", {"dp_replicate_size": 2, "ep_size": 2}),
+    Case("sp 2, ep 2", {"sp_size": 2, "ep_size": 2}, options={"optimizer": "sgd"}),
+    Case("dim 1", {"ep_size": 2, "expert_shard_dim": 1}),
+    Case("3 experts on 4 ranks", {}, {"num_experts": 3, "moe_intermediate_size": 25}),
+    Case(
+        "ep outside, 3 experts on 2 ranks",
+        {"ep_size": 2, "ep_outside": True, "expert_shard_dim": 0},
+        {"num_experts": 6},
+    ),
+    Case("LoRA", {"ep_size": 2}, options={"lora_rank": 3}, lora={"modules": PROJECTIONS}),
+    Case(
+        "LoRA, experts, bf16",
+        {"ep_size": 4},
+        options={"lora_rank": 2, "lora_targets": "experts", "masters": "model"},
+        lora={"modules": ()},
+    ),
+    Case(
+        "LoRA, attention",
+        options={"lora_rank": 5, "lora_targets": "attention"},
+        lora={"modules": PROJECTIONS, "parameters": ()},
+    ),
+    quantised("ep 2", "nf4", ep_size=2),
+    quantised("attention, HSDP", "nf4", "attention", dp_replicate_size=2, ep_size=2),
+    quantised("bf16 adapters", "nf4", ep_size=2, options={"masters": "model"}),
+    quantised("6 experts on 4 ranks, rows cut", "nf4", model={"num_experts": 6}),
+    quantised("6 experts on 4 ranks, padded", "fp8", expert_shard_dim=0, model={"num_experts": 6}),
+    quantised("not resharded", "fp8", ep_size=4, reshard_after_forward=False),
+    Case("pictures", {"ep_size": 2}, {"name": "qwen3_vl_moe"}),
+]
+
+
+def storages(tensors: Iterable[Any]) -> int:
+    """Bytes that are allocated for `tensors`, each storage once."""
+    found = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def gathered(stage: Iterable[nn.Module]) -> int:
+    modules = [module for part in stage for module in part.modules()]
+    units = [module for module in modules if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+    size = storages(p for part in stage for p in part.parameters())
+    for unit in units:
+        unit.reshard()
+    return size
+
+
+def largest_gathered(model: Any, case: Case) -> int:
+    """Two neighbours of: embedding, layers, norm and head; the tower beside two of its blocks."""
+    inner = model.get_base_model() if case.lora is not None else model
+    text = getattr(inner.model, "language_model", inner.model)
+    layers = [[layer] for layer in text.layers]
+    embedding, tail = [text.embed_tokens], [text.norm, inner.lm_head]
+    if not case.parallel.get("reshard_after_forward", True):
+        return gathered([model])
+    if case.model.get("tie_word_embeddings"):
+        return gathered([text.embed_tokens, text.norm]) + sum(map(gathered, layers))
+    stages = [*map(gathered, (embedding, *layers, tail))]
+    pairs = [a + b for a, b in pairwise(stages)]
+    if hasattr(inner.model, "visual"):
+        tower, blocks = inner.model.visual, [gathered([b]) for b in inner.model.visual.blocks]
+        own = gathered([tower]) - sum(blocks)
+        pairs += [own + a + b for a, b in pairwise(blocks)]
+    return max(pairs)
+
+
+def one_step(case: Case) -> dict[str, int]:
+    model = patch(case.stock(), **case.parallel)
+    if case.lora is not None:
+        low = case.options.get("masters") == "model"
+        model = with_lora(model, r=case.options["lora_rank"], fp32=not low, **case.lora)
+    policy = MixedPrecisionPolicy() if case.options.get("masters") == "model" else None
+    apply_ep_fsdp2(model, mp_policy=policy)
+    if case.model.get("name"):
+        inputs = vision_batch(model, [[5, (4, 4), 3]])
+    else:
+        inputs = batch(model, 2, 10)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    if case.options.get("optimizer") == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(**inputs).loss.backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trained)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {
+        "parameters": storages(model.parameters()),
+        "gradients": storages(p.grad for p in trained),
+        "optimizer": storages(value for value in states if isinstance(value, Tensor)),
+        "gathered": largest_gathered(model, case),
+        "experts": storages(expert_bytes(model)),
+    }
+
+
+def expert_bytes(model: nn.Module) -> list[Tensor]:
+    held = [stack for _, stack, _ in quantised_matrices(model)]
+    return [tensor for stack in held for tensor in stack.by_name("").values()]
+
+
+def _measured(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
+    return [one_step(case) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "world, cases", [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)]
+)
+def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> None:
+    measured = run_ranks(_measured, world, cases)
+    wrong = []
+    for index, case in enumerate(cases):
+        plan = case.plan(world)
+        for rank in range(world):
+            got = measured[rank][index]
+            of_rank = plan.of_rank(rank)
+            want = {
+                name: getattr(of_rank, name) for name in ("parameters", "gradients", "optimizer")
+            }
+            want |= {"gathered": plan.gathered, "experts": got["experts"]}
+            if got != want:
+                wrong.append(f"{case.name}, rank {rank}: holds {got}, planned {want}")
+        for name in ("parameters", "gradients", "optimizer"):
+            assert plan.all_ranks(name) == sum(of[index][name] for of in measured), case.name
+        if plan.parallel.experts_dtype is not None:
+            held = sum(of[index]["experts"] for of in measured)
+            matrices = [p for n, p in case.stock().named_parameters() if ".experts." in n]
+            replicas = plan.parallel.dp_replicate_size or 1
+            each = held / replicas / sum(p.numel() for p in matrices)
+            assert plan.expert_bytes == each, case.name
+            limit = {"nf4": 0.57, "fp8": 1.01}[plan.parallel.experts_dtype]
+            assert each <= limit * (8 / 6 if "padded" in case.name else 1), case.name
+    assert not wrong, "\n".join(wrong)
+
+
+def test_ranks_that_differ_are_told_apart() -> None:
+    """Vocabulary 97 on 4 ranks: 25, 25, 25, 22 rows, in embedding and head; all else is even."""
+    plan = Case("", {"ep_size": 2}, options=FP32).plan(4)
+    assert [kind.ranks for kind in plan.kinds] == [(0, 1, 2), (3,)]
+    assert (plan.largest, plan.smallest) == (plan.of_rank(0), plan.of_rank(3))
+    rows = 2 * H * 4  # bytes of one row of both
+    assert plan.largest.optimizer - plan.smallest.optimizer == 2 * 3 * rows
+    assert plan.all_ranks("parameters") == 4 * plan.total + 3 * rows, "padded to 100 rows"
+    tensors = plan.all_ranks("optimizer") - 2 * 4 * plan.total
+    assert tensors == 4 * 4 * len(list(tiny().parameters())), "steps; moments are not padded"
+
+
+def test_replicas_are_counted_and_even_shards_are_not_padded() -> None:
+    even = {"vocab_size": 96}
+    for replicas in (1, 2):
+        case = Case("", {"ep_size": 2, "dp_replicate_size": replicas}, even)
+        plan = case.plan(8)
+        assert len(plan.kinds) == 1
+        assert plan.trained == plan.total == sum(p.numel() for p in case.stock().parameters())
+        assert plan.all_ranks("parameters") == 4 * plan.total * replicas
+        assert plan.all_ranks("gradients") == plan.all_ranks("parameters")
+        assert plan.all_ranks("held") == 4 * plan.all_ranks("parameters") + 8 * 4 * len(
+            list(tiny().parameters())
+        )
+
+
+def test_numbers_of_parameters_with_adapters() -> None:
+    options = {"lora_rank": 3, "lora_targets": "experts"}
+    plan = Case("", options=options).plan(1)
+    model = with_lora(tiny(), r=3, modules=())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert plan.trained == trained == 2 * 8 * 3 * (32 + 48 + 24 + 32)
+    assert plan.total == sum(p.numel() for p in model.parameters())
+    routed = 2 * 8 * 3 * 24 * 32 + trained  # of which a token meets 2 of 8
+    assert plan.active == plan.total - routed + routed // 4
+
+
+def test_bytes_stand_for_the_parameters_of_the_model() -> None:
+    """Scales are no parameters: numbers of total, trained and active are those of bf16 experts."""
+    sizes = SIZES["nf4"] | {"num_experts": 6}
+    options = {"lora_rank": 3}
+    plain = Case("", {}, sizes, options).plan(2)
+    for nested in (False, True):
+        parallel = {"experts_dtype": "nf4", "experts_double_quant": nested}
+        held = Case("", parallel, sizes, options).plan(2)
+        for name in ("total", "trained", "active"):
+            assert getattr(held, name) == getattr(plain, name), name
+        assert plain.expert_bytes == 2
+        assert held.expert_bytes == pytest.approx(0.5161 if nested else 0.5625, abs=1e-3)
+
+
+# As published, exactly and in billions. The last is the text model of the second with the tower of
+# the third, whose four mergers end in 4096 columns instead of 2048.
+_TOWER = 31_070_754_032 - 30_532_122_624 + 4 * (4 * 1152 + 1) * 2048
+PUBLISHED = {
+    "Qwen/Qwen3-30B-A3B": (30_532_122_624, 30.5),
+    "Qwen/Qwen3-235B-A22B": (235_093_634_560, 235.1),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": (31_070_754_032, 31.1),
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": (235_093_634_560 + _TOWER, 235.7),
+}
+
+
+def test_known_shapes_have_the_published_size() -> None:
+    assert set(known_shapes()) == set(PUBLISHED)
+    for name, (exact, billions) in PUBLISHED.items():
+        model = meta_model(find_config(name), torch.bfloat16)
+        count = sum(p.numel() for p in model.parameters())
+        assert (count, round(count / 1e9, 1)) == (exact, billions), name
+        assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_nothing_is_left_behind() -> None:
+    before = dict(os.environ), torch.get_rng_state(), torch.get_default_dtype()
+    with pytest.raises(ValueError, match=r"ep_size \(8\).*6 / 1 = 6"):
+        plan_memory(tiny().config, ParallelConfig(ep_size=8), world_size=6)
+    assert not dist.is_initialized(), "after an error in the middle"
+    plan_memory(tiny().config, world_size=3)
+    assert not dist.is_initialized()
+    assert os.environ == before[0] and torch.get_default_dtype() == before[2]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_a_real_group_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="a real one of 1 ranks"):
+            plan_memory(tiny().config, world_size=2)
+        assert dist.get_backend() == "gloo"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny().config.save_pretrained(path)
+    return path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    assert main(["memory", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, folder, "--gpus", 4, "--ep", 2, "--gpu-memory", 0.5)
+    plan = Case("", {"ep_size": 2}).plan(4)
+    assert f"{plan.total:,} parameters, {plan.trained:,} trained, {plan.active:,} active" in out
+    assert "4 ranks = dp_replicate 1 x ep_fsdp 2 x ep 2, sp 1; bfloat16, masters fp32" in out
+    assert "rank 0" in out and "rank 3" in out
+    left = 0.5 - (plan.largest.held + plan.gathered) / 2**30
+    assert f"fits in 0.5 GiB: {left:.3f} GiB are left" in out
+    assert "not counted: activations," in out and max(map(len, out.splitlines())) <= 120
+
+
+def test_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--gpus", 8, "--ep", 2, "--sp", 2, "--dp-replicate", 2, "--json")
+    training = ("--dtype", "float16", "--masters", "model", "--optimizer", "sgd")
+    lora = ("--lora-rank", 3, "--lora-targets", "attention", "--gpu-memory", 5e-5)
+    found = json.loads(printed(capsys, folder / "config.json", *options, *training, *lora))
+    plan = plan_memory(
+        tiny().config,
+        ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2),
+        world_size=8,
+        dtype=torch.float16,
+        masters="model",
+        optimizer="sgd",
+        lora_rank=3,
+        lora_targets="attention",
+    )
+    assert found["parallel"] == vars(plan.parallel)
+    assert found["trained"] == plan.trained < found["total"] == plan.total
+    for kind, entry in zip(plan.kinds, found["kinds"], strict=True):
+        assert entry == vars(kind) | {"ranks": list(kind.ranks), "held": kind.held}
+    assert found["all_ranks"]["held"] == plan.all_ranks("held")
+    left = int(5e-5 * 2**30) - plan.largest.held - plan.gathered
+    assert found["left"] == left < 0
+    out = printed(capsys, folder, *options[:-1], *training, *lora)
+    assert f"does not fit in 5e-05 GiB: {-left / 2**30:.3f} GiB are missing" in out
+
+
+ERRORS = {
+    "no world": (["{}"], "needs --gpus"),
+    "batch": (
+        ["{}", "--gpus", "4", "--sp", "2", "--seq", "8", "--batch", "3"],
+        r"--batch \(3\) counts all GPUs .* 2 data ranks of --gpus 4 --sp 2; try --batch 4",
+    ),
+    "no such shape": (
+        ["Qwen9", "--gpus", "2"],
+        "'Qwen9' is no known model.*Qwen/Qwen3-30B-A3B",
+    ),
+    "no ranks": (["{}", "--gpus", "0"], r"world_size \(0\)"),
+    "experts": (["{}", "--gpus", "6", "--ep", "3"], r"ep_size \(3\) must divide.*\(8\)"),
+    "ranks": (["{}", "--gpus", "6", "--ep", "4"], r"ep_size \(4\) must divide.*6 / 1"),
+    "replicas": (["{}", "--gpus", "4", "--dp-replicate", "3"], r"\(3\).*\(4\)"),
+    "heads": (["{}", "--gpus", "8", "--sp", "8"], r"sp_size \(8\)"),
+    "rank": (["{}", "--gpus", "2", "--lora-rank", "0"], r"lora_rank \(0\)"),
+    "memory": (["{}", "--gpus", "2", "--gpu-memory", "-1"], r"--gpu-memory \(-1\)"),
+    "trained bytes": (
+        ["{}", "--gpus", "2", "--experts-dtype", "nf4"],
+        "nf4 quantises frozen experts.*--lora-rank 16",
+    ),
+    "blocks": (
+        ["{}", "--gpus", "2", "--experts-dtype", "nf4", "--lora-rank", "2"],
+        r"blocks of 64.*\[out 48, in 32\] has 32",
+    ),
+    "nested fp8": (
+        ["{}", "--gpus", "2", *["--experts-dtype", "fp8", "--lora-rank", "2"]] + ["--double-quant"],
+        "experts_double_quant=True.*'fp8'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_of_the_command(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, message = ERRORS[case]
+    assert main(["memory", *(argument.format(folder) for argument in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert re.search(message, captured.err), captured.err
+
+
+def test_choices_of_the_api() -> None:
+    for wrong in ({"masters": "fp16"}, {"optimizer": "adam"}, {"lora_rank": 2, "lora_targets": ""}):
+        with pytest.raises(ValueError, match=f"{list(wrong)[-1]}=.* is not known; use "):
+            plan_memory(tiny().config, world_size=2, **wrong)

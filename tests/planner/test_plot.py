@@ -1,0 +1,98 @@
+"""The picture of a planned step: every stretch in its order, made of what a whole model's is."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.tiny_models import tiny
+
+from hf_moe_ep import ParallelConfig
+from hf_moe_ep.cli.main import main
+from hf_moe_ep.planner.extrapolate import with_layers
+from hf_moe_ep.planner.plot import draw_memory, over_step
+from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
+
+FOUR_OF_SEVEN = StepPlan(
+    peaks={},
+    made_of={
+        "forward, before layers": {"parameters": 100},
+        "forward, layer 0": {"parameters": 100, "gradients": 1},
+        "forward, layer 1": {"parameters": 100, "gradients": 10},
+        "forward, layer -2": {"parameters": 100, "gradients": 50},
+        "forward, layer -1": {"parameters": 100, "gradients": 70},
+        "forward, head": {"parameters": 100},
+        "backward, head": {"parameters": 100},
+        "backward, layer -1": {"parameters": 100},
+        "backward, layer -2": {"parameters": 100},
+        "backward, layer 1": {"parameters": 100, "buffers": 40},
+        "backward, layer 0": {"parameters": 100, "buffers": 90},
+        "optimizer": {"parameters": 101},
+    },
+    layers=7,
+    layers_run=(4, 5),
+)
+
+
+def test_layers_in_the_middle_are_on_a_line() -> None:
+    """Of 7 layers the plan knows two at either end; 2 to 4 go evenly from layer 1 to layer 5."""
+    names, parts = zip(*over_step(FOUR_OF_SEVEN), strict=True)
+    layers = [f"layer {number}" for number in range(7)]
+    assert names == (
+        "forward, before layers",
+        *(f"forward, {layer}" for layer in layers),
+        "forward, head",
+        "backward, head",
+        *(f"backward, {layer}" for layer in reversed(layers)),
+        "optimizer",
+    )
+    assert [one.get("gradients", 0) for one in parts[1:8]] == [1, 10, 20, 30, 40, 50, 70]
+    assert [one.get("buffers", 0) for one in parts[10:17]] == [0, 0, 10, 20, 30, 40, 90]
+    assert parts[-1] == {"parameters": 101}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_few_layers_draw_what_all_would(checkpointing: bool) -> None:
+    """Each stretch of 7 layers, from 4 and 5, is by kind what a model of 7 has there."""
+    config = with_layers(tiny().config, 7)
+    few, whole = (
+        plan_step(
+            config,
+            ParallelConfig(ep_size=2),
+            world_size=4,
+            batch=Batch(32, 2, checkpointing),
+            all_layers=all_layers,
+        )
+        for all_layers in (False, True)
+    )
+    assert few.layers_run == (4, 5) and whole.layers_run == (7,)
+    pairs = list(zip(over_step(few), over_step(whole), strict=True))
+    assert [name for (name, _), _ in pairs] == list(whole.peaks)
+    for (name, planned), (_, counted) in pairs:
+        assert planned == pytest.approx(counted, abs=0.5), name
+        assert sum(planned.values()) == pytest.approx(whole.peaks[name]), name
+
+
+def test_a_plan_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a PNG; without matplotlib that is said before anything is planned."""
+    config = tmp_path / "config.json"
+    tiny().config.to_json_file(config)
+    picture = tmp_path / "step.png"
+    command = ["plan", str(config), "--gpus", "1", "--gpu-memory", "1", "--seq", "16", "--batch"]
+    command += ["1", "--plot", str(picture)]
+    assert main(command) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    low = tmp_path / "low.png"
+    plan = plan_step(tiny().config, world_size=1, batch=Batch(16))
+    draw_memory(plan, low, limit=plan.peak // 2)
+    assert low.read_bytes() != picture.read_bytes()
+    monkeypatch.delitem(sys.modules, "hf_moe_ep.planner.plot")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    planned: list[object] = []
+    monkeypatch.setattr("hf_moe_ep.cli.plan.find_layouts", planned.append)
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "--plot: the memory of a step is drawn by matplotlib, which is not installed" in said
+    assert "pip install matplotlib" in said and not planned

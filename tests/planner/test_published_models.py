@@ -1,0 +1,133 @@
+"""Configs that are fetched from the hub: one file, and a prompt answer where no hub is there."""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
+
+from hf_moe_ep.cli.main import main
+from hf_moe_ep.planner import config as published_models
+from hf_moe_ep.upstream import hub
+
+NAME = "owner/Some-MoE.1"
+# The HTTP library of the installed huggingface_hub: httpx or httpx2.
+HTTP = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
+
+
+def _no_such_host(request: Any) -> Any:
+    """Raise what the HTTP client raises on a machine without a network."""
+    raise HTTP.ConnectError("[Errno -2] Name or service not known", request=request)
+
+
+@pytest.fixture
+def hub_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
+    """Return a function that lets `reply` answer huggingface_hub's requests, and lists them.
+
+    Only requests for the model are listed: huggingface_hub asks for a list of agents as well, once
+    a process, to name itself in its headers.
+    """
+
+    def install(reply: Callable[[Any], Any]) -> list[str]:
+        asked: list[str] = []
+
+        def send(request: Any) -> Any:
+            if NAME in request.url.path:
+                asked.append(f"{request.method} {request.url.path}")
+            return reply(request)
+
+        client = HTTP.Client(transport=HTTP.MockTransport(send))
+        monkeypatch.setattr("huggingface_hub.utils._http._GLOBAL_CLIENT", client)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        return asked
+
+    return install
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """List the seconds that were to be slept; no call sleeps."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
+
+
+def _cache_config(cache: Path) -> None:
+    commit = "0" * 40
+    folder = cache / f"models--{NAME.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    fields = {"model_type": "qwen3_moe", "hidden_size": 24}
+    (folder / "snapshots" / commit / "config.json").write_text(json.dumps(fields))
+
+
+def test_a_hub_id_fetches_the_config_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = published_models.find_config("Qwen/Qwen3-30B-A3B")  # of the table: no network
+    asked: list[str] = []
+
+    def fetch(name: str, **options: object) -> object:
+        assert not options["local_files_only"]
+        asked.append(name)
+        return want
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, **_: asked.append(url))
+    monkeypatch.setattr(published_models.AutoConfig, "from_pretrained", fetch)
+    assert published_models.find_config(NAME) is want
+    assert asked == [f"{constants.ENDPOINT}/{NAME}/resolve/main/config.json", NAME]
+
+
+def test_without_a_network_the_hub_is_asked_once(
+    hub_is: Callable[..., list[str]], slept: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = hub_is(_no_such_host)
+    assert main(["memory", NAME, "--gpus", "8"]) == 2
+    assert asked == [f"HEAD /{NAME}/resolve/main/config.json"]
+    assert slept == []
+    err = capsys.readouterr().err
+    assert f"the config of {NAME!r} was not found on the hub or in its cache" in err
+    assert "Name or service not known" in err and "download its config.json" in err, err
+
+
+def test_without_a_network_the_cached_config_is_read(
+    hub_is: Callable[..., list[str]], slept: list[float], tmp_path: Path
+) -> None:
+    asked = hub_is(_no_such_host)
+    _cache_config(tmp_path / "cache")
+    assert published_models.find_config(NAME).hidden_size == 24
+    assert len(asked) == 1 and slept == []
+
+
+def test_a_model_that_the_hub_does_not_know_is_named_so(
+    hub_is: Callable[..., list[str]],
+) -> None:
+    headers = {"X-Error-Code": "RepoNotFound"}
+    hub_is(lambda request: HTTP.Response(404, headers=headers, request=request))
+    with pytest.raises(ValueError, match=f"{NAME}.* was not found .*Repository Not Found for url"):
+        published_models.find_config(NAME)
+
+
+def test_a_hub_that_never_answers_is_left(
+    hub_is: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = threading.Event()
+
+    def drop(request: Any) -> Any:
+        assert dropped.wait(100)  # as behind a firewall
+        return _no_such_host(request)
+
+    asked = hub_is(drop)
+    monkeypatch.setattr(hub, "_ANSWER_SECONDS", 0.25)
+    try:
+        with pytest.raises(ValueError, match=r"the hub did not answer within 0\.25 seconds"):
+            published_models.find_config(NAME)
+        assert len(asked) == 1
+    finally:
+        dropped.set()

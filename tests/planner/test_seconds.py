@@ -1,0 +1,98 @@
+"""Seconds of a step from made-up rates, by hand: what is slowest, what hides, what is left."""
+
+from dataclasses import replace
+
+import pytest
+
+from hf_moe_ep.planner.counted import OPTIMIZER
+from hf_moe_ep.planner.hardware import KINDS, Hardware
+from hf_moe_ep.planner.seconds import step_time, stretch_parts
+from hf_moe_ep.planner.step import StepPlan
+from hf_moe_ep.planner.work import (
+    HOST_COPY,
+    ON_HOST,
+    Collective,
+    Operator,
+    StepWork,
+    Stretch,
+)
+
+# 50 operations, 4 bytes of memory, 2 in a node and 0.5 between nodes a second are reached.
+HARDWARE = Hardware(
+    name="made up",
+    matmul_flops={"bfloat16": 100.0, "float32": 50.0},
+    memory_bandwidth=8.0,
+    memory_bytes=1e3,
+    node_size=2,
+    in_node_bandwidth=4.0,
+    in_node_latency=0.25,
+    between_nodes_bandwidth=1.0,
+    between_nodes_latency=2.0,
+    host_seconds=0.0,
+    host_link_bandwidth=2.0,
+    host_memory_bandwidth=4.0,
+    fractions=dict.fromkeys(KINDS, 0.5),
+)
+PRODUCT = Operator("matmul", "bfloat16", 500, 8)
+THIN = Operator("grouped", "float32", 25, 16)
+COPY = Operator("memory", "", 0, 12)
+
+
+def _stretch(*operators: Operator, sent: tuple[Collective, ...] = ()) -> Stretch:
+    return Stretch(tuple((one, 1) for one in operators), tuple((one, 1) for one in sent))
+
+
+def test_the_slower_of_two_for_each_operator() -> None:
+    """10 s of operations hide 2 of bytes; 4 of bytes hide 1 of operations: 14, not max of sums."""
+    parts = stretch_parts(_stretch(PRODUCT, THIN, COPY), HARDWARE)
+    assert parts == {"matmul": 10.0, "grouped": 4.0, "memory": 3.0, "host": 0.0}
+    # Of fp16 no rate is told: that of bfloat16. Of fp64: that of fp32.
+    for dtype, seconds in (("float16", 10.0), ("float64", 20.0)):
+        assert stretch_parts(_stretch(replace(PRODUCT, dtype=dtype)), HARDWARE)["matmul"] == seconds
+
+
+def test_what_travels_behind_what() -> None:
+    """FSDP2's behind all that is computed, rows behind experts, counts behind nothing."""
+    gather = Collective("all_gather", "parameters", (0, 1), 0, 40, hideable=1.0)  # 0.25 + 20 / 2
+    rows = Collective("all_to_all", "rows", (0, 1), 0, 0, (0, 15), hideable=0.5)  # 0.25 + 15 / 2
+    counts = Collective("all_gather", "counts", (0, 2), 0, 2)  # 2 + 1 / 0.5
+    stretch = _stretch(PRODUCT, THIN, sent=(gather, rows, counts))
+    parts = stretch_parts(stretch, HARDWARE)
+    assert parts["rows"] == 7.75 - 3.875 and parts["parameters"] == 10.25 - 10.125
+    assert parts["counts"] == 4.0
+    half = stretch_parts(stretch, replace(HARDWARE, overlap=0.5))
+    assert half["rows"] == 7.75 - 3.875 / 2 and half["parameters"] == 10.25 - 10.25 / 2
+    none = stretch_parts(stretch, replace(HARDWARE, overlap=0.0))
+    assert (none["rows"], none["parameters"]) == (7.75, 10.25)
+    # 12 s from the host, which hide as FSDP2's do; 3 s on the host, behind which nothing hides.
+    copy = Collective(HOST_COPY, "offload", (0,), 0, 12, hideable=1.0)
+    parts = stretch_parts(_stretch(PRODUCT, Operator(ON_HOST, "", 9, 6), sent=(copy,)), HARDWARE)
+    assert (parts["offload"], parts["on_host"]) == (2.0, 3.0)
+    # Nobody to send to: no message.
+    alone = _stretch(sent=(replace(gather, ranks=(0,)),))
+    assert stretch_parts(alone, HARDWARE)["parameters"] == 0.0
+
+
+def test_the_host_goes_ahead_or_does_not() -> None:
+    """Three launches of 4 s beside 10 of computing: 2 more, or 12 more where nobody goes ahead."""
+    gather = Collective("all_gather", "parameters", (0,), 0, 40)
+    stretch = _stretch(PRODUCT, replace(PRODUCT, flops=0, nbytes=0), sent=(gather,))
+    slow = replace(HARDWARE, host_seconds=4.0)
+    assert stretch_parts(stretch, slow)["host"] == 2.0
+    assert stretch_parts(stretch, replace(slow, host_ahead=False))["host"] == 12.0
+
+
+def test_micro_batches_share_one_optimizer_step() -> None:
+    """Three micro-batches of a layer that stands for 2, and one optimizer step."""
+    work = StepWork(
+        {"forward, layer 1": replace(_stretch(PRODUCT), times=2), OPTIMIZER: _stretch(COPY)}
+    )
+    plan = StepPlan({}, {}, 2, (2,), work)
+    found = step_time(plan, HARDWARE, micro_batches=3, tokens=126)
+    assert found.seconds == 3 * 2 * 10.0 + 3.0 == sum(found.parts.values())
+    assert found.tokens_per_second_per_gpu == 2.0
+    for wrong in ({"micro_batches": 0, "tokens": 1}, {"micro_batches": 1, "tokens": 0}):
+        with pytest.raises(ValueError, match=r"\(0\) must be 1 or more"):
+            step_time(plan, HARDWARE, **wrong)
+    with pytest.raises(ValueError, match="no work, 0 stretches"):
+        step_time(StepPlan({}, {}, 2, (2,)), HARDWARE, micro_batches=1, tokens=1)

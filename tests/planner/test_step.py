@@ -1,0 +1,355 @@
+"""A planned step counts what a real one counts: on one rank to the byte, on four within 5 %."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plan as bench
+import pytest
+import torch
+import torch.distributed as dist
+from support.needs import needs_bf16_attention
+from support.quantised import SIZES
+from support.ranks import run_ranks
+from support.tiny_models import tiny
+from torch import Tensor
+
+from hf_moe_ep import ParallelConfig
+from hf_moe_ep.cli.main import main
+from hf_moe_ep.ops import torch_mlp
+from hf_moe_ep.planner import fake
+from hf_moe_ep.planner.choices import Choices
+from hf_moe_ep.planner.counted import OPTIMIZER
+from hf_moe_ep.planner.shrink import CHANGES, Asked, shrink
+from hf_moe_ep.planner.step import Batch, plan_step
+from hf_moe_ep.planner.work import HOST_COPY, ON_HOST, PURPOSES, StepWork, WorkCounter
+from hf_moe_ep.ranks import collectives
+from hf_moe_ep.routing.load import ExpertLoad
+from hf_moe_ep.upstream.models import has_fused_head
+
+SIZES_OF_BENCH = bench.Sizes(
+    seq=96, hidden=128, layers=2, experts=8, top_k=2, intermediate=128, vocab=200
+)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A real process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+ON_ONE_RANK = {
+    "fp32, sgd": bench.Configuration("", optimizer="sgd"),
+    "bf16, nf4, adapters, checkpointing": bench.Configuration(
+        "",
+        {"experts_dtype": "nf4", "experts_double_quant": True},
+        torch.bfloat16,
+        checkpointing=True,
+        batch=2,
+        lora_rank=3,
+        lora_targets="attention",
+        optimizer="adamw_fused",
+    ),
+    "bf16, on the host": bench.Configuration("", dtype=torch.bfloat16, offload=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=needs_bf16_attention) if "bf16" in n else n for n in ON_ONE_RANK],
+)
+def test_on_one_rank_to_the_byte(name: str) -> None:
+    """Without ep only counts per expert are unknown; the low rows of adapters depend on them.
+
+    Work does not: operations and launches are those of the real step.
+    """
+    one = ON_ONE_RANK[name]
+    planned = one.planned(SIZES_OF_BENCH, world=1)
+    with alone():
+        found = bench.measure(one, SIZES_OF_BENCH)
+    measured = found.peaks
+    off = {key: (planned.peaks[key], size) for key, size in measured.items()}
+    assert planned.peak == max(measured.values()), off
+    if one.lora_rank is None:
+        assert planned.peaks == measured
+    assert sum(planned.parts.values()) == planned.peak
+    assert planned.host_peak == found.host_peak
+    for kind in ("matmul", "grouped", "attention"):
+        assert planned.work.flops(kind) == found.work.flops(kind) > 0, kind
+    assert planned.work.launches() == found.work.launches()
+    # Some copies of frozen weights into FSDP2's buffers read another dtype.
+    assert planned.work.nbytes() == pytest.approx(found.work.nbytes(), rel=0.01)
+
+
+@pytest.mark.skipif(not has_fused_head(), reason="needs TRL 1.15")
+@pytest.mark.slow
+def test_trls_head_and_adapters_in_bf16() -> None:
+    """TRL's head has the peak, to the byte; adapters in fp32 are seen to be planned as more."""
+    head = replace(
+        ON_ONE_RANK["bf16, nf4, adapters, checkpointing"], masters="model", fused_head=True
+    )
+    planned = head.planned(SIZES_OF_BENCH, world=1)
+    with alone():
+        measured = max(bench.measure(head, SIZES_OF_BENCH).peaks.values())
+    assert planned.where == "backward, head"
+    assert planned.peak == measured
+    in_fp32 = replace(head, masters="fp32").planned(SIZES_OF_BENCH, world=1)
+    assert planned.parts["optimizer state"] < 0.6 * in_fp32.parts["optimizer state"]
+    assert planned.peak < in_fp32.peak
+
+
+@pytest.mark.slow
+def test_parameters_on_the_host() -> None:
+    """None on the device but copies: each unit's in forward once, gradients, and what is fetched
+    again in backward. The host has values, gradients, two moments, and steps.
+    """
+    config = SIZES_OF_BENCH.config()
+    on_device, on_host, accumulated = (
+        plan_step(
+            config,
+            ParallelConfig(ep_size=2),
+            world_size=4,
+            batch=Batch(96, accumulates=accumulates),
+            offload=offload,
+        )
+        for offload, accumulates in ((False, False), (True, False), (True, True))
+    )
+    held = on_device.parts["parameters"]
+    assert on_device.host_peak == 0 and 4 * held < on_host.host_peak < 5 * held
+    assert not {"parameters", "gradients", "optimizer state"} & set(on_host.parts)
+    assert on_host.peak < on_device.peak - 2 * held
+    copied = {
+        name: sum(one.nbytes * n for one, n in stretch.collectives if one.kind == HOST_COPY)
+        for name, stretch in on_host.work.stretches.items()
+    }
+    assert sum(size for name, size in copied.items() if name.startswith("forward")) == held
+    assert copied[OPTIMIZER] == 0 and 2 * held < sum(copied.values()) < 3 * held
+    for plan, where in ((on_device, set()), (on_host, {OPTIMIZER}), (accumulated, None)):
+        found = {
+            name.partition(",")[0]
+            for name, stretch in plan.work.stretches.items()
+            if any(one.kind == ON_HOST for one, _ in stretch.operators)
+        }
+        # Gradients of the micro-batch before are added to on the host, in the middle of backward.
+        assert found == ({"backward", OPTIMIZER} if where is None else where)
+
+
+def _measured(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
+    chosen = [one for one in bench.CONFIGURATIONS if one.name in names]
+    return bench.measure_rank(rank, bench.Sizes(layers=3), chosen)
+
+
+@pytest.mark.slow
+def test_on_four_ranks_within_5_percent() -> None:
+    """With ep ranks differ by what routers choose, and the plan is told how often that was."""
+    names = ["ep 1", "ep 2, sp 2, two sequences", "ep 4, checkpointing"]
+    measured = run_ranks(_measured, bench.WORLD, names, timeout=500.0)
+    for index, name in enumerate(names):
+        one = next(one for one in bench.CONFIGURATIONS if one.name == name)
+        most = max(rank[index].peak for rank in measured)
+        planned = one.planned(bench.Sizes(layers=3), load=measured[0][index].load)
+        peak = planned.peak
+        assert abs(peak / most - 1) <= 0.05, f"{name}: planned {peak}, measured {most}"
+        _same_work(name, one.planned(bench.Sizes(layers=3)).work, [r[index].work for r in measured])
+
+
+def _same_work(name: str, planned: StepWork, counted: list[StepWork]) -> None:
+    """Compare what does not depend on routes: to the last byte; all ranks' experts in sum."""
+    world = len(counted)
+    of_experts = sum(one.flops("grouped") for one in counted)
+    # Of the same number of pairs a few go to other ranks than an even choice would send them to.
+    assert planned.flops("grouped") * world == pytest.approx(of_experts, rel=0.02), name
+    for one in counted:
+        for kind in ("matmul", "attention"):
+            assert planned.flops(kind) == one.flops(kind) > 0, (name, kind)
+        for purpose in PURPOSES:
+            # All on one node, and each on a node of its own.
+            for node_size in (world, 1):
+                sent, real = planned.sent(purpose, node_size), one.sent(purpose, node_size)
+                if purpose != "rows":
+                    assert sent == real, (name, purpose)
+    sent_rows = [_sent_rows(one) for one in counted]
+    # A router that prefers some experts has more of a token's on one rank.
+    assert _sent_rows(planned) * world == pytest.approx(sum(sent_rows), rel=0.1), name
+
+
+def _sent_rows(work: StepWork) -> int:
+    return sum(
+        one.nbytes * number
+        for stretch in work.stretches.values()
+        for one, number in stretch.collectives
+        if one.purpose == "rows"
+    )
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "ep 2, no checkpointing": ({"ep_size": 2}, {}, False),
+    "nf4": ({"experts_dtype": "nf4", "ep_size": 2}, {"lora_rank": 4}, True),
+    "sp, chunks": ({"sp_size": 2, "ep_size": 2, "dispatch_chunks": 2}, {"optimizer": "sgd"}, True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_few_layers_tell_many(name: str) -> None:
+    """Of 7 layers 4 and 5 are run; to the byte what all of them have, in sum, in parts, as work."""
+    parallel, options, checkpointing = LAYOUTS[name]
+    model = tiny(num_hidden_layers=7, **(SIZES["nf4"] if name == "nf4" else {}))
+    few, whole = (
+        plan_step(
+            model.config,
+            ParallelConfig(**parallel),
+            world_size=4,
+            batch=Batch(24, 2, checkpointing),
+            all_layers=all_layers,
+            **options,
+        )
+        for all_layers in (False, True)
+    )
+    assert (few.layers_run, whole.layers_run) == ((4, 5), (7,))
+    assert few.peak == whole.peak and few.parts == whole.parts
+    for kind in ("matmul", "grouped", "attention"):
+        assert few.work.flops(kind) == whole.work.flops(kind) > 0, kind
+    assert few.work.launches() == whole.work.launches()
+    assert few.work.nbytes() == whole.work.nbytes()
+    for purpose in PURPOSES:
+        assert few.work.sent(purpose, 2) == whole.work.sent(purpose, 2), purpose
+    assert set(few.peaks.values()) <= set(whole.peaks.values())
+
+
+def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block's experts three are run; all have the same peak and the same work, to the byte."""
+    config = tiny(num_hidden_layers=2, **SIZES["fp8"]).config
+    found = []
+    stock = torch_mlp.Block.split
+
+    def split_in_all(block: torch_mlp.Block, *tensors: Tensor, work: WorkCounter) -> Any:
+        return stock(block, *tensors)
+
+    for split in (fake.split_in_three, split_in_all):
+        monkeypatch.setattr(fake, "split_in_three", split)
+        parallel = ParallelConfig(experts_dtype="fp8")
+        found.append(
+            plan_step(config, parallel, world_size=1, batch=Batch(96), lora_rank=4, like_gpu=False)
+        )
+    few, whole = found
+    assert few.peaks == whole.peaks
+    for kind in ("matmul", "grouped", "attention"):
+        assert few.work.flops(kind) == whole.work.flops(kind) > 0, kind
+    assert few.work.nbytes() == whole.work.nbytes()
+    assert few.work.launches() == whole.work.launches()
+
+
+def test_choices_are_as_often_as_a_load_says() -> None:
+    """Of 4 experts one has all tokens, one half of them: never twice one, shares to 2 %."""
+    counts = torch.tensor([[40, 20, 10, 10], [20, 20, 20, 20]])
+    load = ExpertLoad(counts, ("a", "b"), ep_size=2)
+    choices = Choices.of_load(load, 2, 2)
+    for layer, counts_E in enumerate(counts):
+        ids_TK = choices.draw(layer, 5000)
+        assert bool((ids_TK[:, 0] != ids_TK[:, 1]).all())
+        share_E = ids_TK.flatten().bincount(minlength=4) / 10_000
+        assert (share_E - counts_E / 80).abs().max() < 0.02
+    assert choices.busiest(2) == 0
+    assert Choices.of_load(ExpertLoad(counts.flip(1), ("a", "b"), 2), 2, 2).busiest(2) == 1
+    assert Choices.evenly(4, 2).busiest(2) == 0
+    with pytest.raises(ValueError, match=r"load is of 2 MoE layers.*the model has 3"):
+        Choices.of_load(load, 2, 3)
+
+
+def test_layers_that_differ_are_all_run() -> None:
+    """A dense layer among MoE layers: no straight line."""
+    config = tiny(num_hidden_layers=6, mlp_only_layers=[0]).config
+    assert plan_step(config, world_size=1, batch=Batch(8)).layers_run == (6,)
+
+
+def test_text_alone_for_a_model_with_a_tower() -> None:
+    """On several ranks a forward asks who has pixels, and the answer counts whole numbers."""
+    config = tiny("qwen3_vl_moe").config
+    on_two, alone = (
+        plan_step(config, world_size=world, batch=Batch(16)).work.flops() for world in (2, 1)
+    )
+    assert on_two == alone > 0
+
+
+def test_nothing_is_left_behind() -> None:
+    stock = vars(collectives)["_all_gather"], torch.UntypedStorage.resize_, torch.get_rng_state()
+    plan_step(tiny().config, world_size=1, batch=Batch(8), offload=True)
+    with pytest.raises(ValueError, match=r"ep_size \(8\).*6 / 1 = 6"):
+        plan_step(tiny().config, ParallelConfig(ep_size=8), world_size=6, batch=Batch(8))
+    assert vars(collectives)["_all_gather"] is stock[0] and not dist.is_initialized()
+    assert torch.UntypedStorage.resize_ is stock[1] and "to" not in vars(Tensor)
+    assert torch.equal(torch.get_rng_state(), stock[2])
+
+
+def test_shrinking_keeps_what_helps_until_it_fits() -> None:
+    """Made-up peaks: fused saves 10, fp8 nothing, attention alone 20; nf4 is only tried on fp8."""
+    asked: Asked = {
+        "checkpointing": True,
+        "optimizer": "adamw",
+        "batch": 1,
+        "experts_dtype": None,
+        "double_quant": False,
+        "lora_rank": 4,
+        "lora_targets": "both",
+        "masters": "model",
+        "fused_head": True,
+    }
+
+    def peak_of(asked: Asked) -> int:
+        saved = 10 * (asked["optimizer"] == "adamw_fused") + 20 * (asked["lora_targets"] != "both")
+        return 100 - saved
+
+    found = [(change.flag, peak) for change, peak in shrink(asked, 75, peak_of)]
+    assert found == [("--optimizer adamw_fused", 90), ("--lora-targets attention", 70)]
+    assert [peak for _, peak in shrink(asked, 95, peak_of)] == [90]
+    assert not list(shrink(asked, 100, peak_of))
+    assert {change.name for change in CHANGES} <= asked.keys()
+    large = asked | {"fused_head": False, "masters": "fp32"}
+    tried = []
+
+    def all_help(asked: Asked) -> int:
+        tried.append(asked)
+        return 100 - len(tried)
+
+    flags = [change.flag for change, _ in shrink(large, 0, all_help)]
+    assert flags[0] == "--fused-head"
+    assert flags[-2:] == ["--masters model", "--lora-targets attention"]
+    without = [change.flag for change, _ in shrink(large, 0, all_help, without=["fused_head"])]
+    assert without == flags[1:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny().config.save_pretrained(path)
+    return path
+
+
+def test_command_says_what_would_make_it_fit(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--gpus", "2", "--ep", "2", "--seq", "64", "--batch", "4", "--gpu-memory", "1e-4"]
+    assert main(["memory", str(folder), *arguments]) == 0
+    out = capsys.readouterr().out
+    parallel = ParallelConfig(ep_size=2)
+    plan = plan_step(tiny().config, parallel, world_size=2, batch=Batch(64, 2))
+    less = plan_step(tiny().config, parallel, world_size=2, batch=Batch(64, 2, checkpointing=True))
+    assert re.search(rf"^sum +{plan.peak / 2**30:.3f}$", out, re.MULTILINE)
+    assert "does not fit in 0.0001 GiB" in out and "--checkpointing" in out
+    assert f"{less.peak / 2**30:.3f} GiB" in out and f"in: {plan.where}" in out
+
+
+@pytest.mark.parametrize("given", [["--checkpointing"], ["--batch", "2"], ["--fused-head"]])
+def test_a_step_wants_a_length(
+    given: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["memory", str(folder), "--gpus", "2", *given]) == 2
+    assert f"{' '.join(given)} is an option of a training step" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""The work of a step, by hand: operations, bytes, launches, and who sends what to whom."""
+
+import pytest
+import torch
+from support.tiny_models import tiny
+from torch.nn import functional as F
+
+from hf_moe_ep import ParallelConfig
+from hf_moe_ep.planner.extrapolate import work_at
+from hf_moe_ep.planner.step import Batch, plan_step
+from hf_moe_ep.planner.work import (
+    Collective,
+    Operator,
+    StepWork,
+    Stretch,
+    WorkCounter,
+)
+from hf_moe_ep.upstream.dispatch_modes import fake_tensors
+
+
+def _small_step() -> list[Operator]:
+    """Make a product, look at it, pick two of its rows, write them over others, add in place."""
+    with WorkCounter() as work:
+        work.begin("all")
+        a, b = torch.ones(4, 3), torch.ones(3, 5)
+        product = a @ b
+        picked = product.view(2, 2, 5).flatten(0, 1).index_select(0, torch.tensor([1, 3]))
+        product[:2].copy_(picked)
+        picked.add_(1.0)
+        table = torch.zeros(100, 5)
+        table.index_add_(0, torch.tensor([7, 9]), picked)
+        F.scaled_dot_product_attention(*(torch.ones(1, 2, 6, 8),) * 3, is_causal=True)
+    stretches = work.counted().stretches
+    return [one for one, number in stretches["all"].operators for _ in range(number)]
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_by_hand(fake: bool) -> None:
+    """Bytes are read and written: of rows that are picked or added to, those rows alone."""
+    if fake:
+        with fake_tensors():
+            ran = _small_step()
+    else:
+        ran = _small_step()
+    assert Operator("matmul", "float32", 2 * 4 * 3 * 5, 4 * (12 + 15 + 20)) in ran
+    moved = [one.nbytes for one in ran if one.kind == "memory"]
+    two_rows, ids = 4 * 2 * 5, 2 * 8
+    made = [4 * 12, 4 * 15, 4 * 500, 4 * 96]
+    assert sorted(moved) == sorted(
+        [
+            *made,
+            2 * two_rows + ids,  # index_select
+            2 * two_rows,  # copy_, which does not read what it writes
+            2 * two_rows,  # add_
+            2 * two_rows + two_rows + ids,  # index_add_
+        ]
+    )
+    # Queries by keys, weights by values; half of either square.
+    (attention,) = (one for one in ran if one.kind == "attention")
+    assert attention.flops == 2 * (2 * 2 * 6 * 6 * 8) // 2
+
+
+def test_attention_in_bf16_by_hand() -> None:
+    """Forward 2 products of 6 x 6 x 8 per head, backward 5; causal attention computes half of each.
+
+    The backward also reads the log-sum-exp in fp32, and its products are in bf16 nevertheless.
+    """
+    with fake_tensors(), WorkCounter() as work:
+        work.begin("all")
+        q, k, v = (torch.ones(1, 2, 6, 8, dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        torch.addmm(torch.ones(4, 5), torch.ones(4, 3), torch.ones(3, 5))
+    product = 2 * (2 * 6 * 6 * 8) // 2
+    operators = [one for one, _ in work.counted().stretches["all"].operators]
+    attention = [(one.dtype, one.flops) for one in operators if one.kind == "attention"]
+    assert attention == [("bfloat16", 2 * product), ("bfloat16", 5 * product)]
+    matmul = [(one.dtype, one.flops) for one in operators if one.kind == "matmul"]
+    assert matmul == [("float32", 2 * 4 * 3 * 5)]
+
+
+def test_experts_are_counted_whole() -> None:
+    """Three matrices of H x F for each pair, once forward and twice backward, few are run or all.
+
+    With layers computed again there is one forward more, and `recompute_activations` makes the two
+    matrices of the first product anew.
+    """
+    tokens, layers = 2 * 24, 2
+    config = tiny(num_hidden_layers=layers).config
+    pairs = tokens * config.num_experts_per_tok
+    matrix = 2 * pairs * config.hidden_size * config.moe_intermediate_size
+
+    def grouped(recompute: bool = False, checkpointing: bool = False) -> int:
+        batch = Batch(24, 2, checkpointing=checkpointing)
+        parallel = ParallelConfig(recompute_activations=recompute)
+        return plan_step(config, parallel, world_size=1, batch=batch).work.flops("grouped")
+
+    assert grouped() == layers * 9 * matrix
+    assert grouped(recompute=True) == layers * 11 * matrix
+    assert grouped(checkpointing=True) == layers * 12 * matrix
+
+
+@pytest.mark.parametrize("like_gpu", [False, True])
+def test_adapters_of_experts_are_products_too(like_gpu: bool) -> None:
+    """Frozen experts forward and back; factors of rank r forward, back, and for both gradients.
+
+    The kernels keep the first product of the way back, which both factors' gradients need.
+    """
+    tokens, layers, rank = 24, 2, 4
+    config = tiny(num_hidden_layers=layers).config
+    pairs = tokens * config.num_experts_per_tok
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    batch = Batch(tokens)
+    work = plan_step(config, world_size=1, batch=batch, lora_rank=rank, like_gpu=like_gpu).work
+    factors = rank * (4 * (2 * hidden + 3 * inner) - like_gpu * (hidden + 2 * inner))
+    assert work.flops("grouped") == layers * 2 * pairs * (6 * hidden * inner + factors)
+
+
+def test_what_is_sent_by_hand() -> None:
+    """Eight ranks on two nodes of four, and groups inside a node and of one rank on each."""
+    world, node = tuple(range(8)), 4
+
+    def links(kind: str, ranks: tuple[int, ...], *by_rank: int) -> tuple[float, float]:
+        return Collective(kind, "rows", ranks, ranks[1], 800, by_rank).links(node)
+
+    # 7/8 arrive inside the node; the other node's half comes by four links.
+    assert links("all_gather", world) == (700, 100)
+    assert links("reduce_scatter", world) == (700, 100)
+    assert links("all_reduce", world) == (1400, 200)
+    assert links("all_gather", (0, 1, 2, 3)) == (600, 0)
+    assert links("all_gather", (1, 5)) == (0, 400)
+    # Rank 1 keeps what is its own.
+    assert links("all_to_all", (0, 1, 4, 5), 1, 20, 300, 4000) == (1, 4300)
+    assert links("all_gather", (2, 3)[:2]) == (400, 0)
+
+
+def test_layers_between_stand_for_many() -> None:
+    """Ends as they are, the middle n - 4 times, all others on a line; sums are those of n."""
+
+    def work(layers: int) -> StepWork:
+        def stretch(flops: int) -> Stretch:
+            return Stretch(((Operator("matmul", "float32", flops, 1), 1),), ())
+
+        of_layers = {f"forward, layer {i}": stretch(10 + (i == 0)) for i in range(layers)}
+        return StepWork({**of_layers, "optimizer": stretch(100 * layers)})
+
+    found = work_at([work(4), work(5)], 9)
+    assert found.flops() == work(9).flops() == 9 * 10 + 1 + 900
+    assert found.stretches["forward, layer 2"].times == 5
+    assert "forward, layer 8" in found.stretches and "forward, layer 4" not in found.stretches

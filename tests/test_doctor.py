@@ -1,0 +1,318 @@
+"""`hf-moe-ep doctor` tells what would fail, names the fix, and survives what is broken."""
+
+import os
+import subprocess
+import sys
+import warnings
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from packaging.specifiers import SpecifierSet
+from support.tiny_models import tiny
+
+from hf_moe_ep import doctor, patch
+from hf_moe_ep.cli import main as cli
+from hf_moe_ep.upstream import requirements
+from hf_moe_ep.upstream.requirements import Allowed
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIRED = ("torch", "transformers", "accelerate", "huggingface_hub", "safetensors")
+LAUNCHED = ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP")
+
+
+@pytest.fixture(autouse=True)
+def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs these tests may have variables set, and a config of Accelerate's."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "default_launch_config", lambda: None)
+
+
+def _report(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and what is printed, the lines that were wrapped in one."""
+    code = cli.main(["doctor"])
+    return code, " ".join(capsys.readouterr().out.split())
+
+
+def _give_version(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None) -> None:
+    """Let the metadata say that `package` has this version, or that there is none."""
+    original = metadata.version
+
+    def changed(name: str) -> str:
+        if name != package:
+            return original(name)
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", changed)
+
+
+def test_a_machine_on_which_training_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[-1] == "training can run here" and "FAIL" not in text
+    assert text.isascii() and max(map(len, lines)) <= 100 and len(lines) <= 40
+    for name in REQUIRED:
+        line = next(line for line in lines if line.split()[1:2] == [name])
+        assert line.split()[0] == "ok" and metadata.version(name) in line, line
+    assert "allowed >=5.16.1,<6" in text, "the range of setup.cfg"
+
+
+@pytest.mark.parametrize(("version", "problem"), [("5.10.0", "too old"), ("6.1.0", "too new")])
+def test_a_version_out_of_the_range(
+    version: str,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _give_version(monkeypatch, "transformers", version)
+    code, text = _report(capsys)
+    assert code == 1
+    assert (
+        f"FAIL transformers {version} is {problem}, allowed is >=5.16.1,<6: "
+        "pip install 'transformers>=5.16.1,<6'"
+    ) in text
+    assert text.endswith("1 to fix: transformers")
+
+
+def test_a_version_that_only_its_own_users_mind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allowed = Allowed("trl", SpecifierSet(">=0.29"), "trl")
+    monkeypatch.setattr(doctor, "allowed_packages", lambda: [allowed])
+    _give_version(monkeypatch, "trl", "0.20.0")
+    code, text = _report(capsys)
+    assert code == 0 and "-- trl 0.20.0 is too old, allowed is >=0.29" in text
+
+
+def test_a_required_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _give_version(monkeypatch, "safetensors", None)
+    code, text = _report(capsys)
+    assert code == 1
+    assert "FAIL safetensors missing, allowed is any: pip install safetensors" in text
+
+
+def test_a_wrap_that_does_not_resolve(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(transformers.Trainer, "save_model")
+    code, text = _report(capsys)
+    assert code == 1
+    assert "FAIL transformers.trainer:Trainer.save_model" in text
+    assert "saving a sharded model in the hub's layout" in text, "the feature that is lost"
+    assert "functions that patch() wraps are where they were" not in text
+
+
+def test_a_wrap_without_which_nothing_goes_wrong_unseen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(accelerate.Accelerator, "log")
+    code, text = _report(capsys)
+    assert code == 0
+    assert "-- accelerate.accelerator:Accelerator.log" in text
+
+
+def test_patch_says_what_doctor_says_of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [Allowed("transformers", SpecifierSet(">=5.16.1,<6"))]
+    monkeypatch.setattr(requirements, "allowed_packages", lambda: wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        patch(tiny())
+    _give_version(monkeypatch, "transformers", "5.6.0")
+    said = (
+        "transformers 5.6.0 is too old, allowed is >=5.16.1,<6: "
+        "pip install 'transformers>=5.16.1,<6'"
+    )
+    with pytest.warns(UserWarning) as warned:
+        patch(tiny())
+    assert [str(one.message) for one in warned] == [said]
+
+
+def test_without_peft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _give_version(monkeypatch, "peft", None)
+    code, text = _report(capsys)
+    assert code == 0
+    assert "-- peft missing. LoRA: not available, pip install 'hf_moe_ep[peft]'" in text
+
+
+@pytest.mark.parametrize(
+    ("major", "path"),
+    [
+        (9, "ok Triton kernels the experts use them"),
+        (7, "-- Triton kernels compute capability (7, "),
+    ],
+)
+def test_a_machine_with_gpus(
+    major: int, path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What torch would say of two GPUs, as this machine may have none."""
+    gpu = SimpleNamespace(name="A GPU", major=major, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    code, text = _report(capsys)
+    assert code == 0, text
+    assert f"ok GPU 2 x A GPU, capability {major}.0, 80.0 GiB" in text
+    assert "ok NCCL 2.27.3" in text and path in text
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    code, text = _report(capsys)
+    assert code == 1 and "FAIL NCCL missing: ranks with GPUs cannot communicate" in text
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "FSDP2": (
+        {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_version": 2}},
+        0,
+        "ok next launch /c.yaml: 8 processes with FSDP2: a patched model is sharded",
+    ),
+    "FSDP1": (
+        {"distributed_type": "FSDP", "fsdp_config": {}},
+        1,
+        "FAIL next launch /c.yaml: FSDP version 1 is refused; write fsdp_version: 2",
+    ),
+    "DDP": (
+        {"distributed_type": "MULTI_GPU"},
+        1,
+        "FAIL next launch /c.yaml: MULTI_GPU shards nothing, ep_size > 1 is refused; write",
+    ),
+    "context parallel": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_version": 2},
+            "parallelism_config": {"parallelism_config_cp_size": 2},
+        },
+        1,
+        "FAIL next launch /c.yaml: cp_size 2 in its parallelism_config is refused; set it to 1",
+    ),
+    "one": ({"distributed_type": "NO"}, 0, "-- next launch /c.yaml: one process"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_the_default_config_of_accelerate(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, want, line = CONFIGS[case]
+    monkeypatch.setattr(doctor, "default_launch_config", lambda: (Path("/c.yaml"), config))
+    code, text = _report(capsys)
+    assert code == want and line in text, text
+
+
+LAUNCHES: dict[str, tuple[dict[str, str], int, str]] = {
+    "FSDP2": (
+        {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+        0,
+        "ok this launch 4 processes with FSDP2",
+    ),
+    "FSDP1": ({"ACCELERATE_USE_FSDP": "true"}, 1, "FAIL this launch FSDP version 1 is refused"),
+    "DDP": ({}, 1, "FAIL this launch 4 processes without FSDP: ep_size > 1 is refused"),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_the_launch_as_seen(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables, want, line = LAUNCHES[case]
+    monkeypatch.delenv("FSDP_VERSION", raising=False)
+    launched = {"RANK": "0", "WORLD_SIZE": "4", "ACCELERATE_MIXED_PRECISION": "no"}
+    for name, value in (launched | variables).items():
+        monkeypatch.setenv(name, value)
+    code, text = _report(capsys)
+    assert code == want and line in text and "ok WORLD_SIZE 4" in text, text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("HF_MOE_EP_EP_SIZE", "eight", "try HF_MOE_EP_EP_SIZE=8"),
+        ("HF_MOE_EP_EPSIZE", "8", "none of HF_MOE_EP_EP_SIZE, HF_MOE_EP_SP_SIZE"),
+    ],
+)
+def test_a_variable_of_ours_that_means_nothing(
+    name: str,
+    value: str,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, value)
+    code, text = _report(capsys)
+    assert code == 1 and "FAIL environment" in text and fix in text, text
+
+
+def test_only_rank_0_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_broken_packages_are_findings(tmp_path: Path) -> None:
+    """In a process of its own: packages that die at import, and a real file of Accelerate's."""
+    for name in ("peft", "flash_attn"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise OSError('undefined symbol: xyz')\n")
+    home = tmp_path / "home"
+    (home / "accelerate").mkdir(parents=True)
+    config = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n"
+    (home / "accelerate" / "default_config.yaml").write_text(config)
+    path = os.pathsep.join([os.fspath(tmp_path), os.fspath(ROOT)])
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
+    environment |= {"PYTHONPATH": path, "HF_HOME": os.fspath(home)}
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_moe_ep", "doctor"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    text = " ".join(done.stdout.split())
+    assert done.returncode == 1, done.stderr
+    assert "is broken: OSError: undefined symbol: xyz; reinstall or uninstall it" in text
+    assert "FAIL flash-attn broken: OSError: undefined symbol: xyz" in text
+    assert "hf_moe_ep cannot be imported: OSError: undefined symbol: xyz" in text
+    used = subprocess.run(
+        [sys.executable, "-c", "from hf_moe_ep import patch"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    last = used.stderr.splitlines()[-1]
+    assert used.returncode == 1 and last.startswith("ImportError: hf_moe_ep cannot be used: OSErr")
+    assert "hf-moe-ep doctor" in last
+    assert "default_config.yaml: FSDP version 1 is refused" in text
+
+
+@pytest.mark.slow
+def test_under_accelerate_launch(tmp_path: Path) -> None:
+    """Two ranks, one report."""
+    config = ROOT / "examples" / "accelerate" / "cpu_4.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--num_processes", "2", "-m", "hf_moe_ep", "doctor"]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": os.fspath(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("training can run here") == 1
+    assert "2 processes with FSDP2: a patched model is sharded" in " ".join(done.stdout.split())
