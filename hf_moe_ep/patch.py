@@ -114,7 +114,7 @@ def patch(
     for feature in FEATURES:
         feature.attach(parts, state)
     setattr(parts.root, STATE, state)
-    install()
+    install(model, state)
     _log(parts, state)
     return model
 

@@ -40,9 +40,10 @@ from hf_moe_ep.checkpoints.newest import (
 )
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import planned_by_each
-from hf_moe_ep.checkpoints.storage.unpickle import values_alone
+from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.folder import layout_of
+from hf_moe_ep.integrations.saving import check_bases, write_bases
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.state import ModelState, find_state
@@ -84,9 +85,13 @@ def save_state(
         _remove_of_ranks(folder)
 
     on_first(f"saving {folder}", begin)
+
+    def save() -> Any:
+        write_bases(prepared_models(self), folder)
+        return original(self, os.fspath(folder), *args, **kw)
+
     with _all_in_hub_order(self), planned_by_each(), _no_automatic_names(self):
-        place = os.fspath(folder)
-        saved = together(f"saving {folder}", lambda: original(self, place, *args, **kw))
+        saved = together(f"saving {folder}", save)
     manifest.write(folder, layout_of(states[0]), belongs=_is_of_accelerate)
     if automatic and names.total_limit is not None:
         limit = names.total_limit
@@ -115,7 +120,8 @@ def load_state(
 
     folder, verifiable = on_first("load_state", choose)
     check_resumable(folder, verifiable)
-    with values_alone(), _all_in_hub_order(self):
+    with loading_values(folder), _all_in_hub_order(self):
+        check_bases(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
 

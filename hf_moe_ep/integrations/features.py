@@ -21,7 +21,6 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 
-from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import parameter_factors
 from hf_moe_ep.upstream.training_frameworks import prepared_models
@@ -74,6 +73,8 @@ def _keeps_checkpoints(
 
 
 def _has_load_callback(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
+    from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
+
     return any(isinstance(c, ExpertLoadCallback) for c in trainer.callback_handler.callbacks)
 
 
@@ -104,9 +105,7 @@ _CALLS = {
 }
 
 SHARDING = _feature("sharding a patched model in accelerator.prepare", prepare=_prepares_on_ranks)
-SHARDING_BY_OTHERS = _feature("sharding a model that a trainer prepares by Accelerate's functions")
 CPU_RANKS = _feature("FSDP2 on CPU ranks for an Accelerator that is made before patch()")
-LOCAL_SGD = _feature("the refusal of LocalSGD")
 EVALUATED = _feature("sharding models that are evaluated and never trained")
 HUB_LAYOUT = _feature(
     "saving a sharded model in the hub's layout",
@@ -133,7 +132,6 @@ SLICES = _feature("sp_size > 1 under Accelerate", prepare=_prepares_slices)
 TRAINER_SLICES = _feature("sp_size > 1 in the Trainer", train=_trains_slices)
 TRACKERS = _feature("the error that names a tracker which fails")
 EXPERT_LOAD = _feature("ExpertLoadCallback", train=_has_load_callback)
-OPTIMIZER_NAMES = _feature("the error that names an optimizer which cannot take DTensors")
 BIASES = _feature("bias_update_rate under Accelerate and the Trainer", prepare=_prepares_biases)
 CLIP = _feature("Accelerator.clip_grad_norm_ of experts and the rest together")
 ADAPTERS_ON_EXPERTS = _feature("LoRA on stacked experts", tuner_forward=_adapts_experts)

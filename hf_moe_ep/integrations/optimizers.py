@@ -14,17 +14,14 @@ Accelerate prepared for it (`routing/bias.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hf_moe_ep.placement.hub_order import guard_new_optimizer
 from hf_moe_ep.routing.bias import update_biases
 from hf_moe_ep.sharding.clip import clip_gradients_of
 from hf_moe_ep.state import find_state
@@ -34,6 +31,7 @@ from hf_moe_ep.upstream.training_frameworks import (
     prepared_models,
     prepared_optimizers,
 )
+from hf_moe_ep.upstream.wrap import Wrap, bind_wrapper
 
 _FOLLOWED = "_hf_moe_ep_followed"
 
@@ -51,29 +49,6 @@ WORKING = (
     "RMSprop",
     "SGD",
 )
-
-
-def init(
-    original: Callable[..., Any], self: Optimizer, params: Any, defaults: dict[str, Any]
-) -> None:
-    """`Optimizer.__init__`: what is given DTensors, and is none of `WORKING`, names itself.
-
-    For loops without Accelerate, where an optimizer is made of a sharded model's parameters. Made
-    of experts that have moved, it gives no state dict of their order.
-    """
-    original(self, params, defaults)
-    guard_new_optimizer(self)
-    known = type(self) in (getattr(torch.optim, name) for name in WORKING)
-    if not known and _holds_dtensors(self):
-        # Of the instance, and a method as schedulers expect one.
-        self.step = MethodType(_step_by_name, self)  # type: ignore[method-assign]
-
-
-def _step_by_name(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return type(self).step(self, *args, **kwargs)
-    except RuntimeError as error:
-        raise _named(self, error) from error
 
 
 def step(
@@ -97,8 +72,11 @@ def step(
     return result
 
 
-def follow_steps(accelerator: Accelerator) -> None:
-    """Let biases move with the steps of the optimizers that `accelerator` has prepared by now."""
+def follow_steps(accelerator: Accelerator, row: Wrap) -> None:
+    """Bind `row`, the wrapper of `step`, to all optimizers that `accelerator` has prepared by now.
+
+    Each optimizer learns which models with routers' biases it trains.
+    """
     for optimizer in prepared_optimizers(accelerator):
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         followed = []
@@ -109,6 +87,8 @@ def follow_steps(accelerator: Accelerator) -> None:
             if any(id(parameter) in trained for parameter in model.parameters()):
                 followed.append(state)
         setattr(optimizer, _FOLLOWED, followed)
+        if row.name not in vars(optimizer):
+            setattr(optimizer, row.name, bind_wrapper(optimizer, row))
 
 
 def clip_grad_norm(

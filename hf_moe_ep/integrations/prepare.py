@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.integrations import shared_batches
-from hf_moe_ep.integrations.optimizers import follow_steps
 from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.options import ShardOptions, kept_whole
@@ -74,9 +73,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
     states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
     patched = [state for state in states if state is not None]
     if not patched:
-        prepared = original(self, *args, **kwargs)
-        follow_steps(self)
-        return prepared
+        return original(self, *args, **kwargs)
     state = patched[0]
     fsdp_on_cpu(self.state, None)
     _check_launch(self)
@@ -93,30 +90,7 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         with _nothing_to_wrap(plugin):
             prepared = original(self, *args, **kwargs)
     check_even(self)
-    follow_steps(self)
     return prepared
-
-
-def local_sgd(
-    original: Callable[..., Any],
-    self: Any,
-    accelerator: Accelerator,
-    model: nn.Module,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """`LocalSGD.__init__`, which takes FSDP for a version of DeepSpeed or Megatron.
-
-    Raises:
-        ValueError: the model is patched, and on more than one rank.
-    """
-    if accelerator.num_processes > 1 and find_state(model) is not None:
-        raise ValueError(
-            "LocalSGD averages whole models that ranks have trained apart, but ranks of a patched "
-            "model train parts of one; leave LocalSGD out. For fewer exchanges of gradients use "
-            "Accelerator(gradient_accumulation_steps=...) and accelerator.accumulate(model)"
-        )
-    original(self, accelerator, model, *args, **kwargs)
 
 
 @contextmanager

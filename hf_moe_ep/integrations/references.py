@@ -45,9 +45,8 @@ _POLICY = "_hf_moe_ep_policy"
 Original = Callable[..., Any]
 
 
-def remember_policy(trainer: transformers.Trainer) -> None:
-    """Let the Trainer's Accelerator know what it trains: a reference is prepared without it."""
-    state = find_state(trainer.model) if isinstance(trainer.model, nn.Module) else None
+def remember_policy(trainer: transformers.Trainer, state: ModelState) -> None:
+    """Store the state of the trained model on the Accelerator, which later shards a reference."""
     setattr(trainer.accelerator, _POLICY, state)
 
 

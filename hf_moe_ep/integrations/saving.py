@@ -12,7 +12,7 @@ without the Trainer stock would write all bytes again, each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -241,42 +241,20 @@ def _holds_quantised(model: nn.Module) -> bool:
     return any(True for _ in quantised_matrices(model))
 
 
-def save_state_of_model(
-    original: Callable[..., Any],
-    fsdp_plugin: Any,
-    accelerator: Accelerator,
-    model: nn.Module,
-    output_dir: Any,
-    model_index: int = 0,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """What `Accelerator.save_state` does for each model, behind the hashes of its base."""
-    if find_state(model) is not None:
-        reshard(model)
-        base = describe_base(model)
-        path = Path(output_dir, base_file(model_index))
-        if base is not None:
-            on_first(f"saving {path}", partial(write_json, path, base))
-    return original(fsdp_plugin, accelerator, model, output_dir, model_index, *args, **kwargs)
+def write_bases(models: Iterable[nn.Module], folder: Path) -> None:
+    """Write the hashes of quantised experts beside Accelerate's state of each model."""
+    for index, model in enumerate(models):
+        if find_state(model) is not None:
+            reshard(model)
+            base = describe_base(model)
+            path = folder / base_file(index)
+            if base is not None:
+                on_first(f"saving {path}", partial(write_json, path, base))
 
 
-def load_state_of_model(
-    original: Callable[..., Any],
-    fsdp_plugin: Any,
-    accelerator: Accelerator,
-    model: nn.Module,
-    input_dir: Any,
-    model_index: int = 0,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """What `Accelerator.load_state` does for each model, where it was saved on the same base.
-
-    Raises:
-        ValueError: on every rank, before anything is loaded: it is another base.
-    """
-    if find_state(model) is not None:
-        reshard(model)
-        check_base(Path(input_dir), model, model_index)
-    return original(fsdp_plugin, accelerator, model, input_dir, model_index, *args, **kwargs)
+def check_bases(models: Iterable[nn.Module], folder: Path) -> None:
+    """Raise ValueError on every rank if the adapters in a folder were trained on another base."""
+    for index, model in enumerate(models):
+        if find_state(model) is not None:
+            reshard(model)
+            check_base(folder, model, index)

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import accelerate.data_loader
 import torch
 import transformers
 from accelerate import Accelerator
@@ -62,91 +61,90 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     setattr(accelerator, _SHARING, size)
 
 
+def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> None:
+    """Tell a Trainer's Accelerator which ranks share batches, and the model how losses are summed.
+
+    Raises:
+        ValueError: ranks would share batches that each of them generates for itself.
+    """
+    if state.config.sp_size not in (None, 1) and generates_in_training(trainer):
+        raise ValueError(
+            f"{type(trainer).__name__} lets each rank generate completions of its own, but "
+            f"with sp_size={state.config.sp_size} that many ranks share a batch; patch with "
+            f"sp_size=1 (TRL refuses its own sequence parallelism here, too)"
+        )
+    share_batches(trainer.accelerator, state)
+    state.sums_losses = trainer.args.average_tokens_across_devices
+
+
 def sharing(accelerator: Accelerator) -> int:
     """Return how many consecutive ranks share their batches; 1 where none do."""
     return getattr(accelerator, _SHARING, 1)
 
 
-@dataclass(frozen=True)
-class _LoaderMesh:
-    """A stand-in for a device mesh, of which Accelerate's data loaders ask names and sizes.
-
-    They give ranks along the axis "cp" the same samples (accelerate/data_loader.py).
-    """
-
-    sizes: dict[str, int]
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        return tuple(self.sizes)
-
-    def __getitem__(self, name: str) -> _LoaderMesh:
-        return _LoaderMesh({name: self.sizes[name]})
-
-    def size(self) -> int:
-        (size,) = self.sizes.values()
-        return size
-
-
-def loader_mesh(original: Original, self: Accelerator) -> Any:
-    """Answer `Accelerator._prepare_device_mesh`, which only its data loaders call.
-
-    Where ranks share batches: a mesh whose axis "cp" has their number.
-    """
-    if sharing(self) == 1:
-        return original(self)
-    return _LoaderMesh(
-        {"dp_shard": self.num_processes // sharing(self), "cp": sharing(self)},
-    )
-
-
 def prepare_data_loader(
-    original: Original, self: Accelerator, data_loader: Any, *args: Any, **kwargs: Any
+    original: Original,
+    self: Accelerator,
+    data_loader: Any,
+    device_placement: bool | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Prepare a data loader so that ranks that share batches draw the same samples.
-
-    Wraps `Accelerator.prepare_data_loader`.
+    """Wrap `Accelerator.prepare_data_loader`: ranks that share batches draw the same samples.
 
     Raises:
         ValueError: ranks share batches, and the loader deals samples in a way that cannot be
             shared: `dispatch_batches=True`, "batch_rebalance", or a stream with batches of its own;
-            or it has more batches for one rank than for another.
+            or the loader has more batches for one rank than for another.
     """
-    prepared = _prepare_shared(original, self, data_loader, *args, **kwargs)
+    if sharing(self) == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
+        prepared = original(self, data_loader, device_placement, *args, **kwargs)
+    else:
+        prepared = _prepare_shared(self, data_loader, device_placement)
     check_even(self)
     return prepared
 
 
-def _prepare_shared(
-    original: Original, self: Accelerator, data_loader: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if sharing(self) == 1:
-        return original(self, data_loader, *args, **kwargs)
+def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool | None) -> Any:
+    """Prepare a data loader by Accelerate's own function, which is given data ranks for ranks."""
     if self.dispatch_batches:
         raise ValueError(
             "dispatch_batches=True sends each rank a batch of its own, but with sp_size="
             f"{sharing(self)} that many ranks share one; set dispatch_batches=False"
         )
-    if getattr(data_loader, "_is_accelerate_prepared", False):
-        return original(self, data_loader, *args, **kwargs)
+    data_ranks = self.num_processes // sharing(self)
     data_loader = copy.copy(data_loader)
     sampler = get_sampler(data_loader)
     if isinstance(data_loader.dataset, IterableDataset):
         _check_stream(data_loader)
-        # In its __dict__: the __setattr__ of a loader refuses another data set.
+        # Set in __dict__, as the __setattr__ of a loader refuses another data set.
         vars(data_loader)["dataset"] = _Stream(data_loader.dataset)
     elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
         raise ValueError(
             f"train_sampling_strategy='batch_rebalance' deals samples to single processes, but "
             f"with sp_size={sharing(self)} that many share them; use another strategy"
         )
-    elif getattr(sampler, "generator", self) is None and self.num_processes == sharing(self):
-        # With one data rank Accelerate sees no need to keep ranks in step.
+    elif getattr(sampler, "generator", self) is None and data_ranks == 1:
+        # With one data rank Accelerate does not synchronise the generators of the ranks.
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(_seed_of_rank_0(torch.initial_seed() % 2**63))
-    data_loader.worker_init_fn = _seeded_alike(data_loader.worker_init_fn, sharing(self))
-    with _options(self, type(sampler) is RandomSampler):
-        loader = original(self, data_loader, *args, **kwargs)
+    data_loader.worker_init_fn = _seeded_by_data_rank(data_loader.worker_init_fn, sharing(self))
+    loader = accelerate.data_loader.prepare_data_loader(
+        data_loader,
+        self.device,
+        num_processes=data_ranks,
+        process_index=self.process_index // sharing(self),
+        split_batches=self.split_batches,
+        put_on_device=self.device_placement if device_placement is None else device_placement,
+        rng_types=self.rng_types.copy(),
+        dispatch_batches=False,
+        even_batches=self.even_batches,
+        use_seedable_sampler=self.use_seedable_sampler or type(sampler) is RandomSampler,
+        data_seed=self.dataloader_config.data_seed,
+        non_blocking=self.non_blocking,
+        use_stateful_dataloader=self.use_stateful_dataloader,
+    )
+    prepared_loaders(self).append(loader)
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = _seed_of_rank_0(sampler.initial_seed)
@@ -185,26 +183,6 @@ def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> 
     if sharing(self) > 1 and per_process and prepared is not scheduler:
         prepared.scheduler = _EveryNth(prepared.scheduler, sharing(self))
     return prepared
-
-
-def create_accelerator(original: Original, self: transformers.Trainer) -> None:
-    """Tell the Trainer's new Accelerator which ranks share batches.
-
-    Wraps `Trainer.create_accelerator_and_postprocess`; the Trainer has its model by then, unless
-    `model_init` makes it later.
-    """
-    original(self)
-    _tell(self, self.model)
-
-
-def call_model_init(original: Original, self: transformers.Trainer, *args: Any, **kw: Any) -> Any:
-    """Tell the Trainer's Accelerator which ranks share batches, once `model_init` made the model.
-
-    Wraps `Trainer.call_model_init`.
-    """
-    model = original(self, *args, **kw)
-    _tell(self, model)
-    return model
 
 
 def get_num_items_in_batch(
@@ -342,46 +320,12 @@ def _count_stream(accelerator: Accelerator) -> None:
         loader.remainder = int(shard.dataset.rows) % (shard.batch_size * shard.num_processes)
 
 
-@contextmanager
-def _options(accelerator: Accelerator, seedable: bool) -> Iterator[None]:
-    """Make each rank read its data loader itself, and with `seedable` shuffle as all ranks do."""
-    options = accelerator.dataloader_config
-    before = options.dispatch_batches, options.use_seedable_sampler
-    options.dispatch_batches = False
-    options.use_seedable_sampler = options.use_seedable_sampler or seedable
-    try:
-        yield
-    finally:
-        options.dispatch_batches, options.use_seedable_sampler = before
-
-
-def _seeded_alike(init: Any, sharing: int) -> Any:
-    """Return `init`, a loader's `worker_init_fn`; the Trainer's then seeds by data rank.
-
-    Its own seeds by process.
-    """
+def _seeded_by_data_rank(init: Any, sharing: int) -> Any:
+    """Return a loader's `worker_init_fn`, where the Trainer's seeds by process, by data rank."""
     if isinstance(init, partial) and "rank" in init.keywords:
         rank = init.keywords["rank"] // sharing
         return partial(init.func, *init.args, **init.keywords | {"rank": rank})
     return init
-
-
-def _tell(trainer: transformers.Trainer, model: Any) -> None:
-    """Tell the Trainer's Accelerator, and the state of a patched model, of each other.
-
-    Raises:
-        ValueError: ranks would share batches that each of them generates for itself.
-    """
-    state = None if model is None else find_state(model)
-    if state is not None:
-        if state.config.sp_size not in (None, 1) and generates_in_training(trainer):
-            raise ValueError(
-                f"{type(trainer).__name__} lets each rank generate completions of its own, but "
-                f"with sp_size={state.config.sp_size} that many ranks share a batch; patch with "
-                f"sp_size=1 (TRL refuses its own sequence parallelism here, too)"
-            )
-        share_batches(trainer.accelerator, state)
-        state.sums_losses = trainer.args.average_tokens_across_devices
 
 
 def _seed_of_rank_0(seed: int) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_moe_ep.lora.factors import Adapter, pack_a, pack_b, stack_a, stack_b
-from hf_moe_ep.state import STATE, MoELayer, find_state
+from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import adapter_layers, parameter_factors
 
 Stack = Callable[[Tensor], Tensor]
@@ -98,16 +98,14 @@ def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     return self.model(*args, **kwargs)
 
 
-def inject_adapter(
-    original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any
-) -> None:
-    """Refuse a sharded model; else attach as PEFT does (BaseTuner)."""
-    if ranks := _sharded_over(model):
+def check_attachable(state: ModelState) -> None:
+    """Raise ValueError if the model of `state` is sharded: no adapter can be attached any more."""
+    if state.meshes is not None:
         raise ValueError(
-            f"this model is sharded over {ranks} ranks; attach adapters before apply_ep_fsdp2 or "
-            f"accelerator.prepare, so that every rank trains its share of the same adapter"
+            f"this model is sharded over {state.meshes.world_size} ranks; attach adapters before "
+            f"apply_ep_fsdp2 or accelerator.prepare, so that every rank trains its share of the "
+            f"same adapter"
         )
-    original(self, model, *args, **kwargs)
 
 
 def load_adapter(

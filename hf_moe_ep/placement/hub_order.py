@@ -13,11 +13,13 @@ model or its optimizer for a state dict elsewhere gets an error, not permuted ex
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_moe_ep.placement.move import (
     ExpertTensors,
@@ -59,6 +61,10 @@ def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
     if state is None or not is_placed(state):
         yield
         return
+    # An optimizer that is loaded in this block may have been made after the experts moved.
+    for optimizer in optimizers:
+        if optimizer is not None:
+            _guard(optimizer, state)
     before = [layer.placement for layer in state.moe_layers]
     _place(model, state, [None] * len(before), optimizers)
     state.at_home = [_stock(optimizer) for optimizer in optimizers]
@@ -124,8 +130,9 @@ def guard_state_dicts(
 ) -> None:
     """Refuse state dicts of a model and its optimizers while experts lie elsewhere; once each.
 
-    Its experts' parameters tell optimizers that are made of them later (`guard_new_optimizer`).
+    An optimizer that is made of these experts later is recognised at its first step.
     """
+    _watch_new_optimizers()
     if not state.guards_state_dicts:
         state.guards_state_dicts = True
         hook = NotInHubOrder(state)
@@ -140,12 +147,26 @@ def guard_state_dicts(
         _guard(optimizer, state)
 
 
-def guard_new_optimizer(optimizer: Any) -> None:
-    """Refuse state dicts of an optimizer that was made of experts which had moved by then."""
+@functools.cache
+def _watch_new_optimizers() -> None:
+    """Register a hook before every optimizer's step, once per process."""
+    register_optimizer_step_pre_hook(_guard_before_step)
+
+
+def _guard_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Refuse state dicts of an optimizer that was made of experts which had moved by then.
+
+    Runs before the first step of the optimizer, as no earlier hook exists for all optimizers.
+
+    Raises:
+        ValueError: the optimizer has state already: it was loaded before its first step.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = getattr(parameter, _GUARDED, None)
-            if state is not None:
+            if state is not None and getattr(optimizer, _GUARDED, None) is not state:
+                if is_placed(state) and optimizer.state.get(parameter):
+                    raise _state_dict_refusal(optimizer)
                 _guard(optimizer, state)
 
 
@@ -170,10 +191,14 @@ class NotInHubOrder(Ours):
         # With keep_vars one asks for the parameters themselves, not for values to be kept.
         wants_variables = isinstance(owner, nn.Module) and args[1:] == (True,)
         if is_placed(self.state) and not wants_variables:
-            raise ValueError(
-                f"balance_experts has moved experts of this model, so a state dict of "
-                f"{type(owner).__name__} would hold or take them in another order than files do; "
-                f"save and load with save_pretrained, save_checkpoint, load_checkpoint, the "
-                f"Trainer or Accelerate, which see to it, or put this into "
-                f"`with experts_in_hub_order(model, optimizer):`"
-            )
+            raise _state_dict_refusal(owner)
+
+
+def _state_dict_refusal(owner: Any) -> ValueError:
+    return ValueError(
+        f"balance_experts has moved experts of this model, so a state dict of "
+        f"{type(owner).__name__} would hold or take them in another order than files do; "
+        f"save and load with save_pretrained, save_checkpoint, load_checkpoint, the "
+        f"Trainer or Accelerate, which see to it, or put this into "
+        f"`with experts_in_hub_order(model, optimizer):`"
+    )
