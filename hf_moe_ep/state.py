@@ -53,7 +53,7 @@ keyword) to search for in FILE.
     integrations/optimizers.py | _hf_moe_ep_followed | whose biases move with Accelerate's steps
     -- what belongs to the process --
     upstream/wrap.py | _hf_moe_ep_wrapper _hf_moe_ep_rows | what `integrations/install.py` lists
-    upstream/wrap.py | __class__ setattr | of one Accelerator or Trainer: a subclass with our methods
+    upstream/wrap.py | __class__ setattr | of an Accelerator or Trainer: a subclass of ours
     upstream/wrap.py | _missing _checked _in_force _specialised | which wraps there are, and lack
     upstream/wrap.py | exec_module meta_path | calls us after the import of a module
     upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use

@@ -57,6 +57,7 @@ from hf_moe_ep.upstream.training_frameworks import (
     gather_again,
 )
 from hf_moe_ep.upstream.wrap import (
+    Feature,
     Wrap,
     bind_wrapper,
     call_when_imported,
@@ -210,349 +211,277 @@ def wrap_adapters(model: nn.Module, state: ModelState) -> None:
                 state.replace(module, row.name, bind_wrapper(module, row))
 
 
+def _rows(
+    owner: str, feature: Feature, *functions: tuple[str, Callable[..., Any], str]
+) -> tuple[Wrap, ...]:
+    """Build the rows of one owner and feature: (name of the stock function, ours, why)."""
+    separator = "." if ":" in owner else ":"
+    return tuple(
+        Wrap(f"{owner}{separator}{name}", ours, why, feature) for name, ours, why in functions
+    )
+
+
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+_TRAINER = "transformers.trainer:Trainer"
+_PEFT_MODEL = "peft.peft_model:PeftModel"
+_TUNER = "peft.tuners.tuners_utils:BaseTuner"
+
 # Process: put in with the first sign of an Accelerator.
 ACCELERATE = (
-    # ms-swift imports the function from accelerate.utils; every copy of the function is replaced.
-    Wrap(
-        "accelerate.accelerator:fsdp2_prepare_model",
-        prepare.prepare_model,
-        "shards with EP where Accelerate would shard with FSDP2 alone",
+    # ms-swift imports this function from accelerate.utils; every copy of it is replaced.
+    *_rows(
+        "accelerate.accelerator",
         features.SHARDING,
+        (
+            "fsdp2_prepare_model",
+            prepare.prepare_model,
+            "shards experts over ep, which FSDP2 cannot",
+        ),
     ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.prepare",
-        prepare_objects,
-        "refuses launch configs that would shard nothing; notices Accelerators of patched models",
+    *_rows(
+        _ACCELERATOR,
         features.SHARDING,
+        ("prepare", prepare_objects, "refuses launches that shard nothing; notices patched models"),
     ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.prepare_model",
-        prepare_model,
-        "shards a teacher, which Accelerate would leave whole and our forward refuses",
+    *_rows(
+        _ACCELERATOR,
         features.EVALUATED,
+        ("prepare_model", prepare_model, "shards a teacher, which Accelerate would leave whole"),
     ),
 )
 # Process: put in with ACCELERATE where the launch config asks for FSDP.
-CPU_RANKS = (
-    Wrap(
-        "accelerate.state:AcceleratorState.__init__",
-        prepare.init_state,
-        "lets FSDP2 run on CPU ranks, for an Accelerator that is made before its model is known",
-        features.CPU_RANKS,
-    ),
+CPU_RANKS = _rows(
+    "accelerate.state:AcceleratorState",
+    features.CPU_RANKS,
+    ("__init__", prepare.init_state, "lets FSDP2 run on CPU ranks before a model is known"),
 )
-# Process: put in for a model with quantised experts.
-QUANTISED = (
-    Wrap(
-        "accelerate.utils.fsdp_utils:_get_model_state_dict",
+# Process: put in for a model with quantised experts, whose bytes never change.
+QUANTISED = _rows(
+    "accelerate.utils.fsdp_utils",
+    features.ACCELERATE_STATE,
+    (
+        "_get_model_state_dict",
         saving.get_model_state_dict,
-        "leaves quantised experts out of checkpoints, as their bytes never change",
-        features.ACCELERATE_STATE,
+        "leaves quantised experts out of states",
     ),
-    Wrap(
-        "accelerate.utils.fsdp_utils:_set_model_state_dict",
-        saving.set_model_state_dict,
-        "loads a state dict without the quantised experts",
-        features.ACCELERATE_STATE,
-    ),
+    ("_set_model_state_dict", saving.set_model_state_dict, "loads a state without these experts"),
 )
 # Object: an Accelerator that has prepared a patched model.
 ACCELERATOR_METHODS = (
-    Wrap(
-        "accelerate.accelerator:Accelerator.get_state_dict",
-        saving.get_state_dict,
-        "packs the adapters of experts as PEFT does",
+    *_rows(
+        _ACCELERATOR,
         features.HUB_LAYOUT,
+        ("get_state_dict", saving.get_state_dict, "packs the adapters of experts as PEFT does"),
     ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.save_state",
-        accelerate_states.save_state,
-        "writes a marker first and a manifest last; saves experts in hub order",
+    *_rows(
+        _ACCELERATOR,
         features.ACCELERATE_STATE,
+        ("save_state", accelerate_states.save_state, "writes a marker first and a manifest last"),
+        ("load_state", accelerate_states.load_state, "loads complete states only, and no code"),
     ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.load_state",
-        accelerate_states.load_state,
-        "loads complete checkpoints only, and no code from DCP's pickles",
-        features.ACCELERATE_STATE,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.prepare_data_loader",
-        shared_batches.prepare_data_loader,
-        "gives the ranks of an sp group the same samples in the same order, and refuses loaders "
-        "with more batches for one rank than for another",
+    *_rows(
+        _ACCELERATOR,
         features.SLICES,
+        (
+            "prepare_data_loader",
+            shared_batches.prepare_data_loader,
+            "gives ranks of an sp group the same samples; refuses loaders that end unevenly",
+        ),
+        (
+            "prepare_scheduler",
+            shared_batches.prepare_scheduler,
+            "steps a schedule once per data rank, not once per process",
+        ),
+        ("gather_for_metrics", shared_batches.gather_for_metrics, "gathers each sample once"),
     ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.prepare_scheduler",
-        shared_batches.prepare_scheduler,
-        "steps a schedule once per data rank, not once per process",
-        features.SLICES,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.gather_for_metrics",
-        shared_batches.gather_for_metrics,
-        "gathers each sample once",
-        features.SLICES,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.log",
-        trackers.log,
-        "names a tracker that fails, and its rank, as the other ranks wait from then on",
+    *_rows(
+        _ACCELERATOR,
         features.TRACKERS,
+        ("log", trackers.log, "names a tracker that fails, for which the other ranks would wait"),
     ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.clip_grad_norm_",
-        optimizers.clip_grad_norm,
-        "clips gradients on two meshes, which Accelerate before 1.15 gives to torch's clip",
+    *_rows(
+        _ACCELERATOR,
         features.CLIP,
+        ("clip_grad_norm_", optimizers.clip_grad_norm, "clips over two meshes (accelerate < 1.15)"),
     ),
 )
 # Object: an optimizer that such an Accelerator has prepared.
-OPTIMIZER_STEP = Wrap(
-    "accelerate.optimizer:AcceleratedOptimizer.step",
-    optimizers.step,
-    "names an optimizer that cannot take DTensors, where torch names the operator alone; updates "
-    "the routers' biases of the models that the optimizer trains",
+(OPTIMIZER_STEP,) = _rows(
+    "accelerate.optimizer:AcceleratedOptimizer",
     features.BIASES,
+    ("step", optimizers.step, "updates routers' biases; names an optimizer without DTensors"),
 )
 # Process: put in when transformers.trainer is imported.
 TRAINER = (
-    Wrap(
-        "transformers.trainer:Trainer.create_accelerator_and_postprocess",
-        create_accelerator,
-        "notices a Trainer with a patched model before TRL prepares a reference model",
+    *_rows(
+        _TRAINER,
         features.TRAINER_SLICES,
+        (
+            "create_accelerator_and_postprocess",
+            create_accelerator,
+            "notices a patched model before TRL prepares a reference model",
+        ),
+        ("call_model_init", call_model_init, "notices a patched model that model_init builds"),
+        (
+            "evaluation_loop",
+            evaluate,
+            "notices a model that was patched after the Trainer was made",
+        ),
     ),
-    Wrap(
-        "transformers.trainer:Trainer.call_model_init",
-        call_model_init,
-        "notices a patched model that model_init builds",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.train",
-        train,
-        "resumes from complete checkpoints only, which are compared with their manifest",
+    *_rows(
+        _TRAINER,
         features.CHECKPOINTS,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.evaluation_loop",
-        evaluate,
-        "notices a model that was patched after the Trainer was made, without a call of train",
-        features.TRAINER_SLICES,
+        ("train", train, "resumes from complete checkpoints only; notices as evaluation_loop does"),
     ),
 )
 # Process: put in for the first Trainer with a patched model.
-ROTATION = (
-    Wrap(
-        "transformers.trainer:rotate_checkpoints",
-        trainer_checkpoints.rotate,
-        "deletes older checkpoints after the manifest of the new one, and unfinished ones first",
-        features.CHECKPOINTS,
-    ),
+ROTATION = _rows(
+    "transformers.trainer",
+    features.CHECKPOINTS,
+    ("rotate_checkpoints", trainer_checkpoints.rotate, "deletes checkpoints after the manifest"),
 )
+_STAY = "loads experts into a model that is not sharded, where stock keeps their old values"
 # Object: a Trainer with a patched model.
 TRAINER_METHODS = (
-    Wrap(
-        "transformers.trainer:Trainer.save_model",
-        saving.save_model,
-        "writes hub layout under SHARDED_STATE_DICT too, where stock writes nothing",
+    *_rows(
+        _TRAINER,
         features.HUB_LAYOUT,
+        ("save_model", saving.save_model, "writes hub layout under SHARDED_STATE_DICT too"),
     ),
-    Wrap(
-        "transformers.trainer:Trainer._save_checkpoint",
-        trainer_checkpoints.save_checkpoint,
-        "writes a marker first and a manifest last",
+    *_rows(
+        _TRAINER,
         features.CHECKPOINTS,
+        ("_save_checkpoint", trainer_checkpoints.save_checkpoint, "marker first, manifest last"),
+        ("_push_from_checkpoint", trainer_checkpoints.push, "pushes after the manifest"),
+        ("_load_from_checkpoint", trainer_checkpoints.load_model, _STAY),
+        ("_load_best_model", trainer_checkpoints.load_model, _STAY),
+        (
+            "_load_optimizer_and_scheduler",
+            trainer_checkpoints.load_optimizer,
+            "loads no code from DCP's pickles, which torch would run",
+        ),
     ),
-    Wrap(
-        "transformers.trainer:Trainer._push_from_checkpoint",
-        trainer_checkpoints.push,
-        "pushes a checkpoint to the hub after its manifest is written",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer._load_from_checkpoint",
-        trainer_checkpoints.load_model,
-        "loads experts into a model that is not sharded, where stock keeps their old values",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer._load_best_model",
-        trainer_checkpoints.load_model,
-        "loads experts into a model that is not sharded, where stock keeps their old values",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer._load_optimizer_and_scheduler",
-        trainer_checkpoints.load_optimizer,
-        "loads no code from DCP's pickles, which torch would run",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.get_tp_size",
-        shared_batches.get_tp_size,
-        "divides the loss scale and the total batch size by the number of ranks per batch",
+    *_rows(
+        _TRAINER,
         features.TRAINER_SLICES,
+        ("get_tp_size", shared_batches.get_tp_size, "counts the ranks that share a batch"),
+        (
+            "_get_num_items_in_batch",
+            shared_batches.get_num_items_in_batch,
+            "keeps a token count of this rank alone, which stock divides as well",
+        ),
+        ("floating_point_ops", shared_batches.floating_point_ops, "counts total_flos once"),
+        (
+            "_track_num_input_tokens",
+            shared_batches.track_num_input_tokens,
+            "counts num_input_tokens_seen once per data rank",
+        ),
+        (
+            "prediction_step",
+            shared_batches.prediction_step,
+            "gathers the logits of whole sequences where the Trainer returns logits",
+        ),
     ),
-    Wrap(
-        "transformers.trainer:Trainer._get_num_items_in_batch",
-        shared_batches.get_num_items_in_batch,
-        "keeps a token count of this rank alone, which stock divides as well",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.floating_point_ops",
-        shared_batches.floating_point_ops,
-        "counts total_flos once per data rank",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer._track_num_input_tokens",
-        shared_batches.track_num_input_tokens,
-        "counts num_input_tokens_seen once per data rank",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.prediction_step",
-        shared_batches.prediction_step,
-        "gathers the logits of whole sequences where the Trainer returns logits",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.log",
-        log_expert_load,
-        "adds the values of an ExpertLoadCallback to the logs before any tracker sees them",
+    *_rows(
+        _TRAINER,
         features.EXPERT_LOAD,
+        ("log", log_expert_load, "adds an ExpertLoadCallback's values before any tracker runs"),
     ),
+)
+_OWN_REFERENCE = (
+    "compute_ref_log_probs",
+    references.shard_before_asked,
+    "shards a policy with adapters that serves as its own reference before training",
 )
 # Object: a trainer of TRL with a patched policy.
-REFERENCE_LOG_PROBS = tuple(
-    Wrap(
-        f"trl.trainer.{module}:{trainer}.compute_ref_log_probs",
-        references.shard_before_asked,
-        "shards a policy with adapters that serves as its own reference before training",
-        features.EVALUATED,
-    )
-    for module, trainer in (("dpo_trainer", "DPOTrainer"), ("kto_trainer", "KTOTrainer"))
+REFERENCE_LOG_PROBS = (
+    *_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
+    *_rows("trl.trainer.kto_trainer:KTOTrainer", features.EVALUATED, _OWN_REFERENCE),
 )
 # Object: a patched model.
-MODEL_METHODS = (
-    Wrap(
-        "transformers.modeling_utils:PreTrainedModel.save_pretrained",
-        saving.save_in_hub_layout,
-        "writes a sharded model, or its gathered state dict, in hub layout; stock cannot",
-        features.HUB_LAYOUT,
-    ),
+MODEL_METHODS = _rows(
+    "transformers.modeling_utils:PreTrainedModel",
+    features.HUB_LAYOUT,
+    ("save_pretrained", saving.save_in_hub_layout, "saves a sharded model in hub layout"),
 )
 # Process: put in when peft is imported.
 PEFT = (
-    Wrap(
-        "peft.peft_model:PeftModel.__init__",
-        create_adapters,
-        "notices the PeftModel of a patched model",
+    *_rows(
+        _PEFT_MODEL,
         features.ADAPTER_FILES,
+        ("__init__", create_adapters, "notices the PeftModel of a patched model"),
     ),
-    Wrap(
-        "peft.tuners.tuners_utils:BaseTuner.inject_adapter",
-        inject_adapter,
-        "notices adapters of a patched model; refuses a sharded model, whose ranks would each "
-        "train another adapter",
+    *_rows(
+        _TUNER,
         features.ADAPTER_REFUSALS,
+        ("inject_adapter", inject_adapter, "notices adapters; refuses them in a sharded model"),
     ),
 )
 # Object: a PeftModel, a tuner or an adapter layer of a patched model.
 ADAPTER_METHODS = (
-    Wrap(
-        "peft.peft_model:PeftModel.save_pretrained",
-        saving.save_adapters,
-        "gathers the adapters of a sharded model, on every rank",
+    *_rows(
+        _PEFT_MODEL,
         features.ADAPTER_FILES,
+        ("save_pretrained", saving.save_adapters, "gathers adapters of a sharded model"),
+        ("_get_base_model_class", saving.base_model_class, "names stock's class, not FSDP2's"),
     ),
-    Wrap(
-        "peft.peft_model:PeftModel.get_prompt_embedding_to_save",
-        prompts.prompt_to_save,
-        "gathers the prompt encoder, which PEFT calls outside the model's forward",
+    *_rows(
+        _PEFT_MODEL,
         features.PROMPTS,
+        ("get_prompt_embedding_to_save", prompts.prompt_to_save, "gathers the prompt encoder"),
+        ("get_prompt", prompts.prompt, "gathers the prompt encoder outside the model's forward"),
     ),
-    Wrap(
-        "peft.peft_model:PeftModel.get_prompt",
-        prompts.prompt,
-        "gathers the prompt encoder, which `generate` calls outside the model's forward",
+    *_rows(
+        "peft.peft_model:PeftModelForCausalLM",
         features.PROMPTS,
+        (
+            "prepare_inputs_for_generation",
+            prompts.begin_generation,
+            "initialises FSDP2's root before PEFT calls the embedding alone",
+        ),
     ),
-    Wrap(
-        "peft.peft_model:PeftModelForCausalLM.prepare_inputs_for_generation",
-        prompts.begin_generation,
-        "initialises FSDP2's root before PEFT calls the embedding alone",
-        features.PROMPTS,
-    ),
-    Wrap(
-        "peft.peft_model:PeftModel._get_base_model_class",
-        saving.base_model_class,
-        "names the stock class in adapter_config.json, not the subclass that FSDP2 made",
-        features.ADAPTER_FILES,
-    ),
-    Wrap(
-        "peft.peft_model:PeftModel.load_adapter",
-        adapters.load_adapter,
-        "refuses a sharded model, whose ranks would each hold another adapter",
+    *_rows(
+        _PEFT_MODEL,
         features.ADAPTER_REFUSALS,
+        ("load_adapter", adapters.load_adapter, "refuses a sharded model"),
     ),
-    Wrap(
-        "peft.tuners.lora.layer:ParamWrapper._activate_lora",
-        adapters.activate,
-        "keeps low-rank factors beside the stacked weights, where PEFT builds merged weights",
+    *_rows(
+        "peft.tuners.lora.layer:ParamWrapper",
         features.ADAPTERS_ON_EXPERTS,
+        ("_activate_lora", adapters.activate, "keeps factors low-rank, where PEFT merges weights"),
     ),
-    Wrap(
-        "peft.tuners.tuners_utils:BaseTuner.forward",
-        adapters.call_base_model,
-        "runs the hooks that gather parameters, which peft 0.20 passes by",
+    *_rows(
+        _TUNER,
         features.ADAPTERS,
+        ("forward", adapters.call_base_model, "runs the hooks that peft 0.20 passes by"),
     ),
-    *(
-        Wrap(
-            f"peft.tuners.tuners_utils:BaseTuner.{name}",
-            partial(adapters.merge, name),
-            "refuses a sharded model, whose shards would be merged with whole factors",
-            features.ADAPTER_REFUSALS,
-        )
-        for name in ("merge_and_unload", "unload", "merge_adapter")
-    ),
-    Wrap(
-        "peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",
-        adapters.unmerge,
-        "refuses a sharded model whose adapters were merged before it was sharded",
+    *_rows(
+        _TUNER,
         features.ADAPTER_REFUSALS,
+        *(
+            (name, partial(adapters.merge, name), "refuses a sharded model")
+            for name in ("merge_and_unload", "unload", "merge_adapter")
+        ),
+        ("unmerge_adapter", adapters.unmerge, "refuses adapters that were merged before sharding"),
     ),
 )
 # Process: each row is put in when its module is imported.
 TRL = (
-    Wrap(
-        "trl.models.utils:prepare_fsdp",
-        references.shard_reference,
-        "shards a reference model layer by layer, where TRL makes it one FSDP2 unit",
+    *_rows(
+        "trl.models.utils",
         features.EVALUATED,
+        ("prepare_fsdp", references.shard_reference, "shards a reference model layer by layer"),
     ),
-    Wrap(
-        "trl.trainer.callbacks:SyncRefModelCallback._sync_target_model",
-        references.mix_shards,
-        "mixes the policy into its reference shard by shard, and names what does not match",
+    *_rows(
+        "trl.trainer.callbacks:SyncRefModelCallback",
         features.EVALUATED,
+        ("_sync_target_model", references.mix_shards, "mixes the policy into its reference"),
     ),
-    Wrap(
-        "trl.generation.vllm_generation:VLLMGeneration._iter_named_params",
-        engines.iter_named_params,
-        "sends an engine hub names and merged adapters, one tensor at a time",
+    *_rows(
+        "trl.generation.vllm_generation:VLLMGeneration",
         features.ENGINES,
-    ),
-    Wrap(
-        "trl.generation.vllm_generation:VLLMGeneration.sync_weights",
-        engines.sync_weights,
-        "raises on all ranks where an engine refuses weights on one of them",
-        features.ENGINES,
+        ("_iter_named_params", engines.iter_named_params, "sends hub names and merged adapters"),
+        ("sync_weights", engines.sync_weights, "raises on all ranks where one rank fails"),
     ),
 )
 

@@ -144,6 +144,8 @@ def _wrapped_functions() -> list[Finding]:
             findings.append(Finding(FAIL if row.raises else NOTE, row.target, text))
     if not findings:
         text = f"{resolved} functions that patch() wraps are where they were"
+        replaced = sum(row.process for row in rows)
+        text += f"; {replaced} are replaced for the process when needed, the rest on single objects"
         if left_out:
             text += f"; {left_out} are of packages that are missing"
         findings.append(Finding(OK, "all", text))
