@@ -1,15 +1,15 @@
-"""What works through functions of other packages, and the calls by which somebody uses it.
+"""The features that work through functions of other packages, and the calls that use them.
 
-Every row of the table in `install.py` belongs to one feature. Where an installed version lacks the
-function of a row, `patch` warns with the names of both and goes on. Of the calls below, those that
-would use the feature then raise the same message:
+Every row of the table in `install.py` belongs to one feature. If an installed version lacks the
+function of a row, a warning names the function and the feature when the row is put in. A call that
+would use the feature raises the same text:
 
-    Accelerate has no fsdp2_prepare_model    patch(model) warns
+    Accelerate has no fsdp2_prepare_model    patch(model) warns, in a script that uses Accelerate
                                              accelerator.prepare(model) on 2 ranks raises
-                                             a loop with apply_ep_fsdp2(model) runs as ever
+                                             a loop with apply_ep_fsdp2(model) is not affected
 
-A feature without such a call in this file is one that nothing could raise for: all that is lost is
-an error in better words, or a call of its own is the function that is missing.
+A feature without calls cannot go wrong silently: only the words of an error are lost, or the
+missing function is itself the call that would use the feature.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_moe_ep.upstream.wrap import Feature
 
 
 def _states_of(value: Any) -> list[ModelState]:
-    """Return the states of the patched models that `value` is, trains or has prepared."""
+    """Return the states of patched models: `value` is the model, its trainer or an Accelerator."""
     models = [value, getattr(value, "model", None)]
     if isinstance(value, Accelerator):
         models = prepared_models(value)
@@ -46,7 +46,7 @@ def _given_sharded(*args: Any, **kwargs: Any) -> bool:
 
 
 def _prepares_on_ranks(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
-    """Return whether this call of `Accelerator.prepare` would shard a patched model."""
+    """Return True if this call of `Accelerator.prepare` would shard a patched model."""
     states = [state for value in args for state in _states_of(value)]
     return accelerator.num_processes > 1 and any(state.meshes is None for state in states)
 
@@ -67,7 +67,7 @@ def _prepares_biases(accelerator: Accelerator, *args: Any, **kwargs: Any) -> boo
 def _keeps_checkpoints(
     trainer: transformers.Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> bool:
-    """Return whether this call of `Trainer.train` writes or reads a patched model's checkpoints."""
+    """Return True if this call of `Trainer.train` writes or reads a patched model's checkpoints."""
     saves = trainer.args.save_strategy != "no"
     return _given_patched(trainer) and bool(saves or resume_from_checkpoint)
 
@@ -79,12 +79,12 @@ def _has_load_callback(trainer: transformers.Trainer, *args: Any, **kwargs: Any)
 
 
 def _adapts_experts(tuner: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return whether PEFT's tuner has an adapter on stacked experts of a patched model."""
+    """Return True if PEFT's tuner has an adapter on stacked experts of a patched model."""
     return _given_patched(tuner) and any(True for _ in parameter_factors(tuner.model))
 
 
 def _feature(name: str, **used_by: Callable[..., bool]) -> Feature:
-    """Make a feature; a keyword is the last part of a target in `_CALLS`."""
+    """Build a feature. Each keyword is a call in `_CALLS`, with a test of its arguments."""
     return Feature(name, {_CALLS[call]: used for call, used in used_by.items()})
 
 

@@ -390,7 +390,7 @@ TRAINER_METHODS = (
 )
 _OWN_REFERENCE = (
     "compute_ref_log_probs",
-    references.shard_before_asked,
+    references.shard_own_reference,
     "shards a policy with adapters that serves as its own reference before training",
 )
 # Object: a trainer of TRL with a patched policy.
@@ -428,8 +428,16 @@ ADAPTER_METHODS = (
     *_rows(
         _PEFT_MODEL,
         features.PROMPTS,
-        ("get_prompt_embedding_to_save", prompts.prompt_to_save, "gathers the prompt encoder"),
-        ("get_prompt", prompts.prompt, "gathers the prompt encoder outside the model's forward"),
+        (
+            "get_prompt_embedding_to_save",
+            prompts.compute_prompt_to_save,
+            "gathers the prompt encoder",
+        ),
+        (
+            "get_prompt",
+            prompts.compute_prompt,
+            "gathers the prompt encoder outside the model's forward",
+        ),
     ),
     *_rows(
         "peft.peft_model:PeftModelForCausalLM",

@@ -9,8 +9,8 @@ The factors stay parameters of PEFT's wrappers. When the model is sharded they a
 with their experts, in the same FSDP2 unit (`factors.py` has the layouts); what is saved is packed
 as PEFT packs it, so it is a stock adapter.
 
-`integrations/install.py` puts `activate`, `call_base_model`, `inject_adapter`, `load_adapter`,
-`merge` and `unmerge` in front of PEFT's own functions.
+`integrations/install.py` wraps PEFT's functions with `activate`, `call_base_model`, `load_adapter`,
+`merge` and `unmerge`, for the adapters of a patched model alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
 
 
 def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
-    """Leave the factors on experts that we compute, for one forward (ParamWrapper)."""
+    """Wrap `ParamWrapper._activate_lora`: give the factors to our experts for one forward."""
     experts = self.get_base_layer()
     if not _computed_here(experts):
         return original(self, active_adapters)
@@ -88,10 +88,10 @@ def _leave(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[No
 
 
 def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a patched model inside a tuner as a module, so that its hooks run (BaseTuner.forward).
+    """Wrap `BaseTuner.forward`: call a patched model as a module, so that its hooks run.
 
-    PEFT 0.20 calls `model.forward`, which passes by FSDP2's hooks and ours. Newer versions of PEFT
-    call the model.
+    PEFT 0.20 calls `model.forward`, which skips FSDP2's hooks and ours. Newer versions of PEFT call
+    the model.
     """
     if find_state(self.model) is None:
         return original(self, *args, **kwargs)
@@ -111,7 +111,7 @@ def check_attachable(state: ModelState) -> None:
 def load_adapter(
     original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a sharded model; else load as PEFT does (PeftModel)."""
+    """Wrap `PeftModel.load_adapter`: refuse a sharded model."""
     if ranks := _sharded_over(self):
         raise ValueError(
             f"load_adapter on a model that is sharded over {ranks} ranks; load {model_id} before "
@@ -122,7 +122,7 @@ def load_adapter(
 
 
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a sharded model; else merge or unload as PEFT does (BaseTuner); `name` is which."""
+    """Wrap the method `name` of `BaseTuner`, which merges or unloads: refuse a sharded model."""
     if ranks := _sharded_over(self):
         raise ValueError(
             f"{name} on a model that is sharded over {ranks} ranks; save the adapter with "
@@ -133,7 +133,7 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 
 def unmerge(original: Callable[..., Any], self: Any) -> Any:
-    """Refuse a sharded model whose adapters were merged before; else unmerge as PEFT does."""
+    """Wrap `BaseTuner.unmerge_adapter`: refuse a sharded model with merged adapters."""
     if ranks := _sharded_over(self):
         for path, layer in adapter_layers(self):
             if getattr(layer, "merged", False):

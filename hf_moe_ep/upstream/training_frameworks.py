@@ -1,4 +1,4 @@
-"""What Accelerate and the Trainer keep to themselves, and wrappers of `integrations/` need.
+"""Private names of Accelerate, the Trainer and TRL that the wrappers of `integrations/` use.
 
 accelerate/state.py, accelerate/accelerator.py, transformers/trainer.py, trl/trainer/.
 """
@@ -110,7 +110,7 @@ def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
 
 
 def clips_over_meshes(accelerator: Accelerator) -> bool:
-    """Return whether Accelerate itself clips gradients that lie on several device meshes.
+    """Return True if Accelerate itself clips gradients on several device meshes.
 
     Since 1.15 (accelerate/accelerator.py). Before that torch's clip raises on two meshes.
     """
@@ -118,10 +118,10 @@ def clips_over_meshes(accelerator: Accelerator) -> bool:
 
 
 def has_chunked_loss(model: nn.Module) -> bool:
-    """Return whether TRL replaced the forward of `model` by the one of its chunked loss.
+    """Return True if TRL replaced the forward of `model` by the forward of its chunked loss.
 
-    trl/trainer/sft_trainer.py, before 1.15; the default of its SFTTrainer. It imports the function
-    of the router's aux loss itself.
+    trl/trainer/sft_trainer.py before 1.15; the default of SFTTrainer. That forward imports stock's
+    function of the router's aux loss.
     """
     names = {getattr(forward, "__name__", "") for forward in forward_functions(model)}
     return "_chunked_ce_forward" in names
@@ -141,9 +141,9 @@ def gather_again(trainer: transformers.Trainer) -> None:
 
 
 def generates_in_training(trainer: transformers.Trainer) -> bool:
-    """Return whether each process of this trainer generates what it learns from.
+    """Return True if each process of this trainer generates its own training samples.
 
-    As GRPO, RLOO, their subclasses and distillation do (trl/trainer/grpo_trainer.py).
+    GRPO, RLOO, their subclasses and distillation do (trl/trainer/grpo_trainer.py).
     """
     return hasattr(trainer, "_generate_and_score_completions")
 
@@ -154,7 +154,7 @@ def checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:
 
 
 def save_beside(trainer: transformers.Trainer, folder: str, state_dict: Any) -> None:
-    """Call `Trainer._save`: write a model, and what the Trainer saves beside it.
+    """Call `Trainer._save`: write a model with its tokenizer and the training arguments.
 
     transformers/trainer.py.
     """
