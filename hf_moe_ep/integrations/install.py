@@ -8,7 +8,8 @@ somebody starts to use its library:
     ACCELERATE   when the process shows a sign of using Accelerate    3 functions
     CPU_RANKS    by an FSDP launch, with the group above              1
     QUANTISED    when `prepare` is given a model with experts_dtype   2
-    TRAINER      when transformers.trainer is imported                5
+    TRAINER      when transformers.trainer is imported                4
+    ROTATION     when a Trainer is given a patched model              1
     PEFT         when peft is imported                                2
     TRL          when the module of each row is imported              4
 
@@ -74,16 +75,14 @@ def prepare_objects(
     original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any
 ) -> Any:
     """Wrap `Accelerator.prepare`: an Accelerator that is given a patched model is specialised."""
-    states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
-    if any(state is not None for state in states):
+    for model in args:
+        state = find_state(model) if isinstance(model, nn.Module) else None
+        if state is None:
+            continue
         specialise(self, Accelerator, ACCELERATOR_METHODS)
-        for model, state in zip(
-            (arg for arg in args if isinstance(arg, nn.Module)), states, strict=True
-        ):
-            if state is not None:
-                wrap_adapters(model, state)
-                if state.config.experts_dtype is not None:
-                    wrap_process(QUANTISED)
+        wrap_adapters(model, state)
+        if state.config.experts_dtype is not None:
+            wrap_process(QUANTISED)
     if not is_specialised(self):
         return original(self, *args, **kwargs)
     prepared = prepare.prepare(original, self, *args, **kwargs)
@@ -94,7 +93,7 @@ def prepare_objects(
 def prepare_model(
     original: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Accelerator.prepare_model`, by which teachers are prepared that are not trained."""
+    """Wrap `Accelerator.prepare_model`, which TRL calls for a teacher model."""
     if find_state(model) is None:
         return original(self, model, *args, **kwargs)
     specialise(self, Accelerator, ACCELERATOR_METHODS)
@@ -123,7 +122,7 @@ def call_model_init(
 def train(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.train`, before which a model may have been patched that the Trainer had."""
+    """Wrap `Trainer.train`: the Trainer's model may have been patched after the Trainer was made."""
     adopt_trainer(self, self.model)
     if not is_specialised(self):
         return original(self, *args, **kwargs)
@@ -148,7 +147,7 @@ def log_expert_load(
 
 
 def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
-    """Give a Trainer with a patched model, and its Accelerator, methods of ours.
+    """Give our methods to a Trainer with a patched model, and to its Accelerator.
 
     Raises:
         ValueError: ranks would share batches that each of them generates for itself.
@@ -516,7 +515,7 @@ def install(model: nn.Module, state: ModelState) -> None:
                 if row.name not in vars(module):
                     state.replace(module, row.name, bind_wrapper(module, row))
     wrap_adapters(model, state)
-    if accelerate_is_in_use():
+    if ACCELERATE[0].target in in_force() or accelerate_is_in_use():
         wrap_accelerate()
     else:
         call_when_accelerator_is_imported(wrap_accelerate)

@@ -34,6 +34,8 @@ def accelerate_is_in_use() -> bool:
     launched = launched_with_fsdp() or "ACCELERATE_MIXED_PRECISION" in launch_environment()
     if launched or PartialState._shared_state:
         return True
+    if "Accelerator" not in vars(accelerate):
+        return False  # `call_when_accelerator_is_imported` waits for the first use.
     namespaces = [
         vars(module)
         for name, module in list(sys.modules.items())
