@@ -122,7 +122,7 @@ def call_model_init(
 def train(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `Trainer.train`: the Trainer's model may have been patched after the Trainer was made."""
+    """Wrap `Trainer.train`: the model may have been patched after the Trainer was made."""
     adopt_trainer(self, self.model)
     if not is_specialised(self):
         return original(self, *args, **kwargs)

@@ -1,6 +1,6 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), loaded without running code from their files.
 
-DCP keeps two kinds of pickles, and torch runs whatever is in them:
+DCP writes two kinds of pickles, and torch runs the code in them when it loads them:
 
     .metadata       which tensors there are, and where (filesystem.py, read_metadata)
     __0_0.distcp    beside tensors "byte items": an optimizer's options, lr, betas, ..
@@ -61,7 +61,7 @@ _MAY_BUILD = {
 }
 # The function that numpy pickles a number as a call of. numpy 1 has it under another name.
 _SCALAR = numpy.float64(0).__reduce__()[0]
-# What a byte item may build beside what torch.load(weights_only=True) allows.
+# The classes of a byte item that torch.load(weights_only=True) does not allow by itself.
 _NUMPY_NUMBERS: list[Any] = [
     (_SCALAR, "numpy._core.multiarray.scalar"),
     (_SCALAR, "numpy.core.multiarray.scalar"),
