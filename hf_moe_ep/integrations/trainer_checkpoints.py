@@ -71,12 +71,12 @@ def save_checkpoint(
         save_configs(self.model, folder)
 
     on_first(f"saving {folder}", begin)
-    held = _held_back[os.fspath(folder.parent)] = []
+    held = _held_back[os.path.abspath(folder.parent)] = []
     try:
         with experts_in_hub_order(self.model, self.optimizer), planned_by_each():
             together(f"saving {folder}", lambda: original(self, model, trial))
     finally:
-        del _held_back[os.fspath(folder.parent)]
+        del _held_back[os.path.abspath(folder.parent)]
     if state.config.experts_dtype is not None:
         reshard(self.model)
         base = describe_base(self.model)
@@ -90,7 +90,7 @@ def push(original: Callable[..., Any], self: transformers.Trainer, checkpoint_fo
 
     Without a manifest the checkpoint on the hub would count as unfinished for ever.
     """
-    held = _held_back.get(os.path.dirname(checkpoint_folder))
+    held = _held_back.get(os.path.dirname(os.path.abspath(checkpoint_folder)))
     if held is None:
         original(self, checkpoint_folder)
     else:
@@ -108,7 +108,7 @@ def rotate(
 
     Stock counts an unfinished checkpoint as one to keep, and deletes a complete one for it.
     """
-    held = _held_back.get(output_dir)
+    held = _held_back.get(os.path.abspath(output_dir))
     if held is None:
         original(output_dir, save_total_limit, *args, **kwargs)
         return
@@ -131,11 +131,11 @@ def train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`Trainer.train`, resuming from complete checkpoints alone.
+    """Train as `Trainer.train` does, but resume from complete checkpoints only.
 
     Raises:
-        ValueError: on every rank, before anything is loaded: the checkpoint is damaged or was not
-            finished, or there is none.
+        ValueError: on every rank, before anything is loaded: the checkpoint is damaged, unfinished
+            or absent.
     """
     if self.model is None or find_state(self.model) is None or not resume_from_checkpoint:
         return original(self, resume_from_checkpoint, *args, **kwargs)

@@ -293,6 +293,7 @@ def test_a_push_has_the_manifest(tmp_path: Path, one_process: None) -> None:
         pushed.append((Path(folder).name, sorted(path.name for path in tmp_path.iterdir())))
 
     trainer.args.push_to_hub, trainer.hub_model_id = True, "nobody/nothing"
+    trainer.args.output_dir += "/"
     with (
         mock.patch.object(transformers.Trainer, "_push_from_checkpoint", lambda self, *a: push(*a)),
         mock.patch.object(transformers.Trainer, "init_hf_repo", lambda self, **kwargs: None),
