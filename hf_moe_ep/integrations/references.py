@@ -127,8 +127,8 @@ def _check_shared(state: ModelState, accelerator: Accelerator) -> None:
     size, shared = state.config.sp_size or 1, shared_batches.sharing(accelerator)
     if size not in (1, shared):
         raise ValueError(
-            f"this model was patched with sp_size={size}, but {shared} ranks share a batch of the "
-            f"model that is trained; patch both with the same sp_size, or this one with sp_size=1"
+            f"this model was patched with sp_size={size}, but the model that is trained has "
+            f"sp_size={shared}; patch both with the same sp_size, or this one with sp_size=1"
         )
 
 

@@ -162,7 +162,7 @@ def other_models_are_refused_by_name(rank: int, world: int) -> None:
                 reference_of(LlamaForCausalLM(llama) if odd else tiny(**FP32), accelerator)
             with pytest.raises(ValueError, match="2 MoE layers of 4 experts and the policy 2 of 8"):
                 reference_of(tiny(**FP32, num_experts=4) if odd else tiny(**FP32), accelerator)
-            with pytest.raises(ValueError, match=r"sp_size=2, but .* lets 1 of these"):
+            with pytest.raises(ValueError, match=r"patched with sp_size=2, but .* has sp_size=1"):
                 sp_size = 2 if odd else 1
                 reference_of(patch(tiny(**FP32), ep_size=2, sp_size=sp_size), accelerator)
         with pytest.raises(ValueError, match="ranks disagree about the reference model"):
