@@ -106,6 +106,7 @@ def create_accelerator(original: Callable[..., Any], self: transformers.Trainer)
     The Trainer has its model by then, unless `model_init` builds the model later. TRL's trainers
     prepare their reference models right after this call.
     """
+    _wrap_cpu_ranks()
     original(self)
     adopt_trainer(self, self.model)
 
@@ -530,6 +531,10 @@ def wrap_accelerate() -> None:
     """Put in the wraps that notice when an Accelerator prepares a patched model."""
     wrap_process(ACCELERATE)
     check_targets((*ACCELERATOR_METHODS, OPTIMIZER_STEP, *QUANTISED))
+    _wrap_cpu_ranks()
+
+
+def _wrap_cpu_ranks() -> None:
     if launched_with_fsdp():
         wrap_process(CPU_RANKS)
 
