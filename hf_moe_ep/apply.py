@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from hf_moe_ep.checkpoints.hub.read import dtype_of_weights, find_weights, load_weights
 from hf_moe_ep.config import ParallelConfig, launched_local_rank
+from hf_moe_ep.integrations.install import wrap_adapters
 from hf_moe_ep.patch import check_unsharded, patch
 from hf_moe_ep.ranks.together import is_distributed, together
 from hf_moe_ep.sharding.options import ShardOptions, default_device, default_policy, kept_whole
@@ -97,6 +98,7 @@ def _patched(
         state = getattr(model, STATE)
     else:
         check_unsharded(model)
+        wrap_adapters(model, state)
     assert state is not None
     return state
 

@@ -143,7 +143,9 @@ def _wrapped_functions() -> list[Finding]:
             text = f"{row.error}; the ranges above name such versions"
             findings.append(Finding(FAIL if row.raises else NOTE, row.target, text))
     if not findings:
+        replaced = sum(row.process for row in rows)
         text = f"{resolved} functions that patch() wraps exist"
+        text += f"; {replaced} are replaced for the process when needed, the rest on single objects"
         if left_out:
             text += f"; {left_out} belong to packages that are not installed"
         findings.append(Finding(OK, "all", text))

@@ -1,8 +1,8 @@
 """`patch` and `unpatch`: read this file first.
 
 `patch` changes one model instance, and nothing that another model shares. It finds the model's
-parts once (`architectures.py`), lets every feature check whether it can do what the config asks
-for, and only then lets each attach itself:
+parts once (`architectures.py`). Every feature first checks that it can do what the config asks for,
+and only then each feature attaches itself:
 
     moe        every experts module calls our forward; the root refuses to train unsharded; the
                router's aux loss is global                                    (`moe/attach.py`)
@@ -11,11 +11,13 @@ for, and only then lets each attach itself:
     vision     a tower runs on every rank or on none                       (`vision/attach.py`)
     bias       with bias_update_rate the routers' biases are found          (`routing/bias.py`)
 
-A new feature is a folder or a file with these two functions, and one word in `FEATURES`. What it
-attaches is a hook that inherits `Ours`, or an attribute set through `ModelState.replace`: that is
-how `unpatch` finds it. Adapters (`lora/`) attach nothing; they are met where PEFT is wrapped.
+A new feature is a folder or a file with the functions `check` and `attach`, and one word in
+`FEATURES`. A feature attaches hooks that inherit `Ours`, and attributes that are set by
+`ModelState.replace`, so that `unpatch` finds both. Adapters (`lora/`) are attached by PEFT, and
+`integrations/install.py` wraps PEFT's functions for them. The same module arranges that Accelerate
+and the Trainer recognise the model when they are given it.
 
-It looks at the model only. What depends on the world is checked by `sharding/` when the model is
+`patch` checks the model only. `sharding/` checks the sizes against the world when the model is
 sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `integrations/`.
 """
 
@@ -48,16 +50,16 @@ _logger = logging.getLogger("hf_moe_ep")
 
 
 class Feature(Protocol):
-    """Names what the `attach.py` of a wing has."""
+    """The functions of a feature's `attach.py`."""
 
     def check(self, parts: Parts, state: ModelState) -> None:
-        """Raise where the model cannot do what the config asks for; change no module."""
+        """Raise ValueError if the model cannot do what the config asks for; change no module."""
 
     def attach(self, parts: Parts, state: ModelState) -> None:
-        """Change the modules; nothing here can fail."""
+        """Change the modules; this must not fail."""
 
 
-# Their hooks run in this order: behind the first, all know the slice of a forward.
+# Hooks run in this order: `sequence` slices the batch, and later hooks use the slice.
 FEATURES: tuple[Feature, ...] = (sequence, moe, vision, bias)
 
 
@@ -80,15 +82,14 @@ def patch(
         model: a Transformers model with stacked experts (transformers' experts interface), as
             `from_pretrained` returns it. Not sharded, not wrapped in DDP.
         config: sizes and choices; `overrides` are its fields by name.
-        plan: where the parts of the model are, for an architecture from which this cannot be
-            derived.
+        plan: the paths of the model's parts, for an architecture whose plan cannot be derived.
 
-    Patching a patched model again with the same config changes nothing; with another config the
-    new one counts.
+    Patching a patched model again with the same config changes nothing. With another config the
+    model is unpatched and patched anew.
 
     Raises:
-        ValueError: an architecture without stacked experts, or one whose parts cannot be told
-            apart; not the layers or experts that the config promises; `ep_size` does not divide
+        ValueError: an architecture without stacked experts, or one whose parts are ambiguous; other
+            numbers of layers or experts than in the model's config; `ep_size` does not divide
             the number of experts; a gate that no backend computes, or
             `experts_backend="triton"` where it cannot run; a model that is sharded already.
         ImportError: `dispatcher="deepep"` without DeepEP.
@@ -114,13 +115,13 @@ def patch(
     for feature in FEATURES:
         feature.attach(parts, state)
     setattr(parts.root, STATE, state)
-    install()
+    install(model, state)
     _log(parts, state)
     return model
 
 
 def unpatch(model: nn.Module) -> nn.Module:
-    """Take everything of `patch` out of `model` again, in place; returns it.
+    """Undo `patch`, in place; returns the model.
 
         patch(model, experts_backend="torch")
         unpatch(model)                                   # stock code again, to the last hook
@@ -148,7 +149,7 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raise where the model, or a part of it, was sharded or wrapped by anyone."""
+    """Raise ValueError if the model, or a part of it, is sharded or wrapped already."""
     sharded = "pass the model as from_pretrained returns it, patch it, then shard it once"
     if isinstance(model, DistributedDataParallel):
         raise ValueError(f"the model is wrapped in DistributedDataParallel; {sharded}")

@@ -49,10 +49,15 @@ keyword) to search for in FILE.
     upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers stay packed as they are
     upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 made
     upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward is done
-    integrations/optimizers.py | step | of an optimizer made of DTensors, for its life
+    integrations/optimizers.py | setattr | `step` of an optimizer that Accelerate prepared
     integrations/optimizers.py | _hf_moe_ep_followed | whose biases move with Accelerate's steps
     -- what belongs to the process --
-    upstream/wrap.py | _hf_moe_ep_wrapper | functions of others, `integrations/install.py` lists
+    upstream/wrap.py | _hf_moe_ep_wrapper _hf_moe_ep_rows | what `integrations/install.py` lists
+    upstream/wrap.py | __class__ setattr | of an Accelerator or Trainer: a subclass of ours
+    upstream/wrap.py | _missing _checked _in_force _specialised | which wraps there are, and lack
+    upstream/wrap.py | exec_module meta_path | calls us after the import of a module
+    upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use
+    placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     upstream/training_frameworks.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
@@ -65,6 +70,8 @@ keyword) to search for in FILE.
     -- what Accelerate and the Trainer are told, for a run --
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | how many ranks share a batch
     upstream/grpo.py | setattr | functions of one GRPO trainer and its engine, which replay routing
+    integrations/install.py | setattr | compute_ref_log_probs of one trainer of TRL
+    upstream/training_frameworks.py | gather_function | of one Trainer: its Accelerator's, again
     integrations/references.py | _hf_moe_ep_policy meshes_beside | what a reference stands beside
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
@@ -73,16 +80,14 @@ keyword) to search for in FILE.
     upstream/models.py | name_or_path _name_or_path | the same
     -- swapped for one call, and put back --
     integrations/prepare.py | auto_wrap_policy | the user's, while Accelerate prepares
-    integrations/shared_batches.py | dispatch_batches use_seedable_sampler | Accelerate's options
     integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
-    upstream/training_frameworks.py | rotate_checkpoints _push_from_checkpoint | the Trainer's
+    integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
     upstream/adapters.py | named_modules | of a model, while PEFT saves it
     upstream/sharded_models.py | nn | what FSDP2 makes parameters with, while it takes bytes
     upstream/gloo.py | ProcessGroupGloo | torch's class, while groups of ours are created
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
-    checkpoints/storage/unpickle.py | _refusals | guards what one thread loads by DCP
     checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate makes to save
     checkpoints/convert.py | read_metadata | of one reader, for its life
     planner/fake.py | setattr | who gathers counts, blocks and codes, torch.chunk: in a plan

@@ -1,15 +1,16 @@
-"""Routing replay for TRL's GRPO: what it computes more than once chooses the same experts.
+"""Routing replay for TRL's GRPO: every forward of a sample sends a token to the same experts.
 
     replay_routing(trainer, "R2")      # before trainer.train()
 
-    rollout            R3: what the engine chose is taken from its outputs
-    old log-probs      R2: recorded                     R3: replayed
-    reference          routes live, another model or the policy without its adapters
-    update             replayed
+    forward            mode "R2"           mode "R3"
+    rollout            -                   the routes are read from the engine's outputs
+    old log-probs      recorded            replayed
+    reference          not replayed        not replayed
+    update             replayed            replayed
 
-Routes travel with the samples of a generation batch, as one more entry of TRL's dictionary, so
-they are shuffled and split as everything else. What of TRL is replaced stands in
-`upstream/grpo.py`; it is of one trainer, for its life.
+The reference is another model, or the policy without its adapters. Routes are one more entry of
+TRL's dictionary of a generation batch, so TRL shuffles and splits them with the samples.
+`upstream/grpo.py` names the methods of TRL that are replaced, on one trainer.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import adapter_layers
 from hf_moe_ep.upstream.grpo import GRPO, engine_of, replaced, routes_of_engine
 
-# One more entry of a generation batch: [B, S, L, K].
+# The entry of a generation batch that holds routes: [B, S, L, K].
 ROUTES = "hf_moe_ep_routes"
 
 
 def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
-    """Let a GRPOTrainer replay the routing of its policy; returns what does, with its report.
+    """Let a GRPOTrainer replay the routing of its policy; returns the `RoutingReplay`.
 
     Args:
         trainer: trl.GRPOTrainer, made with a patched model; before `train()`.
-        mode: "R2", the update chooses the experts that the pass for old log-probabilities chose
-            (TRL leaves that pass out where it would be the update's own: nothing to replay then);
-            "R3", both choose what the rollout engine did. R3 needs vLLM in colocate mode with
-            `enable_return_routed_experts`: TRL's server does not hand routes on.
+        mode: "R2" replays in the update the experts of the forward for old log-probabilities. TRL
+            skips that forward if the update itself would repeat it; nothing is replayed then.
+            "R3" replays in both forwards the experts that the rollout engine chose. R3 needs vLLM
+            in colocate mode with `enable_return_routed_experts`, as TRL's server sends no routes.
 
-    The load-balancing loss counts what the live router would choose.
+    The load-balancing loss counts the experts that the router chooses in the update itself.
 
     Raises:
-        ValueError: another trainer, or mode; a model that is not patched, or whose routing cannot
-            be replayed; R3 without such an engine. While it trains: an engine that returns no
-            routes, or not those of the samples.
+        ValueError: another kind of trainer, or another mode; a model that is not patched, or whose
+            routing cannot be replayed; R3 without such an engine. During training: the engine
+            returns no routes, or routes of other samples.
     """
     if mode not in ("R2", "R3"):
         raise ValueError(f"mode={mode!r} is neither 'R2' nor 'R3'")
@@ -55,7 +56,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
             f"{type(trainer).__name__} is no GRPOTrainer of TRL 1.15 or newer: it has no "
             f"{', '.join(missing)}; use RoutingReplay in a loop of your own"
         )
-    seam = _Seam(trainer, RoutingReplay(trainer.model), strict=mode == "R3")
+    replaying = _ReplayingTrainer(trainer, RoutingReplay(trainer.model), strict=mode == "R3")
     if mode == "R3":
         engine = engine_of(trainer)
         if engine is None:
@@ -63,43 +64,43 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
                 "mode='R3' takes routes from vLLM in this process; this trainer has none "
                 "(use_vllm=True, vllm_mode='colocate'), so use mode='R2'"
             )
-        replaced(engine, "generate", seam.generate)
+        replaced(engine, "generate", replaying.generate)
     score, logps, loss = GRPO
-    replaced(trainer, score, seam.score)
-    replaced(trainer, logps, seam.log_probabilities)
-    replaced(trainer, loss, seam.loss)
-    return seam.replay
+    replaced(trainer, score, replaying.score)
+    replaced(trainer, logps, replaying.log_probabilities)
+    replaced(trainer, loss, replaying.loss)
+    return replaying.replay
 
 
-class _Seam:
-    """One trainer's functions, with routes; `strict` looks at every id, which others chose."""
+class _ReplayingTrainer:
+    """Wrappers of one trainer's methods. `strict` checks every expert id, for ids of an engine."""
 
     def __init__(self, trainer: Any, replay: RoutingReplay, *, strict: bool) -> None:
         self._trainer, self._strict = trainer, strict
         self.replay, self._state = replay, patched_state(trainer.model)
         self._first_adapter = next((x for _, x in adapter_layers(trainer.model)), None)
-        # Of the generation batch that is scored.
+        # State while a generation batch is scored.
         self._scores = False
         self._engines: list[Any] | None = None
         self._kept: list[Routes] = []
-        # Of the micro-batch whose loss is computed.
+        # The routes of the micro-batch whose loss is computed.
         self._current: Routes | None = None
         self._layers: tuple[int, ...] = ()
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Take the routes from what the engine returns (vllm.LLM.generate)."""
+        """Wrap `vllm.LLM.generate`: keep the routes in the engine's outputs."""
         outputs = original(*args, **kwargs)
         arrays = routes_of_engine(self._trainer, outputs)
         if arrays is None:
             raise ValueError(
-                "vLLM returned samples without routed_experts; R3 wants its engine with "
+                "vLLM returned samples without routed_experts; R3 needs an engine with "
                 "enable_return_routed_experts=True, or use mode='R2'"
             )
         self._engines = arrays
         return outputs
 
     def score(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Give the generation batch the routes that were found on the way."""
+        """Wrap the scoring of a generation batch: add the routes to the batch."""
         self._scores, self._kept, self._engines = True, [], None
         try:
             batch = original(*args, **kwargs)
@@ -113,7 +114,7 @@ class _Seam:
         return batch
 
     def loss(self, original: Callable[..., Any], model: Any, inputs: Any) -> Any:
-        """Replay, in the forward of the update, what the micro-batch came with."""
+        """Wrap the loss: replay the routes stored with the micro-batch in the update's forward."""
         ids: Tensor | None = inputs.get(ROUTES)
         self._current = None if ids is None else Routes(ids, self._layers)
         try:
@@ -131,7 +132,7 @@ class _Seam:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Record or replay each part of the batch; the reference routes live."""
+        """Wrap the log-probabilities: record or replay each part of the batch of the policy."""
         routed = model
         if find_state(model) is self._state and not self._adapters_are_off():
             if self._current is not None:
@@ -145,17 +146,17 @@ class _Seam:
         return original(routed, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _adapters_are_off(self) -> bool:
-        """Whether the policy stands in for its reference: without adapters, or with its first."""
+        """Return True if the policy is evaluated as its own reference."""
         first = self._first_adapter
         if first is None:
             return False
         return bool(first.disable_adapters) or first.active_adapters == ["ref"]
 
     def _of_engine(self, prompt_mask: Tensor, completion_mask: Tensor) -> Routes:
-        """Put the engine's arrays behind the padding of each row."""
+        """Build routes from the engine's arrays, which have no padding."""
         assert self._engines is not None
         prompts, completions = prompt_mask.sum(1).tolist(), completion_mask.sum(1).tolist()
-        # TRL masks all of a completion that was cut off, where it is told to.
+        # TRL may mask the whole completion if it was cut off (mask_truncated_completions).
         lengths = [
             prompt + completion if completion else len(array) + 1
             for prompt, completion, array in zip(prompts, completions, self._engines, strict=False)
@@ -170,7 +171,7 @@ class _Seam:
 
 
 class _Replayed:
-    """Stands for the model where TRL calls it with parts of a batch, one after the other."""
+    """A model for TRL to call with one part of a batch after another; it replays routes."""
 
     def __init__(self, model: Any, replay: RoutingReplay, routes: Routes, strict: bool) -> None:
         self._model, self._replay, self._routes = model, replay, routes
@@ -183,7 +184,7 @@ class _Replayed:
 
 
 class _Recorded:
-    """The same, which records."""
+    """A model for TRL to call with one part of a batch after another; it records routes."""
 
     def __init__(self, model: Any, replay: RoutingReplay, kept: list[Routes]) -> None:
         self._model, self._replay, self._kept = model, replay, kept

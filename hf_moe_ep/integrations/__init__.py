@@ -1,5 +1,6 @@
-"""Accelerate, the Trainer and TRL: what of them is wrapped, and what runs in its place.
+"""Accelerate, the Trainer, PEFT and TRL: the functions that are wrapped, and our wrappers.
 
-Here: functions with the signature of the one they stand for, and the table of them. Never: what
-an own training loop needs as well; that is one folder further down and called from here.
+A wrapper has the signature of the function that it wraps, behind the stock function as its first
+argument. `install.py` has the table of all wrappers. Never: code that a training loop of one's own
+needs as well; it stands in the folders below, and is called from here.
 """

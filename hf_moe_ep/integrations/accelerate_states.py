@@ -1,23 +1,24 @@
 """Accelerate's own checkpoints of a patched model: `save_state` and `load_state`.
 
-A save puts a marker first and a manifest last, as the Trainer's and `save_checkpoint` do
-(`checkpoints/storage/manifest.py`). A kill in between leaves a folder that `load_state` refuses,
-also where it held an older state before: saves to a folder of their own (`out/step-100`, or
-Accelerate's automatic names) keep that older one. With automatic names, older folders are deleted
-after the manifest is written, where stock deletes them before it saves; a folder that a kill left
-unfinished is saved anew, and `load_state()` without a folder takes the newest complete one.
+A save writes a marker first and a manifest last, as the Trainer and `save_checkpoint` do
+(`checkpoints/storage/manifest.py`). If the job is killed in between, `load_state` refuses the
+folder, even if it held an older complete state. Save to a new folder each time to keep the older
+state: `out/step-100`, or Accelerate's automatic names. With automatic names:
 
-Loading compares all files with the manifest first. A folder without marker and manifest was written
-by stock or by an older version; it is loaded with a warning. Models that are not patched go through
-stock code as it is.
+    - older folders are deleted after the manifest is written (stock deletes them before the save)
+    - a folder that a killed job left unfinished is written again
+    - `load_state()` without a folder takes the newest complete one
 
-The manifest names the files that Accelerate writes. Whatever else lies in the folder, hooks of
-`register_save_state_pre_hook` included, is not verified. The folder has to be seen by all ranks.
+Before a load, all files are compared with the manifest. A folder without marker and manifest was
+written by stock or by an older version, and is loaded with a warning.
 
-Nothing that DCP reads runs code (`checkpoints/storage/unpickle.py`), and Accelerate reads all other
-files with weights_only=True, but for one kind: `custom_checkpoint_*.pkl`, the state of objects that
-the script gave to `register_for_checkpointing`. Accelerate unpickles whatever is in these files
-(accelerate/checkpointing.py, load_custom_state), so load them from sources that you trust alone.
+The manifest names the files that Accelerate writes. Other files in the folder, such as those of
+`register_save_state_pre_hook`, are not verified. All ranks have to see the folder.
+
+DCP's files cannot run code (`checkpoints/storage/unpickle.py`), and Accelerate reads the other
+files with weights_only=True, with one exception: `custom_checkpoint_*.pkl`, the state of objects
+that the script gave to `register_for_checkpointing`. Accelerate unpickles any object from these
+files (accelerate/checkpointing.py, load_custom_state), so load them from trusted sources only.
 """
 
 from __future__ import annotations
@@ -40,34 +41,36 @@ from hf_moe_ep.checkpoints.newest import (
 )
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import planned_by_each
-from hf_moe_ep.checkpoints.storage.unpickle import values_alone
+from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE
 from hf_moe_ep.checkpoints.training.folder import layout_of
+from hf_moe_ep.integrations.saving import check_bases, write_bases
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
 from hf_moe_ep.ranks.together import on_first, together
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.training_frameworks import prepared_models, prepared_optimizers
 
 _NAMED = re.compile(r"checkpoint_\d+")
-# Names of accelerate/checkpointing.py and accelerate/utils/fsdp_utils.py; of folders, all in them.
+# The names that accelerate/checkpointing.py and accelerate/utils/fsdp_utils.py give to folders
+# (with all files in them) and to files.
 _FOLDERS = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 _FILES = re.compile(
     r"(pytorch_model(_fsdp)?|model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?(_rank\d+)?"
     r"\.(bin|safetensors)|scaler\.pt|(random_states|custom_checkpoint)_\d+\.pkl"
     rf"|{Path(BASE).stem}(_\d+)?\.json|{re.escape(manifest.STARTED)}"
 )
-# Files that ranks of an earlier save left; there may have been more of them.
-_OF_RANKS = ("random_states_*.pkl", "*_rank*.bin")
-_OF_DCP = (".metadata", "*.distcp")
+# Files of single ranks. An earlier save may have had more ranks than this one.
+_FILES_OF_RANKS = ("random_states_*.pkl", "*_rank*.bin")
+_FILES_OF_DCP = (".metadata", "*.distcp")
 
 
 def save_state(
     original: Callable[..., Any], self: Accelerator, output_dir: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    """`Accelerator.save_state`: between a marker and a manifest, with experts in hub order.
+    """Wrap `Accelerator.save_state`: save between a marker and a manifest, experts in hub order.
 
     Raises:
-        ValueError: on every rank: Accelerate would choose the name of a folder that is there.
+        ValueError: on every rank: the folder of an automatic name exists already.
         RuntimeError: on every rank, naming the rank that failed and why; the folder is unfinished.
     """
     states, names = _states(self), self.project_configuration
@@ -81,13 +84,17 @@ def save_state(
         if automatic:
             _clear_unfinished(folder)
         manifest.begin(folder)
-        _remove_of_ranks(folder)
+        _remove_files_of_ranks(folder)
 
     on_first(f"saving {folder}", begin)
-    with _all_in_hub_order(self), planned_by_each(), _no_automatic_names(self):
-        place = os.fspath(folder)
-        saved = together(f"saving {folder}", lambda: original(self, place, *args, **kw))
-    manifest.write(folder, layout_of(states[0]), belongs=_is_of_accelerate)
+
+    def save() -> Any:
+        write_bases(prepared_models(self), folder)
+        return original(self, os.fspath(folder), *args, **kw)
+
+    with _all_experts_in_hub_order(self), planned_by_each(), _no_automatic_names(self):
+        saved = together(f"saving {folder}", save)
+    manifest.write(folder, layout_of(states[0]), belongs=_is_written_by_accelerate)
     if automatic and names.total_limit is not None:
         limit = names.total_limit
         on_first("deleting older checkpoints", lambda: _delete_older(folder, limit))
@@ -97,11 +104,11 @@ def save_state(
 def load_state(
     original: Callable[..., Any], self: Accelerator, input_dir: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    """`Accelerator.load_state`: of complete folders alone, and no code from what DCP reads.
+    """Wrap `Accelerator.load_state`: load complete folders only, and no code from DCP's files.
 
     Raises:
-        ValueError: on every rank, before anything is loaded, the folder is damaged or was not
-            finished, or there is none; or a file of DCP holds more than values. It is named.
+        ValueError: on every rank, before anything is loaded: the folder is damaged, unfinished or
+            absent; or a file of DCP holds more than values. The error names the file.
     """
     automatic = self.project_configuration.automatic_checkpoint_naming
     if not _states(self) or (input_dir is None and not automatic):
@@ -115,7 +122,8 @@ def load_state(
 
     folder, verifiable = on_first("load_state", choose)
     check_resumable(folder, verifiable)
-    with values_alone(), _all_in_hub_order(self):
+    with loading_values(folder), _all_experts_in_hub_order(self):
+        check_bases(prepared_models(self), folder)
         return original(self, os.fspath(folder), *args, **kw)
 
 
@@ -130,15 +138,15 @@ def _named_folders(accelerator: Accelerator) -> Path:
     return Path(accelerator.project_dir, "checkpoints")
 
 
-def _is_of_accelerate(name: str) -> bool:
-    """Tell a file that Accelerate writes, by its path in the folder of a save, from others."""
+def _is_written_by_accelerate(name: str) -> bool:
+    """Return True if Accelerate writes a file of this path, relative to the folder of a save."""
     first, _, rest = name.partition("/")
     return bool(_FOLDERS.fullmatch(first) if rest else _FILES.fullmatch(first))
 
 
 def _clear_unfinished(folder: Path) -> None:
-    """Remove a folder that a kill left unfinished; ValueError, as stock's, for any other one."""
-    if _is_torn(folder):
+    """Remove a folder that a killed job left unfinished; ValueError, as stock, for any other."""
+    if _is_unfinished(folder):
         shutil.rmtree(folder)
     elif folder.exists():
         raise ValueError(
@@ -147,25 +155,25 @@ def _clear_unfinished(folder: Path) -> None:
         )
 
 
-def _is_torn(folder: Path) -> bool:
+def _is_unfinished(folder: Path) -> bool:
     return (folder / manifest.STARTED).exists() and not (folder / manifest.MANIFEST).exists()
 
 
-def _remove_of_ranks(folder: Path) -> None:
-    """Remove what ranks of an earlier save left in a folder that is saved to again."""
+def _remove_files_of_ranks(folder: Path) -> None:
+    """Remove the files that single ranks of an earlier save wrote to this folder."""
     parts = [path for path in folder.iterdir() if path.is_dir() and _FOLDERS.fullmatch(path.name)]
-    stale = [file for pattern in _OF_RANKS for file in folder.glob(pattern)]
-    stale += [file for part in parts for pattern in _OF_DCP for file in part.glob(pattern)]
+    stale = [file for pattern in _FILES_OF_RANKS for file in folder.glob(pattern)]
+    stale += [file for part in parts for pattern in _FILES_OF_DCP for file in part.glob(pattern)]
     for file in stale:
-        if _is_of_accelerate(file.relative_to(folder).as_posix()):
+        if _is_written_by_accelerate(file.relative_to(folder).as_posix()):
             file.unlink()
 
 
 def _delete_older(written: Path, limit: int) -> None:
-    """Delete unfinished checkpoints beside one that was written, and the oldest over the limit."""
+    """Delete unfinished checkpoints in the folder of `written`, and the oldest over the limit."""
     others = [path for path in in_series(written.parent, _NAMED) if path != written]
-    for torn in filter(_is_torn, others):
-        shutil.rmtree(torn)
+    for unfinished in filter(_is_unfinished, others):
+        shutil.rmtree(unfinished)
     complete = [path for path in others if path.exists()]
     for old in complete[: max(len(complete) + 1 - limit, 0)]:
         shutil.rmtree(old)
@@ -173,9 +181,10 @@ def _delete_older(written: Path, limit: int) -> None:
 
 @contextmanager
 def _no_automatic_names(accelerator: Accelerator) -> Iterator[None]:
-    """Let Accelerate save to the folder that it is given.
+    """Let Accelerate save to the folder that it is given, inside the block.
 
-    With automatic names it refuses a folder that is there, and deletes older ones before it saves.
+    With automatic names Accelerate refuses an existing folder, and deletes older folders before it
+    saves.
     """
     names = accelerator.project_configuration
     before = names.automatic_checkpoint_naming
@@ -187,8 +196,8 @@ def _no_automatic_names(accelerator: Accelerator) -> Iterator[None]:
 
 
 @contextmanager
-def _all_in_hub_order(accelerator: Accelerator) -> Iterator[None]:
-    """Let experts of all models that were prepared, and their moments, lie in hub order."""
+def _all_experts_in_hub_order(accelerator: Accelerator) -> Iterator[None]:
+    """Keep the experts of all prepared models, and their moments, in hub order inside the block."""
     with ExitStack() as stack:
         for model in prepared_models(accelerator):
             optimizers = prepared_optimizers(accelerator)

@@ -1,9 +1,9 @@
-"""TRL's sync of weights to an engine that generates (vLLM), for a patched model.
+"""Weight transfer from a patched model to a generation engine (vLLM) in TRL.
 
-TRL would gather parameters one by one, under the names that modules of transformers have: experts
-stacked, which vLLM's loaders of MoE models do not know. With PEFT it merges adapters into the model
-first, which a sharded one refuses. Here both of its ways, to a server and to an engine in the same
-process, take the hub's tensors from `hub_tensors`, adapters merged in flight.
+TRL gathers one parameter at a time and sends it under its name in transformers. Experts are stacked
+there, which vLLM's loaders of MoE models do not read. With PEFT, TRL merges the adapters into the
+model first, which a sharded model refuses. Here both of TRL's ways, to a server and to an engine in
+the same process, send the tensors of `hub_tensors`, with adapters merged into copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_moe_ep.state import find_state
 
 
 def iter_named_params(original: Callable[..., Any], self: Any) -> Iterator[tuple[str, Tensor]]:
-    """`VLLMGeneration._iter_named_params`: hub keys and whole tensors, adapters merged."""
+    """Wrap `VLLMGeneration._iter_named_params`: yield hub names and whole, merged tensors."""
     if find_state(self.model) is None:
         params: Iterator[tuple[str, Tensor]] = original(self)
         return params
@@ -27,21 +27,22 @@ def iter_named_params(original: Callable[..., Any], self: Any) -> Iterator[tuple
 
 
 def sync_weights(original: Callable[..., None], self: Any) -> None:
-    """`VLLMGeneration.sync_weights`: where it fails on one rank, the others hear of it."""
+    """Wrap `VLLMGeneration.sync_weights`: if one rank fails, the other ranks raise as well."""
     if find_state(self.model) is None:
         original(self)
         return
     try:
         original(self)
     except Exception as error:
-        # Errors keep frames alive that keep the iterator, which tells other ranks when it goes.
+        # The iterator tells the other ranks when it is deleted. The frames of an error keep the
+        # iterator alive, so they are cleared.
         for one in _with_causes(error):
             traceback.clear_frames(one.__traceback__)
         raise
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and those that it was raised from, or behind, or holds."""
+    """Yield `error`, the errors behind it (cause, context), and the members of error groups."""
     found: list[BaseException | None] = [error]
     seen: set[int] = set()
     while found:

@@ -1,9 +1,11 @@
-"""`ExpertLoadCallback`: expert load among what the Trainer logs, and as heat maps over time; with
-`rebalance_every` experts move to where that load is even (`placement/balance.py`).
+"""`ExpertLoadCallback` logs the expert load through the Trainer, and draws it as heat maps.
 
-The Trainer runs the callbacks of tensorboard, wandb and trackio before those of its user, and keeps
-its own history before all of them. So the callback adds nothing itself: `Trainer.log` is wrapped,
-and puts its values into the logs of training before anybody sees them.
+With `rebalance_every` the callback also moves experts between ranks, so that all ranks get as many
+tokens (`placement/balance.py`).
+
+The Trainer writes its history first, then runs the callbacks of tensorboard, wandb and trackio, and
+the user's callbacks last. So the callback cannot add values to the logs by itself. `Trainer.log` is
+wrapped instead, and adds the callback's values before anything else sees the logs.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from hf_moe_ep.state import ModelState, find_state
 
 _READER = "ExpertLoadCallback"
 _BALANCER = "ExpertLoadCallback, rebalance_every"
-# Panels of the picture; two neighbours become one where there would be more.
+# The most panels of a picture. If there would be more, two neighbours are merged into one.
 _MOST_MAPS = 12
 
 
 @dataclass
 class _Map:
-    """What was counted in some steps, the first one and the last one included."""
+    """The counts of the steps `first` to `last`, both included."""
 
     first: int
     last: int
@@ -45,29 +47,30 @@ class ExpertLoadCallback(transformers.TrainerCallback):
 
         Trainer(model=patch(model, ep_size=8), callbacks=[ExpertLoadCallback()], ...)
 
-    Beside the loss of training stand then, in the Trainer's history and in whatever `report_to`
-    names, of all ranks and of the steps since they stood there the last time:
+    The values are logged with the training loss, to the Trainer's history and to the trackers of
+    `report_to`. They cover all ranks, and all steps since the callback logged the last time:
 
-        expert_load/worst_layer         max / mean over experts, of the layer where it is greatest
-        expert_load/mean_layer          the same, mean of all layers
+        expert_load/worst_layer         max / mean over experts, in the layer with the greatest
+        expert_load/mean_layer          max / mean over experts, mean over all layers
         expert_load/worst_rank          max / mean over the ranks of an ep group, worst layer
-        expert_load/dead_experts        experts without a token, of all layers together
+        expert_load/dead_experts        experts without a token, sum over all layers
         expert_load/relative_entropy    of a layer's shares over ln(experts), mean of all layers
 
     Args:
-        every: at least so many steps lie between two of them; 1 = whenever the Trainer logs its
-            loss (`logging_steps`).
+        every: the least number of steps between two logs; 1 = whenever the Trainer logs its loss
+            (`logging_steps`).
         heat_map: a PNG that rank 0 writes with every checkpoint and at the end of training: layers
-            x experts, at most 12 panels over time, each of all steps since the one before; of a
-            run that was resumed the steps since then.
-        rebalance_every: `balance_experts` after each so many steps, by their load; None = never.
-        threshold: it moves experts of layers whose busiest rank has more than so many times the
-            mean of the ranks.
+            x experts, in at most 12 panels over time. Each panel covers the steps since the panel
+            before it. A resumed run begins with its first step after the resume.
+        rebalance_every: call `balance_experts` every so many steps, with the load of these steps;
+            None = never.
+        threshold: experts of a layer are moved if its busiest rank has more than `threshold` times
+            the mean load of the ranks.
 
     Raises:
         ValueError: `every` or `rebalance_every` is no whole number >= 1, or `threshold` is below 1.
-            At the start of training: the model is not patched, or with experts_backend="eager", or
-            has `rebalance_every` without ep. When experts are to move: as `balance_experts`.
+            At the start of training: the model is not patched, has experts_backend="eager", or
+            has no ep for `rebalance_every`. When experts are moved: as `balance_experts`.
         ImportError: `heat_map` without matplotlib.
     """
 
@@ -84,7 +87,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
             _check_steps("rebalance_every", rebalance_every, "try 500")
         if not threshold >= 1:
             raise ValueError(
-                f"threshold is what the busiest rank may have over the mean of all, so 1 or more, "
+                f"threshold is the load of the busiest rank over the mean load, so 1 or more, "
                 f"got {threshold!r}; try 1.2"
             )
         if heat_map is not None and importlib.util.find_spec("matplotlib") is None:
@@ -98,7 +101,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         self._maps: list[_Map] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count from here on."""
+        """Start counting tokens."""
         patched = _patched(kwargs["model"])
         count_anew(patched, _READER)
         self._read_at = state.global_step
@@ -107,7 +110,7 @@ class ExpertLoadCallback(transformers.TrainerCallback):
             count_anew(patched, _BALANCER)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move experts by the load since they moved the last time, where it is due."""
+        """Move experts if it is due, by the load since they were moved the last time."""
         if self.rebalance_every is None or state.global_step % self.rebalance_every:
             return
         model = kwargs["model"]
@@ -115,23 +118,23 @@ class ExpertLoadCallback(transformers.TrainerCallback):
         balance_experts(model, kwargs["optimizer"], load, threshold=self.threshold)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Draw what there is."""
+        """Write the heat map of the steps so far."""
         self._draw()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Draw everything."""
+        """Write the heat map of all steps."""
         self._draw()
 
     def values(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Return what is logged at this step: nothing before `every` steps have passed."""
+        """Return the values to log at this step; empty until `every` steps have passed."""
         if step - self._read_at < self.every:
             return {}
         load = load_of_reader(model, _patched(model), _READER, reset=True)
-        self._keep(_Map(self._read_at + 1, step, load.counts))
+        self._remember(_Map(self._read_at + 1, step, load.counts))
         self._read_at = step
         return _logged(load)
 
-    def _keep(self, new: _Map) -> None:
+    def _remember(self, new: _Map) -> None:
         if self.heat_map is None:
             return
         self._maps.append(new)
@@ -153,8 +156,8 @@ def log(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """`Trainer.log`, with the values of an `ExpertLoadCallback` in the logs of training."""
-    # Those of evaluation have names of their own, and the summary at the end "train_loss".
+    """Wrap `Trainer.log`: add the values of each `ExpertLoadCallback` to the training logs."""
+    # Evaluation logs "eval_loss", and the summary at the end "train_loss".
     if "loss" in logs:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExpertLoadCallback):

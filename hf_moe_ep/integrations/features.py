@@ -1,15 +1,15 @@
-"""What works through functions of other packages, and the calls by which somebody uses it.
+"""The features that work through functions of other packages, and the calls that use them.
 
-Every row of the table in `install.py` belongs to one feature. Where an installed version lacks the
-function of a row, `patch` warns with the names of both and goes on. Of the calls below, those that
-would use the feature then raise the same message:
+Every row of the table in `install.py` belongs to one feature. If an installed version lacks the
+function of a row, a warning names the function and the feature when the row is put in. A call that
+would use the feature raises the same text:
 
-    Accelerate has no fsdp2_prepare_model    patch(model) warns
+    Accelerate has no fsdp2_prepare_model    patch(model) warns, in a script that uses Accelerate
                                              accelerator.prepare(model) on 2 ranks raises
-                                             a loop with apply_ep_fsdp2(model) runs as ever
+                                             a loop with apply_ep_fsdp2(model) is not affected
 
-A feature without such a call in this file is one that nothing could raise for: all that is lost is
-an error in better words, or a call of its own is the function that is missing.
+A feature without calls cannot go wrong silently: only the words of an error are lost, or the
+missing function is itself the call that would use the feature.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 
-from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
 from hf_moe_ep.state import ModelState, find_state
 from hf_moe_ep.upstream.adapters import parameter_factors
 from hf_moe_ep.upstream.training_frameworks import prepared_models
@@ -29,7 +28,7 @@ from hf_moe_ep.upstream.wrap import Feature
 
 
 def _states_of(value: Any) -> list[ModelState]:
-    """Return the states of the patched models that `value` is, trains or has prepared."""
+    """Return the states of patched models: `value` is the model, its trainer or an Accelerator."""
     models = [value, getattr(value, "model", None)]
     if isinstance(value, Accelerator):
         models = prepared_models(value)
@@ -47,7 +46,7 @@ def _given_sharded(*args: Any, **kwargs: Any) -> bool:
 
 
 def _prepares_on_ranks(accelerator: Accelerator, *args: Any, **kwargs: Any) -> bool:
-    """Return whether this call of `Accelerator.prepare` would shard a patched model."""
+    """Return True if this call of `Accelerator.prepare` would shard a patched model."""
     states = [state for value in args for state in _states_of(value)]
     return accelerator.num_processes > 1 and any(state.meshes is None for state in states)
 
@@ -68,22 +67,24 @@ def _prepares_biases(accelerator: Accelerator, *args: Any, **kwargs: Any) -> boo
 def _keeps_checkpoints(
     trainer: transformers.Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> bool:
-    """Return whether this call of `Trainer.train` writes or reads a patched model's checkpoints."""
+    """Return True if this call of `Trainer.train` writes or reads a patched model's checkpoints."""
     saves = trainer.args.save_strategy != "no"
     return _given_patched(trainer) and bool(saves or resume_from_checkpoint)
 
 
 def _has_load_callback(trainer: transformers.Trainer, *args: Any, **kwargs: Any) -> bool:
+    from hf_moe_ep.integrations.expert_load import ExpertLoadCallback
+
     return any(isinstance(c, ExpertLoadCallback) for c in trainer.callback_handler.callbacks)
 
 
 def _adapts_experts(tuner: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return whether PEFT's tuner has an adapter on stacked experts of a patched model."""
+    """Return True if PEFT's tuner has an adapter on stacked experts of a patched model."""
     return _given_patched(tuner) and any(True for _ in parameter_factors(tuner.model))
 
 
 def _feature(name: str, **used_by: Callable[..., bool]) -> Feature:
-    """Make a feature; a keyword is the last part of a target in `_CALLS`."""
+    """Build a feature. Each keyword is a call in `_CALLS`, with a test of its arguments."""
     return Feature(name, {_CALLS[call]: used for call, used in used_by.items()})
 
 
@@ -104,9 +105,7 @@ _CALLS = {
 }
 
 SHARDING = _feature("sharding a patched model in accelerator.prepare", prepare=_prepares_on_ranks)
-SHARDING_BY_OTHERS = _feature("sharding a model that a trainer prepares by Accelerate's functions")
 CPU_RANKS = _feature("FSDP2 on CPU ranks for an Accelerator that is made before patch()")
-LOCAL_SGD = _feature("the refusal of LocalSGD")
 EVALUATED = _feature("sharding models that are evaluated and never trained")
 HUB_LAYOUT = _feature(
     "saving a sharded model in the hub's layout",
@@ -133,7 +132,6 @@ SLICES = _feature("sp_size > 1 under Accelerate", prepare=_prepares_slices)
 TRAINER_SLICES = _feature("sp_size > 1 in the Trainer", train=_trains_slices)
 TRACKERS = _feature("the error that names a tracker which fails")
 EXPERT_LOAD = _feature("ExpertLoadCallback", train=_has_load_callback)
-OPTIMIZER_NAMES = _feature("the error that names an optimizer which cannot take DTensors")
 BIASES = _feature("bias_update_rate under Accelerate and the Trainer", prepare=_prepares_biases)
 CLIP = _feature("Accelerator.clip_grad_norm_ of experts and the rest together")
 ADAPTERS_ON_EXPERTS = _feature("LoRA on stacked experts", tuner_forward=_adapts_experts)

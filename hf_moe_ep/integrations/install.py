@@ -1,26 +1,45 @@
-"""The seam into Accelerate, the Trainer and PEFT: one table of every function that is wrapped.
+"""The table of all functions of Accelerate, transformers, PEFT and TRL that are wrapped.
 
-`patch` calls `install`, which puts each wrapper of `WRAPPED` in front of its target, once per
-process. A wrapper asks first whether it was given a patched model, and otherwise calls what was
-there before; those that are given no model say in their row why they are needed all the same.
-What a wrapper does stands in its own file: `prepare`, `saving`, `shared_batches`, `optimizers`,
-`trackers`, `prompts`, `references`, `engines`, `expert_load`, `trainer_checkpoints`,
-`accelerate_states`, `checkpoints/storage/unpickle.py` and `lora/computed.py`.
+No function is wrapped by `import hf_moe_ep`, nor by `patch` in a loop of one's own. `patch` sets
+`save_pretrained` of its model, and it arranges that each group of the table below is put in when
+somebody starts to use its library:
+
+    group        put in                                              replaced for the process
+    ACCELERATE   when the process shows a sign of using Accelerate    3 functions
+    CPU_RANKS    by an FSDP launch, with the group above              1
+    QUANTISED    when `prepare` is given a model with experts_dtype   2
+    TRAINER      when transformers.trainer is imported                4
+    ROTATION     when a Trainer is given a patched model              1
+    PEFT         when peft is imported                                2
+    TRL          when the module of each row is imported              4
+
+A function that is replaced for the process asks first if it was given a patched model. With a stock
+model it calls the stock function and does nothing else. With a patched model it gives the object
+that was called a wrapper of its own, for all that follows:
+
+    an Accelerator         becomes a subclass of its class, with ACCELERATOR_METHODS
+    a Trainer              becomes a subclass of its class, with TRAINER_METHODS
+    a prepared optimizer, the model, a PeftModel, its tuner, its layers: bound methods as attributes
+
+So objects that never meet a patched model run stock code. `docs/upstream.md` names, for each
+function that is replaced for the process, the hook that would make this unnecessary.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import transformers
+from accelerate import Accelerator
+from torch import nn
 
-from hf_moe_ep.checkpoints.storage import unpickle
+from hf_moe_ep.config import launched_with_fsdp
 from hf_moe_ep.integrations import (
     accelerate_states,
     engines,
-    expert_load,
     features,
     optimizers,
     prepare,
@@ -32,397 +51,514 @@ from hf_moe_ep.integrations import (
     trainer_checkpoints,
 )
 from hf_moe_ep.lora import computed as adapters
-from hf_moe_ep.upstream.wrap import Wrap, find_owner, wrap_all, wrap_imported
-
-# Of a package that nobody has to have, and that takes long to import: each is wrapped once somebody
-# has imported its module. A version without one of these names is left as it is.
-WRAPPED_WHEN_IMPORTED = (
-    Wrap(
-        "trl.models.utils:prepare_fsdp",
-        references.shard_reference,
-        "shards a reference in units, where TRL makes one of all of it",
-        features.EVALUATED,
-    ),
-    Wrap(
-        "trl.trainer.callbacks:SyncRefModelCallback._sync_target_model",
-        references.mix_shards,
-        "mixes shards of a policy into a reference that lies like it, and names what does not",
-        features.EVALUATED,
-    ),
-    *(
-        Wrap(
-            f"trl.trainer.{name}:{trainer}.compute_ref_log_probs",
-            references.shard_before_asked,
-            "shards a policy with adapters that is asked as its own reference before training",
-            features.EVALUATED,
-        )
-        for name, trainer in (("dpo_trainer", "DPOTrainer"), ("kto_trainer", "KTOTrainer"))
-    ),
-    Wrap(
-        "trl.generation.vllm_generation:VLLMGeneration._iter_named_params",
-        engines.iter_named_params,
-        "sends an engine the hub's keys and merged adapters, a tensor at a time",
-        features.ENGINES,
-    ),
-    Wrap(
-        "trl.generation.vllm_generation:VLLMGeneration.sync_weights",
-        engines.sync_weights,
-        "tells all ranks where an engine refuses weights on one of them",
-        features.ENGINES,
-    ),
+from hf_moe_ep.state import ModelState, find_state
+from hf_moe_ep.upstream.training_frameworks import (
+    accelerate_is_in_use,
+    call_when_accelerator_is_imported,
+    gather_again,
 )
+from hf_moe_ep.upstream.wrap import (
+    Feature,
+    Wrap,
+    bind_wrapper,
+    call_when_imported,
+    check_targets,
+    find_owner,
+    in_force,
+    is_specialised,
+    specialise,
+    wrap_process,
+)
+
+
+def prepare_objects(
+    original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap `Accelerator.prepare`: an Accelerator that is given a patched model is specialised."""
+    for model in args:
+        state = find_state(model) if isinstance(model, nn.Module) else None
+        if state is None:
+            continue
+        specialise(self, Accelerator, ACCELERATOR_METHODS)
+        wrap_adapters(model, state)
+        if state.config.experts_dtype is not None:
+            wrap_process(QUANTISED)
+    if not is_specialised(self):
+        return original(self, *args, **kwargs)
+    prepared = prepare.prepare(original, self, *args, **kwargs)
+    optimizers.follow_steps(self, OPTIMIZER_STEP)
+    return prepared
+
+
+def prepare_model(
+    original: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap `Accelerator.prepare_model`, which TRL calls for a teacher model."""
+    if find_state(model) is None:
+        return original(self, model, *args, **kwargs)
+    specialise(self, Accelerator, ACCELERATOR_METHODS)
+    return references.prepare_evaluated(original, self, model, *args, **kwargs)
 
 
 def create_accelerator(original: Callable[..., Any], self: transformers.Trainer) -> None:
-    """Tell the Trainer's new Accelerator of its model; wrap what the Trainer's file has imported.
+    """Wrap `Trainer.create_accelerator_and_postprocess`.
 
-    Wraps `Trainer.create_accelerator_and_postprocess`, behind which trainers prepare references.
+    The Trainer has its model by then, unless `model_init` builds the model later. TRL's trainers
+    prepare their reference models right after this call.
     """
-    wrap_imported(WRAPPED_WHEN_IMPORTED)
-    shared_batches.create_accelerator(original, self)
-    references.remember_policy(self)
+    _wrap_cpu_ranks()
+    original(self)
+    adopt_trainer(self, self.model)
 
 
-WRAPPED = (
-    # Sharding, where Accelerate would shard
-    *(
-        Wrap(
-            f"{module}:fsdp2_prepare_model",
-            prepare.prepare_model,
-            "shards with EP where Accelerate would shard with FSDP2 alone",
-            feature,
-        )
-        for module, feature in (
-            ("accelerate.accelerator", features.SHARDING),
-            # ms-swift imports it from the first of these.
-            ("accelerate.utils.fsdp_utils", features.SHARDING_BY_OTHERS),
-            ("accelerate.utils", features.SHARDING_BY_OTHERS),
-        )
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.prepare",
-        prepare.prepare,
-        "refuses launch configs under which nothing would be sharded",
+def call_model_init(
+    original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap `Trainer.call_model_init`, whose model may be patched."""
+    model = original(self, *args, **kwargs)
+    adopt_trainer(self, model)
+    return model
+
+
+def train(
+    original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap `Trainer.train`: the model may have been patched after the Trainer was made."""
+    adopt_trainer(self, self.model)
+    if not is_specialised(self):
+        return original(self, *args, **kwargs)
+    return trainer_checkpoints.train(original, self, *args, **kwargs)
+
+
+def evaluate(
+    original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap `Trainer.evaluation_loop`, for a Trainer that only evaluates."""
+    adopt_trainer(self, self.model)
+    return original(self, *args, **kwargs)
+
+
+def log_expert_load(
+    original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+) -> None:
+    """Wrap `Trainer.log`; the callback's module is imported here, as its imports take long."""
+    from hf_moe_ep.integrations import expert_load
+
+    expert_load.log(original, self, *args, **kwargs)
+
+
+def adopt_trainer(trainer: transformers.Trainer, model: Any) -> None:
+    """Give our methods to a Trainer with a patched model, and to its Accelerator.
+
+    Raises:
+        ValueError: ranks would share batches that each of them generates for itself.
+    """
+    state = find_state(model) if isinstance(model, nn.Module) else None
+    if state is None:
+        return
+    specialise(trainer, transformers.Trainer, TRAINER_METHODS)
+    specialise(trainer.accelerator, Accelerator, ACCELERATOR_METHODS)
+    wrap_process(ROTATION)
+    if state.config.experts_dtype is not None:
+        wrap_process(QUANTISED)
+    for row in REFERENCE_LOG_PROBS:
+        owner = getattr(sys.modules.get(row.module), row.target.split(":")[1].split(".")[0], None)
+        if owner is not None and isinstance(trainer, owner) and row.name not in vars(trainer):
+            setattr(trainer, row.name, bind_wrapper(trainer, row))
+    gather_again(trainer)
+    shared_batches.share_trainer_batches(trainer, state)
+    references.remember_policy(trainer, state)
+
+
+def create_adapters(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap `PeftModel.__init__`: a PeftModel of a patched model gets methods of ours."""
+    original(self, *args, **kwargs)
+    state = find_state(self)
+    if state is not None:
+        wrap_adapters(self, state)
+
+
+def inject_adapter(
+    original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    """Wrap `BaseTuner.inject_adapter`, through which every adapter of layers is attached.
+
+    Raises:
+        ValueError: the model is sharded.
+    """
+    state = find_state(model)
+    if state is not None:
+        adapters.check_attachable(state)
+    original(self, model, *args, **kwargs)
+    if state is not None:
+        wrap_adapters(self, state)
+        wrap_adapters(model, state)
+
+
+def wrap_adapters(model: nn.Module, state: ModelState) -> None:
+    """Set our methods on the PeftModel, the tuner and the adapter layers in `model`."""
+    if "peft.peft_model" not in sys.modules:
+        return
+    rows = []
+    for row in ADAPTER_METHODS:
+        try:
+            rows.append((row, find_owner(row)[0]))
+        except ImportError:
+            continue  # `install` has warned.
+    for module in list(model.modules()):
+        for row, owner in rows:
+            if isinstance(module, owner) and row.name not in vars(module):
+                state.replace(module, row.name, bind_wrapper(module, row))
+
+
+def _rows(
+    owner: str, feature: Feature, *functions: tuple[str, Callable[..., Any], str]
+) -> tuple[Wrap, ...]:
+    """Build the rows of one owner and feature: (name of the stock function, ours, why)."""
+    separator = "." if ":" in owner else ":"
+    return tuple(
+        Wrap(f"{owner}{separator}{name}", ours, why, feature) for name, ours, why in functions
+    )
+
+
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+_TRAINER = "transformers.trainer:Trainer"
+_PEFT_MODEL = "peft.peft_model:PeftModel"
+_TUNER = "peft.tuners.tuners_utils:BaseTuner"
+
+# Process: put in with the first sign of an Accelerator.
+ACCELERATE = (
+    # ms-swift imports this function from accelerate.utils; every copy of it is replaced.
+    *_rows(
+        "accelerate.accelerator",
         features.SHARDING,
+        (
+            "fsdp2_prepare_model",
+            prepare.prepare_model,
+            "shards experts over ep, which FSDP2 cannot",
+        ),
     ),
-    Wrap(
-        "accelerate.state:AcceleratorState.__init__",
-        prepare.init_state,
-        "lets FSDP2 run on CPU ranks, for Accelerators made before any model is known",
-        features.CPU_RANKS,
+    *_rows(
+        _ACCELERATOR,
+        features.SHARDING,
+        ("prepare", prepare_objects, "refuses launches that shard nothing; notices patched models"),
     ),
-    Wrap(
-        "accelerate.local_sgd:LocalSGD.__init__",
-        prepare.local_sgd,
-        "says why it cannot be, where Accelerate's error is of DeepSpeed",
-        features.LOCAL_SGD,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.prepare_model",
-        references.prepare_evaluated,
-        "shards a teacher, which Accelerate leaves whole and a forward of ours refuses",
+    *_rows(
+        _ACCELERATOR,
         features.EVALUATED,
+        ("prepare_model", prepare_model, "shards a teacher, which Accelerate would leave whole"),
     ),
-    # Saving, and loading into what is sharded
-    Wrap(
-        "transformers.trainer:Trainer.save_model",
-        saving.save_model,
-        "writes hub layout under SHARDED_STATE_DICT too, where stock writes nothing",
-        features.HUB_LAYOUT,
-    ),
-    Wrap(
-        "transformers.modeling_utils:PreTrainedModel.save_pretrained",
-        saving.save_in_hub_layout,
-        "writes a gathered state dict in hub layout; stock dies in its writer without one",
-        features.HUB_LAYOUT,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.get_state_dict",
-        saving.get_state_dict,
-        "packs adapters of experts as PEFT does",
-        features.HUB_LAYOUT,
-    ),
-    Wrap(
-        "accelerate.utils.fsdp_utils:_get_model_state_dict",
+)
+# Process: put in with ACCELERATE where the launch config asks for FSDP.
+CPU_RANKS = _rows(
+    "accelerate.state:AcceleratorState",
+    features.CPU_RANKS,
+    ("__init__", prepare.init_state, "lets FSDP2 run on CPU ranks before a model is known"),
+)
+# Process: put in for a model with quantised experts, whose bytes never change.
+QUANTISED = _rows(
+    "accelerate.utils.fsdp_utils",
+    features.ACCELERATE_STATE,
+    (
+        "_get_model_state_dict",
         saving.get_model_state_dict,
-        "leaves out experts that are held quantised, whose bytes do not change",
+        "leaves quantised experts out of states",
+    ),
+    ("_set_model_state_dict", saving.set_model_state_dict, "loads a state without these experts"),
+)
+# Object: an Accelerator that has prepared a patched model.
+ACCELERATOR_METHODS = (
+    *_rows(
+        _ACCELERATOR,
+        features.HUB_LAYOUT,
+        ("get_state_dict", saving.get_state_dict, "packs the adapters of experts as PEFT does"),
+    ),
+    *_rows(
+        _ACCELERATOR,
         features.ACCELERATE_STATE,
+        ("save_state", accelerate_states.save_state, "writes a marker first and a manifest last"),
+        ("load_state", accelerate_states.load_state, "loads complete states only, and no code"),
     ),
-    Wrap(
-        "accelerate.utils.fsdp_utils:_set_model_state_dict",
-        saving.set_model_state_dict,
-        "loads into sharded parameters, whatever ran last",
-        features.ACCELERATE_STATE,
-    ),
-    Wrap(
-        "accelerate.accelerator:save_fsdp_model",
-        saving.save_state_of_model,
-        "writes hashes of experts that are held quantised beside what save_state keeps",
-        features.ACCELERATE_STATE,
-    ),
-    Wrap(
-        "accelerate.accelerator:load_fsdp_model",
-        saving.load_state_of_model,
-        "refuses to go on from adapters of another base",
-        features.ACCELERATE_STATE,
-    ),
-    Wrap(
-        "peft.peft_model:PeftModel.save_pretrained",
-        saving.save_adapters,
-        "gathers a sharded model's adapters, on every rank",
-        features.ADAPTER_FILES,
-        optional=True,
-    ),
-    Wrap(
-        "peft.peft_model:PeftModel.get_prompt_embedding_to_save",
-        prompts.prompt_to_save,
-        "gathers what makes a prompt, which PEFT calls outside the model's forward",
-        features.PROMPTS,
-        optional=True,
-    ),
-    Wrap(
-        "peft.peft_model:PeftModel.get_prompt",
-        prompts.prompt,
-        "gathers what makes a prompt, which `generate` calls outside the model's forward",
-        features.PROMPTS,
-        optional=True,
-    ),
-    Wrap(
-        "peft.peft_model:PeftModelForCausalLM.prepare_inputs_for_generation",
-        prompts.begin_generation,
-        "shows FSDP2 its root before the embedding is called alone, as it is with prompts",
-        features.PROMPTS,
-        optional=True,
-    ),
-    Wrap(
-        "peft.peft_model:PeftModel._get_base_model_class",
-        saving.base_model_class,
-        "names the stock class in adapter_config.json, not the one that FSDP2 made of it",
-        features.ADAPTER_FILES,
-        optional=True,
-    ),
-    # The Trainer's checkpoints: complete, or not there
-    Wrap(
-        "transformers.trainer:Trainer._save_checkpoint",
-        trainer_checkpoints.save_checkpoint,
-        "a marker first, a manifest last; older checkpoints are deleted after that",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.train",
-        trainer_checkpoints.train,
-        "resumes from complete checkpoints alone, read against their manifest",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer._load_from_checkpoint",
-        trainer_checkpoints.load_model,
-        "loads experts into a model that is not sharded, where stock keeps what they were",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer._load_best_model",
-        trainer_checkpoints.load_model,
-        "loads experts into a model that is not sharded, where stock keeps what they were",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer._load_optimizer_and_scheduler",
-        trainer_checkpoints.load_safely,
-        "loads values alone from DCP's pickles, where torch runs what is in them",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata",
-        unpickle.read_metadata,
-        "builds metadata alone while a patched model is loaded, on the thread that loads it",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
-        unpickle.load_bytes,
-        "loads values alone while a patched model is loaded, on the thread that loads it",
-        features.CHECKPOINTS,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.save_state",
-        accelerate_states.save_state,
-        "a marker first, a manifest last, and experts in hub order while it saves",
-        features.ACCELERATE_STATE,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.load_state",
-        accelerate_states.load_state,
-        "loads complete checkpoints alone, and values alone from DCP's pickles",
-        features.ACCELERATE_STATE,
-    ),
-    # Ranks of an sp group share their batches
-    Wrap(
-        "transformers.trainer:Trainer.create_accelerator_and_postprocess",
-        create_accelerator,
-        "tells the Trainer's Accelerator that ranks of an sp group share their batches, and what "
-        "a reference is beside",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.call_model_init",
-        shared_batches.call_model_init,
-        "tells it of a model that model_init makes later",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator._prepare_device_mesh",
-        shared_batches.loader_mesh,
-        "shows data loaders a mesh on which ranks share batches",
+    *_rows(
+        _ACCELERATOR,
         features.SLICES,
+        (
+            "prepare_data_loader",
+            shared_batches.prepare_data_loader,
+            "gives ranks of an sp group the same samples; refuses loaders that end unevenly",
+        ),
+        (
+            "prepare_scheduler",
+            shared_batches.prepare_scheduler,
+            "steps a schedule once per data rank, not once per process",
+        ),
+        ("gather_for_metrics", shared_batches.gather_for_metrics, "gathers each sample once"),
     ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.prepare_data_loader",
-        shared_batches.prepare_data_loader,
-        "gives ranks of an sp group the same samples in the same order, and refuses loaders that "
-        "would end on some ranks before they do on others",
-        features.SLICES,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.prepare_scheduler",
-        shared_batches.prepare_scheduler,
-        "steps a schedule once per data rank, not per process",
-        features.SLICES,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.gather_for_metrics",
-        shared_batches.gather_for_metrics,
-        "gathers each sample once",
-        features.SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.get_tp_size",
-        shared_batches.get_tp_size,
-        "divides loss scale and total batch size by how many ranks share a batch",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer._get_num_items_in_batch",
-        shared_batches.get_num_items_in_batch,
-        "keeps a token count of this rank alone, which stock divides as well",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.floating_point_ops",
-        shared_batches.floating_point_ops,
-        "counts total_flos once per data rank",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer._track_num_input_tokens",
-        shared_batches.track_num_input_tokens,
-        "counts num_input_tokens_seen once per data rank",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "transformers.trainer:Trainer.prediction_step",
-        shared_batches.prediction_step,
-        "joins the logits of slices where someone looks at them",
-        features.TRAINER_SLICES,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.log",
-        trackers.log,
-        "names a tracker that fails, and the rank: the others wait from then on",
+    *_rows(
+        _ACCELERATOR,
         features.TRACKERS,
+        ("log", trackers.log, "names a tracker that fails, for which the other ranks would wait"),
     ),
-    Wrap(
-        "transformers.trainer:Trainer.log",
-        expert_load.log,
-        "puts the values of an ExpertLoadCallback into the logs before any tracker sees them",
-        features.EXPERT_LOAD,
-    ),
-    # Optimizers of any model, whose errors are reworded
-    Wrap(
-        "torch.optim.optimizer:Optimizer.__init__",
-        optimizers.init,
-        "the same in loops without Accelerate, for those that are given DTensors; no state dict "
-        "of experts that have moved",
-        features.OPTIMIZER_NAMES,
-    ),
-    Wrap(
-        "accelerate.optimizer:AcceleratedOptimizer.step",
-        optimizers.step,
-        "names an optimizer that cannot take DTensors; torch names the operation; moves the "
-        "routers' biases of the model that it was prepared with",
-        features.BIASES,
-    ),
-    Wrap(
-        "accelerate.accelerator:Accelerator.clip_grad_norm_",
-        optimizers.clip_grad_norm,
-        "clips gradients on two meshes, which Accelerate before 1.15 gives to torch's clip",
+    *_rows(
+        _ACCELERATOR,
         features.CLIP,
+        ("clip_grad_norm_", optimizers.clip_grad_norm, "clips over two meshes (accelerate < 1.15)"),
     ),
-    # Adapters on experts
-    Wrap(
-        "peft.tuners.lora.layer:ParamWrapper._activate_lora",
-        adapters.activate,
-        "leaves the factors beside the stacked weights, where PEFT makes the merged weights",
+)
+# Object: an optimizer that such an Accelerator has prepared.
+(OPTIMIZER_STEP,) = _rows(
+    "accelerate.optimizer:AcceleratedOptimizer",
+    features.BIASES,
+    ("step", optimizers.step, "updates routers' biases; names an optimizer without DTensors"),
+)
+# Process: put in when transformers.trainer is imported.
+TRAINER = (
+    *_rows(
+        _TRAINER,
+        features.TRAINER_SLICES,
+        (
+            "create_accelerator_and_postprocess",
+            create_accelerator,
+            "notices a patched model before TRL prepares a reference model",
+        ),
+        ("call_model_init", call_model_init, "notices a patched model that model_init builds"),
+        (
+            "evaluation_loop",
+            evaluate,
+            "notices a model that was patched after the Trainer was made",
+        ),
+    ),
+    *_rows(
+        _TRAINER,
+        features.CHECKPOINTS,
+        ("train", train, "resumes from complete checkpoints only; notices as evaluation_loop does"),
+    ),
+)
+# Process: put in for the first Trainer with a patched model.
+ROTATION = _rows(
+    "transformers.trainer",
+    features.CHECKPOINTS,
+    ("rotate_checkpoints", trainer_checkpoints.rotate, "deletes checkpoints after the manifest"),
+)
+_STAY = "loads experts into a model that is not sharded, where stock keeps their old values"
+# Object: a Trainer with a patched model.
+TRAINER_METHODS = (
+    *_rows(
+        _TRAINER,
+        features.HUB_LAYOUT,
+        ("save_model", saving.save_model, "writes hub layout under SHARDED_STATE_DICT too"),
+    ),
+    *_rows(
+        _TRAINER,
+        features.CHECKPOINTS,
+        ("_save_checkpoint", trainer_checkpoints.save_checkpoint, "marker first, manifest last"),
+        ("_push_from_checkpoint", trainer_checkpoints.push, "pushes after the manifest"),
+        ("_load_from_checkpoint", trainer_checkpoints.load_model, _STAY),
+        ("_load_best_model", trainer_checkpoints.load_model, _STAY),
+        (
+            "_load_optimizer_and_scheduler",
+            trainer_checkpoints.load_optimizer,
+            "loads no code from DCP's pickles, which torch would run",
+        ),
+    ),
+    *_rows(
+        _TRAINER,
+        features.TRAINER_SLICES,
+        ("get_tp_size", shared_batches.get_tp_size, "counts the ranks that share a batch"),
+        (
+            "_get_num_items_in_batch",
+            shared_batches.get_num_items_in_batch,
+            "keeps a token count of this rank alone, which stock divides as well",
+        ),
+        ("floating_point_ops", shared_batches.floating_point_ops, "counts total_flos once"),
+        (
+            "_track_num_input_tokens",
+            shared_batches.track_num_input_tokens,
+            "counts num_input_tokens_seen once per data rank",
+        ),
+        (
+            "prediction_step",
+            shared_batches.prediction_step,
+            "gathers the logits of whole sequences where the Trainer returns logits",
+        ),
+    ),
+    *_rows(
+        _TRAINER,
+        features.EXPERT_LOAD,
+        ("log", log_expert_load, "adds an ExpertLoadCallback's values before any tracker runs"),
+    ),
+)
+_OWN_REFERENCE = (
+    "compute_ref_log_probs",
+    references.shard_own_reference,
+    "shards a policy with adapters that serves as its own reference before training",
+)
+# Object: a trainer of TRL with a patched policy.
+REFERENCE_LOG_PROBS = (
+    *_rows("trl.trainer.dpo_trainer:DPOTrainer", features.EVALUATED, _OWN_REFERENCE),
+    *_rows("trl.trainer.kto_trainer:KTOTrainer", features.EVALUATED, _OWN_REFERENCE),
+)
+# Object: a patched model.
+MODEL_METHODS = _rows(
+    "transformers.modeling_utils:PreTrainedModel",
+    features.HUB_LAYOUT,
+    ("save_pretrained", saving.save_in_hub_layout, "saves a sharded model in hub layout"),
+)
+# Process: put in when peft is imported.
+PEFT = (
+    *_rows(
+        _PEFT_MODEL,
+        features.ADAPTER_FILES,
+        ("__init__", create_adapters, "notices the PeftModel of a patched model"),
+    ),
+    *_rows(
+        _TUNER,
+        features.ADAPTER_REFUSALS,
+        ("inject_adapter", inject_adapter, "notices adapters; refuses them in a sharded model"),
+    ),
+)
+# Object: a PeftModel, a tuner or an adapter layer of a patched model.
+ADAPTER_METHODS = (
+    *_rows(
+        _PEFT_MODEL,
+        features.ADAPTER_FILES,
+        ("save_pretrained", saving.save_adapters, "gathers adapters of a sharded model"),
+        ("_get_base_model_class", saving.base_model_class, "names stock's class, not FSDP2's"),
+    ),
+    *_rows(
+        _PEFT_MODEL,
+        features.PROMPTS,
+        (
+            "get_prompt_embedding_to_save",
+            prompts.compute_prompt_to_save,
+            "gathers the prompt encoder",
+        ),
+        (
+            "get_prompt",
+            prompts.compute_prompt,
+            "gathers the prompt encoder outside the model's forward",
+        ),
+    ),
+    *_rows(
+        "peft.peft_model:PeftModelForCausalLM",
+        features.PROMPTS,
+        (
+            "prepare_inputs_for_generation",
+            prompts.begin_generation,
+            "initialises FSDP2's root before PEFT calls the embedding alone",
+        ),
+    ),
+    *_rows(
+        _PEFT_MODEL,
+        features.ADAPTER_REFUSALS,
+        ("load_adapter", adapters.load_adapter, "refuses a sharded model"),
+    ),
+    *_rows(
+        "peft.tuners.lora.layer:ParamWrapper",
         features.ADAPTERS_ON_EXPERTS,
-        optional=True,
+        ("_activate_lora", adapters.activate, "keeps factors low-rank, where PEFT merges weights"),
     ),
-    Wrap(
-        "peft.tuners.tuners_utils:BaseTuner.forward",
-        adapters.call_base_model,
-        "calls the model, whose hooks gather its parameters; peft 0.20 calls its forward alone",
+    *_rows(
+        _TUNER,
         features.ADAPTERS,
-        optional=True,
+        ("forward", adapters.call_base_model, "runs the hooks that peft 0.20 passes by"),
     ),
-    Wrap(
-        "peft.tuners.tuners_utils:BaseTuner.inject_adapter",
-        adapters.inject_adapter,
-        "refuses a sharded model, in which a new adapter would be neither split nor in step",
+    *_rows(
+        _TUNER,
         features.ADAPTER_REFUSALS,
-        optional=True,
+        *(
+            (name, partial(adapters.merge, name), "refuses a sharded model")
+            for name in ("merge_and_unload", "unload", "merge_adapter")
+        ),
+        ("unmerge_adapter", adapters.unmerge, "refuses adapters that were merged before sharding"),
     ),
-    Wrap(
-        "peft.peft_model:PeftModel.load_adapter",
-        adapters.load_adapter,
-        "refuses a sharded model, in which a new adapter would be neither split nor in step",
-        features.ADAPTER_REFUSALS,
-        optional=True,
+)
+# Process: each row is put in when its module is imported.
+TRL = (
+    *_rows(
+        "trl.models.utils",
+        features.EVALUATED,
+        ("prepare_fsdp", references.shard_reference, "shards a reference model layer by layer"),
     ),
-    *(
-        Wrap(
-            f"peft.tuners.tuners_utils:BaseTuner.{name}",
-            partial(adapters.merge, name),
-            "refuses a sharded model, whose parts would be merged with whole factors",
-            features.ADAPTER_REFUSALS,
-            optional=True,
-        )
-        for name in ("merge_and_unload", "unload", "merge_adapter")
+    *_rows(
+        "trl.trainer.callbacks:SyncRefModelCallback",
+        features.EVALUATED,
+        ("_sync_target_model", references.mix_shards, "mixes the policy into its reference"),
     ),
-    Wrap(
-        "peft.tuners.tuners_utils:BaseTuner.unmerge_adapter",
-        adapters.unmerge,
-        "refuses a sharded model that was merged before, of which a half would be unmerged",
-        features.ADAPTER_REFUSALS,
-        optional=True,
+    *_rows(
+        "trl.generation.vllm_generation:VLLMGeneration",
+        features.ENGINES,
+        ("_iter_named_params", engines.iter_named_params, "sends hub names and merged adapters"),
+        ("sync_weights", engines.sync_weights, "raises on all ranks where one rank fails"),
     ),
 )
 
+# Rows whose targets are replaced for the process, and rows that single objects get.
+PROCESS = (*ACCELERATE, *CPU_RANKS, *QUANTISED, *TRAINER, *ROTATION, *PEFT, *TRL)
+OBJECTS = (
+    *ACCELERATOR_METHODS,
+    OPTIMIZER_STEP,
+    *TRAINER_METHODS,
+    *REFERENCE_LOG_PROBS,
+    *MODEL_METHODS,
+    *ADAPTER_METHODS,
+)
 
-def install() -> None:
-    """Wrap every function of the table, once per process.
 
-    Warns of those that an installed version lacks; `features.py` says what is lost without them.
+def install(model: nn.Module, state: ModelState) -> None:
+    """Set our methods on a patched model, and arrange that each group is put in when needed.
+
+    Warns of targets that an installed version lacks; `features.py` says what is lost without them.
     """
-    wrap_all(WRAPPED)
-    wrap_imported(WRAPPED_WHEN_IMPORTED)
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            for row in MODEL_METHODS:
+                if row.name not in vars(module):
+                    state.replace(module, row.name, bind_wrapper(module, row))
+    wrap_adapters(model, state)
+    if ACCELERATE[0].target in in_force() or accelerate_is_in_use():
+        wrap_accelerate()
+    else:
+        call_when_accelerator_is_imported(wrap_accelerate)
+    call_when_imported("transformers.trainer", _wrap_trainer)
+    call_when_imported("peft.peft_model", _wrap_peft)
+    for module_name in {row.module for row in TRL}:
+        rows = [row for row in TRL if row.module == module_name]
+        call_when_imported(module_name, partial(wrap_process, rows))
+
+
+def wrap_accelerate() -> None:
+    """Put in the wraps that notice when an Accelerator prepares a patched model."""
+    wrap_process(ACCELERATE)
+    check_targets((*ACCELERATOR_METHODS, OPTIMIZER_STEP, *QUANTISED))
+    _wrap_cpu_ranks()
+
+
+def _wrap_cpu_ranks() -> None:
+    if launched_with_fsdp():
+        wrap_process(CPU_RANKS)
+
+
+def _wrap_trainer() -> None:
+    wrap_accelerate()
+    wrap_process(TRAINER)
+    check_targets((*TRAINER_METHODS, *ROTATION))
+
+
+def _wrap_peft() -> None:
+    wrap_process(PEFT)
+    check_targets(ADAPTER_METHODS)
 
 
 class WrapReport(NamedTuple):
-    """One row of the table, as it stands with the installed versions.
+    """One row of the table, looked up in the installed versions.
 
-    Not resolved and no error: its package is not installed, and need not be.
+    If `resolved` is False and `error` is empty, the package is not installed and is not needed.
 
     Attributes:
-        raises: whether using the feature raises, so that nothing goes wrong unseen.
+        raises: True if a call that uses the feature raises, so that no run goes wrong silently.
+        process: True if the target is replaced for the process, False for single objects.
+        in_force: True if the target is replaced for this process now.
     """
 
     target: str
@@ -431,20 +567,36 @@ class WrapReport(NamedTuple):
     resolved: bool
     raises: bool
     error: str
+    process: bool
+    in_force: bool
 
 
 def wraps() -> list[WrapReport]:
-    """Look every target of the table up in the installed versions; wraps nothing."""
+    """Look up every target of the table in the installed versions; wrap nothing.
+
+    The rows of TRL are left out, as an import of TRL takes long.
+    """
     reports = []
-    for wrap in WRAPPED:
+    replaced = in_force()
+    for row in (*PROCESS, *OBJECTS):
+        if row.package == "trl":
+            continue
         error = ""
-        if wrap.is_needed:
+        if row.is_installed:
             try:
-                find_owner(wrap)
+                find_owner(row)
             except ImportError as missing:
                 error = str(missing)
-        resolved = wrap.is_needed and not error
-        raises = bool(wrap.feature.used_by)
-        name = wrap.feature.name
-        reports.append(WrapReport(wrap.target, wrap.why, name, resolved, raises, error))
+        reports.append(
+            WrapReport(
+                target=row.target,
+                why=row.why,
+                feature=row.feature.name,
+                resolved=row.is_installed and not error,
+                raises=bool(row.feature.used_by),
+                error=error,
+                process=row in PROCESS,
+                in_force=row.target in replaced,
+            )
+        )
     return reports

@@ -1,30 +1,27 @@
-"""Steps of optimizers: which cannot take a sharded model's parameters, and what moves with a step.
+"""Optimizer steps and gradient clipping of patched models under Accelerate.
 
-FSDP2's parameters are DTensors. An optimizer that makes its state with `torch.zeros(shape)` has
-plain tensors beside them, another computes in place what no shard can hold; torch names the
-operation alone, at the first step.
+FSDP2's parameters are DTensors. Some optimizers cannot train them: their state is made of plain
+tensors, or they use operators that DTensor does not support. torch's error names the operator only;
+`step` adds the name of the optimizer.
 
-Accelerate before 1.15 clips with torch's function, which refuses gradients on two meshes;
-`clip_grad_norm` takes its place there.
+Accelerate before 1.15 clips with torch's function, which refuses gradients on two meshes, so
+`clip_grad_norm` clips with ours there.
 
-With `bias_update_rate` the routers' biases of a model move after each step of an optimizer that
-Accelerate prepared for it (`routing/bias.py`).
+With `bias_update_rate` the routers' biases of a model are updated after each step of an optimizer
+that trains this model (`routing/bias.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hf_moe_ep.placement.hub_order import guard_new_optimizer
 from hf_moe_ep.routing.bias import update_biases
 from hf_moe_ep.sharding.clip import clip_gradients_of
 from hf_moe_ep.state import find_state
@@ -34,10 +31,11 @@ from hf_moe_ep.upstream.training_frameworks import (
     prepared_models,
     prepared_optimizers,
 )
+from hf_moe_ep.upstream.wrap import Wrap, bind_wrapper
 
 _FOLLOWED = "_hf_moe_ep_followed"
 
-# Of torch.optim: run on sharded models beside one process
+# The optimizers of torch.optim that train a sharded model as one process does
 # (tests/integrations/test_sharded_optimizers.py).
 WORKING = (
     "Adadelta",
@@ -53,52 +51,32 @@ WORKING = (
 )
 
 
-def init(
-    original: Callable[..., Any], self: Optimizer, params: Any, defaults: dict[str, Any]
-) -> None:
-    """`Optimizer.__init__`: what is given DTensors, and is none of `WORKING`, names itself.
-
-    For loops without Accelerate, where an optimizer is made of a sharded model's parameters. Made
-    of experts that have moved, it gives no state dict of their order.
-    """
-    original(self, params, defaults)
-    guard_new_optimizer(self)
-    known = type(self) in (getattr(torch.optim, name) for name in WORKING)
-    if not known and _holds_dtensors(self):
-        # Of the instance, and a method as schedulers expect one.
-        self.step = MethodType(_step_by_name, self)  # type: ignore[method-assign]
-
-
-def _step_by_name(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return type(self).step(self, *args, **kwargs)
-    except RuntimeError as error:
-        raise _named(self, error) from error
-
-
 def step(
     original: Callable[..., Any],
     self: AcceleratedOptimizer,
     closure: Callable[..., Any] | None = None,
 ) -> Any:
-    """`AcceleratedOptimizer.step`, with an error that names the optimizer; then the biases.
+    """Wrap `AcceleratedOptimizer.step`: name the optimizer in an error; then update the biases.
 
     Raises:
-        ValueError: its state or its arithmetic does not take DTensors.
+        ValueError: the optimizer's state or its operators do not take DTensors.
     """
     try:
         result = original(self, closure)
     except RuntimeError as error:
-        raise _named(self.optimizer, error) from error
-    # Else gradients accumulate, and so do counts.
+        raise _error_of_step(self.optimizer, error) from error
+    # Otherwise gradients are still being accumulated, and so are the counts of tokens.
     if self.gradient_state.sync_gradients:
         for state in getattr(self, _FOLLOWED, ()):
             update_biases(state, skipped=self.step_was_skipped)
     return result
 
 
-def follow_steps(accelerator: Accelerator) -> None:
-    """Let biases move with the steps of the optimizers that `accelerator` has prepared by now."""
+def follow_steps(accelerator: Accelerator, row: Wrap) -> None:
+    """Bind `row`, the wrapper of `step`, to all optimizers that `accelerator` has prepared by now.
+
+    Each optimizer learns which models with routers' biases it trains.
+    """
     for optimizer in prepared_optimizers(accelerator):
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         followed = []
@@ -109,6 +87,8 @@ def follow_steps(accelerator: Accelerator) -> None:
             if any(id(parameter) in trained for parameter in model.parameters()):
                 followed.append(state)
         setattr(optimizer, _FOLLOWED, followed)
+        if row.name not in vars(optimizer):
+            setattr(optimizer, row.name, bind_wrapper(optimizer, row))
 
 
 def clip_grad_norm(
@@ -118,9 +98,9 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """`Accelerator.clip_grad_norm_`, by our own clip for parameters of a sharded patched model.
+    """Wrap `Accelerator.clip_grad_norm_`: clip a sharded patched model over all its meshes.
 
-    Only where Accelerate's own clip cannot take gradients on several meshes.
+    Accelerate's own clip is used where it takes gradients on several meshes (since 1.15).
     """
     if clips_over_meshes(self) or isinstance(parameters, Tensor):
         return original(self, parameters, max_norm, norm_type)
@@ -136,14 +116,14 @@ def clip_grad_norm(
     if not all_meshes:
         return original(self, parameters, max_norm, norm_type)
     self.unscale_gradients()
-    # The one group over both axes of experts is known where one model alone is clipped.
+    # The meshes of one model have a group over both axes of experts, which saves an all-reduce.
     meshes = all_meshes[0] if len(all_meshes) == 1 else None
     return clip_gradients_of(parameters, max_norm, norm_type, meshes)
 
 
-def _named(optimizer: Optimizer, error: RuntimeError) -> Exception:
-    """Return what to raise for `error` of a step: itself, where DTensors have no part in it."""
-    if not is_refused_by_dtensor(error) or not _holds_dtensors(optimizer):
+def _error_of_step(optimizer: Optimizer, error: RuntimeError) -> Exception:
+    """Return the error to raise for `error`: `error` itself if DTensors did not cause it."""
+    if not is_refused_by_dtensor(error) or not _trains_dtensors(optimizer):
         return error
     kind, said = type(optimizer), str(error).partition("\n")[0]
     return ValueError(
@@ -153,6 +133,6 @@ def _named(optimizer: Optimizer, error: RuntimeError) -> Exception:
     )
 
 
-def _holds_dtensors(optimizer: Optimizer) -> bool:
+def _trains_dtensors(optimizer: Optimizer) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return any(isinstance(parameter, DTensor) for parameter in parameters)

@@ -1,8 +1,8 @@
-"""What `accelerator.prepare` does with a patched model, and on which launches it can.
+"""`accelerator.prepare` of a patched model: checks of the launch, then sharding.
 
-Accelerate takes the model apart and puts it together as it would with FSDP2 alone; the optimizer's
-swap before and after, clip, no_sync and DCP are then its own. Here is what stands in for
-`fsdp2_prepare_model` in the middle of that, the checks in front of it, and `fsdp_on_cpu`.
+Accelerate prepares the model as it does for FSDP2 alone: it exchanges the optimizer's parameters,
+clips, accumulates and saves by its own code. Only `fsdp2_prepare_model`, which shards in the middle
+of `prepare`, is replaced. `fsdp_on_cpu` lets the same path run on CPU ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.config import launched_with_fsdp, launched_world_size
 from hf_moe_ep.integrations import shared_batches
-from hf_moe_ep.integrations.optimizers import follow_steps
 from hf_moe_ep.integrations.uneven_loaders import check_even
 from hf_moe_ep.ranks.together import together
 from hf_moe_ep.sharding.options import ShardOptions, kept_whole
@@ -44,10 +43,10 @@ from hf_moe_ep.upstream.training_frameworks import declare_fsdp, has_chunked_los
 
 
 def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """Let FSDP2 run on CPU ranks, where Accelerate starts plain multi-process training.
+    """Let FSDP2 run on CPU ranks if the launch config asks for FSDP.
 
-    Only where the launch config asks for FSDP (`distributed_type: FSDP`, `use_cpu: true`): then
-    the same path as on GPUs runs, sharding, clip, checkpoints and all.
+    With `distributed_type: FSDP` and `use_cpu: true` Accelerate starts plain multi-process training
+    instead. After this call sharding, clipping and checkpoints run as on GPUs.
     """
     if state.distributed_type != DistributedType.MULTI_CPU or not launched_with_fsdp():
         return
@@ -59,24 +58,22 @@ def fsdp_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin 
 
 
 def init_state(original: Callable[..., Any], self: AcceleratorState, *args: Any, **kw: Any) -> None:
-    """`AcceleratorState.__init__`, and FSDP on CPU ranks where the launch asks for it."""
+    """Wrap `AcceleratorState.__init__`: declare FSDP on CPU ranks if the launch asks for it."""
     original(self, *args, **kw)
     fsdp_on_cpu(self, kw.get("fsdp_plugin"))
 
 
 def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare`, behind checks that the launch shards what it is given.
+    """Prepare a patched model, after checks that this launch shards it.
 
     Raises:
-        ValueError: a launch or parallelism under which nothing would be sharded, or not so; a data
-            loader with more batches for one rank than for another.
+        ValueError: a launch or a parallelism that would not shard the model, or would shard it
+            differently; a data loader with more batches for one rank than for another.
     """
     states = [find_state(arg) for arg in args if isinstance(arg, nn.Module)]
     patched = [state for state in states if state is not None]
     if not patched:
-        prepared = original(self, *args, **kwargs)
-        follow_steps(self)
-        return prepared
+        return original(self, *args, **kwargs)
     state = patched[0]
     fsdp_on_cpu(self.state, None)
     _check_launch(self)
@@ -90,41 +87,18 @@ def prepare(original: Callable[..., Any], self: Accelerator, *args: Any, **kwarg
         prepared = original(self, *args, **kwargs)
     else:
         together("accelerator.prepare", partial(_check_sharded_before, args, plugin))
-        with _nothing_to_wrap(plugin):
+        with _without_wrap_policy(plugin):
             prepared = original(self, *args, **kwargs)
     check_even(self)
-    follow_steps(self)
     return prepared
 
 
-def local_sgd(
-    original: Callable[..., Any],
-    self: Any,
-    accelerator: Accelerator,
-    model: nn.Module,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """`LocalSGD.__init__`, which takes FSDP for a version of DeepSpeed or Megatron.
-
-    Raises:
-        ValueError: the model is patched, and on more than one rank.
-    """
-    if accelerator.num_processes > 1 and find_state(model) is not None:
-        raise ValueError(
-            "LocalSGD averages whole models that ranks have trained apart, but ranks of a patched "
-            "model train parts of one; leave LocalSGD out. For fewer exchanges of gradients use "
-            "Accelerator(gradient_accumulation_steps=...) and accelerator.accumulate(model)"
-        )
-    original(self, accelerator, model, *args, **kwargs)
-
-
 @contextmanager
-def _nothing_to_wrap(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
-    """Let Accelerate look for no layers in a model that is sharded already.
+def _without_wrap_policy(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
+    """Keep Accelerate from searching a sharded model for the layers of the user's wrap policy.
 
-    They have other classes now than the user's policy names. The next model, such as a stock
-    reference, needs that policy again.
+    FSDP2 has given the layers other classes, so the search would fail. The policy is restored at
+    the end, as the next model, such as a stock reference, needs it.
     """
     before = plugin.auto_wrap_policy
     plugin.auto_wrap_policy = None
@@ -135,13 +109,13 @@ def _nothing_to_wrap(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
 
 
 def _check_sharded_before(args: tuple[Any, ...], plugin: FullyShardedDataParallelPlugin) -> None:
-    """Raise where Accelerate could not take a model that is sharded already."""
+    """Raise if Accelerate cannot prepare this model, which is sharded already."""
     _check_no_activation_checkpointing(plugin)
     _check_no_empty_shards(args)
 
 
 def _check_no_activation_checkpointing(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Raise where Accelerate would put wrappers between layers and their FSDP2 units."""
+    """Raise if Accelerate would insert checkpoint wrappers between layers and FSDP2 units."""
     if plugin.activation_checkpointing:
         raise ValueError(
             "Accelerate's fsdp_activation_checkpointing wraps layers before they are "
@@ -152,7 +126,7 @@ def _check_no_activation_checkpointing(plugin: FullyShardedDataParallelPlugin) -
 
 
 def _check_no_empty_shards(args: tuple[Any, ...]) -> None:
-    """Raise where a rank has no share: Accelerate knows an optimizer's parameters by address."""
+    """Raise if a rank has an empty shard: Accelerate matches parameters by their addresses."""
     for model in args:
         for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
             if isinstance(parameter, DTensor) and parameter.to_local().numel() == 0:
@@ -166,7 +140,7 @@ def _check_no_empty_shards(args: tuple[Any, ...]) -> None:
 def prepare_model(
     original: Callable[..., Any], accelerator: Accelerator, model: nn.Module
 ) -> nn.Module:
-    """`fsdp2_prepare_model`: shard a patched model, unless it was sharded before."""
+    """Wrap `fsdp2_prepare_model`: shard a patched model, unless it is sharded already."""
     state = find_state(model)
     if state is None:
         return original(accelerator, model)
@@ -177,6 +151,7 @@ def prepare_model(
 
 
 def options_of(accelerator: Accelerator, model: nn.Module) -> ShardOptions:
+    """Return the options of sharding that Accelerate's FSDP plugin asks for."""
     plugin = accelerator.state.fsdp_plugin
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device)
     quantized = packed_parameters(model)
@@ -212,7 +187,7 @@ def _check_launch(accelerator: Accelerator) -> None:
 
 
 def _check_loss(model: Any) -> None:
-    """Raise where an older TRL would compute a wrong loss of a patched model on several ranks."""
+    """Raise if an older TRL would compute a wrong loss of a patched model on several ranks."""
     state = find_state(model) if isinstance(model, nn.Module) else None
     if state is None:
         return
@@ -233,6 +208,7 @@ def _check_loss(model: Any) -> None:
 
 
 def check_parallelism(parallelism: ParallelismConfig | None, state: ModelState) -> None:
+    """Raise ValueError if Accelerate's ParallelismConfig contradicts the model's config."""
     if parallelism is None:
         return
     for name in ("tp_size", "cp_size", "sp_size"):

@@ -1,7 +1,8 @@
-"""PEFT's prompt encoders, which PEFT calls alone: when it saves them, and in `generate`.
+"""PEFT's prompt encoders (prompt tuning, prefix tuning) of a sharded model.
 
-In the model's forward FSDP2 has gathered their parameters. Outside of it they are shards, beside
-the plain token ids that PEFT hands them.
+Inside the model's forward FSDP2 has gathered the parameters of the encoder. PEFT also calls the
+encoder outside of that forward, when it saves and in `generate`. The parameters are shards then,
+while PEFT passes plain token ids, so the wrappers here gather the parameters first.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, prompt_encoders
 from hf_moe_ep.upstream.sharded_models import begin_with_root
 
 
-def prompt_to_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`PeftModel.get_prompt_embedding_to_save`, of whole parameters; every rank calls this.
+def compute_prompt_to_save(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap `PeftModel.get_prompt_embedding_to_save`: gather the parameters; every rank calls this.
 
     Raises:
         RuntimeError: rank 0 alone calls this.
     """
-    if _sharded(self):
+    if _sharded_parameters(self):
         check_everyone_calls("saving a prompt encoder", alone=ALONE)
-    return prompt(original, self, *args, **kwargs)
+    return compute_prompt(original, self, *args, **kwargs)
 
 
-def prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`PeftModel.get_prompt`, of whole parameters, without gradient outside the model's forward."""
-    sharded, call = _sharded(self), partial(original, self, *args, **kwargs)
+def compute_prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap `PeftModel.get_prompt`: gather sharded parameters and compute without gradients."""
+    sharded, call = _sharded_parameters(self), partial(original, self, *args, **kwargs)
     if not sharded:
         return call()
     with torch.no_grad():
@@ -43,19 +46,19 @@ def prompt(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
 
 
 def begin_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`prepare_inputs_for_generation` of PEFT, which calls the embedding alone, and first of all.
+    """Wrap `PeftModelForCausalLM.prepare_inputs_for_generation`: initialise FSDP2's root first.
 
-    Wraps `PeftModelForCausalLM.prepare_inputs_for_generation`.
+    PEFT calls the embedding there before it calls the model.
     """
     begin_with_root(self)
     return original(self, *args, **kwargs)
 
 
 def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[], Any]) -> None:
-    """Call PEFT's `save` on one rank, with prompt encoders as they are in a gathered state dict.
+    """Call PEFT's `save` on one rank, with the prompt encoders of a gathered state dict.
 
     Raises:
-        ValueError: they are not in it.
+        ValueError: the state dict lacks the prompt encoders.
     """
     prefix = f"{PROMPT_ENCODERS}."
     values = {
@@ -72,14 +75,14 @@ def save_prompts(model: Any, state_dict: Mapping[str, Tensor], save: Callable[[]
     _compute_with(prompt_encoders(model), values, save)
 
 
-def _sharded(model: Any) -> dict[str, DTensor]:
-    """Return parameters of the prompt encoders that are not gathered now, by name."""
+def _sharded_parameters(model: Any) -> dict[str, DTensor]:
+    """Return the parameters of the prompt encoders that are shards now, by name."""
     named = prompt_encoders(model).named_parameters()
     return {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
 
 
-class _Call(nn.Module):
-    """A call, for the time of which `functional_call` gives `encoders` other parameters."""
+class _CallWithEncoders(nn.Module):
+    """A module whose forward is `call`, so that `functional_call` can replace parameters."""
 
     def __init__(self, encoders: nn.Module, call: Callable[[], Any]) -> None:
         super().__init__()
@@ -94,4 +97,4 @@ def _compute_with(
     encoders: nn.Module, values: Mapping[str, Tensor], call: Callable[[], Any]
 ) -> Any:
     named = {f"encoders.{name}": tensor for name, tensor in values.items()}
-    return functional_call(_Call(encoders, call), named, ())
+    return functional_call(_CallWithEncoders(encoders, call), named, ())

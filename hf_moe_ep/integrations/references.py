@@ -1,16 +1,16 @@
-"""Models that are asked and never trained, beside the one that is: references, teachers.
+"""Models that are evaluated but not trained: reference models and teachers.
 
-TRL's trainers compare a policy with a reference, and shard that by one `fully_shard` of its root:
-every forward gathers all of it on every rank. Here it becomes units like the policy's, frozen:
+TRL's trainers compare a policy with a reference model. TRL shards the reference by one
+`fully_shard` of its root, so every forward gathers the whole model on every rank. Here the
+reference is frozen and sharded layer by layer:
 
-    a patched model             by its own config
-    a stock one, a language     patched as the policy is: the same units over the same ranks, so
-    model like the policy       that a forward gathers neighbours alone, and parameters of the two
-                                lie alike
-    anything else               left to TRL: a reward model, whatever stands beside a stock policy
+    a patched model                  by its own config
+    a stock language model of the    patched with the policy's config. Both models have the same
+    policy's architecture            units and shards then, and a forward gathers one unit at a time
+    any other model                  left to TRL: a reward model, the reference of a stock policy
 
-`sync_ref_model=True` mixes the policy's weights into the reference's: of parameters that lie alike
-each rank mixes its shards, and nothing is gathered. `install.py` has the table of these wrappers.
+`sync_ref_model=True` mixes the policy's weights into the reference's. As both have the same shards,
+each rank mixes its own, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -45,19 +45,18 @@ _POLICY = "_hf_moe_ep_policy"
 Original = Callable[..., Any]
 
 
-def remember_policy(trainer: transformers.Trainer) -> None:
-    """Let the Trainer's Accelerator know what it trains: a reference is prepared without it."""
-    state = find_state(trainer.model) if isinstance(trainer.model, nn.Module) else None
+def remember_policy(trainer: transformers.Trainer, state: ModelState) -> None:
+    """Store the state of the trained model on the Accelerator, which later shards a reference."""
     setattr(trainer.accelerator, _POLICY, state)
 
 
 def shard_reference(original: Original, model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Shard a reference model, frozen, in units; wraps TRL's `prepare_fsdp`.
+    """Wrap TRL's `prepare_fsdp`: freeze a reference model and shard it layer by layer.
 
     Raises:
-        ValueError: on every rank, where it is a language model of another architecture or with
-            other experts than the policy, splits sequences that its ranks do not share, or is
-            sharded by someone else; or where ranks have different ones.
+        ValueError: on every rank: the reference is a language model of another architecture or with
+            other experts than the policy; its sp ranks do not share batches; or ranks have
+            different references.
     """
     policy: ModelState | None = getattr(accelerator, _POLICY, None)
     if not accelerator.is_fsdp2 or (find_state(model) is None and policy is None):
@@ -83,7 +82,7 @@ _PATCHED, _STOCK, _OTHER = "a patched model", "a stock language model", "another
 
 
 def _kind(model: nn.Module, policy: ModelState | None, accelerator: Accelerator) -> str:
-    """Tell what is to be done with a reference; ValueError where nothing good can be."""
+    """Return how a reference model is sharded; ValueError if it cannot be a reference."""
     state = find_state(model)
     if state is None and output_head(model) is None:
         return _OTHER
@@ -98,7 +97,7 @@ def _kind(model: nn.Module, policy: ModelState | None, accelerator: Accelerator)
 
 
 def _check_alike(model: nn.Module, state: ModelState | None, policy: ModelState) -> None:
-    """Raise where a reference cannot be what the policy was before it was trained."""
+    """Raise if a reference cannot be the model that the policy was before training."""
     if state is not None:
         found = (state.plan.model_type, state.num_experts, len(state.moe_layers))
     else:
@@ -124,13 +123,12 @@ def _check_alike(model: nn.Module, state: ModelState | None, policy: ModelState)
 
 
 def _check_shared(state: ModelState, accelerator: Accelerator) -> None:
-    """Raise where a model would split batches that its sp ranks do not share."""
+    """Raise if a model would split batches that its sp ranks do not share."""
     size, shared = state.config.sp_size or 1, shared_batches.sharing(accelerator)
     if size not in (1, shared):
         raise ValueError(
-            f"this model was patched with sp_size={size}, but the model that is trained lets "
-            f"{shared} of these ranks share a batch; patch both with the same sp_size, or this one "
-            f"with sp_size=1"
+            f"this model was patched with sp_size={size}, but the model that is trained has "
+            f"sp_size={shared}; patch both with the same sp_size, or this one with sp_size=1"
         )
 
 
@@ -141,10 +139,10 @@ def prepare_evaluated(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> Any:
-    """`Accelerator.prepare_model`, which shards a patched model that is only evaluated: a teacher.
+    """Wrap `Accelerator.prepare_model`: shard a patched model that is only evaluated, a teacher.
 
     Raises:
-        ValueError: it splits sequences that its ranks do not share.
+        ValueError: the model would split batches that its sp ranks do not share.
     """
     state = find_state(model) if evaluation_mode and self.is_fsdp2 else None
     if state is not None and state.meshes is None:
@@ -154,12 +152,13 @@ def prepare_evaluated(
     return original(self, model, device_placement, evaluation_mode)
 
 
-def shard_before_asked(
+def shard_own_reference(
     original: Original, self: transformers.Trainer, model: nn.Module, inputs: Any
 ) -> Any:
-    """Shard a policy that is its own reference, before it is asked: wraps `compute_ref_log_probs`.
+    """Wrap `compute_ref_log_probs` of TRL's DPO and KTO trainers: shard the policy first.
 
-    With adapters and `precompute_ref_log_probs=True` TRL asks it before `train` prepares it.
+    With adapters the policy without them is the reference. If `precompute_ref_log_probs=True`, TRL
+    evaluates it before `train` prepares it.
     """
     state = find_state(model)
     if state is not None and state.meshes is None and self.accelerator.is_fsdp2:
@@ -168,7 +167,7 @@ def shard_before_asked(
 
 
 def _shard_frozen(model: nn.Module, accelerator: Accelerator, policy: ModelState | None) -> None:
-    """Shard a patched reference, unless it was before, and say so once."""
+    """Freeze a patched reference and shard it if it is not sharded; rank 0 logs this."""
     state = find_state(model)
     assert state is not None
     name = type(model).__name__
@@ -187,9 +186,9 @@ def _shard_frozen(model: nn.Module, accelerator: Accelerator, policy: ModelState
 def _shard(
     model: nn.Module, accelerator: Accelerator, policy: ModelState | None, *, frozen: bool
 ) -> None:
-    """Shard a patched model as `accelerator` would; a frozen one is never kept gathered.
+    """Shard a patched model with the options of `accelerator`.
 
-    It shares process groups with the policy, which may be sharded before it or after.
+    The model shares process groups with the policy, whichever of the two is sharded first.
     """
     state, inner = find_state(model), unwrap(model)
     assert state is not None
@@ -198,7 +197,7 @@ def _shard(
         model.requires_grad_(False)
     options = options_of(accelerator, inner)
     if frozen:
-        # No backward will come that had use for it.
+        # No backward follows that would use the gathered parameters.
         options = replace(options, reshard_after_forward=True)
     if policy is not None:
         state.meshes_beside = policy.meshes or policy.meshes_beside
@@ -209,10 +208,10 @@ def _shard(
 
 
 def mix_shards(original: Original, model: nn.Module, target_model: nn.Module, alpha: float) -> None:
-    """Mix `alpha` of the policy into its reference; wraps TRL's `SyncRefModelCallback`.
+    """Wrap `SyncRefModelCallback._sync_target_model`: mix `alpha` of the policy into its reference.
 
     Raises:
-        ValueError: on every rank, where parameters of the two do not lie alike.
+        ValueError: on every rank: a parameter is sharded differently in the two models.
     """
     if find_state(model) is None or find_state(target_model) is None:
         original(model, target_model, alpha)
@@ -224,28 +223,28 @@ def mix_shards(original: Original, model: nn.Module, target_model: nn.Module, al
 def _mix_resharded(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
     reshard(model)
     reshard(target_model)
-    ours, theirs = _named(model), _named(target_model)
+    ours, theirs = _parameters_by_name(model), _parameters_by_name(target_model)
     for name in sorted(ours.keys() | theirs.keys()):
-        here, there = _lie(ours.get(name)), _lie(theirs.get(name))
+        here, there = _describe_layout(ours.get(name)), _describe_layout(theirs.get(name))
         if here != there:
             raise ValueError(
-                f"sync_ref_model=True mixes shards, and {name} lies as {here} in the policy and as "
+                f"sync_ref_model=True mixes shards, and {name} is {here} in the policy and "
                 f"{there} in the reference; pass a stock reference, which is sharded like the "
                 f"policy, or patch both with the same sizes"
             )
     with torch.no_grad():
         for name, target in theirs.items():
-            _own(target).mul_(1.0 - alpha).add_(_own(ours[name]), alpha=alpha)
+            _local_part(target).mul_(1.0 - alpha).add_(_local_part(ours[name]), alpha=alpha)
 
 
-def _named(model: nn.Module) -> dict[str, Tensor]:
+def _parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
     return {canonical_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def _lie(tensor: Tensor | None) -> str:
-    """Describe a parameter's shape and where it lies, for an error and to compare."""
+def _describe_layout(tensor: Tensor | None) -> str:
+    """Describe the shape and the shards of a parameter, to compare and to show in an error."""
     if tensor is None:
-        return "nothing"
+        return "absent"
     if not isinstance(tensor, DTensor):
         return f"{tuple(tensor.shape)}"
     mesh = tensor.device_mesh
@@ -253,6 +252,6 @@ def _lie(tensor: Tensor | None) -> str:
     return f"{tuple(tensor.shape)} {tensor.placements} over {sizes}"
 
 
-def _own(parameter: Tensor) -> Tensor:
+def _local_part(parameter: Tensor) -> Tensor:
     """Return the part of a parameter that this rank holds."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

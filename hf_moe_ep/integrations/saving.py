@@ -1,18 +1,18 @@
-"""How Accelerate, the Trainer and PEFT save a patched model: in hub layout, as stock would.
+"""Saving a patched model by Accelerate, the Trainer and PEFT, in the layout of stock files.
 
-saved by                          with a state dict given    without
-Trainer.save_model                                           sharded save, file by file
-PreTrainedModel.save_pretrained   written in hub layout      sharded save, on every rank
-PeftModel.save_pretrained         packed as PEFT packs it    gathered here, on every rank
+function                          with a state dict           without a state dict
+Trainer.save_model                                            sharded save, file by file
+PreTrainedModel.save_pretrained   written in hub layout       sharded save, called on every rank
+PeftModel.save_pretrained         packed as PEFT packs it     gathered first, called on every rank
 
-`Accelerator.save_state` keeps its own files. Where experts are held quantised it leaves out what
-`save_checkpoint` leaves out, and writes the hashes of their bytes instead (`training/base.py`);
-without the Trainer stock would write all bytes again, each time.
+`Accelerator.save_state` writes its own files. Quantised experts are frozen, so their bytes are left
+out of these files, as `save_checkpoint` leaves them out. Their hashes are written instead
+(`checkpoints/training/base.py`), and compared when the state is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -46,7 +46,7 @@ def save_model(
     output_dir: str | None = None,
     _internal_call: bool = False,
 ) -> None:
-    """`Trainer.save_model`: shard by shard in hub layout, or the gathered adapters."""
+    """Wrap `Trainer.save_model`: save shard by shard in hub layout, or gather the adapters."""
     state = find_state(self.model)
     sharded = state is not None and state.meshes is not None
     if not sharded or _internal_call or not self.is_fsdp_enabled:
@@ -66,7 +66,7 @@ def save_model(
 
 
 class _SavedAlready(dict[str, Tensor]):
-    """Given to `Trainer._save` as the model's state dict, for what it saves beside the model."""
+    """A state dict for `Trainer._save`, which then saves everything except the model."""
 
 
 def save_in_hub_layout(
@@ -76,15 +76,14 @@ def save_in_hub_layout(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """`PreTrainedModel.save_pretrained`: a sharded model, or what was gathered of it.
+    """Wrap `PreTrainedModel.save_pretrained`: save a sharded model, or its gathered state dict.
 
-    Without a state dict every rank calls this, as Accelerate's examples do with `is_main_process`
-    and `save_function`; rank 0 writes, whatever these two are.
+    Without a state dict every rank has to call this, as Accelerate's examples do. Rank 0 writes the
+    files; `is_main_process` and `save_function` are ignored.
 
     Raises:
-        ValueError: the model is sharded, no state dict is given, and an option asks for what
-            `hf_moe_ep.save_pretrained` does not do.
-        RuntimeError: rank 0 alone calls this, without a state dict.
+        ValueError: no state dict is given, and `hf_moe_ep.save_pretrained` lacks an option.
+        RuntimeError: no state dict is given, and rank 0 alone calls this.
     """
     state = find_state(self)
     meshes = None if state is None or has_adapters(self) else state.meshes
@@ -111,13 +110,13 @@ def _bind_options(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the options of a call of `save_pretrained` by name, those alone that were given."""
+    """Return the options that a call of `save_pretrained` was given, by name."""
     bound = dict(signature(original).bind(model, save_directory, *args, **kwargs).arguments)
     return bound | bound.pop("kwargs", {})
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raise on options of `save_pretrained` that a sharded save would silently not follow."""
+    """Raise on options of `save_pretrained` that a sharded save would ignore."""
     remedies = {
         "push_to_hub": "save, then upload_folder of huggingface_hub on rank 0",
         "variant": "save, then rename the files on rank 0",
@@ -140,7 +139,7 @@ def _check_options(options: dict[str, Any]) -> None:
 def save_adapters(
     original: Callable[..., Any], self: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """`PeftModel.save_pretrained`: a sharded model's adapters, as PEFT packs them."""
+    """Wrap `PeftModel.save_pretrained`: pack the adapters of a sharded model as PEFT does."""
     state = find_state(self)
     given = kwargs.get("state_dict")
     if state is None or state.meshes is None:
@@ -159,14 +158,14 @@ def save_adapters(
 
 
 def base_model_class(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> type:
-    """`PeftModel._get_base_model_class`: the class before FSDP2 put its own in front."""
+    """Wrap `PeftModel._get_base_model_class`: return the stock class, not FSDP2's subclass."""
     return stock_class(original(self, *args, **kwargs))
 
 
 def get_state_dict(
     original: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """`Accelerator.get_state_dict`, with adapters of experts as PEFT packs them."""
+    """Wrap `Accelerator.get_state_dict`: pack the adapters of experts as PEFT does."""
     with experts_in_hub_order(model):
         state_dict = original(self, model, *args, **kwargs)
     return state_dict if find_state(model) is None else pack_factors(model, state_dict)
@@ -178,20 +177,20 @@ def get_model_state_dict(
     adapter_only: bool = False,
     sd_options: Any = None,
 ) -> Any:
-    """Accelerate's own state dict of a model, without experts that are held quantised."""
-    if adapter_only or sd_options is None or not _holds_quantised(model):
+    """Wrap Accelerate's `_get_model_state_dict`: leave out the quantised experts."""
+    if adapter_only or sd_options is None or not _has_quantised_experts(model):
         return original(model, adapter_only=adapter_only, sd_options=sd_options)
     reshard(model)
-    as_they_lie = replace(
+    sharded_options = replace(
         sd_options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False
     )
-    state_dict = original(model, sd_options=as_they_lie)
+    state_dict = original(model, sd_options=sharded_options)
     kept = {name: state_dict[name] for name in model_slots(model)}
-    return _gathered(kept, sd_options) if sd_options.full_state_dict else kept
+    return _gather_tensors(kept, sd_options) if sd_options.full_state_dict else kept
 
 
-def _gathered(state_dict: dict[str, Tensor], sd_options: Any) -> dict[str, Tensor]:
-    """Gather every tensor, one after the other, where torch's options want it: on rank 0 or all."""
+def _gather_tensors(state_dict: dict[str, Tensor], sd_options: Any) -> dict[str, Tensor]:
+    """Gather one tensor at a time; with `cpu_offload` rank 0 alone keeps it, on the host."""
     on_host = sd_options.cpu_offload
     whole: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
@@ -208,23 +207,23 @@ def set_model_state_dict(
     adapter_only: bool = False,
     sd_options: Any = None,
 ) -> Any:
-    """Accelerate's own loading of a state dict, into units that are not gathered.
+    """Wrap Accelerate's `_set_model_state_dict`: load a state dict without the quantised experts.
 
     Raises:
-        ValueError: experts are held quantised, and it is not all that is saved of such a model.
+        ValueError: the state dict has other tensors than `get_model_state_dict` saves.
     """
     if find_state(model) is not None:
-        # A full state dict is cut to fit parameters as they are, also while they are gathered
-        # (torch/distributed/checkpoint/state_dict.py).
+        # torch slices a full state dict to the parameters' current shapes, which are those of
+        # gathered parameters after a forward (torch/distributed/checkpoint/state_dict.py).
         reshard(model)
-        if not adapter_only and sd_options is not None and _holds_quantised(model):
+        if not adapter_only and sd_options is not None and _has_quantised_experts(model):
             on_first("loading a model", partial(_check_complete, model, state_dict))
             sd_options = replace(sd_options, strict=False)
     return original(model, state_dict, adapter_only=adapter_only, sd_options=sd_options)
 
 
 def _check_complete(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Raise where a state dict is not what `get_model_state_dict` made of such a model."""
+    """Raise if a state dict has other tensors than `get_model_state_dict` saves."""
     names = model_slots(model).keys()
     for found, words in (
         (names - state_dict.keys(), "a checkpoint lacks"),
@@ -237,46 +236,29 @@ def _check_complete(model: nn.Module, state_dict: dict[str, Any]) -> None:
             )
 
 
-def _holds_quantised(model: nn.Module) -> bool:
+def _has_quantised_experts(model: nn.Module) -> bool:
     return any(True for _ in quantised_matrices(model))
 
 
-def save_state_of_model(
-    original: Callable[..., Any],
-    fsdp_plugin: Any,
-    accelerator: Accelerator,
-    model: nn.Module,
-    output_dir: Any,
-    model_index: int = 0,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """What `Accelerator.save_state` does for each model, behind the hashes of its base."""
-    if find_state(model) is not None:
-        reshard(model)
-        base = describe_base(model)
-        path = Path(output_dir, base_file(model_index))
-        if base is not None:
-            on_first(f"saving {path}", partial(write_json, path, base))
-    return original(fsdp_plugin, accelerator, model, output_dir, model_index, *args, **kwargs)
+def write_bases(models: Iterable[nn.Module], folder: Path) -> None:
+    """Write the hashes of quantised experts beside Accelerate's state of each model."""
+    for index, model in enumerate(models):
+        if _is_sharded(model):
+            reshard(model)
+            base = describe_base(model)
+            path = folder / base_file(index)
+            if base is not None:
+                on_first(f"saving {path}", partial(write_json, path, base))
 
 
-def load_state_of_model(
-    original: Callable[..., Any],
-    fsdp_plugin: Any,
-    accelerator: Accelerator,
-    model: nn.Module,
-    input_dir: Any,
-    model_index: int = 0,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """What `Accelerator.load_state` does for each model, where it was saved on the same base.
+def check_bases(models: Iterable[nn.Module], folder: Path) -> None:
+    """Raise ValueError on every rank if the adapters in a folder were trained on another base."""
+    for index, model in enumerate(models):
+        if _is_sharded(model):
+            reshard(model)
+            check_base(folder, model, index)
 
-    Raises:
-        ValueError: on every rank, before anything is loaded: it is another base.
-    """
-    if find_state(model) is not None:
-        reshard(model)
-        check_base(Path(input_dir), model, model_index)
-    return original(fsdp_plugin, accelerator, model, input_dir, model_index, *args, **kwargs)
+
+def _is_sharded(model: nn.Module) -> bool:
+    state = find_state(model)
+    return state is not None and state.meshes is not None

@@ -1,28 +1,27 @@
-"""What sequence parallelism changes in Accelerate and the Trainer: sp ranks share their batches.
+"""Batches that several ranks share, under Accelerate and the Trainer (sequence parallelism).
 
-4 processes with sp_size 2 are 2 data ranks: each pair works on the same batch. Accelerate believes
-that every process has batches of its own, so each place that counts processes is corrected:
+4 processes with sp_size 2 are 2 data ranks: each pair of processes works on the same batch.
+`share_batches` stores the number of ranks per batch on one Accelerator, and `sharing` returns it.
+Accelerate assumes that every process has its own batches, so these functions are corrected for
+that Accelerator and its Trainer:
 
-    data loaders          give the ranks of an sp group the same samples
+    data loaders          Accelerate's `prepare_data_loader` is given data ranks instead of ranks
     gather_for_metrics    takes each sample once, from the first rank of its group
     schedulers            take one step per data rank and optimizer step, not one per process
     Trainer               counts data ranks in its number of tokens, loss scale, total batch size,
                           `num_input_tokens_seen` and `total_flos`; `predict()` sees whole logits
 
-The Trainer divides by `get_tp_size()` where ranks share a batch, so ours returns their number.
-`install.py` has the table of these wrappers; `original` is always the function that was there
-before.
+The Trainer has one number for the ranks that share a batch, `get_tp_size()`, and divides by it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import accelerate.data_loader
 import torch
 import transformers
 from accelerate import Accelerator
@@ -43,11 +42,11 @@ Original = Callable[..., Any]
 
 
 def share_batches(accelerator: Accelerator, state: ModelState) -> None:
-    """Tell `accelerator` that `state.config.sp_size` consecutive ranks share their batches.
+    """Let each `state.config.sp_size` consecutive ranks share the batches of `accelerator`.
 
     Raises:
-        ValueError: data loaders were prepared before, when ranks shared nothing; or sp_size does
-            not divide the number of ranks.
+        ValueError: data loaders were prepared before, with other batches for each rank; or sp_size
+            does not divide the number of ranks.
     """
     size = state.config.sp_size or 1
     if size == sharing(accelerator):
@@ -62,91 +61,90 @@ def share_batches(accelerator: Accelerator, state: ModelState) -> None:
     setattr(accelerator, _SHARING, size)
 
 
+def share_trainer_batches(trainer: transformers.Trainer, state: ModelState) -> None:
+    """Let sp ranks share the batches of a Trainer, and tell the model how the Trainer sums losses.
+
+    Raises:
+        ValueError: ranks would share batches that each of them generates for itself.
+    """
+    if state.config.sp_size not in (None, 1) and generates_in_training(trainer):
+        raise ValueError(
+            f"{type(trainer).__name__} lets each rank generate completions of its own, but "
+            f"with sp_size={state.config.sp_size} that many ranks share a batch; patch with "
+            f"sp_size=1 (TRL refuses its own sequence parallelism here, too)"
+        )
+    share_batches(trainer.accelerator, state)
+    state.sums_losses = trainer.args.average_tokens_across_devices
+
+
 def sharing(accelerator: Accelerator) -> int:
-    """Return how many consecutive ranks share their batches; 1 where none do."""
+    """Return the number of consecutive ranks that share a batch; 1 without sequence parallelism."""
     return getattr(accelerator, _SHARING, 1)
 
 
-@dataclass(frozen=True)
-class _LoaderMesh:
-    """A stand-in for a device mesh, of which Accelerate's data loaders ask names and sizes.
-
-    They give ranks along the axis "cp" the same samples (accelerate/data_loader.py).
-    """
-
-    sizes: dict[str, int]
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        return tuple(self.sizes)
-
-    def __getitem__(self, name: str) -> _LoaderMesh:
-        return _LoaderMesh({name: self.sizes[name]})
-
-    def size(self) -> int:
-        (size,) = self.sizes.values()
-        return size
-
-
-def loader_mesh(original: Original, self: Accelerator) -> Any:
-    """Answer `Accelerator._prepare_device_mesh`, which only its data loaders call.
-
-    Where ranks share batches: a mesh whose axis "cp" has their number.
-    """
-    if sharing(self) == 1:
-        return original(self)
-    return _LoaderMesh(
-        {"dp_shard": self.num_processes // sharing(self), "cp": sharing(self)},
-    )
-
-
 def prepare_data_loader(
-    original: Original, self: Accelerator, data_loader: Any, *args: Any, **kwargs: Any
+    original: Original,
+    self: Accelerator,
+    data_loader: Any,
+    device_placement: bool | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Prepare a data loader so that ranks that share batches draw the same samples.
-
-    Wraps `Accelerator.prepare_data_loader`.
+    """Wrap `Accelerator.prepare_data_loader`: ranks that share batches draw the same samples.
 
     Raises:
         ValueError: ranks share batches, and the loader deals samples in a way that cannot be
             shared: `dispatch_batches=True`, "batch_rebalance", or a stream with batches of its own;
-            or it has more batches for one rank than for another.
+            or the loader has more batches for one rank than for another.
     """
-    prepared = _prepare_shared(original, self, data_loader, *args, **kwargs)
+    if sharing(self) == 1 or getattr(data_loader, "_is_accelerate_prepared", False):
+        prepared = original(self, data_loader, device_placement, *args, **kwargs)
+    else:
+        prepared = _prepare_shared(self, data_loader, device_placement)
     check_even(self)
     return prepared
 
 
-def _prepare_shared(
-    original: Original, self: Accelerator, data_loader: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if sharing(self) == 1:
-        return original(self, data_loader, *args, **kwargs)
+def _prepare_shared(self: Accelerator, data_loader: Any, device_placement: bool | None) -> Any:
+    """Call Accelerate's `prepare_data_loader` with the number and index of this data rank."""
     if self.dispatch_batches:
         raise ValueError(
             "dispatch_batches=True sends each rank a batch of its own, but with sp_size="
             f"{sharing(self)} that many ranks share one; set dispatch_batches=False"
         )
-    if getattr(data_loader, "_is_accelerate_prepared", False):
-        return original(self, data_loader, *args, **kwargs)
+    data_ranks = self.num_processes // sharing(self)
     data_loader = copy.copy(data_loader)
     sampler = get_sampler(data_loader)
     if isinstance(data_loader.dataset, IterableDataset):
         _check_stream(data_loader)
-        # In its __dict__: the __setattr__ of a loader refuses another data set.
+        # Set in __dict__, as the __setattr__ of a loader refuses another data set.
         vars(data_loader)["dataset"] = _Stream(data_loader.dataset)
     elif _rebalances(sampler) or _rebalances(data_loader.batch_sampler):
         raise ValueError(
             f"train_sampling_strategy='batch_rebalance' deals samples to single processes, but "
             f"with sp_size={sharing(self)} that many share them; use another strategy"
         )
-    elif getattr(sampler, "generator", self) is None and self.num_processes == sharing(self):
-        # With one data rank Accelerate sees no need to keep ranks in step.
+    elif getattr(sampler, "generator", self) is None and data_ranks == 1:
+        # With one data rank Accelerate does not synchronise the generators of the ranks.
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(_seed_of_rank_0(torch.initial_seed() % 2**63))
-    data_loader.worker_init_fn = _seeded_alike(data_loader.worker_init_fn, sharing(self))
-    with _options(self, type(sampler) is RandomSampler):
-        loader = original(self, data_loader, *args, **kwargs)
+    data_loader.worker_init_fn = _seeded_by_data_rank(data_loader.worker_init_fn, sharing(self))
+    loader = accelerate.data_loader.prepare_data_loader(
+        data_loader,
+        self.device,
+        num_processes=data_ranks,
+        process_index=self.process_index // sharing(self),
+        split_batches=self.split_batches,
+        put_on_device=self.device_placement if device_placement is None else device_placement,
+        rng_types=self.rng_types.copy(),
+        dispatch_batches=False,
+        even_batches=self.even_batches,
+        use_seedable_sampler=self.use_seedable_sampler or type(sampler) is RandomSampler,
+        data_seed=self.dataloader_config.data_seed,
+        non_blocking=self.non_blocking,
+        use_stateful_dataloader=self.use_stateful_dataloader,
+    )
+    prepared_loaders(self).append(loader)
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = _seed_of_rank_0(sampler.initial_seed)
@@ -156,10 +154,7 @@ def _prepare_shared(
 def gather_for_metrics(
     original: Original, self: Accelerator, input_data: Any, use_gather_object: bool = False
 ) -> Any:
-    """Gather each sample once, from the first rank of its group.
-
-    Wraps `Accelerator.gather_for_metrics`.
-    """
+    """Wrap `Accelerator.gather_for_metrics`: gather each sample once, from one rank per batch."""
     if sharing(self) == 1:
         return original(self, input_data, use_gather_object)
     _count_stream(self)
@@ -167,7 +162,7 @@ def gather_for_metrics(
         first = self.process_index % sharing(self) == 0
         return original(self, input_data if first else input_data[:0], True)
     gather = self.gather
-    # It calls self.gather, and afterwards drops the samples that fill up the last batch.
+    # Stock calls self.gather, and afterwards drops the samples that fill up the last batch.
     self.gather = lambda data: _first_of_each_group(gather(data), self)
     try:
         return original(self, input_data, False)
@@ -176,44 +171,23 @@ def gather_for_metrics(
 
 
 def prepare_scheduler(original: Original, self: Accelerator, scheduler: Any) -> Any:
-    """Prepare a scheduler that takes one step per data rank and optimizer step.
+    """Wrap `Accelerator.prepare_scheduler`: one step per data rank and optimizer step.
 
-    Wraps `Accelerator.prepare_scheduler`, which lets it take one per process.
+    A scheduler of stock Accelerate takes one step per process.
     """
     prepared = original(self, scheduler)
     per_process = prepared.step_with_optimizer and not prepared.split_batches
     if sharing(self) > 1 and per_process and prepared is not scheduler:
-        prepared.scheduler = _EveryNth(prepared.scheduler, sharing(self))
+        prepared.scheduler = _EveryNthStep(prepared.scheduler, sharing(self))
     return prepared
-
-
-def create_accelerator(original: Original, self: transformers.Trainer) -> None:
-    """Tell the Trainer's new Accelerator which ranks share batches.
-
-    Wraps `Trainer.create_accelerator_and_postprocess`; the Trainer has its model by then, unless
-    `model_init` makes it later.
-    """
-    original(self)
-    _tell(self, self.model)
-
-
-def call_model_init(original: Original, self: transformers.Trainer, *args: Any, **kw: Any) -> Any:
-    """Tell the Trainer's Accelerator which ranks share batches, once `model_init` made the model.
-
-    Wraps `Trainer.call_model_init`.
-    """
-    model = original(self, *args, **kw)
-    _tell(self, model)
-    return model
 
 
 def get_num_items_in_batch(
     original: Original, self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return the number of label tokens in the batch, as the Trainer's loss divides by it.
+    """Wrap `Trainer._get_num_items_in_batch`: the number of label tokens to divide the loss by.
 
-    Wraps `Trainer._get_num_items_in_batch`. It divides by `get_tp_size()` even a count that is of
-    this rank alone; that is undone here.
+    Stock divides by `get_tp_size()` a count of this rank alone, too. That division is undone here.
     """
     count = original(self, *args, **kwargs)
     if count is None or self.args.average_tokens_across_devices:
@@ -222,18 +196,12 @@ def get_num_items_in_batch(
 
 
 def floating_point_ops(original: Original, self: transformers.Trainer, inputs: Any) -> Any:
-    """Return this rank's share of the FLOPs of a batch: the Trainer adds up all processes.
-
-    Wraps `Trainer.floating_point_ops`.
-    """
+    """Wrap `Trainer.floating_point_ops`: a rank's share, as the Trainer sums over all ranks."""
     return original(self, inputs) // sharing(self.accelerator)
 
 
 def get_tp_size(original: Original, self: transformers.Trainer) -> int:
-    """Return how many processes there are for each data rank.
-
-    Wraps `Trainer.get_tp_size`.
-    """
+    """Wrap `Trainer.get_tp_size`: return the number of processes per data rank."""
     size: int = original(self)
     return size * sharing(self.accelerator)
 
@@ -247,10 +215,7 @@ def prediction_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Predict a batch, with the logits of whole sequences where the Trainer returns logits.
-
-    Wraps `Trainer.prediction_step`.
-    """
+    """Wrap `Trainer.prediction_step`: gather the logits of whole sequences if they are returned."""
     state = find_state(self.model)
     if state is None or sharing(self.accelerator) == 1:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
@@ -263,18 +228,15 @@ def prediction_step(
 
 
 def track_num_input_tokens(original: Original, self: transformers.Trainer, inputs: Any) -> None:
-    """Count input tokens once per data rank, where stock adds up all processes.
-
-    Wraps `Trainer._track_num_input_tokens`.
-    """
+    """Wrap `Trainer._track_num_input_tokens`: count input tokens once per data rank."""
     before = self.state.num_input_tokens_seen
     original(self, inputs)
     seen = self.state.num_input_tokens_seen - before
     self.state.num_input_tokens_seen = before + seen // sharing(self.accelerator)
 
 
-class _EveryNth:
-    """A scheduler that ignores all but every n-th call of `step`; all else is as it was."""
+class _EveryNthStep:
+    """A scheduler that ignores all but every n-th call of `step`."""
 
     def __init__(self, scheduler: Any, n: int) -> None:
         self._scheduler = scheduler
@@ -287,20 +249,21 @@ class _EveryNth:
             self._scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_scheduler":  # not there yet: being copied or unpickled
+        if name == "_scheduler":  # copy and pickle ask before __init__
             raise AttributeError(name)
         return getattr(self._scheduler, name)
 
 
 class _Stream(IterableDataset[Any]):
-    """A stream that every rank reads whole, to take its own part of it; `rows` counts its samples.
+    """A stream that every rank reads as a whole, and of which it keeps its own samples.
 
-    `datasets` would otherwise deal whole files to data ranks, which then end on different steps.
+    A streaming data set of `datasets` would give each data rank its own files, so that the ranks
+    would end at different steps. `rows` counts the samples that were read.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        # In shared memory: a worker process counts, this one reads.
+        # In shared memory: a worker process writes the count, and this process reads it.
         self.rows = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[Any]:
@@ -310,18 +273,18 @@ class _Stream(IterableDataset[Any]):
             yield sample
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "rows"):  # not there yet: being copied or unpickled
+        if name in ("dataset", "rows"):  # copy and pickle ask before __init__
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 def _rebalances(sampler: Any) -> bool:
-    """Return whether a sampler is the Trainer's of `train_sampling_strategy="batch_rebalance"`."""
+    """Return True for the Trainer's sampler of `train_sampling_strategy="batch_rebalance"`."""
     return type(sampler).__name__ == "BatchRebalanceSampler"
 
 
 def _check_stream(data_loader: Any) -> None:
-    """Refuse a stream that makes its own batches."""
+    """Raise if a stream makes its own batches."""
     if data_loader.batch_size is None:
         raise ValueError(
             "a stream that makes its own batches (batch_size=None) cannot be dealt to the data "
@@ -330,9 +293,10 @@ def _check_stream(data_loader: Any) -> None:
 
 
 def _count_stream(accelerator: Accelerator) -> None:
-    """Set `remainder` of a stream's loader, at its end: the real samples in its last batch.
+    """Set `remainder` of a stream's loader at its end: the real samples in the last batch.
 
-    The others only fill it up. Accelerate leaves the number open, as a stream has no length.
+    Accelerate drops the samples that fill up this batch by `remainder`, and does not know the
+    length of a stream.
     """
     loader = accelerator.gradient_state.active_dataloader
     shard = getattr(loader, "dataset", None)
@@ -342,46 +306,12 @@ def _count_stream(accelerator: Accelerator) -> None:
         loader.remainder = int(shard.dataset.rows) % (shard.batch_size * shard.num_processes)
 
 
-@contextmanager
-def _options(accelerator: Accelerator, seedable: bool) -> Iterator[None]:
-    """Make each rank read its data loader itself, and with `seedable` shuffle as all ranks do."""
-    options = accelerator.dataloader_config
-    before = options.dispatch_batches, options.use_seedable_sampler
-    options.dispatch_batches = False
-    options.use_seedable_sampler = options.use_seedable_sampler or seedable
-    try:
-        yield
-    finally:
-        options.dispatch_batches, options.use_seedable_sampler = before
-
-
-def _seeded_alike(init: Any, sharing: int) -> Any:
-    """Return `init`, a loader's `worker_init_fn`; the Trainer's then seeds by data rank.
-
-    Its own seeds by process.
-    """
+def _seeded_by_data_rank(init: Any, sharing: int) -> Any:
+    """Return a loader's `worker_init_fn`. The Trainer's seeds by process; seed by data rank."""
     if isinstance(init, partial) and "rank" in init.keywords:
         rank = init.keywords["rank"] // sharing
         return partial(init.func, *init.args, **init.keywords | {"rank": rank})
     return init
-
-
-def _tell(trainer: transformers.Trainer, model: Any) -> None:
-    """Tell the Trainer's Accelerator, and the state of a patched model, of each other.
-
-    Raises:
-        ValueError: ranks would share batches that each of them generates for itself.
-    """
-    state = None if model is None else find_state(model)
-    if state is not None:
-        if state.config.sp_size not in (None, 1) and generates_in_training(trainer):
-            raise ValueError(
-                f"{type(trainer).__name__} lets each rank generate completions of its own, but "
-                f"with sp_size={state.config.sp_size} that many ranks share a batch; patch with "
-                f"sp_size=1 (TRL refuses its own sequence parallelism here, too)"
-            )
-        share_batches(trainer.accelerator, state)
-        state.sums_losses = trainer.args.average_tokens_across_devices
 
 
 def _seed_of_rank_0(seed: int) -> int:
@@ -390,7 +320,7 @@ def _seed_of_rank_0(seed: int) -> int:
 
 
 def _all_tensors(data: Any) -> bool:
-    """Return whether nested data holds tensors and nothing else."""
+    """Return True if nested data holds nothing but tensors."""
     try:
         recursively_apply(lambda x: x, data, error_on_other_type=True)
     except TypeError:
@@ -399,7 +329,7 @@ def _all_tensors(data: Any) -> bool:
 
 
 def _first_of_each_group(gathered: Any, accelerator: Accelerator) -> Any:
-    """Return the rows of the first rank of each group; `gathered` has the rows of all ranks."""
+    """Select from the rows of all ranks those of the first rank of each group."""
 
     def pick(rows: Tensor) -> Tensor:
         by_rank = rows.unflatten(0, (accelerator.num_processes, -1))

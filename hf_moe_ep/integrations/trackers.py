@@ -1,7 +1,7 @@
-"""Trackers of experiments that fail: which one, on which rank, and what the others do meanwhile.
+"""Errors of experiment trackers (tensorboard, wandb, ..): they name the tracker and the rank.
 
-Accelerate calls trackers on the main process alone. What fails there is unknown to the other ranks,
-which wait for it in the next collective until the launcher ends them; so the error must tell.
+Accelerate calls trackers on the main process alone. If a tracker fails there, the other ranks wait
+in the next collective until the launcher ends them, so the error on rank 0 has to say this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_moe_ep.upstream.training_frameworks import prepared_models
 
 
 def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """`Accelerator.log`, with an error that names the tracker.
+    """Wrap `Accelerator.log`: an error names the tracker.
 
     Raises:
         RuntimeError: a tracker failed.
@@ -31,7 +31,7 @@ def log(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         for tracker in trackers:
             accelerator.trackers = [tracker]
             original(*args, **kwargs)
-    # Whatever a tracker raises; it is the cause of what is raised here.
+    # A tracker may raise anything; its error becomes the cause of ours.
     except Exception as error:
         kind = type(tracker)
         raise RuntimeError(

@@ -1,18 +1,23 @@
-"""The Trainer's own checkpoints of a patched model: complete, or not there.
+"""The Trainer's own checkpoints of a patched model: complete, or recognised as unfinished.
 
-Saving puts a marker first and a manifest last (`checkpoints/storage/manifest.py`). Older ones are
-deleted after that, where stock deletes them before, and torn ones do not count as checkpoints to
-keep; a push to the hub waits for the manifest too. `resume_from_checkpoint=True` takes the newest
-complete one; one that is named is read against its manifest before anything is loaded.
+A save writes a marker first and a manifest last (`checkpoints/storage/manifest.py`):
 
-A checkpoint without our marker was written by stock, or before there were manifests: it is loaded
-with a warning. With the marker and no manifest it was not finished. Models that are not patched
-go through stock code as it is. `accelerate_states.py` does the same for `Accelerator.save_state`.
+    1. the marker           from here on the folder counts as unfinished
+    2. Trainer._save_checkpoint; its push to the hub and its deletion of older checkpoints are
+       held back
+    3. the manifest         from here on the folder counts as complete
+    4. the push, then the deletion of unfinished checkpoints and of the oldest complete ones
+
+Stock deletes older checkpoints in step 2: a kill right after that would leave none that is
+complete. `resume_from_checkpoint=True` takes the newest complete checkpoint. A checkpoint that is
+named is compared with its manifest before anything is loaded. A folder without our marker was
+written by stock, or before there were manifests: it is loaded with a warning.
+`accelerate_states.py` does the same for `Accelerator.save_state`.
 
 A model that is not sharded is loaded with its experts too: stock looks in a file of hub layout for
-the model's own names, says that those of experts are missing, and goes on with what they were
-before. And nothing that DCP reads runs code (`checkpoints/storage/unpickle.py`), where torch runs
-whatever is in its files. The Trainer reads all other files with weights_only=True by itself.
+the model's own names, reports those of experts as missing, and keeps their old values. The Trainer
+reads all files except those of DCP with weights_only=True; `checkpoints/storage/unpickle.py`
+checks DCP's.
 """
 
 from __future__ import annotations
@@ -20,8 +25,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,7 @@ from hf_moe_ep.checkpoints.hub.read import find_weights, load_weights
 from hf_moe_ep.checkpoints.newest import check_resumable, is_verifiable, newest_resumable
 from hf_moe_ep.checkpoints.storage import manifest
 from hf_moe_ep.checkpoints.storage.planner import planned_by_each
-from hf_moe_ep.checkpoints.storage.unpickle import values_alone
+from hf_moe_ep.checkpoints.storage.unpickle import loading_values
 from hf_moe_ep.checkpoints.training.base import BASE, check_base, describe_base
 from hf_moe_ep.checkpoints.training.folder import layout_of, write_json
 from hf_moe_ep.placement.hub_order import experts_in_hub_order
@@ -42,18 +46,19 @@ from hf_moe_ep.sharding.units import reshard
 from hf_moe_ep.state import find_state
 from hf_moe_ep.upstream.adapters import has_adapters
 from hf_moe_ep.upstream.module_names import unwrap
-from hf_moe_ep.upstream.training_frameworks import (
-    checkpoint_folder,
-    end_of_checkpoint,
-)
+from hf_moe_ep.upstream.training_frameworks import checkpoint_folder
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
+
+
+# The last calls of `_save_checkpoint`, which wait for a manifest; by the Trainer's output folder.
+_held_back: dict[str, list[Callable[[], None]]] = {}
 
 
 def save_checkpoint(
     original: Callable[..., Any], self: transformers.Trainer, model: Any, trial: Any
 ) -> None:
-    """`Trainer._save_checkpoint`, between a marker and a manifest."""
+    """Wrap `Trainer._save_checkpoint`: save between a marker and a manifest."""
     state = find_state(self.model)
     if state is None:
         original(self, model, trial)
@@ -62,19 +67,61 @@ def save_checkpoint(
 
     def begin() -> None:
         manifest.begin(folder)
-        _remove_of_ranks(folder)
+        _remove_files_of_ranks(folder)
         save_configs(self.model, folder)
 
     on_first(f"saving {folder}", begin)
-    in_order = experts_in_hub_order(self.model, self.optimizer)
-    with _held_back(self) as held, in_order, planned_by_each():
-        together(f"saving {folder}", lambda: original(self, model, trial))
+    held = _held_back[os.path.abspath(folder.parent)] = []
+    try:
+        with experts_in_hub_order(self.model, self.optimizer), planned_by_each():
+            together(f"saving {folder}", lambda: original(self, model, trial))
+    finally:
+        del _held_back[os.path.abspath(folder.parent)]
     if state.config.experts_dtype is not None:
         reshard(self.model)
         base = describe_base(self.model)
         on_first(f"saving {folder}", lambda: write_json(Path(folder, BASE), base))
     manifest.write(folder, layout_of(state))
     together(f"pushing {folder}, deleting older ones", lambda: [call() for call in held])
+
+
+def push(original: Callable[..., Any], self: transformers.Trainer, checkpoint_folder: str) -> None:
+    """Wrap `Trainer._push_from_checkpoint`: push after the manifest was written.
+
+    Without a manifest the checkpoint on the hub would count as unfinished for ever.
+    """
+    held = _held_back.get(os.path.dirname(os.path.abspath(checkpoint_folder)))
+    if held is None:
+        original(self, checkpoint_folder)
+    else:
+        held.append(partial(original, self, checkpoint_folder))
+
+
+def rotate(
+    original: Callable[..., Any],
+    output_dir: str,
+    save_total_limit: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Wrap `rotate_checkpoints`: delete older checkpoints after the manifest was written.
+
+    Stock counts an unfinished checkpoint as one to keep, and deletes a complete one for it.
+    """
+    held = _held_back.get(os.path.abspath(output_dir))
+    if held is None:
+        original(output_dir, save_total_limit, *args, **kwargs)
+        return
+
+    def delete() -> None:
+        for folder in Path(output_dir).iterdir() if (save_total_limit or 0) > 0 else ():
+            started = (folder / manifest.STARTED).exists()
+            complete = (folder / manifest.MANIFEST).exists()
+            if _CHECKPOINT.fullmatch(folder.name) and started and not complete:
+                shutil.rmtree(folder)
+        original(output_dir, save_total_limit, *args, **kwargs)
+
+    held.append(delete)
 
 
 def train(
@@ -84,11 +131,11 @@ def train(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`Trainer.train`, resuming from complete checkpoints alone.
+    """Train as `Trainer.train` does, but resume from complete checkpoints only.
 
     Raises:
-        ValueError: on every rank, before anything is loaded: the checkpoint is damaged or was not
-            finished, or there is none.
+        ValueError: on every rank, before anything is loaded: the checkpoint is damaged, unfinished
+            or absent.
     """
     if self.model is None or find_state(self.model) is None or not resume_from_checkpoint:
         return original(self, resume_from_checkpoint, *args, **kwargs)
@@ -104,73 +151,54 @@ def train(
     return original(self, os.fspath(folder), *args, **kwargs)
 
 
-def load_safely(
-    original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
+def load_optimizer(
+    original: Callable[..., Any],
+    self: transformers.Trainer,
+    checkpoint: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Load as the Trainer does, with experts in hub order; nothing that DCP reads runs code."""
-    if self.model is None or find_state(self.model) is None:
-        return original(self, *args, **kwargs)
-    with values_alone(), experts_in_hub_order(self.model, self.optimizer):
-        return original(self, *args, **kwargs)
+    """Wrap `Trainer._load_optimizer_and_scheduler`: load with experts in hub order, and no code."""
+    if checkpoint is None or self.model is None or find_state(self.model) is None:
+        return original(self, checkpoint, *args, **kwargs)
+    with (
+        loading_values(Path(checkpoint)),
+        experts_in_hub_order(self.model, self.optimizer),
+    ):
+        return original(self, checkpoint, *args, **kwargs)
 
 
 def load_model(
     original: Callable[..., Any], self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load every parameter from a checkpoint's hub layout into a model that one process holds."""
+    """Wrap `Trainer._load_from_checkpoint` and `Trainer._load_best_model`.
+
+    A model that one process holds is loaded from hub layout, every parameter by name.
+    """
     state, model = None if self.model is None else find_state(self.model), unwrap(self.model)
-    named = [*args, *kwargs.values()]  # none for the best
-    folder = named[0] if named else self.state.best_model_checkpoint
-    if state is not None and state.meshes is not None:
+    if state is None:
+        return original(self, *args, **kwargs)
+    given = [*args, *kwargs.values()]  # `_load_best_model` is given nothing.
+    folder = given[0] if given else self.state.best_model_checkpoint
+    if state.meshes is not None:
         reshard(model)
         check_base(Path(folder), model)
-    sharded = self.is_fsdp_enabled or (state is not None and state.meshes is not None)
-    if state is None or sharded or has_adapters(model):
-        return load_safely(original, self, *args, **kwargs)
+    if self.is_fsdp_enabled or state.meshes is not None or has_adapters(model):
+        with (
+            loading_values(Path(folder)),
+            experts_in_hub_order(self.model, self.optimizer),
+        ):
+            return original(self, *args, **kwargs)
     names = [name for name, _ in model.named_parameters()]
     load_weights(model, find_weights(model, folder, state.plan, names), self.args.device)
     return None
 
 
-def _remove_of_ranks(folder: Path) -> None:
-    """Remove what ranks of an earlier save left here: there may have been more of them.
+def _remove_files_of_ranks(folder: Path) -> None:
+    """Remove the files that single ranks of an earlier save wrote to this folder.
 
-    A rank that is there again later would go on with random numbers of that save.
+    If the earlier run had more ranks, a later run of as many would go on with old random numbers.
     """
     for pattern in ("rng_state*.pth", "*/*.distcp"):
         for file in folder.glob(pattern):
             file.unlink()
-
-
-@contextmanager
-def _held_back(trainer: transformers.Trainer) -> Iterator[list[Callable[[], None]]]:
-    """Keep for later the calls that `_save_checkpoint` ends with: a push, `rotate_checkpoints`.
-
-    On the hub a checkpoint without a manifest would count as unfinished for ever.
-    """
-    held: list[Callable[[], None]] = []
-
-    def rotate(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        held.append(partial(_rotate, stock, *args, **kwargs))
-
-    def push(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        held.append(partial(stock, *args, **kwargs))
-
-    with end_of_checkpoint(trainer, rotate, push):
-        yield held
-
-
-def _rotate(
-    original: Callable[..., Any],
-    output_dir: str,
-    save_total_limit: int | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """`rotate_checkpoints`, which by its number would keep a torn one and delete a complete one."""
-    for folder in Path(output_dir).iterdir() if (save_total_limit or 0) > 0 else ():
-        started = (folder / manifest.STARTED).exists()
-        complete = (folder / manifest.MANIFEST).exists()
-        if _CHECKPOINT.fullmatch(folder.name) and started and not complete:
-            shutil.rmtree(folder)
-    original(output_dir, save_total_limit, *args, **kwargs)

@@ -1,13 +1,13 @@
-"""Data loaders that would give ranks different numbers of batches.
+"""A check of data loaders that would give ranks different numbers of batches.
 
-Ranks of a sharded model run every forward together. With `even_batches=False` Accelerate gives the
-first ranks what is left at the end of an epoch, 7 batches on 2 ranks:
+All ranks of a sharded model must run every forward together. With `even_batches=False` Accelerate
+gives the last batches of an epoch to the first ranks only. With 7 batches on 2 ranks:
 
     rank 0   0 2 4 6
-    rank 1   1 3 5       then goes on, and rank 0 waits for it in the experts
+    rank 1   1 3 5       ends its epoch, while rank 0 waits in the experts' all-to-all
 
-A stream of which every rank reads files of its own (a streaming data set of `datasets`, under
-`dispatch_batches=False`) has no length, and is not looked at.
+Streams are not checked, as they have no length (a streaming data set of `datasets`, of which every
+rank reads files of its own under `dispatch_batches=False`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_moe_ep.upstream.training_frameworks import prepared_loaders, prepared_mo
 
 
 def check_even(accelerator: Accelerator) -> None:
-    """Look at all that `accelerator` has prepared, in whatever order.
+    """Check all data loaders that `accelerator` has prepared so far.
 
     Raises:
         ValueError: ranks of a patched model would get different numbers of batches.
@@ -43,7 +43,7 @@ def check_even(accelerator: Accelerator) -> None:
 
 
 def _numbers_of_batches(sampler: Any) -> list[int]:
-    """Return how many batches each rank gets; empty where all get as many."""
+    """Return the number of batches of each rank; empty if all ranks have the same number."""
     if not isinstance(sampler, BatchSamplerShard) or sampler.even_batches or sampler.drop_last:
         return []
     whole, ranks = sampler.batch_sampler, sampler.num_processes

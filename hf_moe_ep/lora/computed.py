@@ -9,8 +9,8 @@ The factors stay parameters of PEFT's wrappers. When the model is sharded they a
 with their experts, in the same FSDP2 unit (`factors.py` describes the layouts). Saved adapters are
 stock adapters, in PEFT's layout.
 
-`integrations/install.py` wraps PEFT's own functions with `activate`, `call_base_model`,
-`inject_adapter`, `load_adapter`, `merge` and `unmerge`.
+`integrations/install.py` wraps PEFT's functions with `activate`, `call_base_model`, `load_adapter`,
+`merge` and `unmerge`, for the adapters of a patched model alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_moe_ep.lora.factors import Adapter, pack_a, pack_b, stack_a, stack_b
-from hf_moe_ep.state import STATE, MoELayer, find_state
+from hf_moe_ep.state import STATE, ModelState, MoELayer, find_state
 from hf_moe_ep.upstream.adapters import adapter_layers, parameter_factors
 
 Stack = Callable[[Tensor], Tensor]
@@ -58,7 +58,7 @@ def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
 
 
 def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
-    """Store the factors on the experts module for one forward (wraps ParamWrapper)."""
+    """Wrap `ParamWrapper._activate_lora`: give the factors to our experts for one forward."""
     experts = self.get_base_layer()
     if not _computed_here(experts):
         return original(self, active_adapters)
@@ -88,32 +88,30 @@ def _store(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[No
 
 
 def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a patched model inside a tuner as a module, so that its hooks run (BaseTuner.forward).
+    """Wrap `BaseTuner.forward`: call a patched model as a module, so that its hooks run.
 
-    PEFT 0.20 calls `model.forward`, which runs neither FSDP2's hooks nor ours. Newer versions of
-    PEFT call the model.
+    PEFT 0.20 calls `model.forward`, which skips FSDP2's hooks and ours. Newer versions of PEFT call
+    the model.
     """
     if find_state(self.model) is None:
         return original(self, *args, **kwargs)
     return self.model(*args, **kwargs)
 
 
-def inject_adapter(
-    original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any
-) -> None:
-    """Refuse a sharded model; otherwise attach the adapter as PEFT does (wraps BaseTuner)."""
-    if ranks := _sharded_over(model):
+def check_attachable(state: ModelState) -> None:
+    """Raise ValueError if the model of `state` is sharded: no adapter can be attached any more."""
+    if state.meshes is not None:
         raise ValueError(
-            f"this model is sharded over {ranks} ranks; attach adapters before apply_ep_fsdp2 or "
-            f"accelerator.prepare, so that every rank trains its share of the same adapter"
+            f"this model is sharded over {state.meshes.world_size} ranks; attach adapters before "
+            f"apply_ep_fsdp2 or accelerator.prepare, so that every rank trains its share of the "
+            f"same adapter"
         )
-    original(self, model, *args, **kwargs)
 
 
 def load_adapter(
     original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a sharded model; otherwise load the adapter as PEFT does (wraps PeftModel)."""
+    """Wrap `PeftModel.load_adapter`: refuse a sharded model."""
     if ranks := _sharded_over(self):
         raise ValueError(
             f"load_adapter on a model that is sharded over {ranks} ranks; load {model_id} before "
@@ -124,7 +122,7 @@ def load_adapter(
 
 
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a sharded model; otherwise call PEFT's function `name`, which merges or unloads."""
+    """Wrap the method `name` of `BaseTuner`, which merges or unloads: refuse a sharded model."""
     if ranks := _sharded_over(self):
         raise ValueError(
             f"{name} on a model that is sharded over {ranks} ranks; save the adapter with "
@@ -135,7 +133,7 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 
 def unmerge(original: Callable[..., Any], self: Any) -> Any:
-    """Refuse a sharded model with merged adapters; otherwise unmerge as PEFT does."""
+    """Wrap `BaseTuner.unmerge_adapter`: refuse a sharded model with merged adapters."""
     if ranks := _sharded_over(self):
         for path, layer in adapter_layers(self):
             if getattr(layer, "merged", False):

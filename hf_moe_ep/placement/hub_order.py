@@ -14,11 +14,13 @@ such a model or of its optimizer is an error, because its experts would be permu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_moe_ep.placement.move import (
     ExpertTensors,
@@ -61,6 +63,10 @@ def experts_in_hub_order(model: nn.Module, *optimizers: Any) -> Iterator[None]:
     if state is None or not is_placed(state):
         yield
         return
+    # An optimizer that is loaded in this block may have been made after the experts moved.
+    for optimizer in optimizers:
+        if optimizer is not None:
+            _guard(optimizer, state)
     before = [layer.placement for layer in state.moe_layers]
     _move_to(model, state, [None] * len(before), optimizers)
     state.optimizers_in_order = [_stock(optimizer) for optimizer in optimizers]
@@ -126,9 +132,9 @@ def guard_state_dicts(
 ) -> None:
     """Register hooks that refuse state dicts of the model and its optimizers outside hub order.
 
-    The parameters of the experts are marked, so that optimizers that are made later are found
-    (`guard_new_optimizer`).
+    An optimizer that is made of these experts later is recognised at its first step.
     """
+    _watch_new_optimizers()
     if not state.guards_state_dicts:
         state.guards_state_dicts = True
         hook = NotInHubOrder(state)
@@ -143,12 +149,26 @@ def guard_state_dicts(
         _guard(optimizer, state)
 
 
-def guard_new_optimizer(optimizer: Any) -> None:
-    """Refuse state dicts of an optimizer that was made after its experts had moved."""
+@functools.cache
+def _watch_new_optimizers() -> None:
+    """Register a hook before every optimizer's step, once per process."""
+    register_optimizer_step_pre_hook(_guard_before_step)
+
+
+def _guard_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Refuse state dicts of an optimizer that was made of experts which had moved by then.
+
+    Runs before the first step of the optimizer, as no earlier hook exists for all optimizers.
+
+    Raises:
+        ValueError: the optimizer has state already: it was loaded before its first step.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = getattr(parameter, _GUARDED, None)
-            if state is not None:
+            if state is not None and getattr(optimizer, _GUARDED, None) is not state:
+                if is_placed(state) and optimizer.state.get(parameter):
+                    raise _state_dict_refusal(optimizer)
                 _guard(optimizer, state)
 
 
@@ -173,10 +193,13 @@ class NotInHubOrder(Ours):
         # keep_vars=True asks for the parameters themselves, not for values to save.
         wants_variables = isinstance(owner, nn.Module) and args[1:] == (True,)
         if is_placed(self.state) and not wants_variables:
-            raise ValueError(
-                f"balance_experts has moved experts of this model, so a state dict of "
-                f"{type(owner).__name__} would have them in another order than files have; save "
-                f"and load with save_pretrained, save_checkpoint, load_checkpoint, the Trainer or "
-                f"Accelerate, which restore the order, or inside "
-                f"`with experts_in_hub_order(model, optimizer):`"
-            )
+            raise _state_dict_refusal(owner)
+
+
+def _state_dict_refusal(owner: Any) -> ValueError:
+    return ValueError(
+        f"balance_experts has moved experts of this model, so a state dict of "
+        f"{type(owner).__name__} would have them in another order than files have; save and load "
+        f"with save_pretrained, save_checkpoint, load_checkpoint, the Trainer or Accelerate, which "
+        f"restore the order, or inside `with experts_in_hub_order(model, optimizer):`"
+    )

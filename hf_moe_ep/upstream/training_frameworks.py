@@ -1,15 +1,18 @@
-"""What Accelerate and the Trainer keep to themselves, and wrappers of `integrations/` need.
+"""Private names of Accelerate, the Trainer and TRL that the wrappers of `integrations/` use.
 
 accelerate/state.py, accelerate/accelerator.py, transformers/trainer.py, trl/trainer/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -17,7 +20,68 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
+from hf_moe_ep.config import launch_environment, launched_with_fsdp
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
+
+
+def accelerate_is_in_use() -> bool:
+    """Return True if there is a sign that this process uses an Accelerator.
+
+    "accelerate is imported" is no sign, as transformers imports it. The signs are: `accelerate
+    launch` started the process; an Accelerator or TrainingArguments exist; the Accelerator class
+    is known to a module outside of Hugging Face's packages and ours, or to a running function.
+    """
+    launched = launched_with_fsdp() or "ACCELERATE_MIXED_PRECISION" in launch_environment()
+    if launched or PartialState._shared_state:
+        return True
+    if "Accelerator" not in vars(accelerate):
+        return False  # `call_when_accelerator_is_imported` waits for the first use.
+    namespaces = [
+        vars(module)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in _OWN_USERS and hasattr(module, "__dict__")
+    ]
+    frame = inspect.currentframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _OWN_USERS:
+            namespaces.append(frame.f_locals)
+        frame = frame.f_back
+    known = (accelerate, Accelerator)
+    return any(
+        any(value is one for one in known)
+        for namespace in namespaces
+        for value in list(namespace.values())
+    )
+
+
+# Packages that know the Accelerator class whether or not a script uses it.
+_OWN_USERS = ("accelerate", "transformers", "peft", "hf_moe_ep")
+
+
+def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
+    """Call `call` at the next `from accelerate import Accelerator` or `accelerate.Accelerator`.
+
+    The class is taken out of the package's names until then, and the module's `__getattr__`
+    (PEP 562) puts it back.
+    """
+    names = vars(accelerate)
+    kind, before = names.pop("Accelerator", None), names.get("__getattr__")
+    if kind is None:
+        return
+
+    def look_up(name: str) -> Any:
+        if name == "Accelerator":
+            names["Accelerator"] = kind
+            names.pop("__getattr__")
+            if before is not None:
+                names["__getattr__"] = before
+            call()
+            return kind
+        if before is not None:
+            return before(name)
+        raise AttributeError(f"module 'accelerate' has no attribute {name!r}")
+
+    names["__getattr__"] = look_up
 
 
 def declare_fsdp(state: AcceleratorState) -> None:
@@ -48,7 +112,7 @@ def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
 
 
 def clips_over_meshes(accelerator: Accelerator) -> bool:
-    """Return whether Accelerate itself clips gradients that lie on several device meshes.
+    """Return True if Accelerate itself clips gradients on several device meshes.
 
     Since 1.15 (accelerate/accelerator.py). Before that torch's clip raises on two meshes.
     """
@@ -56,19 +120,32 @@ def clips_over_meshes(accelerator: Accelerator) -> bool:
 
 
 def has_chunked_loss(model: nn.Module) -> bool:
-    """Return whether TRL replaced the forward of `model` by the one of its chunked loss.
+    """Return True if TRL replaced the forward of `model` by the forward of its chunked loss.
 
-    trl/trainer/sft_trainer.py, before 1.15; the default of its SFTTrainer. It imports the function
-    of the router's aux loss itself.
+    trl/trainer/sft_trainer.py before 1.15; the default of SFTTrainer. That forward imports stock's
+    function of the router's aux loss.
     """
     names = {getattr(forward, "__name__", "") for forward in forward_functions(model)}
     return "_chunked_ce_forward" in names
 
 
-def generates_in_training(trainer: transformers.Trainer) -> bool:
-    """Return whether each process of this trainer generates what it learns from.
+def gather_again(trainer: transformers.Trainer) -> None:
+    """Let a Trainer call `gather_for_metrics` as its Accelerator has it now.
 
-    As GRPO, RLOO, their subclasses and distillation do (trl/trainer/grpo_trainer.py).
+    The Trainer keeps the bound method from the time before the Accelerator was specialised
+    (transformers/trainer.py).
+    """
+    kept = getattr(trainer, "gather_function", None)
+    function = kept.func if isinstance(kept, partial) else kept
+    if getattr(function, "__name__", "") == "gather_for_metrics":
+        options = kept.keywords if isinstance(kept, partial) else {}
+        trainer.gather_function = partial(trainer.accelerator.gather_for_metrics, **options)
+
+
+def generates_in_training(trainer: transformers.Trainer) -> bool:
+    """Return True if each process of this trainer generates its own training samples.
+
+    GRPO, RLOO, their subclasses and distillation do (trl/trainer/grpo_trainer.py).
     """
     return hasattr(trainer, "_generate_and_score_completions")
 
@@ -79,30 +156,8 @@ def checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:
 
 
 def save_beside(trainer: transformers.Trainer, folder: str, state_dict: Any) -> None:
-    """Call `Trainer._save`: write a model, and what the Trainer saves beside it.
+    """Call `Trainer._save`: write a model with its tokenizer and the training arguments.
 
     transformers/trainer.py.
     """
     trainer._save(folder, state_dict=state_dict)
-
-
-@contextmanager
-def end_of_checkpoint(
-    trainer: transformers.Trainer,
-    rotate: Callable[..., None],
-    push: Callable[..., None],
-) -> Iterator[None]:
-    """Replace the two last steps of `Trainer._save_checkpoint`, inside the block.
-
-    They delete old checkpoints and push to the hub. `rotate` and `push` are called instead, with
-    stock's function first.
-    """
-    stock_rotate = transformers.trainer.rotate_checkpoints
-    stock_push = trainer._push_from_checkpoint
-    transformers.trainer.rotate_checkpoints = lambda *args, **kw: rotate(stock_rotate, *args, **kw)
-    trainer._push_from_checkpoint = lambda *args, **kw: push(stock_push, *args, **kw)
-    try:
-        yield
-    finally:
-        transformers.trainer.rotate_checkpoints = stock_rotate
-        del trainer._push_from_checkpoint

@@ -1,20 +1,28 @@
-"""How a function of another project gets one of ours in front of it, named by a string.
+"""Ways to call a function of ours around a function of another project.
 
-    Wrap("transformers.trainer:Trainer.save_model", ours, "writes hub layout")
+A `Wrap` names the other project's function by a string, `module:Class.function` or
+`module:function`. The string may hold private names: upstream names that we rely on stand nowhere
+else. `wrapper(original, *args, **kwargs)` is called instead of the function.
 
-`module:Class.function`, or `module:function` for one that a module holds; functions that stand in
-classes are found in the class that is named, also where it inherits them. Any name may be a private
-one: this string is where it stands. `ours(original, *args, **kwargs)` is called in place of it.
+    wrap_process(rows)                 every caller in this process: the function itself is replaced
+    specialise(trainer, rows)          one object: a subclass is inserted in front of stock's class
 
-An installed version may lack a target. Then the feature that needs it is switched off: a warning
-names the target and the feature, all other targets are wrapped, and the calls by which the feature
-would be used raise what the warning says.
+        class MyTrainer(Trainer)       specialise(MyTrainer()) changes the object's classes to
+                                       MyTrainer -> (ours) -> Trainer, so that `super().save_model`
+                                       in MyTrainer reaches ours first and stock's after it
+
+    bind_wrapper(model, row)           one object: a bound method, to be set as an attribute of it
+
+An installed version may lack a target. The feature that needs the target is switched off then: one
+warning names the target and the feature, all other rows work, and each call that would use the
+feature raises the text of the warning.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.abc
 import importlib.metadata
 import importlib.util
 import inspect
@@ -22,42 +30,40 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from types import ModuleType
+from importlib.machinery import ModuleSpec
+from types import MethodType, ModuleType
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Feature:
-    """What users lose where the target of a wrap is missing.
+    """A feature that users lose if the target of a wrap is missing.
 
     Attributes:
-        name: as an error names it.
-        used_by: targets by whose call the feature is used, each with a function that is given the
-            arguments of the call and returns whether this one uses it.
+        name: the name of the feature in warnings and errors.
+        used_by: for each target whose call can use the feature, a function that takes the
+            arguments of the call and returns True if this call uses it.
     """
 
     name: str
     used_by: Mapping[str, Callable[..., bool]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Wrap:
-    """One function of another project, and ours that is called in its place.
+    """One function of another project, and our function that is called instead.
 
     Attributes:
-        target: where it is, as in the module's docstring.
-        wrapper: ours; its first argument is the function that was there before.
-        why: what would be wrong without it.
-        feature: what works through it.
-        optional: its package may be missing, and then nothing is wrapped.
+        target: the function, as described in the docstring of this module.
+        wrapper: our function; its first argument is the stock function.
+        why: what would be wrong without the wrapper.
+        feature: the feature that works through the wrapper.
     """
 
     target: str
     wrapper: Callable[..., Any]
     why: str
     feature: Feature
-    optional: bool = False
 
     @property
     def package(self) -> str:
@@ -65,21 +71,41 @@ class Wrap:
         return self.target.partition(":")[0].partition(".")[0]
 
     @property
-    def is_needed(self) -> bool:
-        """Whether to wrap: True but for an optional package that is not installed."""
-        return not self.optional or importlib.util.find_spec(self.package) is not None
+    def module(self) -> str:
+        """The module that holds the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """The last part of the target: the name of the function."""
+        return self.target.rpartition(":")[2].rpartition(".")[2]
+
+    @property
+    def is_installed(self) -> bool:
+        """Return True if the package that holds the target is installed."""
+        return importlib.util.find_spec(self.package) is not None
+
+
+# The features that installed versions cannot provide, each with the warning that was given.
+_missing: list[tuple[Feature, str]] = []
+# The targets that were looked up before, so that each missing one is warned of once.
+_checked: set[str] = set()
+# The subclasses that `specialise` has made: by class, stock's class and rows.
+_specialised: dict[tuple[type, type, tuple[Wrap, ...]], type] = {}
+# The targets that are replaced for the whole process.
+_in_force: set[str] = set()
 
 
 def find_owner(wrap: Wrap) -> tuple[Any, str]:
-    """Return the module or class that holds the target of `wrap`, and the target's name in it.
+    """Return the module or class that holds the target of `wrap`, and the name of the target in it.
 
     Raises:
         ImportError: the installed version has no such function.
     """
-    module, _, path = wrap.target.partition(":")
+    _, _, path = wrap.target.partition(":")
     *classes, name = path.split(".")
     try:
-        owner = functools.reduce(getattr, classes, importlib.import_module(module))
+        owner = functools.reduce(getattr, classes, importlib.import_module(wrap.module))
         getattr(owner, name)
     except (ImportError, AttributeError) as error:
         raise ImportError(
@@ -90,86 +116,162 @@ def find_owner(wrap: Wrap) -> tuple[Any, str]:
     return owner, name
 
 
-def wrap_all(wraps: Iterable[Wrap]) -> None:
-    """Put every wrapper in front of its target, once per process.
-
-    Warns of each target that an installed version lacks; its feature is switched off.
-    """
-    needed = [wrap for wrap in wraps if wrap.is_needed]
-    missing: list[tuple[Feature, str]] = []
-    found = []
-    for wrap in needed:
+def check_targets(rows: Iterable[Wrap]) -> None:
+    """Warn of each target that the installed version lacks; its feature is switched off."""
+    for row in rows:
+        if row.target in _checked:
+            continue
+        _checked.add(row.target)
         try:
-            found.append((wrap, *find_owner(wrap)))
+            find_owner(row)
         except ImportError as error:
             warnings.warn(str(error), stacklevel=3)
-            missing.append((wrap.feature, str(error)))
-    for wrap, owner, name in found:
-        _wrap_once(owner, name, _refusing(wrap, missing))
+            _missing.append((row.feature, str(error)))
 
 
-def wrap_imported(wraps: Iterable[Wrap]) -> None:
-    """Put wrappers in front of those targets whose module somebody has imported, once each.
+def wrap_process(rows: Sequence[Wrap]) -> None:
+    """Replace the target of each row for the whole process, once.
 
-    Warns of targets that the installed version lacks.
+    A function of a module is also replaced in the modules that have imported it by its name.
     """
-    for wrap in wraps:
-        if wrap.target.partition(":")[0] not in sys.modules:
-            continue
+    check_targets(rows)
+    for row in rows:
         try:
-            owner, name = find_owner(wrap)
-        except ImportError as error:
-            warnings.warn(str(error), stacklevel=3)
-            continue
+            owner, name = find_owner(row)
+        except ImportError:
+            continue  # `check_targets` has warned.
         original = getattr(owner, name)
-        _wrap_once(owner, name, wrap.wrapper)
-        if isinstance(owner, ModuleType) and getattr(owner, name) is not original:
-            _replace_copies(original, name, getattr(owner, name))
+        if hasattr(original, "_hf_moe_ep_wrapper"):
+            continue
+        wrapped = _around(row, original)
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+        _in_force.add(row.target)
+        if isinstance(owner, ModuleType):
+            _replace_copies(original, name, wrapped)
 
 
-def _refusing(wrap: Wrap, missing: Iterable[tuple[Feature, str]]) -> Callable[..., Any]:
-    """Return the wrapper, behind checks that a call uses no feature that is switched off."""
-    checks = [
-        (feature.used_by[wrap.target], message)
-        for feature, message in missing
-        if wrap.target in feature.used_by
-    ]
-    return partial(_refuse, checks, wrap.wrapper) if checks else wrap.wrapper
+def in_force() -> frozenset[str]:
+    """Return the targets that are replaced for the whole process now."""
+    return frozenset(_in_force)
 
 
-def _refuse(
-    checks: Sequence[tuple[Callable[..., bool], str]],
-    wrapper: Callable[..., Any],
-    original: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    for is_used, message in checks:
-        if is_used(*args, **kwargs):
-            raise ImportError(message)
-    return wrapper(original, *args, **kwargs)
+def specialise(instance: Any, stock: type, rows: Sequence[Wrap]) -> None:
+    """Insert a subclass with the wrappers of `rows` into the classes of one object.
+
+    Args:
+        instance: an object of `stock` or of a subclass.
+        stock: the class that holds the targets of all rows.
+        rows: the methods to override, for this object alone.
+    """
+    kind = type(instance)
+    if not hasattr(kind, "_hf_moe_ep_rows"):
+        check_targets(rows)
+        key = (kind, stock, tuple(rows))
+        if key not in _specialised:
+            _specialised[key] = _subclass(*key)
+        instance.__class__ = _specialised[key]
 
 
-def _wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Put `wrapper` in front of `owner.name`, unless one of ours is there already."""
-    original = getattr(owner, name)
-    if hasattr(original, "_hf_moe_ep_wrapper"):
-        return
-    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+def is_specialised(instance: Any) -> bool:
+    """Return True if `specialise` was called for this object."""
+    return hasattr(type(instance), "_hf_moe_ep_rows")
 
+
+def _subclass(kind: type, stock: type, rows: tuple[Wrap, ...]) -> type:
+    """Build the class of `specialise`. It has the name of `kind`, which logs and files show."""
+    body: dict[str, Any] = {"_hf_moe_ep_rows": rows}
+    ours = type(f"Patched{stock.__name__}", (stock,), body)
+    for row in rows:
+        if hasattr(stock, row.name):
+            setattr(ours, row.name, _method(row, ours))
+    named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (ours,) if kind is stock else (kind, ours)
+    return type(kind.__name__, bases, named)
+
+
+def _method(row: Wrap, ours: type) -> Callable[..., Any]:
+    """Return a method of the class `ours` that calls the wrapper with the next class's method."""
+
+    @functools.wraps(getattr(ours, row.name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_missing(row, self, *args, **kwargs)
+        return row.wrapper(getattr(super(ours, type(self)), row.name), self, *args, **kwargs)
+
+    return method
+
+
+def bind_wrapper(instance: Any, row: Wrap) -> MethodType:
+    """Return the wrapper of `row` around the method of one object, bound to that object."""
+    check_targets([row])
+    return MethodType(_around(row, getattr(type(instance), row.name)), instance)
+
+
+def _around(row: Wrap, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+        _refuse_missing(row, *args, **kwargs)
+        return row.wrapper(original, *args, **kwargs)
 
-    wrapped._hf_moe_ep_wrapper = wrapper  # type: ignore[attr-defined]
-    setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+    wrapped._hf_moe_ep_wrapper = row.wrapper  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _refuse_missing(row: Wrap, *args: Any, **kwargs: Any) -> None:
+    """Raise ImportError if this call uses a feature that the installed versions lack."""
+    for feature, message in _missing:
+        is_used = feature.used_by.get(row.target)
+        if is_used is not None and is_used(*args, **kwargs):
+            raise ImportError(message)
 
 
 def _replace_copies(original: Any, name: str, wrapped: Any) -> None:
-    """Replace a function in the files that imported it by its name, and hold it themselves."""
+    """Replace a function in the modules that imported it by its name."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is original:
             setattr(module, name, wrapped)
+
+
+def call_when_imported(module: str, call: Callable[[], None]) -> None:
+    """Call `call` now if `module` is imported, otherwise as soon as somebody has imported it."""
+    if module in sys.modules:
+        call()
+        return
+    if _import_hook not in sys.meta_path:
+        sys.meta_path.insert(0, _import_hook)
+    _import_hook.waiting.setdefault(module, call)
+
+
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """Runs a function after a module was imported. Python's own finders import the module."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Callable[[], None]] = {}
+        self._searched: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in self.waiting or name in self._searched:
+            return None
+        self._searched.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searched.remove(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            call = self.waiting.pop(name, None)
+            if call is not None:
+                call()
+
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
+
+
+_import_hook = _ImportHook()
 
 
 def _version(package: str) -> str:

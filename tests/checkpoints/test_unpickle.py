@@ -1,8 +1,7 @@
-"""What DCP loads for this package runs no code, on the thread that loads and on no other."""
+"""What DCP loads for this package runs no code."""
 
 import os
 import pickle
-import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,9 +15,8 @@ from support.tiny_models import tiny
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from hf_moe_ep import load_checkpoint, patch, save_checkpoint
-from hf_moe_ep.checkpoints.storage import manifest, unpickle
-from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner, values_alone
-from hf_moe_ep.integrations.install import install
+from hf_moe_ep.checkpoints.storage import manifest
+from hf_moe_ep.checkpoints.storage.unpickle import MetadataReader, ValuesPlanner, loading_values
 
 VALUES = {
     "lr": numpy.float64(0.1),
@@ -58,8 +56,7 @@ def _by_stock(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _guarded(folder: Path, state: dict[str, Any]) -> None:
-    install()
-    with values_alone():
+    with loading_values(folder):
         _by_stock(folder, state)
 
 
@@ -113,26 +110,6 @@ def test_a_class_of_the_user_is_allowed_by_name(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([_Mine]):
         _guarded(folder, state)
     assert isinstance(state["options"]["mine"], _Mine)
-
-
-def test_the_guard_is_on_its_own_thread_alone(tmp_path: Path) -> None:
-    """DCP reads on the thread that loads; a load of others beside it is stock's."""
-    install()
-    folder, state, threads = _saved(tmp_path / "state", {"mine": _Mine()}), _empty({"mine": 0}), []
-    stock = unpickle._load_value
-
-    def noted(*args: Any) -> None:
-        threads.append(threading.get_ident())
-        stock(*args)
-
-    with values_alone(), mock.patch.object(unpickle, "_load_value", noted):
-        other = threading.Thread(target=_by_stock, args=(folder, state))
-        other.start()
-        other.join()
-        assert isinstance(state["options"]["mine"], _Mine) and not threads
-    with mock.patch.object(unpickle, "_load_value", noted):
-        _guarded(_saved(tmp_path / "plain", {"lr": 0.1}), _empty({"lr": 0}))
-    assert threads == [threading.get_ident()]
 
 
 def test_load_checkpoint_reads_no_pickle(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_moe_ep import apply_ep_fsdp2, hub_tensors, patch, save_pretrained
 from hf_moe_ep.integrations import engines
-from hf_moe_ep.integrations.install import WRAPPED_WHEN_IMPORTED, install
+from hf_moe_ep.integrations.install import TRL
 from hf_moe_ep.upstream.wrap import find_owner
 
 trl = pytest.importorskip("trl", minversion="1.16")
@@ -177,9 +177,9 @@ def test_an_error_that_is_kept_does_not_keep_the_iterator() -> None:
 def test_trl_has_what_is_wrapped() -> None:
     import trl.generation.vllm_generation  # noqa: F401
 
-    rows = [wrap for wrap in WRAPPED_WHEN_IMPORTED if "VLLMGeneration" in wrap.target]
+    rows = [wrap for wrap in TRL if "VLLMGeneration" in wrap.target]
     assert len(rows) == 2
-    install()
+    patch(tiny())
     wrapped = [getattr(*find_owner(wrap)) for wrap in rows]
     ours = [engines.iter_named_params, engines.sync_weights]
     assert [one._hf_moe_ep_wrapper for one in wrapped] == ours
@@ -188,7 +188,7 @@ def test_trl_has_what_is_wrapped() -> None:
 def test_a_stock_model_is_synced_as_before() -> None:
     import trl.generation.vllm_generation  # noqa: F401
 
-    install()
+    patch(tiny())
     model = tiny(dtype=torch.float32)
     sync = generation(model, "colocate", Engine.of(model), 0)
     sync._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: _Nothing())

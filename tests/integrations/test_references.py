@@ -3,9 +3,12 @@
 What TRL does with it is in `claims/test_preferences.py`; here its `prepare_fsdp` is a stand-in.
 """
 
+import importlib
+import importlib.util
 import logging
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForSequenceClass
 
 from hf_moe_ep import patch
 from hf_moe_ep.integrations import references
-from hf_moe_ep.integrations.install import WRAPPED_WHEN_IMPORTED
-from hf_moe_ep.state import patched_state
-from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, wrap_imported
+from hf_moe_ep.integrations.install import REFERENCE_LOG_PROBS, TRL
+from hf_moe_ep.state import find_state, patched_state
+from hf_moe_ep.upstream.wrap import Feature, Wrap, call_when_imported, find_owner, wrap_process
 
 WORLD = 2
 LAYERS = 4
@@ -52,7 +55,9 @@ def beside(policy: nn.Module, mixed_precision: str = "no") -> Accelerator:
     """The Accelerator of a Trainer that was given `policy`, before it prepares anything."""
     accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
     trainer: Any = types.SimpleNamespace(model=policy, accelerator=accelerator)
-    references.remember_policy(trainer)
+    state = find_state(policy)
+    if state is not None:
+        references.remember_policy(trainer, state)
     return accelerator
 
 
@@ -157,7 +162,7 @@ def other_models_are_refused_by_name(rank: int, world: int) -> None:
                 reference_of(LlamaForCausalLM(llama) if odd else tiny(**FP32), accelerator)
             with pytest.raises(ValueError, match="2 MoE layers of 4 experts and the policy 2 of 8"):
                 reference_of(tiny(**FP32, num_experts=4) if odd else tiny(**FP32), accelerator)
-            with pytest.raises(ValueError, match=r"sp_size=2, but .* lets 1 of these"):
+            with pytest.raises(ValueError, match=r"patched with sp_size=2, but .* has sp_size=1"):
                 sp_size = 2 if odd else 1
                 reference_of(patch(tiny(**FP32), ep_size=2, sp_size=sp_size), accelerator)
         with pytest.raises(ValueError, match="ranks disagree about the reference model"):
@@ -231,7 +236,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", WRAPPED_WHEN_IMPORTED, ids=lambda wrap: wrap.target)
+@pytest.mark.parametrize("wrap", (*TRL, *REFERENCE_LOG_PROBS), ids=lambda wrap: wrap.target)
 def test_a_target_of_trl_resolves(wrap: Wrap) -> None:
     pytest.importorskip("trl", minversion="1.16")
     owner, name = find_owner(wrap)
@@ -245,25 +250,41 @@ def _twice(original: Any, number: int) -> Any:
     return 2 * original(number)
 
 
-def test_what_is_imported_is_wrapped_where_it_was_imported_to(
+def test_a_function_is_replaced_in_modules_that_imported_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also a static function of a class; a module that is not there yet is left out."""
+    """Also a static function of a class; a function that is missing is warned of once."""
     source = types.ModuleType("somewhere_imported")
     exec("def f(n):\n    return n\nclass A:\n    g = staticmethod(lambda n: n)", vars(source))
     user = types.ModuleType("somewhere_importing")
     vars(user)["f"] = vars(source)["f"]
     rows = [
-        Wrap(f"{module}:{path}", _twice, "to see it", FEATURE)
-        for module in ("somewhere_imported", "somewhere_never_imported")
+        Wrap(f"somewhere_imported:{path}", _twice, "to see it", FEATURE)
         for path in ("f", "A.g", "A.missing", "missing")
     ]
-    wrap_imported(rows)  # neither is imported yet
     monkeypatch.setitem(sys.modules, "somewhere_imported", source)
     monkeypatch.setitem(sys.modules, "somewhere_importing", user)
     assert vars(user)["f"](3) == 3
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="missing is not in .*: seeing it "):
-            wrap_imported(rows)
-        assert vars(source)["f"](3) == vars(user)["f"](3) == 6
-        assert vars(source)["A"]().g(3) == vars(source)["A"].g(3) == 6
+    with pytest.warns(UserWarning, match="missing is not in .*: seeing it ") as warned:
+        for _ in range(2):
+            wrap_process(rows)
+    assert len(warned) == 2
+    assert vars(source)["f"](3) == vars(user)["f"](3) == 6
+    assert vars(source)["A"]().g(3) == vars(source)["A"].g(3) == 6
+
+
+def test_a_function_is_called_when_a_module_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by a search for the module; at once where the module is imported already."""
+    (tmp_path / "imported_later.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[int] = []
+    call_when_imported("imported_later", lambda: seen.append(sys.modules["imported_later"].x))
+    assert importlib.util.find_spec("imported_later") is not None and seen == []
+    importlib.import_module("imported_later")
+    assert seen == [1]
+    importlib.reload(sys.modules["imported_later"])
+    assert seen == [1]
+    call_when_imported("imported_later", lambda: seen.append(2))
+    assert seen == [1, 2]

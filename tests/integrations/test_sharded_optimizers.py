@@ -13,7 +13,6 @@ from support.launched import launched, prepared
 from support.parity import full_tensor
 from support.tiny_models import batch, tiny
 
-from hf_moe_ep import apply_ep_fsdp2
 from hf_moe_ep.integrations.optimizers import WORKING
 
 RATE = 1e-2
@@ -66,7 +65,7 @@ TRAINED_BY_NEWER_TORCH = (torch.optim.Rprop,)
 
 
 def _refuses(name: str, optimizer: Any) -> None:
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = optimizer.optimizer
     try:
         optimizer.step()
     except ValueError as error:
@@ -85,33 +84,10 @@ def others_are_named_at_their_first_step(rank: int, world: int) -> None:
             _refuses(name, optimizer)
 
 
-def others_are_named_without_accelerate(rank: int, world: int) -> None:
-    """Made of a sharded model's parameters; with a schedule, which replaces `step`."""
-    model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=world)
-    model(**batch(tiny(), 2, 7, seed=rank)).loss.backward()
-    for name, make in REFUSED.items():
-        optimizer = make(model.parameters(), lr=RATE)
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        _refuses(name, optimizer)
-    for kind in (torch.optim.SGD, _MySGD):  # what works is not touched, or still works
-        optimizer = kind(model.parameters(), lr=RATE)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        before = full_tensor(model.lm_head.weight.detach()).clone()
-        optimizer.step()
-        scheduler.step()
-        grad = full_tensor(model.lm_head.weight.grad)
-        want = before - RATE * grad
-        assert torch.allclose(full_tensor(model.lm_head.weight.detach()), want, atol=1e-7)
-
-
-class _MySGD(torch.optim.SGD):
-    pass
-
-
 @pytest.mark.parametrize(
     "claim",
     [
-        *on_ranks(2, others_are_named_at_their_first_step, others_are_named_without_accelerate),
+        *on_ranks(2, others_are_named_at_their_first_step),
         *on_ranks(2, working_optimizers_train_as_in_one_process, slow=True),
     ],
 )

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_moe_ep import data_parallel_rank, data_parallel_size, global_token_count, patch
-from hf_moe_ep.integrations.shared_batches import create_accelerator, sharing
+from hf_moe_ep.integrations.shared_batches import share_trainer_batches, sharing
 from hf_moe_ep.state import find_state
 
 WORLD, DATA_RANKS, NUM_ROWS = 4, 2, 14
@@ -249,5 +249,7 @@ def test_what_each_rank_generates_for_itself_cannot_be_shared() -> None:
     """GRPO and its like, refused where the trainer is made."""
     model = patch(tiny(num_hidden_layers=1), sp_size=2)
     trainer: Any = SimpleNamespace(model=model, _generate_and_score_completions=None)
+    state = find_state(model)
+    assert state is not None
     with pytest.raises(ValueError, match=r"lets each rank generate .* with sp_size=2 that many"):
-        create_accelerator(lambda self: None, trainer)
+        share_trainer_batches(trainer, state)

@@ -1,4 +1,4 @@
-"""The table of what is wrapped: every row stands in the installed versions, and says why.
+"""The table of what is wrapped: its targets exist, and each wrap is put in when it is needed.
 
 `make test-oldest` runs this with the oldest versions that are supported.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate.accelerator
+import accelerate.utils.fsdp_utils
 import pytest
 import torch
 from accelerate import Accelerator
@@ -25,19 +26,19 @@ from transformers import Trainer
 
 from hf_moe_ep import apply_ep_fsdp2, patch
 from hf_moe_ep.integrations import features
-from hf_moe_ep.integrations.install import WRAPPED, WRAPPED_WHEN_IMPORTED, install, wraps
-from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, wrap_all
+from hf_moe_ep.integrations.install import OBJECTS, PROCESS, wraps
+from hf_moe_ep.upstream.wrap import Feature, Wrap, find_owner, specialise, wrap_process
 
-NEEDED = [wrap for wrap in WRAPPED if wrap.is_needed]
+ROWS = [row for row in (*PROCESS, *OBJECTS) if row.package != "trl"]
 ORIGINAL = object()  # takes the place of the function that a wrapper is given
 
 
-@pytest.mark.parametrize("wrap", NEEDED, ids=lambda wrap: wrap.target)
+@pytest.mark.parametrize("wrap", ROWS, ids=lambda wrap: wrap.target)
 def test_a_target_resolves_and_its_wrapper_takes_what_it_takes(wrap: Wrap) -> None:
     owner, name = find_owner(wrap)
     assert callable(getattr(owner, name))
     assert wrap.why
-    # Of a function that is wrapped already, the signature that functools.wraps kept.
+    # If the function is wrapped already, this is the signature that functools.wraps kept.
     stock = inspect.signature(getattr(owner, name))
     ours = inspect.signature(wrap.wrapper)
     for args, kwargs in _calls(stock):
@@ -67,28 +68,187 @@ def _calls(signature: inspect.Signature) -> list[tuple[list[str], dict[str, str]
 
 
 def test_a_target_stands_in_the_table_once() -> None:
-    targets = [wrap.target for wrap in WRAPPED]
+    targets = [wrap.target for wrap in (*PROCESS, *OBJECTS)]
     assert len(set(targets)) == len(targets)
-
-
-def test_peft_alone_may_be_missing() -> None:
-    for wrap in WRAPPED:
-        assert wrap.optional == (wrap.package == "peft"), wrap.target
 
 
 def test_the_report_holds_every_row() -> None:
     reports = wraps()
-    assert [report.target for report in reports] == [wrap.target for wrap in WRAPPED]
-    for report, wrap in zip(reports, WRAPPED, strict=True):
-        assert report.resolved == wrap.is_needed and report.error == "", report
+    assert [report.target for report in reports] == [wrap.target for wrap in ROWS]
+    for report, wrap in zip(reports, ROWS, strict=True):
+        assert report.resolved and report.error == "", report
+        assert report.process == (wrap in PROCESS)
 
 
-def test_wrapping_twice_changes_nothing() -> None:
-    install()
-    once = [getattr(*find_owner(wrap)) for wrap in NEEDED]
-    install()
-    assert [getattr(*find_owner(wrap)) for wrap in NEEDED] == once
-    assert [wrapped._hf_moe_ep_wrapper for wrapped in once] == [wrap.wrapper for wrap in NEEDED]
+# A script in a fresh process -> the wraps that are in force at its end.
+IMPORTS = {
+    "nothing": "",
+    "Accelerate": "from accelerate import Accelerator",
+    "Trainer": "from transformers import Trainer, TrainingArguments",
+    "PEFT": "import peft",
+    "TRL": "import trl.models.utils, trl.trainer.callbacks, trl.generation.vllm_generation",
+}
+OWN_LOOP = """
+optimizer = torch.optim.AdamW(model.parameters())
+model(**batch(model, 2, 7, seed=0)).loss.backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+"""
+PREPARE = """
+accelerator = Accelerator(cpu=True)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+accelerator.backward(model(**batch(model, 2, 7, seed=0)).loss)
+accelerator.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+accelerator.save_state(FOLDER)
+"""
+TRAIN = """
+options = {"use_cpu": True, "max_steps": 1, "save_steps": 1, "report_to": []}
+rows = [{k: v[0] for k, v in batch(model, 1, 7, seed=i).items()} for i in range(8)]
+trainer = Trainer(model, TrainingArguments(FOLDER, **options), train_dataset=rows)
+trainer.train()
+trainer.save_model()
+"""
+ADAPT = """
+config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=TARGETS)
+model = peft.get_peft_model(model, config)
+model(**batch(model, 2, 7, seed=0)).loss.backward()
+model.save_pretrained(FOLDER)
+"""
+SCRIPTS = {
+    # name: (what the script imports, what it does with the model, wraps in force)
+    "patch and an own loop": ("nothing", OWN_LOOP, 0),
+    "Accelerate": ("Accelerate", PREPARE, 3),
+    "Trainer": ("Trainer", TRAIN, 10),
+    "PEFT": ("PEFT", ADAPT, 2),
+    "TRL": ("TRL", "", 13),
+}
+BEGIN = """
+import os, sys, tempfile, torch
+sys.path.insert(0, "tests")
+from support.tiny_models import batch, tiny
+from hf_moe_ep import patch
+from hf_moe_ep.upstream.wrap import in_force
+FOLDER = tempfile.mkdtemp()
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+KIND = {"num_hidden_layers": 1, "dtype": torch.float32}
+"""
+
+
+def _run(*parts: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BEGIN + "\n".join(parts)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_wraps_are_put_in_when_they_are_needed(name: str) -> None:
+    """The library is imported before `patch`, or after it."""
+    package, use, wanted = SCRIPTS[name]
+    if name == "TRL":
+        pytest.importorskip("trl", minversion="1.16")
+    imported = IMPORTS[package]
+    none = "assert not in_force(), in_force()"
+    counted = f"{use}\nassert len(in_force()) == {wanted}, sorted(in_force())"
+    _run(imported, "import hf_moe_ep.apply", none, "model = patch(tiny(**KIND))", counted)
+    _run(f"model = patch(tiny(**KIND))\n{none}", imported, counted)
+
+
+# Lines that stock objects may run: those of a wrap that asks for a patched model and finds none.
+TRACE = """
+import hf_moe_ep
+OURS = os.path.dirname(hf_moe_ep.__file__)
+seen = set()
+LOOKS = {
+    # wrap.py: the function around a stock function, and its check of missing features
+    "wrapped", "_refuse_missing",
+    # install.py: the wraps of the process; state.py: the search for a patched model
+    "prepare_objects", "prepare_model", "create_accelerator", "call_model_init", "train",
+    "evaluate", "adopt_trainer", "_wrap_cpu_ranks", "launched_with_fsdp",
+    "create_adapters", "inject_adapter", "rotate", "find_state",
+    "is_specialised", "<genexpr>", "<listcomp>",
+}
+def trace(frame, event, arg):
+    # The finder that waits for imports is asked at each import, whoever imports.
+    if frame.f_code.co_filename.startswith(OURS) and frame.f_code.co_name != "find_spec":
+        seen.add((frame.f_code.co_name, os.path.basename(frame.f_code.co_filename)))
+    return None
+stock = tiny(**KIND)
+model = patch(tiny(**KIND))
+"""
+END_TRACE = """
+sys.setprofile(None)
+strange = {one for one in seen if one[0] not in LOOKS}
+assert not strange, strange
+print(len(seen))
+"""
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "TRL"])
+def test_a_stock_model_beside_a_patched_one_runs_stock_code(name: str) -> None:
+    """Every call of a function of ours is recorded while a stock model is trained and saved.
+
+    The patched model is trained first in the same way, so that all wraps are in force. Afterwards
+    only the wraps of the process are called, once for each object that is made or prepared.
+    """
+    package, use, wanted = SCRIPTS[name]
+    # The same twice: the model under the name of the script's is the stock one the second time.
+    again = "sys.setprofile(trace)\nmodel = stock"
+    printed = _run(IMPORTS[package], TRACE, use, again, use, END_TRACE)
+    assert int(printed.split()[-1]) == 0 or wanted > 0
+
+
+STEP = """
+loss = model(**batch(model, 2, 7, seed=0)).loss
+sys.setprofile(trace)
+accelerator.backward(model(**rows).loss)
+accelerator.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+optimizer.zero_grad()
+accelerator.save_state(FOLDER)
+sys.setprofile(None)
+assert not seen, seen
+"""
+
+
+def test_a_step_of_a_stock_model_under_accelerate_calls_nothing_of_ours() -> None:
+    """Neither a wrap nor its check: forward, backward, clip, optimizer step, save_state."""
+    rows = "rows = batch(stock, 2, 7, seed=0)\nmodel = stock"
+    _run(IMPORTS["Accelerate"], TRACE, PREPARE, rows, PREPARE, STEP)
+
+
+class _MyTrainer(Trainer):
+    """A user's trainer, whose own method stays the first that is called."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.called = ["mine"]
+        super().save_model(output_dir, _internal_call)
+
+
+def test_a_subclass_of_the_user_is_called_before_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ours before stock's; the class keeps its name."""
+
+    def ours(original: Callable[..., Any], self: Any, *args: Any) -> None:
+        self.called.append("ours")
+        original(self, *args)
+
+    def stock(self: Any, output_dir: Any = None, _internal_call: bool = False) -> None:
+        self.called.append("stock")
+
+    monkeypatch.setattr(Trainer, "save_model", stock)
+    trainer, other = _MyTrainer.__new__(_MyTrainer), _MyTrainer.__new__(_MyTrainer)
+    row = Wrap("transformers.trainer:Trainer.save_model", ours, "to see it", FEATURE)
+    specialise(trainer, Trainer, [row])
+    trainer.save_model()
+    other.save_model()
+    assert trainer.called == ["mine", "ours", "stock"] and other.called == ["mine", "stock"]
+    assert type(trainer).__name__ == "_MyTrainer" and isinstance(trainer, _MyTrainer)
 
 
 def _ours(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +273,7 @@ def test_a_missing_target_is_named_with_its_feature_and_the_rest_is_wrapped(
     )
     said = f"{target} is not in transformers {version}.*: something that needs it .*is missing"
     with pytest.warns(UserWarning, match=said):
-        wrap_all(rows)
+        wrap_process(rows)
     assert Trainer.num_tokens._hf_moe_ep_wrapper is _ours
 
 
@@ -126,12 +286,12 @@ def test_a_call_that_uses_a_missing_feature_raises_what_the_warning_says(
     feature = Feature("long runs", {target: lambda trainer: trainer == "long"})
     rows = (
         Wrap(target, lambda original, self: original(self) + 1, "to see the wrapper", FEATURE),
-        Wrap("transformers.trainer:Trainer.no_such", _ours, "to see that it is missing", feature),
+        Wrap("transformers.trainer:Trainer.no_other", _ours, "to see that it is missing", feature),
     )
     with pytest.warns(UserWarning) as warned:
-        wrap_all(rows)
+        wrap_process(rows)
     assert Trainer.num_tokens("short") == 4
-    with pytest.raises(ImportError, match=r"no_such is not in .* long runs") as raised:
+    with pytest.raises(ImportError, match=r"no_other is not in .* long runs") as raised:
         Trainer.num_tokens("long")
     assert [str(one.message) for one in warned] == [str(raised.value)]
 
@@ -140,9 +300,9 @@ def test_a_call_that_uses_a_missing_feature_raises_what_the_warning_says(
 def test_a_feature_is_used_by_targets_of_the_table(name: str) -> None:
     feature = getattr(features, name)
     if isinstance(feature, Feature):
-        rows = (*WRAPPED, *WRAPPED_WHEN_IMPORTED)
+        rows = (*PROCESS, *OBJECTS)
         assert any(wrap.feature is feature for wrap in rows), "no row is of this feature"
-        assert set(feature.used_by) <= {wrap.target for wrap in WRAPPED}
+        assert set(feature.used_by) <= {wrap.target for wrap in rows}
 
 
 # What is taken out of an installed version, and what a rank does that uses the feature.
@@ -162,9 +322,9 @@ MISSING: dict[str, tuple[Any, str, str, Callable[[Accelerator, nn.Module], None]
         "sharding a patched model in accelerator.prepare",
         _prepare,
     ),
-    "load_fsdp_model": (
-        accelerate.accelerator,
-        "load_fsdp_model",
+    "_set_model_state_dict": (
+        accelerate.utils.fsdp_utils,
+        "_set_model_state_dict",
         "checkpoints of a sharded model by Accelerate",
         _save_state,
     ),
@@ -200,11 +360,11 @@ def test_without_a_target(found: Found, claim: Check) -> None:
 
 
 _WITHOUT_PEFT = """
-import importlib.util, sys
+import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *args: None if name == "peft" else found(name, *args)
-from hf_moe_ep.integrations.install import install, wraps
-install()
+from hf_moe_ep.integrations.install import wraps
+patch(tiny(**KIND))
 assert "peft" not in sys.modules
 absent = [row for row in wraps() if not row.resolved]
 assert absent and all(row.target.startswith("peft") and not row.error for row in absent)
@@ -213,11 +373,4 @@ assert absent and all(row.target.startswith("peft") and not row.error for row in
 
 @pytest.mark.slow
 def test_without_peft_the_rest_is_wrapped() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_PEFT],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
+    _run(_WITHOUT_PEFT)

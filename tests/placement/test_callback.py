@@ -174,7 +174,7 @@ def test_what_it_cannot_do(tmp_path: Path) -> None:
     for steps in (0, 2.5, True):
         with pytest.raises(ValueError, match=r"rebalance_every must be a whole number of steps"):
             ExpertLoadCallback(rebalance_every=steps)
-    with pytest.raises(ValueError, match=r"threshold is what the busiest rank may have.*got 0.9"):
+    with pytest.raises(ValueError, match=r"threshold is the load of the busiest rank.*got 0.9"):
         ExpertLoadCallback(threshold=0.9)
     model = patch(tiny())
     for call in (

@@ -1,6 +1,6 @@
 """Load checkpoints of torch.distributed.checkpoint (DCP) without running code from their files.
 
-DCP stores two kinds of pickles, and torch runs whatever code is in them:
+DCP writes two kinds of pickles, and torch runs the code in them when it loads them:
 
     .metadata       names and positions of all tensors (filesystem.py, read_metadata)
     __0_0.distcp    besides tensors "byte items": an optimizer's options, lr, betas, ..
@@ -11,13 +11,12 @@ weights_only=True: numbers, strings, tuples, lists, dicts, tensors, and numpy's 
 lr that numpy computed). Anything else is a ValueError that names the file. A user's class is loaded
 after torch.serialization.add_safe_globals([TheClass]).
 
-`ValuesPlanner` and `MetadataReader` are for this package's own calls of
-`torch.distributed.checkpoint.load`. Accelerate creates its own planner and reader; `values_alone`
-guards these inside a block, on the thread that runs the block only. DCP reads on the thread that
-calls it.
+`ValuesPlanner` and `MetadataReader` are for calls of `torch.distributed.checkpoint.load` that this
+package makes. Accelerate makes its own planner and reader, so `loading_values` reads all pickles of
+a folder by ours first; they are small. Nothing of torch is replaced.
 
-Files that DCP does not read are not guarded: Accelerate loads `custom_checkpoint_*.pkl`, the state
-of objects registered for checkpointing, with weights_only=False.
+The check does not cover files that DCP does not read: Accelerate loads `custom_checkpoint_*.pkl`,
+the state of objects that were registered for checkpointing, with weights_only=False.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -37,12 +35,13 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from hf_moe_ep.ranks.together import one_line
+from hf_moe_ep.ranks.together import on_first, one_line
 from hf_moe_ep.upstream.checkpoint_files import file_of_item, metadata_path, put_value
 
+METADATA_FILE = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 # The classes in a DCP `.metadata` (torch/distributed/checkpoint/metadata.py, filesystem.py).
 _MAY_BUILD = {
@@ -62,7 +61,7 @@ _MAY_BUILD = {
 }
 # numpy pickles a number as a call of this function; numpy 1 has another name for it.
 _SCALAR = numpy.float64(0).__reduce__()[0]
-# What a byte item may build in addition to what torch.load(weights_only=True) allows.
+# The classes of a byte item that torch.load(weights_only=True) does not allow by itself.
 _NUMPY_NUMBERS: list[Any] = [
     (_SCALAR, "numpy._core.multiarray.scalar"),
     (_SCALAR, "numpy.core.multiarray.scalar"),
@@ -80,14 +79,6 @@ _UNREADABLE = (
     ImportError,
     ValueError,
 )
-
-
-class _RefusedError(ValueError):
-    """The ValueError of this module; its class tells it from DCP's when another rank raises it."""
-
-
-# The refusals inside `values_alone` on this thread; None outside of such a block.
-_refusals: ContextVar[list[_RefusedError] | None] = ContextVar("_refusals", default=None)
 
 
 def _member(owner: Any, name: str) -> Any:
@@ -130,7 +121,9 @@ def _build_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
             # For errors: the folder that is read now. The file names the one it was written to.
             found.storage_meta.checkpoint_id = os.fspath(self.path)
         except _UNREADABLE as error:
-            raise _refused(f"{path} cannot be loaded: {error}; take an older checkpoint") from error
+            raise ValueError(
+                f"{path} cannot be loaded: {error}; take an older checkpoint"
+            ) from error
     metadata: Metadata = found
     return metadata
 
@@ -148,7 +141,7 @@ def _load_value(planner: Any, item: ReadItem, value: io.BytesIO) -> None:
             loaded = torch.load(value, weights_only=True)
     except _UNREADABLE as error:
         file = Path(planner.metadata.storage_meta.checkpoint_id or "", file_of_item(planner, item))
-        raise _refused(
+        raise ValueError(
             f"{file} cannot be loaded: its item {item.storage_index.fqn} is no plain value, so "
             f"loading it could run code that someone put into it, or it is damaged "
             f"({_reason(error)}); take an older checkpoint, or allow a class of your own by "
@@ -161,13 +154,6 @@ def _reason(error: Exception) -> str:
     """Return torch.load's reason in one line, without its advice to load the file unsafely."""
     cause = error.__context__ or error
     return " ".join(str(cause).split()) or repr(cause)
-
-
-def _refused(text: str) -> _RefusedError:
-    error, refusals = _RefusedError(text), _refusals.get()
-    if refusals is not None:
-        refusals.append(error)
-    return error
 
 
 class MetadataReader(FileSystemReader):
@@ -184,40 +170,36 @@ class ValuesPlanner(DefaultLoadPlanner):
         _load_value(self, read_item, value)
 
 
-def read_metadata(original: Callable[..., Metadata], *args: Any, **kwargs: Any) -> Metadata:
-    """Wrap `FileSystemReader.read_metadata`: inside `values_alone` build only metadata classes."""
-    return (
-        original(*args, **kwargs) if _refusals.get() is None else _build_metadata(*args, **kwargs)
-    )
+def check_values(folder: Path) -> None:
+    """Read all pickles of DCP in a folder and in the folders inside it, but build values alone.
 
-
-def load_bytes(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Wrap `DefaultLoadPlanner.load_bytes`: inside `values_alone` load only plain values."""
-    return original(*args, **kwargs) if _refusals.get() is None else _load_value(*args, **kwargs)
+    Raises:
+        ValueError: a file holds something else, or is damaged; the error names the file.
+    """
+    found = (folder / METADATA_FILE, *sorted(folder.glob(f"*/{METADATA_FILE}")))
+    for file in (path for path in found if path.exists()):
+        reader, planner = MetadataReader(file.parent), ValuesPlanner()
+        metadata = reader.read_metadata()
+        entries = metadata.state_dict_metadata.items()
+        items = {name: 0 for name, one in entries if isinstance(one, BytesStorageMetadata)}
+        planner.set_up_planner(items, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 @contextmanager
-def values_alone() -> Iterator[None]:
-    """Guard DCP's loads inside the block, on this thread: metadata and plain values, never code.
+def loading_values(folder: Path) -> Iterator[None]:
+    """Check the pickles of a folder, which Accelerate then loads inside the block by torch's DCP.
 
-    The guard needs the wraps `read_metadata` and `load_bytes` to be installed
-    (`integrations/install.py`).
+    Rank 0 checks them for all ranks, which load the same files.
 
     Raises:
-        ValueError: a file holds other objects; it is named.
-        RuntimeError: loading failed for another reason. DCP's own error is no Exception, so most
-            callers would not catch it.
+        ValueError: on every rank, as `check_values`.
+        RuntimeError: loading failed for another reason, where DCP's error is no Exception, so that
+            few callers would catch it.
     """
-    refusals: list[_RefusedError] = []
-    token = _refusals.set(refusals)
+    on_first(f"loading {folder}", lambda: check_values(folder))
     try:
         yield
     except CheckpointException as error:
-        causes = [*refusals, *(cause for cause, _ in error.failures.values())]
-        # DCP replaces an error from `.metadata` by its own; `refusals` has the original.
-        for cause in causes:
-            if isinstance(cause, _RefusedError):
-                raise ValueError(str(cause)) from error
         raise RuntimeError(f"loading a checkpoint failed on {one_line(error)}") from error
-    finally:
-        _refusals.reset(token)
