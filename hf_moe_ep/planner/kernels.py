@@ -37,7 +37,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
-from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, Routing, WeightGrads
+from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, Routing
 from hf_moe_ep.planner.fake import instead
 from hf_moe_ep.planner.work import Operator, WorkCounter
 
@@ -77,8 +77,8 @@ class ExpertCall:
     ) -> ExpertCall:
         """Read the sizes off the arguments of a call."""
         named = experts.named_tensors()
-        pre, hidden = experts.up_matrices(rows_RH.dtype).shape_OI
-        _, ffn = experts.down_matrices(rows_RH.dtype).shape_OI
+        pre, hidden = experts.matrix_shape("up")
+        _, ffn = experts.matrix_shape("down")
 
         def matrix_bytes(name: str) -> int:
             scales = (f"{name}_block_scale", f"{name}_nested_scale")
@@ -225,7 +225,7 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         *,
         need: set[str],
         **options: Any,
-    ) -> tuple[WeightGrads, Callable[[ExpertGrads], None] | None]:
+    ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
         given = (grad_RH, rows_RH, weights_RK, experts, routing, pre_AG, formula)
         grads, finish = work.run_uncounted(stock_backward, *given, need=need, **options)
         if not routing.pair_A.numel():
