@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine: .venv, pinned installs, the work.
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: demo demo-vision test test-full test-oldest test-newest architectures lint fmt gpu gpu-rehearsal bench clean
+.PHONY: demo demo-vision test test-full test-oldest test-newest architectures docs lint fmt gpu gpu-rehearsal bench clean
 
 PIP := -m pip install --quiet --disable-pip-version-check
 EXTRAS := .[peft,demo,test,dev]
@@ -63,6 +63,11 @@ architectures: .venv/.done
 		tests/vision/test_adapters_of_towers.py tests/checkpoints/test_layout_on_ranks.py
 	PYTHONPATH=tests $(BIN)/python -m support.architectures.table architectures.jsonl
 	rm architectures.jsonl
+
+# The site in out/site; the notebooks are run, for their outputs and plots.
+docs: .venv/.done
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[docs]'
+	HF_MOE_EP_DOCS_EXECUTE=true $(BIN)/mkdocs build --strict
 
 lint: .venv/.done
 	$(LINT)

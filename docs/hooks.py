@@ -1,0 +1,77 @@
+"""MkDocs hook: adds pages that are generated, or that lie outside docs/.
+
+    architectures.md   ARCHITECTURES.md
+    api.md             one mkdocstrings entry for each name in hf_moe_ep.__all__
+    command-line.md    the --help text of every command
+    notebooks/         the notebooks of the repository
+    results/           pictures of benchmarks/results/
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# Before mkdocs-jupyter, which converts the notebooks that it finds among the files.
+@event_priority(100)
+def on_files(files, config):
+    """Add the generated pages, the notebooks and the pictures to MkDocs' files."""
+    pages = {
+        "architectures.md": (ROOT / "ARCHITECTURES.md").read_text(),
+        "api.md": _api(),
+        "command-line.md": _command_line(),
+    }
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
+    outside = {
+        "notebooks": (ROOT / "notebooks").glob("*.ipynb"),
+        "results": (ROOT / "benchmarks/results").glob("*.png"),
+    }
+    for folder, paths in outside.items():
+        for path in paths:
+            name = f"{folder}/{path.name}"
+            files.append(File.generated(config, name, abs_src_path=os.fspath(path)))
+    return files
+
+
+def _api() -> str:
+    """Return one mkdocstrings entry for each public name, with the module that defines it."""
+    tree = ast.parse((ROOT / "hf_moe_ep/__init__.py").read_text())
+    defined_in = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_DEFINED_IN"
+    )
+    entries = [f"::: hf_moe_ep.{module}.{name}" for name, module in sorted(defined_in.items())]
+    intro = "Import every name on this page from `hf_moe_ep` itself."
+    return "\n\n".join(["# API", intro, *entries]) + "\n"
+
+
+def _command_line() -> str:
+    """Return the help texts of the command and of all its subcommands."""
+    overview = _help()
+    commands = re.findall(r"^    ([a-z][a-z-]+)", overview, flags=re.MULTILINE)
+    blocks = [f"# Command line\n\n```text\n{overview}```"]
+    blocks += [f"## {command}\n\n```text\n{_help(command)}```" for command in commands]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _help(*command: str) -> str:
+    environment = {**os.environ, "COLUMNS": "90", "PYTHONPATH": os.fspath(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_moe_ep", *command, "--help"],
+        capture_output=True,
+        check=True,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+    )
+    return done.stdout
