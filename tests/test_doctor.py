@@ -126,16 +126,17 @@ def test_patch_says_what_doctor_says_of_a_version(monkeypatch: pytest.MonkeyPatc
     wanted = [Allowed("transformers", SpecifierSet(">=5.16.1,<6"))]
     monkeypatch.setattr(requirements, "allowed_packages", lambda: wanted)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("error", message=".*allowed is")
         patch(tiny())
     _give_version(monkeypatch, "transformers", "5.6.0")
     said = (
         "transformers 5.6.0 is too old, allowed is >=5.16.1,<6: "
         "pip install 'transformers>=5.16.1,<6'"
     )
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match="allowed is") as warned:
         patch(tiny())
-    assert [str(one.message) for one in warned] == [said]
+    # Where an older TRL was imported, patch() also warns of functions that it lacks.
+    assert [text for one in warned if "allowed is" in (text := str(one.message))] == [said]
 
 
 def test_without_peft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
