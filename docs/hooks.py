@@ -1,10 +1,10 @@
 """MkDocs hook: adds pages that are generated, or that lie outside docs/.
 
-    architectures.md   ARCHITECTURES.md
-    api.md             one mkdocstrings entry for each name in hf_moe_ep.__all__
-    command-line.md    the --help text of every command
-    notebooks/         the notebooks of the repository
-    results/           pictures of benchmarks/results/
+architectures.md   ARCHITECTURES.md
+api.md             one mkdocstrings entry for each name in hf_moe_ep.__all__
+command-line.md    the --help text of every command
+notebooks/         the notebooks of the repository
+results/           pictures of benchmarks/results/
 """
 
 import ast
