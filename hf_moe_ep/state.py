@@ -102,7 +102,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -264,17 +264,6 @@ class Compute:
         return "gate_up_proj" if self.formula.gated else "up_proj", "down_proj"
 
 
-class ActiveAdapter(Protocol):
-    """An adapter on a stacked parameter, as `lora/` leaves it for the time of a forward."""
-
-    @property
-    def scale(self) -> float:
-        """What the product of its factors is multiplied by."""
-
-    def of_experts(self, mine: slice) -> tuple[Tensor, Tensor]:
-        """Factors a_LPI and b_LOP of some of the experts."""
-
-
 @dataclass
 class CorrectionBias:
     """What a router adds to its scores for the choice alone; sharding replaces the tensor.
@@ -311,7 +300,7 @@ class MoELayer:
     index: int
     model: ModelState
     compute: Compute | None
-    adapters: dict[str, Sequence[ActiveAdapter]] = field(default_factory=dict)
+    adapters: dict[str, Sequence[Any]] = field(default_factory=dict)
     grad_divisor: int = 1
     correction: CorrectionBias | None = None
     placement: Tensor | None = None

@@ -234,7 +234,7 @@ def test_a_gate_that_no_backend_computes_runs_as_it_is_without_ep() -> None:
 
 
 def test_the_derived_plan_of_qwen3_moe_is_the_one_that_was_typed() -> None:
-    plan, _ = find_plan(tiny(num_hidden_layers=3, mlp_only_layers=[1]))
+    plan = find_plan(tiny(num_hidden_layers=3, mlp_only_layers=[1]))
     assert (plan.layers, plan.experts) == ("layers.*", "layers.*.mlp.experts")
     assert (plan.router, plan.attention) == ("layers.*.mlp.gate", "layers.*.self_attn")
     assert (plan.final_norm, plan.num_experts) == ("norm", "num_experts")
@@ -245,7 +245,7 @@ def test_the_derived_plan_of_qwen3_moe_is_the_one_that_was_typed() -> None:
 
 @needs_tower_in_blocks
 def test_the_derived_plan_of_qwen3_vl_moe_is_the_one_that_was_typed() -> None:
-    plan, _ = find_plan(tiny("qwen3_vl_moe"))
+    plan = find_plan(tiny("qwen3_vl_moe"))
     typed = ModelPlan("qwen3_vl_moe", prefix="language_model.")
     for name in ("layers", "experts", "router", "attention", "final_norm", "expert_weights"):
         assert getattr(plan, name) == getattr(typed, name), name

@@ -321,9 +321,3 @@ def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[A
         total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not shown
     )
     return bar
-
-
-def counting_bar(what: str, unit: str, shown: bool) -> AbstractContextManager[Any]:
-    """Return the same for things without a known number, on stderr."""
-    bar: AbstractContextManager[Any] = logging.tqdm(desc=what, unit=f" {unit}", disable=not shown)
-    return bar

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "option": (
         tiny,
         {"expert_parallel": 2},
-        "unknown option expert_parallel; known are: .*ep_size",
+        "unknown option expert_parallel; options are: .*ep_size",
     ),
     "sp": (tiny, {"sp_size": 3}, r"sp_size \(3\) must divide the attention heads \(4\)"),
     "activation": (
