@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import modeling_utils
+from transformers.integrations import is_fsdp_enabled
 
 from hf_moe_ep.upstream.modules import remove_hooks
 
@@ -67,6 +68,15 @@ def is_distributed_by_transformers(model: nn.Module) -> bool:
         getattr(model, "is_distributed_loading_by_transformers", False) is True
         or (getattr(model, "_tp_size", None) or 1) > 1
     )
+
+
+def loads_on_one_rank_per_host() -> bool:
+    """Return True if `from_pretrained` reads weights on the first rank of each host alone.
+
+    All other ranks then have parameters on meta. This is Accelerate's FSDP option
+    `cpu_ram_efficient_loading` (transformers/integrations/fsdp.py).
+    """
+    return bool(is_fsdp_enabled())
 
 
 def inside_ddp_forward() -> bool:
