@@ -195,7 +195,7 @@ def test_describe_says_which_backend_and_why() -> None:
 def test_describe_says_what_balances() -> None:
     assert "balance" not in describe(patch(tiny(**SIZES["aux loss"])))
     by_loss = describe(patch(tiny(**SIZES["aux loss"]), aux_loss_per_layer=True))
-    want = "balance    aux loss of each layer, felt by routers alone, mean weighed by "
+    want = "balance    mean of the layers' aux losses, for routers alone, times "
     assert f"{want}router_aux_loss_coef" in by_loss
     by_bias = describe(patch(tiny_of_type("deepseek_v3"), bias_update_rate=0.001))
     assert "balance    biases of 3 routers move by 0.001 after each optimizer step" in by_bias
