@@ -519,11 +519,11 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "no model": (lambda base, _: (base / "config.json").unlink(), "is no model: it has no config"),
     "damaged config": (
         lambda base, _: (base / "config.json").write_text('{"model_type": '),
-        r"base/config.json is no JSON or damaged: Expecting value",
+        r"base/config.json is damaged or not JSON: Expecting value",
     ),
     "a list": (
         lambda base, _: (base / "config.json").write_text("[]"),
-        r"base/config.json holds a list, and an object is expected",
+        r"base/config.json contains a list, but must contain an object",
     ),
     "damaged adapter": (
         lambda _, adapter: (adapter / "adapter_config.json").write_text("{"),
@@ -583,7 +583,11 @@ def test_room_is_looked_for_first(small: Path, tmp_path: Path) -> None:
         (BASE, BASE, r"target .*base exists and is not empty; name another folder"),
         (BASE, f"{BASE}/out", r"target .*base/out lies in .*; name another folder"),
         (BASE, f"{BASE}/config.json/out", r"lies in .*config.json, which is a file; name another"),
-        ("somebody/else", "out", r"'somebody/else' is no folder .* cannot be fetched: .*cached"),
+        (
+            "somebody/else",
+            "out",
+            r"'somebody/else' is neither a folder .* cannot be downloaded: .*cached",
+        ),
         ("no model at all", "out", r"'no model at all' is no folder .*Repo id must use"),
     ],
 )
