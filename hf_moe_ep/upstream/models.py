@@ -188,7 +188,7 @@ def add_fused_head(model: nn.Module) -> dict[str, Any]:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError as error:
         raise ValueError(
-            f"only TRL's fused head computes a loss without whole logits, and it cannot be imported "
+            f"a loss without whole logits needs TRL's fused head, which cannot be imported "
             f"({error}); pip install 'trl>=1.15'"
         ) from error
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))

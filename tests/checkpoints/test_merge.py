@@ -486,11 +486,11 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "lokr": (
         partial(_another_kind, LoKrConfig(r=2, target_modules=["q_proj"])),
-        r"peft_type LOKR, and only LORA is a product of two factors; merge it in one process",
+        r"peft_type LOKR, but only LORA is a product of two factors; merge it in one process",
     ),
     "prompt": (
         partial(_another_kind, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
-        r"learns a prompt \(PROMPT_TUNING: .*no weight can hold",
+        r"is a trained prompt \(PROMPT_TUNING: .*cannot be merged into a weight",
     ),
     "shapes": (
         partial(_of_another_base, hidden_size=48),
@@ -527,7 +527,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "damaged adapter": (
         lambda _, adapter: (adapter / "adapter_config.json").write_text("{"),
-        r"adapter has no config that PEFT [\d.]+ reads: JSONDecodeError",
+        r"adapter has no config that PEFT [\d.]+ can read: JSONDecodeError",
     ),
     "a part quantized": (
         lambda base, _: _edit(base / "config.json", text_config={"quantization_config": FP8}),
