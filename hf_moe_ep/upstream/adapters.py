@@ -219,7 +219,7 @@ def check_mergeable(model: nn.Module) -> None:
             kind = "a quantized weight"
         if kind:
             raise ValueError(
-                f"{name} has an adapter that cannot be merged in a sharded model: {kind}; LoRA on "
+                f"{name} has an adapter that cannot be merged during the export: {kind}; LoRA on "
                 f"Linear and Embedding modules and on parameters can. Save the adapter, and merge "
                 f"it with PEFT in one process"
             )
@@ -249,8 +249,8 @@ def left_out_by_merging(model: nn.Module) -> set[str]:
         for part in parts:
             inside = getattr(layer, part, None)
             if isinstance(inside, (nn.Module, nn.Parameter)):
-                held = inside.state_dict() if isinstance(inside, nn.Module) else {"": inside}
-                of_layer = (canonical_name(f"{part}.{name}".rstrip(".")) for name in held)
+                tensors = inside.state_dict() if isinstance(inside, nn.Module) else {"": inside}
+                of_layer = (canonical_name(f"{part}.{name}".rstrip(".")) for name in tensors)
                 names |= {f"{prefix}.{n}" for n in of_layer if not kept or not n.startswith(kept)}
     return names
 
@@ -259,7 +259,6 @@ def active_updates(model: nn.Module) -> Iterator[LowRank]:
     """Yield the products that PEFT's `merge_adapter()` would add, in its order.
 
     Adapters that are merged already are left out.
-
 
     peft/tuners/lora/layer.py: merge and get_delta_weight of Linear, Embedding and ParamWrapper.
     """
