@@ -1,7 +1,7 @@
 """`derive_plan`: derive the plan of a model from its modules, whatever its architecture.
 
     experts      the modules that use transformers' experts interface
-    layers       the list of modules around the experts; if there are several lists, the outermost
+    layers       the list of modules around the experts; if there are several lists, the innermost
                  one whose elements transformers can checkpoint
     attention    the modules in a layer that call transformers' attention interface
     mixers       the modules in a layer that take positions, masks or caches without calling that
@@ -120,10 +120,10 @@ class _Derivation:
     def _refuse_without_experts(self) -> NoReturn:
         kinds = sorted({type(module).__name__ for module in self.modules.values()})
         searches = ([k for k in kinds if re.search(word, k)] for word in ("Expert", "MoE|Moe$"))
-        alike = next(filter(None, searches), [])
-        if alike and is_quantized(self.model):
+        similar = next(filter(None, searches), [])
+        if similar and is_quantized(self.model):
             raise ValueError(
-                f"this {self.kind} was loaded with quantized experts ({', '.join(alike)}), which "
+                f"this {self.kind} was loaded with quantized experts ({', '.join(similar)}), which "
                 f"cannot be trained here; load it in bf16: hf_moe_ep.from_pretrained(...) reads "
                 f"MXFP4 and FP8 checkpoints as bf16, and so does stock with quantization_config="
                 f"Mxfp4Config(dequantize=True) or FineGrainedFP8Config(dequantize=True)"
@@ -132,7 +132,7 @@ class _Derivation:
             f"unknown architecture {getattr(self.config, 'model_type', None)!r} ({self.kind}): "
             f"none of its modules uses transformers' experts interface "
             f"(use_experts_implementation)"
-            + (f"; it has {', '.join(alike)}" if alike else "")
+            + (f"; it has {', '.join(similar)}" if similar else "")
             + ". Only stacked experts behind that interface can be split over ranks; a model with "
             "other experts can be trained with FSDP2 alone, without hf_moe_ep"
         )
@@ -163,7 +163,7 @@ class _Derivation:
         """Return the name of the nn.ModuleList of the decoder layers."""
         stacks = list(dict.fromkeys(self._list_around(name) for name in experts))
         if len(stacks) > 1:
-            # A tower has experts too: they are left to stock's code.
+            # If a tower has experts as well, stock's code computes them.
             decoders = [name for name in stacks if self._is_in_decoder(name)]
             if len(decoders) != 1:
                 raise ValueError(

@@ -95,8 +95,9 @@ def packed_parameters(model: nn.Module) -> list[nn.Parameter]:
 def keep_packing(model: nn.Module) -> None:
     """Stop 4-bit Linear layers on a CPU from repacking their weights during evaluation.
 
-    A layer would repack its weight once, in place, and remember this. The next all-gather would
-    overwrite the weight with the old packing (bitsandbytes/nn/modules.py, Linear4bit.forward).
+    A layer would repack its weight in place, and remember that the weight has the new packing. But
+    the next all-gather writes the old packing again (bitsandbytes/nn/modules.py,
+    Linear4bit.forward).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -41,7 +41,8 @@ _MOVE_NOTHING = {
 # Operators that read as many bytes of their first tensor as they write. Their other tensors are
 # indices.
 _GATHER = {"embedding", "gather", "index", "index_select", "take"}
-# Operators that change a part of their first tensor, as large as the tensor of new values.
+# Operators that change a part of their first tensor. The part is as large as their largest other
+# tensor, which has the new values.
 _SCATTER = {
     "_index_put_impl_",
     "index_add_",
