@@ -35,8 +35,8 @@ from hf_moe_ep.upstream.requirements import (
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
 
-# What a missing optional package costs. A broken one is a failure if transformers or torch import
-# it by themselves (_IMPORTED_BY_OTHERS); else it does nothing until a feature needs it.
+# The effect of a missing optional package. A broken package is a failure if transformers or torch
+# import it by themselves (_IMPORTED_BY_OTHERS), otherwise only if a feature needs the package.
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
     "bitsandbytes": "experts_dtype='nf4': not available, pip install 'hf_moe_ep[quant]'",

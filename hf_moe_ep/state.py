@@ -405,8 +405,8 @@ def quantised_matrices(model: nn.Module) -> Iterator[tuple[str, Quantised, Quant
             # Sharding quantises the matrices and adds the scales.
             if scale is not None:
                 nested = getattr(module, name + NESTED_SCALE, None)
-                held = Quantised(getattr(module, name), scale, nested)
-                yield f"{path}.{name}", held, compute.quantisation
+                stored = Quantised(getattr(module, name), scale, nested)
+                yield f"{path}.{name}", stored, compute.quantisation
 
 
 def patched_state(model: nn.Module) -> ModelState:

@@ -76,7 +76,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
 
 
 class _ReplayingTrainer:
-    """Wrappers of one trainer's methods; `strict` checks every expert id, for those of an engine."""
+    """Wrappers of one trainer's methods. `strict` checks every expert id, for ids of an engine."""
 
     def __init__(self, trainer: Any, replay: RoutingReplay, *, strict: bool) -> None:
         self._trainer, self._strict = trainer, strict

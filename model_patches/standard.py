@@ -1,4 +1,4 @@
-"""What was tested against stock, by `config.model_type`."""
+"""The architectures that were tested against stock, by `config.model_type`."""
 
 from __future__ import annotations
 

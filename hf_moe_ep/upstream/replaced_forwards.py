@@ -26,23 +26,24 @@ def forward_functions(module: Any) -> Iterator[Callable[..., Any]]:
     forward = module.forward
     while forward is not None:
         yield getattr(forward, "__func__", forward)
-        forward = getattr(forward, "__wrapped__", None) or _held_forward(forward, module)
+        forward = getattr(forward, "__wrapped__", None) or _wrapped_method(forward, module)
 
 
-def _held_forward(wrapper: Any, module: Any) -> Any:
+def _wrapped_method(wrapper: Any, module: Any) -> Any:
     """Return the method of `module` that a wrapper of its forward refers to; None without one."""
     if getattr(wrapper, "__self__", None) is module:
         return None  # The wrapper is itself a method of the module.
-    held = [getattr(wrapper, "func", None), *getattr(wrapper, "args", ())]
-    held += getattr(wrapper, "keywords", {}).values()
-    held += getattr(wrapper, "__defaults__", None) or ()
-    held += (getattr(wrapper, "__kwdefaults__", None) or {}).values()
+    references = [getattr(wrapper, "func", None), *getattr(wrapper, "args", ())]
+    references += getattr(wrapper, "keywords", {}).values()
+    references += getattr(wrapper, "__defaults__", None) or ()
+    references += (getattr(wrapper, "__kwdefaults__", None) or {}).values()
     for cell in getattr(wrapper, "__closure__", None) or ():
         try:
-            held.append(cell.cell_contents)
+            references.append(cell.cell_contents)
         except ValueError:  # The cell is empty.
             continue
-    return next((x for x in held if callable(x) and getattr(x, "__self__", None) is module), None)
+    methods = (x for x in references if callable(x) and getattr(x, "__self__", None) is module)
+    return next(methods, None)
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
