@@ -59,9 +59,9 @@ class ModelPlan:
         router: the modules that choose the experts of a token; empty if no separate module does.
         attention: the modules in decoder layers that call transformers' attention interface. Other
             modules whose name matches are ignored, if the plan was derived.
-        final_norm: the norm in front of the head; empty if there is none. If several
-            modules match, the one with the shortest name is the norm. Norm and head are one FSDP2 unit, which stays
-            all-gathered between forward and backward.
+        final_norm: the norm in front of the head; empty if there is none. If several modules match,
+            the one with the shortest name is the norm. Norm and head are one FSDP2 unit, which
+            stays all-gathered between forward and backward.
         mixers: the modules in decoder layers that mix the tokens of a sequence without calling
             the attention interface.
         sequence_parallel: True if sp_size > 1 was tested against stock. An architecture with
