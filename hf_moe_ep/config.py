@@ -47,9 +47,8 @@ class ParallelConfig:
             tile at a time in the Triton kernels. None: the dtype in which they were loaded.
         experts_double_quant: with "nf4", quantise the scales as well (0.52 bytes per parameter).
         recompute_activations: save only the input of the experts for backward, and recompute all
-            activations of size F (the hidden size of an expert). At Qwen3-30B's shape this saves
-            4.2 kB per token and layer instead of 28.8 kB, and costs one more matrix product in
-            backward.
+            activations of size F (the hidden size of an expert). At Qwen3-30B's shape backward then
+            needs 4.2 kB per token and layer instead of 28.8 kB, and one more matrix product.
         dispatcher: how tokens reach the ranks of their experts. "all_to_all" runs everywhere and
             sends a token at most once to each rank. "hierarchical" is for an ep group on several
             nodes: it sends a token at most once to each node, which passes it on to its ranks (on a

@@ -535,7 +535,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
 }
 BAD |= {
-    field: (partial(_adapter_config, **{field: value}), rf"LoRA with .*\({field}\), and only a pro")
+    field: (partial(_adapter_config, **{field: value}), rf"LoRA with .*\({field}\), but only a pro")
     for field, value in BEYOND_A_PRODUCT.items()
     if hasattr(LoraConfig(), field)  # of the oldest PEFT, too
 }
@@ -588,7 +588,7 @@ def test_room_is_looked_for_first(small: Path, tmp_path: Path) -> None:
             "out",
             r"'somebody/else' is neither a folder .* cannot be downloaded: .*cached",
         ),
-        ("no model at all", "out", r"'no model at all' is no folder .*Repo id must use"),
+        ("no model at all", "out", r"'no model at all' is neither a folder .*Repo id must use"),
     ],
 )
 def test_places_that_cannot_be(base: str, target: str, words: str, small: Path) -> None:

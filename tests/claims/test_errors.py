@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no experts": (
         _without_experts,
         {},
-        "unknown architecture 'qwen3_moe' .*none of its modules is of transformers",
+        "unknown architecture 'qwen3_moe' .*none of its modules uses transformers",
     ),
     "a layer lost": (_half_the_layers, {}, "found 1 decoder layers.*expected 2"),
     "foreign experts": (_one_layer_lost, {}, r"not of transformers.*layers\.1\.mlp\.experts"),
