@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "unknown architecture 'qwen3_moe' .*none of its modules uses transformers",
     ),
     "a layer lost": (_half_the_layers, {}, "found 1 decoder layers.*expected 2"),
-    "foreign experts": (_one_layer_lost, {}, r"not of transformers.*layers\.1\.mlp\.experts"),
+    "foreign experts": (_one_layer_lost, {}, r"without transformers.*layers\.1\.mlp\.experts"),
     "tp by transformers": (_with_tp, {}, f"transformers sharded this model.*{SHARDED}"),
 }
 if hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
