@@ -2,8 +2,8 @@
 
 This folder has one file per topic, and contains every version check. Each file lists the upstream
 files that it depends on. If an upgrade of another project breaks something, read this folder, and
-the table of `integrations/install.py`, which names the wrapped functions as strings. Decisions of
-this package do not belong here.
+the table of `integrations/install.py`, which names the wrapped functions as strings. Never in this
+folder: decisions of this package.
 
     attention_interface   transformers' attention and mask interfaces, configs that select ours
     experts_interface     transformers' experts interface, configs that select ours
