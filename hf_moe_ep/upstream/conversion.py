@@ -1,4 +1,4 @@
-"""Transformers' conversion of a model's tensors to those of a hub checkpoint, and back to names.
+"""Transformers' conversion of a model's tensors to those of a hub checkpoint, and its renamings.
 
 transformers/core_model_loading.py (`revert_weight_conversion`, which save_pretrained calls;
 `WeightRenaming`, `PrefixChange`, `rename_source_key`) and conversion_mapping.py.
@@ -33,9 +33,9 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
 
     Args:
         model: the model, whose conversions are applied. They are the conversions with which it was
-            loaded, unless it was loaded with none or one of them decodes quantized weights; then
-            they are those of its class. A model that is not one of transformers has none.
-        tensors: the tensors by their names in a stock model. Any objects will do on which
+            loaded. If there are none, or one of them decodes quantized weights, they are those of
+            its class. A model that is not one of transformers has no conversions.
+        tensors: the tensors by their names in a stock model, or other objects on which
             transformers' operations work.
     """
     stock = without_adapters(unwrap(model))
@@ -50,10 +50,10 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
         ]
     # Transformers gets an object with stock names in place of the model, whose modules may be
     # wrapped.
-    described = SimpleNamespace(
+    stand_in = SimpleNamespace(
         config=stock.config, _weight_conversions=conversions, get_parameter=tensors.__getitem__
     )
-    return revert_weight_conversion(described, dict(tensors))
+    return revert_weight_conversion(stand_in, dict(tensors))
 
 
 def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
@@ -104,7 +104,7 @@ def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
     transformers finds conversions by the classes and names of modules. FSDP2 replaces the classes,
     and wrappers change the names.
     """
-    described = SimpleNamespace(
+    stand_in = SimpleNamespace(
         base_model_prefix=model.base_model_prefix,
         named_modules=lambda: [
             (stock_name(name), _shell(module))
@@ -112,7 +112,7 @@ def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
             if isinstance(module, PreTrainedModel)
         ],
     )
-    return get_model_conversion_mapping(described, **options)
+    return get_model_conversion_mapping(stand_in, **options)
 
 
 def _shell(module: PreTrainedModel) -> PreTrainedModel:
