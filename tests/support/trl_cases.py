@@ -1,4 +1,4 @@
-"""What is run of TRL, as data: the tests run these cases, tests/README.md has a table of them."""
+"""The runs of TRL's trainers that the tests compare with stock, as data."""
 
 from dataclasses import dataclass, field
 from typing import Any
