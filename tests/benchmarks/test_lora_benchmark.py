@@ -24,22 +24,6 @@ def test_merged_weights_are_what_stock_keeps_and_we_do_not() -> None:
     assert {len(one.seconds) for one in measured.values()} == {SIZES.steps}
 
 
-def test_the_table_divides_ours_by_stock() -> None:
-    measured = {world: [_both(2.0, 1.0)] * world for world in bench.WORLDS}
-    memory = {
-        (w, k): [(8.0, 4.0) if k == "stock" else (4.0, 1.0)] * w
-        for w in bench.WORLDS
-        for k in bench.KINDS
-    }
-    table = bench.report(SIZES, measured, memory, ["- about"])
-    assert table.count("| ours / stock | | 0.50 | 0.25 | | |") == 2
-    assert table.count("| 0.50 |") >= 2
-
-
-def _both(stock: float, ours: float) -> dict[str, bench.Measured]:
-    return {"stock": bench.Measured(8, [stock] * 2), "ours": bench.Measured(4, [ours] * 2)}
-
-
 def _held(rank: int, world: int) -> dict[str, bench.Held]:
     sizes = replace(SIZES, hidden=128, intermediate=128, experts=4, layers=1)
     return bench.held_rank(rank, sizes, ["bf16", "nf4"])

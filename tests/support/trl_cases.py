@@ -109,13 +109,3 @@ PREFERENCES = [
 # With `generate` of the model in training: a trainer, options of tests/support/jobs/online.py
 GENERATING = ("grpo", "grpo, LoRA", "grpo, LoRA, greedy", "rloo, greedy", "rloo, LoRA")
 GENERATING_EP = (2, 4)
-
-
-def generating() -> list[Case]:
-    """The same as cases."""
-    found = []
-    for run in GENERATING:
-        trainer, *options = run.split(", ")
-        lora = "TRL's" if "LoRA" in options else ""
-        found += [Case(run, trainer.upper(), lora=lora, ep=ep) for ep in GENERATING_EP]
-    return found
