@@ -69,14 +69,14 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_adapters_on_two_ranks_at_ep_2(found: Found, claim: Check) -> None:
-    """Losses, gradients of every factor, one step of AdamW."""
+    """Compare losses, the gradient of every factor and one step of AdamW."""
     found.raise_if_failed(claim)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["phimoe"])
 def test_adapters_change_no_plan(model_type: str) -> None:
-    """The factors of a router that is a linear layer have a row per expert as well."""
+    """The factors of a router that is a linear layer have one row per expert too."""
     model = build(model_type)
     plan = find_parts(model).plan
     config = LoraConfig(r=3, target_modules=["router", "q_proj"], init_lora_weights=False)

@@ -150,7 +150,9 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_biases_stay(found: Found, claim: Check) -> None:
-    """Other values on every rank; forward, step, training state, resume, hub files."""
+    """Each rank starts from other values. Checked after a forward, a step, a saved training state,
+    a resumed run and in hub files.
+    """
     found.raise_if_failed(claim)
 
 

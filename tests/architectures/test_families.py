@@ -65,7 +65,7 @@ CHECKPOINTED = [
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_on_four_ranks(found: Found, claim: Check) -> None:
-    """Gradient checkpointing of both kinds: a layer that runs again sends what it sent."""
+    """With both kinds of gradient checkpointing, a layer that runs again sends the same rows again."""
     found.raise_if_failed(claim)
 
 
@@ -115,7 +115,9 @@ RESUMED = [
 
 @pytest.mark.parametrize("claim", RESUMED)
 def test_resumed_at_another_layout(found: Found, claim: Check) -> None:
-    """Saved at ep 2 with HSDP: the same bits at ep 4 and without EP, and the same next step."""
+    """A state saved at ep 2 with HSDP has the same bits at ep 4 and without EP, and the same next
+    step.
+    """
     found.raise_if_failed(claim)
 
 
@@ -147,5 +149,7 @@ GENERATE = [
 
 @pytest.mark.parametrize("claim", GENERATE)
 def test_stock_generates_what_the_trained_model_does(found: Found, claim: Check) -> None:
-    """From its hub files, token by token; every rank has other prompts, lengths and ends."""
+    """Stock reads the hub files and generates the same tokens. Prompts, lengths and ends differ by
+    rank.
+    """
     found.raise_if_failed(claim)

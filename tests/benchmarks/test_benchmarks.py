@@ -130,9 +130,8 @@ def test_peak_memory_is_that_since_the_last_reset() -> None:
 
 @pytest.mark.slow
 def test_one_line_makes_a_stock_trainer_script_faster() -> None:
-    """Logged losses and gradient norms agree to 1e-5; the least CPU seconds of three pairs.
-
-    What else runs on a machine takes caches from either side, and so only adds to its seconds.
+    """Losses and gradient norms in the log agree to 1e-5. The least CPU seconds of three pairs are
+    compared, because another process on the machine can only add seconds.
     """
     sizes = ["--hidden=256", "--experts=16", "--top_k=4", "--intermediate=128", "--batch=8"]
     pairs = one_process.measure(sizes, 3, timeout=300)

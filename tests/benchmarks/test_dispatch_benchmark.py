@@ -85,7 +85,7 @@ def test_the_formula_equals_the_mean_over_all_tokens(ep: int, experts: int, top_
 def test_every_token_once_sends_what_the_formula_says(
     measured: list[list[bench.Measured]],
 ) -> None:
-    """All combinations of 3 of 8 experts, on each rank, are uniform routing without chance."""
+    """All combinations of 3 of 8 experts on each rank are uniform routing without chance."""
     want = bench.expected(4, 8, TOP_K, hidden=HIDDEN, itemsize=FP32, tokens=len(EVERY_TOKEN))
     got = bench.per_token(measured[1])
     assert got.keys() == want.keys()
@@ -103,7 +103,9 @@ def test_at_most_half_the_bytes_at_top_8_of_64_on_4_ranks(
 
 
 def test_slower_link_decides() -> None:
-    """8 GPUs are one node. Of 16, a token's 15 other ranks are 7 near and 8 far."""
+    """8 GPUs are one node. With 16 GPUs, a token has 7 other ranks in its node and 8 in the other
+    node.
+    """
     near, far = 153e9 * 7 / 8, 50e9 * 7 / 8
     assert bench.milliseconds(1000.0, 8, 4096) == pytest.approx(4096e6 / near)
     assert bench.milliseconds(1000.0, 16, 4096) == pytest.approx(4096e6 * 8 / 15 / far)

@@ -60,7 +60,7 @@ def test_two_ranks_train_as_stock_under_fsdp2() -> None:
 
 @pytest.mark.slow
 def test_no_import_touches_a_gpu() -> None:
-    """Sides are forked from a process that has imported all this: CUDA must be theirs to open."""
+    """Each side is forked from a process that has imported all this, and must open CUDA itself."""
     code = (
         "import torch\n"
         "def touched(*args, **kwargs):\n"

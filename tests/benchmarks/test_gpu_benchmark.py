@@ -40,7 +40,7 @@ def _endings(out: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_job_that_dies_or_hangs_is_a_line_and_the_next_one_runs(tmp_path: Path) -> None:
-    """What it printed until then is kept; so is that of a job that says the wrong thing."""
+    """The lines that it printed before are kept, and those of a job that prints the wrong word."""
     jobs = [
         _job("good", _figure(1)),
         _job("killed", f"{_figure(2)}; import os; os.kill(os.getpid(), 9)"),
@@ -68,7 +68,7 @@ def test_a_job_that_dies_or_hangs_is_a_line_and_the_next_one_runs(tmp_path: Path
 
 
 def test_a_part_ends_in_its_time(tmp_path: Path) -> None:
-    """A job gets what is left; one that could not be done in it is a line."""
+    """A job gets the time that is left. A job that does not fit into it is skipped with a line."""
     waits = "import time; time.sleep(600)"
     jobs = [_job("long", waits, seconds=600.0), _job("late", _figure(1), seconds=60.0)]
     start = time.monotonic()
@@ -80,7 +80,7 @@ def test_a_part_ends_in_its_time(tmp_path: Path) -> None:
 
 
 def test_every_part_fits_its_ten_minutes_and_its_programs_take_their_arguments() -> None:
-    """An option that is not there would be found on the GPU."""
+    """An unknown option would otherwise be found on the GPU."""
     parsers = {
         "benchmarks/end_to_end.py": end_to_end.parse,
         "benchmarks/experts.py": experts.parse,
@@ -101,7 +101,7 @@ def test_every_part_fits_its_ten_minutes_and_its_programs_take_their_arguments()
 
 
 def test_every_gpu_test_is_in_part_3() -> None:
-    """A new one has to be put there, or no GPU ever runs it."""
+    """A new GPU test must be added there, or no GPU ever runs it."""
     words = " ".join(job.command for job in gpu.PARTS[3]).split()
     chosen = [word for word in words if word.startswith("tests/")]
     marked = [
@@ -125,7 +125,7 @@ def test_every_selection_of_gpu_tests_selects_some() -> None:
 
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_job(tmp_path: Path) -> None:
-    """With tiny sizes, on the CPU; and the report reads what it left."""
+    """Sizes are tiny and run on the CPU. The report reads the files that the rehearsal wrote."""
     raw = tmp_path / "raw"
     words = [sys.executable, "benchmarks/gpu.py", "rehearsal", "--out", str(raw)]
     done = subprocess.run(

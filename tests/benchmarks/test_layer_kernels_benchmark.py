@@ -15,7 +15,7 @@ def layer() -> bench.Layer:
 
 
 def test_calls_are_the_layers_own_in_their_order(layer: bench.Layer) -> None:
-    """Made again alone each gives what it gave there, whatever ran since."""
+    """A call that is made again alone gives the same result as in the layer."""
     calls = layer.calls(layer.table_row())
     assert [call.label for call in calls] == list(bench.LABELS.values())
     assert [call.label for call in calls if not call.backward] == ["sort", "up", "down", "combine"]

@@ -12,7 +12,7 @@ def test_routes_have_one_busy_rank() -> None:
 
 @pytest.mark.slow
 def test_one_small_run() -> None:
-    """The busiest rank's own work falls with its load; the losses of a pair are compared inside."""
+    """The busiest rank's own work falls with its load. `measure` compares the losses of a pair."""
     sizes = bench.Sizes(tokens=256, pairs=3)
     found = bench.spawn(bench.measure, bench.WORLD, sizes, timeout=240)
     assert found[0].load["hub order"] > 2.8 and found[0].load["balanced"] <= bench.TARGET_LOAD

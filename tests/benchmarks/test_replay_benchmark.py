@@ -8,7 +8,7 @@ import torch
 
 
 def test_shares_by_hand() -> None:
-    """One row of two tokens, two layers, top-2; the order of experts does not count."""
+    """One row of two tokens, two layers, top-2. The order of experts does not count."""
     ids = torch.tensor([[[[0, 1], [2, 3]], [[4, 5], [6, 7]]]])
     others = torch.tensor([[[[1, 0], [2, 4]], [[4, 6], [1, 0]]]])
     pairs, tokens = bench.shares(ids, others)
@@ -37,7 +37,7 @@ def test_distances_by_hand() -> None:
 
 @pytest.mark.slow
 def test_replayed_routes_bring_both_precisions_together() -> None:
-    """One small run: replay is nearer to the engine; in one precision everything is equal."""
+    """With replay a run is nearer to the engine. In one precision everything is equal."""
     (outcome,) = bench.run(layers=4, steps=12, seeds=1, batches=1)
     live, replayed = (outcome.ways[way] for way in bench.WAYS)
     assert min(outcome.same_set) < 1.0

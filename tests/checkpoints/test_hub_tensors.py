@@ -304,7 +304,7 @@ def test_adapters_of_transformers_are_merged_too() -> None:
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
 def test_a_trained_copy_of_one_of_two_tied_weights(module: str) -> None:
-    """Both are sent: the copy, and what the other one still is."""
+    """Both tensors are sent: the trained copy, and the other weight as it was."""
     stock = with_lora(tiny(tie_word_embeddings=True), seed=1, modules_to_save=[module])
     with torch.no_grad():
         for name, parameter in stock.named_parameters():
@@ -359,7 +359,7 @@ def test_bad_input(wrap: Any, options: dict[str, Any], words: str) -> None:
 
 
 def test_adapters_that_are_switched_off() -> None:
-    """The model computes without them: neither is sent unasked, merged or not."""
+    """The model computes without them, so they are sent only on request, merged or not."""
     model: Any = patch(with_lora(tiny(), seed=1))
     want = collect(model, merge_adapters=True)
     with model.disable_adapter():
@@ -371,7 +371,7 @@ def test_adapters_that_are_switched_off() -> None:
 
 
 def test_what_the_caller_does_to_a_tensor_reaches_no_other() -> None:
-    """Pieces of one slab; those that come later, and those that are kept."""
+    """Pieces of one slab are changed. Later pieces and pieces that the caller kept stay the same."""
     model = patch(tiny(dtype=torch.float32))
     want = hub_state(model)
     kept: dict[str, Tensor] = {}

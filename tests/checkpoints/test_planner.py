@@ -97,7 +97,9 @@ def _written(items: list[WriteItem]) -> list[tuple[str, Any]]:
 
 
 def test_the_plan_is_that_of_dcp_and_nobody_is_told_it() -> None:
-    """Each part is written once, by a rank that has it; `.metadata` says the same of all."""
+    """Each part is written once, by a rank that has it, without sending plans. `.metadata` says the
+    same.
+    """
     their_told, theirs, their_metadata = _planned(DefaultSavePlanner)
     told, ours, metadata = _planned(SpreadPlanner)
     assert all(plan.items for plan in their_told) and not any(plan.items for plan in told)
@@ -159,6 +161,6 @@ def _state_dicts(run: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.slow
 def test_files_are_read_by_stock(tmp_path: Path) -> None:
-    """Four ranks with replicas, model and AdamW: saved by each planner, loaded by torch."""
+    """Four ranks with replicas save a model and AdamW with each planner, and torch loads them."""
     for names in run_ranks(_saved_and_loaded, 4, str(tmp_path)):
         assert names == ["DefaultSavePlanner", "SpreadPlanner"]

@@ -176,9 +176,8 @@ def pairs() -> Iterator[Any]:
 def test_each_part_is_that_of_what_was_loaded_and_quantised(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    """Files of all layouts; experts of a rank, none, and halves of rows. FP8 into FP8: its bytes.
-
-    Scales of nested blocks know of the whole matrix: ranks that cut its rows agree all the same.
+    """Files have all layouts. A rank reads its experts, no expert, or halves of rows. FP8 into FP8
+    copies bytes. Nested scales depend on the whole matrix, and ranks that split its rows agree.
     """
     quantisation, folder = HELD[kind], tmp_path / "checkpoint"
     FILES[name](folder)

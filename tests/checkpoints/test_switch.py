@@ -89,7 +89,7 @@ def _loaded(folder: Path) -> dict[str, Tensor]:
 def test_a_kill_at_any_step_leaves_one_whole_checkpoint(
     before: Callable[[Path], None], resized: bool, tmp_path: Path
 ) -> None:
-    """Read by stock transformers, which knows nothing of a save that was not finished."""
+    """Stock transformers reads it and ignores files of the unfinished save."""
     model = patch(_other(resized=True) if resized else _other())
     before(tmp_path / "old")
     (tmp_path / "old" / "notes.txt").write_text("of the user")
@@ -156,7 +156,9 @@ def test_a_failure_in_front_of_the_commit_restores_the_old_files(
 
 
 def test_files_in_folders_and_links_of_the_user_are_switched(tmp_path: Path) -> None:
-    """As additional_chat_templates, and a snapshot in the cache of the hub, which is of links."""
+    """Examples are additional_chat_templates, and a snapshot in the hub's cache, which consists of
+    links.
+    """
     folder, staged, blob = tmp_path / "model", tmp_path / "model" / ".staged", tmp_path / "blob"
     (staged / "templates").mkdir(parents=True)
     blob.write_text("old")

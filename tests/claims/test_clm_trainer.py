@@ -98,7 +98,7 @@ def test_the_script_equals_stock(tmp_path: Path, aux_loss: bool, num_eval: int) 
 
 @pytest.mark.slow
 def test_a_killed_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """Bit by bit: on the same ranks the rest of the run is the same arithmetic."""
+    """On the same ranks the rest of the run is equal bit by bit."""
     whole = run_job(tmp_path / "whole", "--ep_size", "2")
     with pytest.raises(AssertionError, match="exit code"):
         run_job(tmp_path / "killed", "--ep_size", "2", "--die_at", "3")

@@ -30,7 +30,7 @@ def _largest_of_a_step(model: nn.Module) -> int:
 
 
 def test_no_tensor_of_the_size_of_the_experts() -> None:
-    """Neither merged weights nor their gradients; stock PEFT makes both."""
+    """A step makes neither merged weights nor their gradients. Stock PEFT makes both."""
     sizes = {"num_experts": 16, "moe_intermediate_size": 64}
     stock = with_lora(tiny(dtype=torch.float32, **sizes), r=2)
     experts = stock.get_base_model().model.layers[0].mlp.experts.get_base_layer()

@@ -47,7 +47,7 @@ def series(run: Any, key: str) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_packed_sft_equals_stock(tmp_path: Path) -> None:
-    """2 data ranks with batch 1 draw what one process with batch 2 draws, in the same order."""
+    """2 data ranks with batch 1 draw the same rows in the same order as one process with batch 2."""
     want = run_job(tmp_path / "stock", None, "--batch", "2")
     got = run_job(tmp_path / "ranks", CPU_4, "--batch", "1", "--parallel")
 
@@ -65,7 +65,7 @@ def test_packed_sft_equals_stock(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """Bit by bit: on the same ranks the rest of the run is the same arithmetic."""
+    """On the same ranks the rest of the run is equal bit by bit."""
     always = ("--batch", "1", "--parallel", "--save")
     whole = run_job(tmp_path / "whole", CPU_4, *always)
     with pytest.raises(AssertionError, match="exit code 1 "):

@@ -168,7 +168,7 @@ def test_the_extra_peft_is_enough_for_lora(with_peft: Installed) -> None:
 
 @pytest.mark.slow
 def test_the_examples_train_from_the_wheel(with_peft: Installed) -> None:
-    """Both example scripts under accelerate launch, experts split over two ranks."""
+    """Both example scripts run under accelerate launch with experts split over two ranks."""
     shutil.copytree(ROOT / "examples", with_peft.work / "examples")
     with_peft.run("python", "examples/make_small_model.py", "start")
     arguments = "--model start --block_size 32 --eval_blocks 8 --use_cpu"

@@ -149,7 +149,7 @@ def test_every_row_is_a_place() -> None:
 
 
 def test_what_is_filled_is_written_somewhere() -> None:
-    """Else an exception outlives its reason."""
+    """An exception must not outlive its reason."""
     writes = [write for file, tree in sources().items() for write in find_writes(file, tree)]
     assert FILLED.keys() <= {(write.file, write.owner) for write in writes}
 

@@ -274,7 +274,7 @@ def _go_on(rank: int, world: int, folder: str) -> None:
 
 
 def test_a_save_that_was_killed_is_not_loaded(tmp_path: Path) -> None:
-    """Where parts of two saves lie in one folder, of which stock would load a mixture."""
+    """The folder holds parts of two saves. Stock would load a mixture of them."""
     outcomes = run_ranks(_killed_while_it_saves, WORLD, str(tmp_path), expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"], outcomes
     run_ranks(_go_on, WORLD, str(tmp_path))

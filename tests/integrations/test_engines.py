@@ -165,7 +165,7 @@ def _fails_inside(sync: Any, iterators: list[Any]) -> None:
 
 
 def test_an_error_that_is_kept_does_not_keep_the_iterator() -> None:
-    """By which it would keep the other ranks waiting."""
+    """An iterator that is kept alive would make the other ranks wait."""
     sync = SimpleNamespace(model=patch(tiny(dtype=torch.float32)))
     iterators: list[Any] = []
     with pytest.raises(RuntimeError, match="the worker died") as kept:

@@ -253,7 +253,7 @@ def _twice(original: Any, number: int) -> Any:
 def test_a_function_is_replaced_in_modules_that_imported_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also a static function of a class; a function that is missing is warned of once."""
+    """Static functions of classes are replaced too. A missing function is warned of once."""
     source = types.ModuleType("somewhere_imported")
     exec("def f(n):\n    return n\nclass A:\n    g = staticmethod(lambda n: n)", vars(source))
     user = types.ModuleType("somewhere_importing")
@@ -276,7 +276,9 @@ def test_a_function_is_replaced_in_modules_that_imported_it(
 def test_a_function_is_called_when_a_module_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by a search for the module; at once where the module is imported already."""
+    """A search for the module does not call it. For a module that is imported already it is called
+    at once.
+    """
     (tmp_path / "imported_later.py").write_text("x = 1")
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[int] = []

@@ -139,7 +139,7 @@ def test_unpatch_gives_experts_back_to_liger(make: Callable[[Any], nn.Module]) -
 
 
 def test_liger_on_a_cpu_is_named() -> None:
-    """Triton compiles nothing for a CPU; its own error would be of drivers."""
+    """Triton compiles nothing for a CPU, and its own error would be about drivers."""
     with installed_liger() as liger, mock.patch.dict(sys.modules):
         model = patch(tiny())
         liger._apply_liger_kernel_to_instance(model)
@@ -161,7 +161,9 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.mark.parametrize("path", ["model.layers.1.mlp.experts", "model.layers.1.mlp"])
 def test_another_patcher_is_named(path: str) -> None:
-    """Behind `patch` at the first forward, before it at once; what wraps ours may stay."""
+    """If it comes after `patch`, at the first forward, else at once. A function that wraps ours may
+    stay.
+    """
     model: Any = tiny()
     module: Any = model.get_submodule(path)
     module.forward = MethodType(_foreign, module)
@@ -189,7 +191,9 @@ def test_another_patcher_is_named(path: str) -> None:
 
 
 def test_a_class_whose_forward_was_replaced_is_named() -> None:
-    """Before `patch` and behind it; what wraps the original, or a class of one's own, may stay."""
+    """Before and after `patch`. A function that wraps the original, or a user's own class, may
+    stay.
+    """
     block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock
     stock = block.forward
     wanted = tiny()(**whole_batch(tiny())).loss

@@ -279,7 +279,7 @@ def test_kernels_of_unneeded_gradients_are_not_launched(
 
 @pytest.mark.parametrize("implementation", [torch_mlp, triton_mlp], ids=["torch", "triton"])
 def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> None:
-    """With a frozen base neither merged weights nor their gradients are made."""
+    """With a frozen base the kernels make neither merged weights nor their gradients."""
     if implementation is triton_mlp and not triton_mlp.interpreted():
         pytest.skip("here the kernels run on the CPU, in the interpreter")
     case = Case(random_ids(40, 2, 6, seed=3), 6, hidden=64, ffn=48)

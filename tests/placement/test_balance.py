@@ -397,7 +397,7 @@ def _skewed_step(model: nn.Module, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("claim", on_ranks(4, _skewed, slow=True))
 def test_a_skewed_router_ends_even(found: Found, claim: Check) -> None:
-    """On 4 ranks, loss and gradients of stock that chooses the same."""
+    """On 4 ranks, with the loss and gradients of a stock model that chooses the same experts."""
     found.raise_if_failed(claim)
 
 
@@ -512,7 +512,7 @@ REFUSED: list[Any] = [
 
 @pytest.mark.parametrize("claim", REFUSED)
 def test_what_would_mix_experts_up(found: Found, claim: Check) -> None:
-    """On 2 ranks with ep 2: an error on both, or nothing that was mixed up."""
+    """On 2 ranks with ep 2, both ranks raise, or no expert is mixed up."""
     found.raise_if_failed(claim)
 
 

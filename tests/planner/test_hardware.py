@@ -24,7 +24,7 @@ RECORD = Hardware(
 
 
 def test_measured_rates_take_their_places(tmp_path: Path) -> None:
-    """Those of a file, entry by entry; all others stay."""
+    """A file replaces single entries, and all others stay."""
     file = tmp_path / "rates.json"
     file.write_text(json.dumps({"matmul_flops": {"float32": 7}, "overlap": 0.25}))
     found = calibrated(RECORD, file)
@@ -50,7 +50,7 @@ def test_measured_rates_take_their_places(tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_is_refused(text: str, match: str, tmp_path: Path) -> None:
-    """What a file has too much, or wrong, is named with what would be right."""
+    """The error names an unknown or wrong entry of a file and what would be right."""
     file = tmp_path / "rates.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=match):

@@ -57,7 +57,7 @@ def said() -> list[dict[str, tuple[str, float]]]:
 def test_the_rank_that_stays_away_is_named(
     said: list[dict[str, tuple[str, float]]], place: str
 ) -> None:
-    """In an exchange of a layer, where ranks meet, and where a save makes its group of ranks."""
+    """In a layer's exchange, at a meeting point, and when a save makes its group of ranks."""
     for rank in (0, 2):
         text, seconds = said[rank][place]
         assert "rank 1 stopped, or " in text, text

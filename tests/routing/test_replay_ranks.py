@@ -380,7 +380,9 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", on_ranks(2, *WRONG))
 def test_all_ranks_raise(found: Found, claim: Check) -> None:
-    """Wrong routes, or ranks that differ in them: an error on each rank, and no rank waits."""
+    """Wrong routes, or routes that differ between ranks, are an error on each rank, and no rank
+    waits.
+    """
     for said, wanted in zip(found.values(claim), WRONG[claim.run], strict=True):
         assert wanted in said, f"{said}, want {wanted}"
 
@@ -429,7 +431,7 @@ KINDS: list[tuple[Callable[[Routes], Any], str]] = [
 
 @pytest.mark.parametrize("claim", on_ranks(2, each_kind_of_wrong_routes, slow=True))
 def test_all_ranks_raise_for_each_kind(found: Found, claim: Check) -> None:
-    """One rank has its own error; the other is told that it refuses its routes, and waits not."""
+    """One rank raises its own error. The other one learns that its peer refuses its routes."""
     others, own = found.values(claim)
     assert len(own) == len(KINDS)
     for told, said, (_, wanted) in zip(others, own, KINDS, strict=True):

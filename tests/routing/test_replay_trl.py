@@ -85,7 +85,9 @@ class _Seen:
 
 
 def test_the_update_chooses_what_the_pass_for_old_log_probabilities_chose(tmp_path: Any) -> None:
-    """R2: after steps of a large learning rate, shuffled and split, each sample has its experts."""
+    """R2: after steps with a large learning rate, shuffled and split, each sample keeps its
+    experts.
+    """
     trainer = _trainer(tmp_path)
     replay = replay_routing(trainer, "R2")
     seen = _Seen(trainer)
@@ -159,7 +161,7 @@ def _with_engine(trainer: Any, engine: _Engine) -> None:
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_both_passes_choose_what_the_engine_chose(tmp_path: Any, truncated: bool) -> None:
-    """R3: prompts padded left, completions right, the last token and padding live."""
+    """R3: prompts are padded left and completions right. The last token and padding route live."""
     trainer = _trainer(tmp_path, mask_truncated_completions=truncated)
     engine = _Engine()
     _with_engine(trainer, engine)
@@ -179,7 +181,9 @@ def test_both_passes_choose_what_the_engine_chose(tmp_path: Any, truncated: bool
 
 @pytest.mark.slow
 def test_each_sample_of_an_engine_is_looked_at(tmp_path: Any) -> None:
-    """A wrong row in a later part of the generation batch than the first one TRL computes."""
+    """The wrong row is in a later part of the generation batch than the one that TRL computes
+    first.
+    """
     trainer = _trainer(tmp_path)
     _with_engine(trainer, _Engine(wrong=6))
     replay_routing(trainer, "R3")

@@ -218,7 +218,7 @@ def test_every_granted_type_equals_stock(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_equals_stock(found: Found, claim: Check) -> None:
-    """What backward computes again has the slices that its own forward had."""
+    """Recomputation in backward gets the slices that the first forward had."""
     found.raise_if_failed(claim)
 
 
@@ -229,7 +229,7 @@ def test_padded_left(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", PACKED + FLASH)
 def test_packed_rows_and_flash_attention_equal_stock(found: Found, claim: Check) -> None:
-    """Documents in one row; sinks as an argument of flash attention, which a stand-in computes."""
+    """Documents share a row. A stand-in for flash attention takes sinks as an argument."""
     found.raise_if_failed(claim)
 
 
@@ -240,5 +240,5 @@ def test_evaluates_and_generates_after_a_step(found: Found, claim: Check) -> Non
 
 @pytest.mark.parametrize("claim", FOUR_RANKS)
 def test_on_four_ranks(found: Found, claim: Check) -> None:
-    """Two sequences at a time, or one over more ranks than key-value heads."""
+    """Two sequences at a time, or one sequence over more ranks than key-value heads."""
     found.raise_if_failed(claim)

@@ -274,7 +274,7 @@ def test_a_norm_type_that_is_no_norm_is_refused(norm_type: float) -> None:
 
 
 def test_parameters_instead_of_the_model_are_refused() -> None:
-    """The habit from torch.nn.utils.clip_grad_norm_(model.parameters(), ...)."""
+    """Users know torch.nn.utils.clip_grad_norm_(model.parameters(), ...)."""
     model = ours_with_inf()
     for wrong in (model.parameters(), list(model.parameters()), model.weight):
         with pytest.raises(ValueError, match="model"):

@@ -179,7 +179,7 @@ def _hide(run: Any, x_BH: Tensor) -> Tensor:
     ids=["module", "method", "partial of a method", "partial of a function", "function"],
 )
 def test_a_reentrant_checkpoint_may_use_what_its_modules_hold(run: Any, hides: str) -> None:
-    """Neither a tower beside it, nor what is in sight of the graph, is hidden in it."""
+    """Neither a tower of the module nor a tensor of the graph is hidden from it."""
     tower, other, before = Tower(), Tower(), nn.Linear(3, 3)
     out_BH = _hide(run(tower), before(torch.ones(2, 3)))
     everything = [*before.parameters(), *tower.parameters(), *other.parameters()]
