@@ -65,7 +65,9 @@ CHECKPOINTED = [
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_on_four_ranks(found: Found, claim: Check) -> None:
-    """With both kinds of gradient checkpointing, a layer that runs again sends the same rows again."""
+    """With both kinds of gradient checkpointing, a layer that runs again sends the same
+    rows again.
+    """
     found.raise_if_failed(claim)
 
 

@@ -39,6 +39,12 @@ def merged_by_peft(model: nn.Module) -> dict[str, Tensor]:
     return {key: tensor.detach() for key, tensor in hub_state(merged).items()}
 
 
+def assert_merged(got: dict[str, Tensor], want: dict[str, Tensor], where: str = "") -> None:
+    assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        assert_close(f"{where}{key}", got[key], tensor, 1e-10)
+
+
 def collect(model: nn.Module, **options: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for key, tensor in hub_tensors(model, **options):
@@ -102,9 +108,7 @@ def merged(name: str, adapters: str, rank: int, world: int) -> None:
         before = {n: p.to_local().clone() for n, p in model.named_parameters()}
         for max_bytes in (SMALL, 2**30):
             got = collect(model, merge_adapters=True, max_bytes=max_bytes)
-            assert got.keys() == want.keys()
-            for key, tensor in want.items():
-                assert_close(f"{layout}: {key}", got[key], tensor, 1e-10)
+            assert_merged(got, want, f"{layout}: ")
         for n, p in model.named_parameters():
             assert torch.equal(p.to_local(), before[n]), n
 
@@ -154,8 +158,7 @@ def in_the_middle_of_a_step(rank: int, world: int) -> None:
             with mode():
                 got = dict(hub_tensors(model, merge_adapters=True, max_bytes=SMALL))
             assert not any(tensor.requires_grad for tensor in got.values())
-            for key, tensor in want.items():
-                assert_close(key, got[key], tensor, 1e-10)
+            assert_merged(got, want)
         loss.backward()
         gradients.append(
             {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
@@ -173,8 +176,7 @@ def merged_before_it_was_sharded(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"unmerge_adapter on .* sharded over .*q_proj before;"):
         model.unmerge_adapter()
     got = collect(model, merge_adapters=True)
-    for key, tensor in want.items():
-        assert_close(key, got[key], tensor, 1e-10)
+    assert_merged(got, want)
     model = apply_ep_fsdp2(with_lora(tiny(), seed=1), ep_size=2)
     with pytest.warns(UserWarning, match="Already unmerged"):
         model.unmerge_adapter()
@@ -270,9 +272,7 @@ def test_one_process(max_bytes: int) -> None:
     stock = with_lora(tiny(), seed=1)
     want = merged_by_peft(stock)
     got = collect(patch(stock), merge_adapters=True, max_bytes=max_bytes)
-    assert got.keys() == want.keys()
-    for key, tensor in want.items():
-        assert_close(key, got[key], tensor, 1e-10)
+    assert_merged(got, want)
 
 
 def test_what_is_merged_already_is_not_added_again() -> None:
@@ -280,8 +280,7 @@ def test_what_is_merged_already_is_not_added_again() -> None:
     want = merged_by_peft(model)
     model.merge_adapter()
     got = collect(patch(model), merge_adapters=True)
-    for key, tensor in want.items():
-        assert_close(key, got[key], tensor, 1e-10)
+    assert_merged(got, want)
 
 
 @needs_add_adapter
@@ -297,9 +296,7 @@ def test_adapters_of_transformers_are_merged_too() -> None:
             other.copy_(one.normal_())
     want = merged_by_peft(stock)
     got = collect(patch(model), merge_adapters=True)
-    assert got.keys() == want.keys()
-    for key, tensor in want.items():
-        assert_close(key, got[key], tensor, 1e-10)
+    assert_merged(got, want)
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
@@ -313,9 +310,7 @@ def test_a_trained_copy_of_one_of_two_tied_weights(module: str) -> None:
     want = merged_by_peft(stock)
     assert not torch.equal(want["lm_head.weight"], want["model.embed_tokens.weight"])
     got = collect(patch(stock), merge_adapters=True)
-    assert got.keys() == want.keys()
-    for key, tensor in want.items():
-        assert_close(key, got[key], tensor, 1e-10)
+    assert_merged(got, want)
 
 
 def test_yielded_tensors_are_copies() -> None:
@@ -371,7 +366,9 @@ def test_adapters_that_are_switched_off() -> None:
 
 
 def test_what_the_caller_does_to_a_tensor_reaches_no_other() -> None:
-    """Pieces of one slab are changed. Later pieces and pieces that the caller kept stay the same."""
+    """Pieces of one slab are changed. Later pieces and pieces that the caller kept stay
+    the same.
+    """
     model = patch(tiny(dtype=torch.float32))
     want = hub_state(model)
     kept: dict[str, Tensor] = {}

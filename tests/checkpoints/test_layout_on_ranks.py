@@ -57,5 +57,7 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_there_and_back_on_two_ranks(found: Found, claim: Check) -> None:
-    """Experts are split over ep and everything is sharded. Stock reads the files that are written."""
+    """Experts are split over ep and everything is sharded. Stock reads the files that are
+    written.
+    """
     found.raise_if_failed(claim)

@@ -342,7 +342,9 @@ def _peaks(rank: int, world: int, folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_peak_is_that_of_a_few_experts(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Resident memory is measured while a stack lies in many files. A whole stack would take more."""
+    """Resident memory is measured while a stack lies in many files. A whole stack would
+    take more.
+    """
     model = tiny_model(dtype=dtype, **WIDE)
     stack = max(parameter.nbytes for parameter in model.parameters())
     write_hub(tmp_path / BASE, model, files=5)

@@ -150,7 +150,9 @@ def _read_again(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorF
 
 @pytest.mark.slow
 def test_ranks_write_each_value_once_and_read_what_they_need(tmp_path: Path) -> None:
-    """Four ranks with HSDP and ep. Torch reads their files. A rank reads its own file and one more."""
+    """Four ranks with HSDP and ep. Torch reads their files. A rank reads its own file and
+    one more.
+    """
     tensors = tmp_path / folder.TENSORS
     tensors.mkdir()
     found = run_ranks(_written, WORLD, tmp_path)

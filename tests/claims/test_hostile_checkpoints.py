@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from support.launched import launched, prepared
-from support.parity import full_tensor
+from support.parity import whole_state
 from support.planted import Shell, plant
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
@@ -64,13 +64,7 @@ class _Run:
             load_checkpoint(folder, self.model, self.optimizer.optimizer)
 
     def values(self) -> dict[str, Tensor]:
-        """Parameters and both moments, whole."""
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            found[name] = full_tensor(parameter.detach()).clone()
-            for key, value in self.optimizer.state[parameter].items():
-                found[f"{name}, {key}"] = full_tensor(value).clone()
-        return found
+        return whole_state(self.model, self.optimizer)
 
 
 def _damage(kind: str, file: Path, other: Path, draw: random.Random) -> None:

@@ -209,7 +209,9 @@ def test_command_prints_and_writes_the_first(
 def test_command_for_parameters_on_the_host(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only this layout fits. The file for Accelerate says so, and the table shows the host's GiB."""
+    """Only this layout fits. The file for Accelerate says so, and the table shows the
+    host's GiB.
+    """
     from accelerate.commands.config.config_args import load_config_from_file
 
     arguments = ["plan", str(folder), "--gpus", "1", "--seq", "16", "--batch", "1"]

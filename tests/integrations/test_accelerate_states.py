@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from support.checks import Check, Found, on_ranks
 from support.launched import launched, prepared
-from support.parity import full_tensor
+from support.parity import whole_parameters
 from support.planted import plant
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
@@ -47,7 +47,7 @@ class _Run:
         self.optimizer.zero_grad()
 
     def parameters(self) -> dict[str, Tensor]:
-        return {name: full_tensor(p).clone() for name, p in self.model.named_parameters()}
+        return whole_parameters(self.model)
 
     def assert_holds(self, want: dict[str, Tensor]) -> None:
         for name, value in self.parameters().items():

@@ -43,7 +43,9 @@ def _stretch(*operators: Operator, sent: tuple[Collective, ...] = ()) -> Stretch
 
 
 def test_the_slower_of_two_for_each_operator() -> None:
-    """10 s of operations hide 2 s of bytes, and 4 s of bytes hide 1 s of operations: 14 s in sum."""
+    """10 s of operations hide 2 s of bytes, and 4 s of bytes hide 1 s of operations: 14 s
+    in sum.
+    """
     parts = stretch_parts(_stretch(PRODUCT, THIN, COPY), HARDWARE)
     assert parts == {"matmul": 10.0, "grouped": 4.0, "memory": 3.0, "host": 0.0}
     # Of fp16 no rate is told: that of bfloat16. Of fp64: that of fp32.

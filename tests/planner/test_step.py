@@ -226,7 +226,9 @@ def test_few_layers_tell_many(name: str) -> None:
 
 
 def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of a block's experts are run. Peak and work are the same with all of them, to the byte."""
+    """Three of a block's experts are run. Peak and work are the same with all of them, to
+    the byte.
+    """
     config = tiny(num_hidden_layers=2, **SIZES["fp8"]).config
     found = []
     stock = torch_mlp.Block.split
@@ -274,7 +276,9 @@ def test_layers_that_differ_are_all_run() -> None:
 
 
 def test_text_alone_for_a_model_with_a_tower() -> None:
-    """On several ranks a forward asks which ranks have pixels, and the answer counts whole numbers."""
+    """On several ranks a forward asks which ranks have pixels, and the answer counts whole
+    numbers.
+    """
     config = tiny("qwen3_vl_moe").config
     on_two, alone = (
         plan_step(config, world_size=world, batch=Batch(16)).work.flops() for world in (2, 1)
@@ -293,7 +297,9 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_shrinking_keeps_what_helps_until_it_fits() -> None:
-    """Invented peaks: fused saves 10, fp8 nothing, attention alone 20. nf4 is only tried after fp8."""
+    """Invented peaks: fused saves 10, fp8 nothing, attention alone 20. nf4 is only tried
+    after fp8.
+    """
     asked: Asked = {
         "checkpointing": True,
         "optimizer": "adamw",

@@ -276,7 +276,9 @@ def test_groups_wait_as_long_as_the_default_group() -> None:
 
 
 def test_groups_are_described_by_their_axis() -> None:
-    """NCCL's watchdog prints the description. On CPUs an axis of all ranks has a group of its own."""
+    """NCCL's watchdog prints the description. On CPUs an axis of all ranks has a group of
+    its own.
+    """
     with _as_rank(0, 8):
         meshes = build_meshes(ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2), CPU)
         described = {

@@ -254,7 +254,9 @@ def test_packed_rows_have_the_routes_of_their_tokens() -> None:
 
 
 def test_adapters_that_are_switched_off_inside_route_live() -> None:
-    """The reference is the policy without its adapters, and the policy's routes do not apply to it."""
+    """The reference is the policy without its adapters, and the policy's routes do not
+    apply to it.
+    """
     model = get_peft_model(
         tiny(num_hidden_layers=2),
         LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
@@ -659,7 +661,9 @@ def test_a_deep_copy_of_a_model_routes_live_beside_it() -> None:
 
 
 def test_another_thread_chooses_for_itself() -> None:
-    """While a layer replays its choice, a topk of the same shape in another thread is torch's own."""
+    """While a layer replays its choice, a topk of the same shape in another thread is
+    torch's own.
+    """
     model, _ = _pair()
     scores = torch.rand(12, EXPERTS)
     found: list[Tensor] = []

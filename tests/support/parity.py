@@ -231,6 +231,20 @@ def full_tensor(tensor: Tensor | None) -> Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, gathered on every rank."""
+    return {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
+
+
+def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Copies of the parameters and of what the optimizer keeps for each, gathered."""
+    return whole_parameters(model) | {
+        f"{name}, {key}": full_tensor(value).clone()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
 def _pairs(
     model: nn.Module, reference: nn.Module, pick: Callable[[Tensor], Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
