@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Found:
-    """What the module's checks on N ranks found: `support.checks`."""
+    """Results of the module's checks on N ranks (`support.checks`)."""
     return Found(selected_checks(request))
 
 

@@ -1,7 +1,7 @@
-"""LoRA on the experts of every type against stock PEFT on stock in one process.
+"""LoRA on the experts of every type equals stock PEFT on a stock model in one process.
 
-On each stacked matrix that the experts have, whichever way it lies and whatever it is called, and
-on every linear layer beside them.
+Adapters are on each stacked matrix of the experts, whatever its name and orientation, and on every
+linear layer outside of them.
 """
 
 import warnings

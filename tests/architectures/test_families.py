@@ -1,7 +1,8 @@
 """Eight families on 4 ranks: experts over ep and ep_fsdp, HSDP, checkpointing, resume elsewhere.
 
-Whole models with their towers, in fp64: two steps beside stock in one process; a run that goes on
-at another layout beside the one that stayed; what stock generates from the files of a trained one.
+Whole models with their towers, in fp64: two steps compared with stock in one process, a run that
+resumes at another layout compared with the one that did not stop, and the text that stock generates
+from the files of a trained model.
 """
 
 from functools import partial

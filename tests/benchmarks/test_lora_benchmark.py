@@ -1,4 +1,4 @@
-"""What benchmarks/lora.py counts: stock PEFT keeps merged weights for backward, we do not."""
+"""benchmarks/lora.py: stock PEFT keeps merged weights for backward, and we do not."""
 
 from dataclasses import replace
 

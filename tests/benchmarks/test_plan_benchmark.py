@@ -1,4 +1,4 @@
-"""What the benchmark of plans says of seconds: order with ties, and the table."""
+"""benchmarks/plan.py: the order of predicted seconds, with ties, and its table."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Saves in the background whose process group is destroyed, or whose error nobody waits for."""
+"""Saves in the background whose process group is destroyed, or for whose error nobody waits."""
 
 import logging
 import threading

@@ -32,7 +32,7 @@ from hf_moe_ep.cli import main as cli
 
 
 def _shifted(name: str) -> nn.Module:
-    """What ranks save: not what the folder named by --config holds."""
+    """Ranks save these values, and not those of the folder that --config names."""
     model = tiny(name, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,7 +41,7 @@ def _shifted(name: str) -> nn.Module:
 
 
 def _saved(rank: int, world: int, folder: str) -> None:
-    """Of both kinds, at layouts in which every axis cuts."""
+    """Save both kinds of model at layouts that split every axis."""
     for name in ARCHITECTURES:
         model = apply_ep_fsdp2(_shifted(name), ep_size=2)
         save_checkpoint(f"{folder}/ours {name}", model, torch.optim.AdamW(model.parameters()))

@@ -142,7 +142,7 @@ def _stock(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> PreTraine
 
 
 def _decoded(state: dict[str, Tensor], key: str) -> Tensor:
-    """What stock's FP8Linear would multiply by, rounded to bf16; of uneven blocks too."""
+    """Decode as stock's FP8Linear does, rounded to bf16; blocks may be uneven."""
     scales = state[f"{key}_scale_inv"]
     product = stock_product(state[key], scales, BLOCK)
     return product.bfloat16().float()

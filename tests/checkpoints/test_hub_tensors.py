@@ -68,7 +68,9 @@ def as_saved(name: str, layout: str, rank: int, world: int, folder: str) -> None
 
 
 def several(model: nn.Module) -> nn.Module:
-    """Two adapters that are active together, of other ranks and scales, one left out; rsLoRA."""
+    """Add two active adapters with different ranks and scales, one of them rsLoRA, and an inactive
+    one.
+    """
     model = with_lora(model, r=4, seed=1, use_rslora=True, modules_to_save=["norm", "q_norm"])
     torch.manual_seed(2)
     for adapter in ("second", "idle"):
@@ -114,7 +116,9 @@ def merged(name: str, adapters: str, rank: int, world: int) -> None:
 
 
 def stopping_early(rank: int, world: int) -> None:
-    """A rank that breaks off is named on the others, at once; where all break off nobody waits."""
+    """If one rank stops iterating, the other ranks raise an error that names it. If all stop, no
+    rank waits.
+    """
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     total = len(list(hub_tensors(model, max_bytes=SMALL)))
     for leaver, after in ((2, 1), (0, 7), (3, total - 1)):
@@ -197,7 +201,9 @@ def other_things_on_a_rank(rank: int, world: int) -> None:
 
 
 class Alive(TorchDispatchMode):
-    """`most`: what storages that were made inside the block held at once, in bytes."""
+    """`most`: the largest number of bytes in storages made inside the block that were alive
+    together.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a training state holds beside its tensors, as JSON and back."""
+"""The values of a training state that are no tensors, to JSON and back."""
 
 import json
 

@@ -45,7 +45,7 @@ def _rows(rows: int, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
 
 
 def _save(model: PreTrainedModel, folder: Path, plan: ModelPlan = PLAN, rows: int = 3) -> None:
-    """Write a model that nobody patched, through slabs."""
+    """Write an unpatched model through slabs."""
     folder.mkdir()
     tensors = {name: tensor.detach() for name, tensor in distinct_tensors(model).items()}
     groups = group_tensors(
@@ -83,7 +83,7 @@ def test_files_are_those_that_stock_writes_and_reads(model_type: str, tmp_path: 
 
 
 class _Flip(ConversionOps):
-    """What no file of ours has heard of."""
+    """A conversion that our files do not know."""
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         return {key: torch.flip(values[0], [0]) for key, values in input_dict.items()}

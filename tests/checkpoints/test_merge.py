@@ -54,7 +54,7 @@ def write_base(folder: Path, name: str, dtype: torch.dtype, **config: Any) -> ty
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, **options: Any) -> None:
-    """Of random factors; modules_to_save and biases are trained, too."""
+    """Write an adapter of random factors, with trained biases and modules_to_save."""
     adapted = with_lora(model, **{"r": 3, "seed": 1, **options})
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -65,7 +65,7 @@ def write_adapter(folder: Path, model: PreTrainedModel, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class OfPeft:
-    """What stock PEFT merges and saves in one process, and the same in fp64: the truth."""
+    """The merged model that stock PEFT saves in one process, and the same in fp64: the truth."""
 
     values: dict[str, Tensor]
     truth: dict[str, Tensor]

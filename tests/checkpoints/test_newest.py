@@ -1,4 +1,4 @@
-"""`newest_checkpoint`: the last complete one, whatever lies beside it, or None."""
+"""`newest_checkpoint` returns the last complete checkpoint of a folder, or None."""
 
 import json
 import warnings

@@ -25,7 +25,9 @@ WHOLE = {
 
 
 def _written_by_four(folder: Path) -> list[Path]:
-    """As torch.distributed.checkpoint writes them: row by row; rank 2 has what all of them hold."""
+    """Write as torch.distributed.checkpoint does, row by row. Rank 2 writes the values that all
+    ranks hold.
+    """
     files = []
     for rank in range(WORLD):
         parts = {"w": (2 * rank, 2 * rank + 2), "experts": (rank, rank + 1)}

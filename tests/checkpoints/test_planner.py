@@ -26,7 +26,9 @@ WORLD = 8
 
 
 def _state(rank: int) -> dict[str, Any]:
-    """As a model with experts and AdamW: uneven parts, empty ones, replicas, numbers, words."""
+    """A state like that of experts and AdamW: uneven parts, empty parts, replicas, numbers,
+    strings.
+    """
     with torch.device("cpu"):
         two = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         one = init_device_mesh("cpu", (WORLD,))
@@ -62,7 +64,7 @@ def _local(shape: tuple[int, ...], mesh: Any, placements: list[Any]) -> tuple[in
 
 
 def _planned(planner: type[DefaultSavePlanner]) -> tuple[list[SavePlan], list[Any], Metadata]:
-    """What ranks tell, what they write in the end, and the metadata; as `dcp.save` does it."""
+    """Run the steps of `dcp.save`: local plans, final plans and metadata."""
     planners, told = [], []
     for rank in range(WORLD):
         with fake_group(rank, WORLD):
@@ -76,7 +78,7 @@ def _planned(planner: type[DefaultSavePlanner]) -> tuple[list[SavePlan], list[An
 
 
 def _boxes(metadata: Metadata) -> dict[str, Any]:
-    """Of each tensor its dtype, size and parts that have something in them."""
+    """Return dtype, size and non-empty parts of each tensor."""
     found: dict[str, Any] = {}
     for name, of_name in metadata.state_dict_metadata.items():
         if not hasattr(of_name, "chunks"):

@@ -1,4 +1,4 @@
-"""Which rank writes which part: by hand, alike on every rank, each value once; nobody is asked."""
+"""Each rank knows which rank writes which part, without asking, and each value is written once."""
 
 import json
 from dataclasses import replace

@@ -38,7 +38,7 @@ def _by_stock(folder: Path) -> None:
 
 
 def _by_stock_over_ours(folder: Path) -> None:
-    """A model.safetensors beside an index that counts for nobody."""
+    """Let stock write a model.safetensors, which makes the index invalid."""
     _by_us(folder)
     _by_stock(folder)
 

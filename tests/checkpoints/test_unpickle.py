@@ -1,4 +1,4 @@
-"""What DCP loads for this package runs no code."""
+"""Files that DCP loads for this package run no code."""
 
 import os
 import pickle
@@ -50,7 +50,7 @@ def _by_our_planner(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _by_stock(folder: Path, state: dict[str, Any]) -> None:
-    """As Accelerate does."""
+    """Load as Accelerate does."""
     reader = dcp.FileSystemReader(folder)
     dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
 

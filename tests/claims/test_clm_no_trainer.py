@@ -27,7 +27,7 @@ AFTER_ADAMW = 1e-4
 
 
 def run_job(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What the script logged."""
+    """Run the script and return its log."""
     folder.mkdir(exist_ok=True)
     ranks = "--ep-size" in arguments
     batch = ["--batch", "2" if ranks else "8"]

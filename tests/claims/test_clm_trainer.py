@@ -25,7 +25,7 @@ AFTER_ADAMW = 1e-4
 
 
 def run_job(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What the Trainer logged."""
+    """Run the script and return the Trainer's log."""
     folder.mkdir(exist_ok=True)
     ranks = "--ep_size" in arguments
     batch_size = "2" if ranks else "8"

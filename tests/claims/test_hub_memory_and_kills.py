@@ -360,7 +360,7 @@ def test_a_rank_that_dies_after_the_commit_takes_nothing_with_it(tmp_path: Path)
 
 
 def _killed_while_saving(rank: int, world: int, folder: str, victim: int, after: float) -> None:
-    """Saves one version after the other, until somebody is killed."""
+    """Save one version after the other until a rank is killed."""
     meet.PATIENCE = timedelta(seconds=5)  # a survivor is not to wait for the dead for minutes
     if rank == victim:
         kill_later(after)

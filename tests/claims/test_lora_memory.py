@@ -149,7 +149,7 @@ def test_quantised_experts_are_refused() -> None:
 
 
 def experts_that_a_quantization_left_trainable_are_refused(rank: int, world: int) -> None:
-    """What bitsandbytes leaves behind: packed linear layers, experts as they were."""
+    """bitsandbytes packs linear layers and leaves experts as they were."""
     model = tiny(dtype=torch.bfloat16)
     model.is_quantized = True
     with pytest.raises(ValueError, match="left 4 weights of its experts as they were"):

@@ -1,8 +1,8 @@
-"""On two nodes ranks stall and agents are killed: training goes on, nobody does anything.
+"""Ranks stall and agents are killed on two nodes, and training goes on without any help.
 
-Each rank of two nodes, and each agent that was killed, is started again by torchrun or by whatever
-looks after a machine (`support/agents.py`). Then it goes on from the newest complete checkpoint,
-and every loss is, to the last bit, that of a run to which nothing happened.
+torchrun restarts the ranks of both nodes, and `support/agents.py` a killed agent, as a cluster
+would. The run resumes from the newest complete checkpoint, and every loss is, bit by bit, that of
+an undisturbed run.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""examples/slurm/: the very batch files run here, with a stand-in of srun and scontrol.
+"""The batch files of examples/slurm/ run here unchanged, with stand-ins for srun and scontrol.
 
-Two machines are two agents of this one, with two ranks each. Whatever dies, nobody does anything,
-and every loss is that of a run to which nothing happened.
+Two agents with two ranks each stand for two machines. Whatever dies, the job goes on without help,
+and every loss is that of an undisturbed run.
 """
 
 import re
@@ -26,7 +26,7 @@ def _arguments(way: str, folder: Path) -> list[str]:
 
 
 def _losses(folder: Path) -> list[str]:
-    """Of each step the one loss that it had, however often it was taken."""
+    """Return the loss of each step. A step that was taken again must have had the same loss."""
     found = read_losses(folder)
     assert sorted(found) == list(range(STEPS)), found
     assert all(len(losses) == 1 for losses in found.values()), found

@@ -32,7 +32,7 @@ FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 4 AdamW steps; a wrong fact
 
 
 def run_job(folder: Path, config_file: Path | None, *arguments: str) -> Any:
-    """What the script left behind."""
+    """Run the script and return the results that it wrote."""
     folder.mkdir(exist_ok=True)
     output = folder / "output.txt"
     run_script(JOB, os.fspath(folder), *arguments, output=output, config_file=config_file)

@@ -32,7 +32,7 @@ class Run:
 
 
 def run_job(folder: Path, *arguments: str, ranks: int) -> Run:
-    """What the script left behind; completions in the order of the global batch."""
+    """Run the script and return its results, completions in the order of the global batch."""
     folder.mkdir()
     batch = GLOBAL_BATCH // ranks
     arguments = (os.fspath(folder), "--batch", str(batch), *arguments)

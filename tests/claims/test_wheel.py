@@ -209,7 +209,7 @@ def _requirements(wheel: Path) -> list[Requirement]:
 
 
 def _required(wanted: Iterable[Requirement], extra: str) -> list[metadata.Distribution]:
-    """What pip would install for `wanted`, transitively, of what is installed here."""
+    """Return the installed distributions that pip would install for `wanted`, transitively."""
     todo = [(requirement, frozenset({extra})) for requirement in wanted]
     found: dict[str, metadata.Distribution] = {}
     seen: set[tuple[str, frozenset[str]]] = set()

@@ -1,4 +1,4 @@
-"""What a user waits for before the first line: help and versions need neither torch nor the hub.
+"""Help and versions need neither torch nor the hub, so a user does not wait for them.
 
 Each case is a process of its own, because this one has imported everything already.
 """

@@ -38,7 +38,7 @@ Group = dist.ProcessGroup
 
 
 class Arrived(NamedTuple):
-    """What one exchange brought, nothing overlapping."""
+    """The rows of one exchange, without any overlap."""
 
     exchange: AllToAllExchange
     rows: DispatchedRows

@@ -1,4 +1,4 @@
-"""Tokens over nodes, on threads of one process: what arrives, what crosses, what comes home.
+"""The hierarchical dispatcher on threads of one process: rows that arrive, cross nodes and return.
 
 Random routing over grids of nodes and ranks. The truth of numbers is a formula: an expert
 multiplies a token by a number of its own.
@@ -99,7 +99,7 @@ LIMITED = Case(0, 4, 2, 16, 4, 2, (30,) * 8, groups=4, groups_drawn=2)
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank found; `arrived` are (sender, token, expert) of its rows."""
+    """What a rank found. `arrived` holds (sender, token, expert) of its rows."""
 
     arrived: list[tuple[int, int, int]]
     weights: list[float]

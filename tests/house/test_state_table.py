@@ -1,4 +1,4 @@
-"""Every place where state hides is a row of the table in `state.py`, and every row is a place.
+"""The table in `state.py` has a row for every place that hides state, and no other row.
 
 Read from the syntax trees: attributes that are set on objects of others, names of ours on them,
 module globals that can change, caches, and what runs at the interpreter's end.
@@ -90,7 +90,7 @@ def find_writes(file: str, tree: ast.Module) -> Iterator[Write]:
 
 
 def _constant(tree: ast.Module, name: str) -> str:
-    """The string that a module's constant stands for; its own name where it is imported."""
+    """Return the string of a module's constant, or the name of an imported one."""
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=found)], value=ast.Constant(value=str(text))):

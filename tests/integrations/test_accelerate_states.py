@@ -82,7 +82,9 @@ def _a_planted_item(rank: int, world: int, folder: str) -> None:
 
 
 def _complete_or_refused(rank: int, world: int, folder: str) -> None:
-    """What is loaded is what was saved; a changed file is named; files of others may change."""
+    """A load gives the saved values. A changed file is named, and files that are not ours may
+    change.
+    """
     state = Path(folder, "state")
     with launched(**SHARDED):
         run = _Run(rank)
@@ -112,7 +114,7 @@ def _flip(file: Path) -> None:
 
 
 def _without_a_manifest(rank: int, world: int, folder: str) -> None:
-    """As stock and older versions wrote it: loaded, with a warning on rank 0."""
+    """States of stock and of older versions load, with a warning on rank 0."""
     state = Path(folder, "state")
     with launched(**SHARDED):
         run = _Run(rank)

@@ -133,7 +133,7 @@ LOOPS = {
 
 @dataclass
 class Ran:
-    """What one rank saw and measured."""
+    """The rows and measurements of one rank."""
 
     steps: Steps = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)

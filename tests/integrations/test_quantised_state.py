@@ -163,7 +163,7 @@ def _assert_refused(case: Case, rank: int, where: Path, words: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run that was killed has left."""
+    """The folder that a killed run left."""
     path = tmp_path_factory.mktemp("state")
     outcomes = run_ranks(_killed, WORLD, str(path), expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"], outcomes

@@ -113,7 +113,7 @@ def _train(model: nn.Module, rank: int, **options: Any) -> dict[str, Tensor]:
 
 
 def _watch_gathered(model: nn.Module) -> set[tuple[str, torch.dtype]]:
-    """What the experts' own parameters are while they are computed."""
+    """Note the experts' own parameters while they are gathered."""
     seen: set[tuple[str, torch.dtype]] = set()
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):

@@ -1,8 +1,8 @@
-"""4-bit Linear layers of bitsandbytes beside quantised experts: as stock PEFT, or refused.
+"""bitsandbytes' 4-bit Linear layers together with quantised experts equal stock PEFT, or are
+refused.
 
-`BitsAndBytesConfig(load_in_4bit=True)` packs the Linear layers of attention, whatever
-`bnb_4bit_quant_storage` calls the bytes; stacked experts it leaves alone, and `experts_dtype` holds
-those.
+`BitsAndBytesConfig(load_in_4bit=True)` packs the Linear layers of attention, in any
+`bnb_4bit_quant_storage`. It does not touch stacked experts, which `experts_dtype` quantises.
 """
 
 from pathlib import Path
@@ -132,7 +132,9 @@ def evaluated_between_steps(rank: int, world: int, folder: str) -> None:
 
 
 def in_bf16_as_far_from_fp32_as_stock(rank: int, world: int, folder: str) -> None:
-    """Of the first step; bytes kept as bf16 are not taken for the dtype of a model in fp32."""
+    """Errors of the first step. Bytes stored as bf16 must not count as the dtype of an
+    fp32 model.
+    """
     _written(rank, folder)
     truth = in_4_bits(folder, torch.uint8, torch.float32)
     stock = in_4_bits(folder, torch.bfloat16, torch.bfloat16)

@@ -175,7 +175,7 @@ def test_adapters_are_left_for_one_forward_and_a_copy_has_its_own() -> None:
 
 
 def a_reference_pass_before_the_step(rank: int, world: int) -> None:
-    """What preference training does: a forward of the base, or of another adapter, then a step."""
+    """Preference training runs a forward of the base or of another adapter, then a step."""
     stock, model = with_lora(tiny(), seed=0), with_lora(tiny(), seed=0)
     for one in (stock, model):
         torch.manual_seed(1)

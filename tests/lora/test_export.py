@@ -266,7 +266,7 @@ def test_which_wrapper_is_which(
 
 
 def foreign(folder: Path, rslora: bool = False, **config: Any) -> None:
-    """As trained on single experts elsewhere: every matrix has an A of its own."""
+    """An adapter trained on single experts: every matrix has its own A."""
     torch.manual_seed(1)
     tensors = {}
     for layer in range(2):

@@ -267,7 +267,7 @@ def _checkpointed(reentrant: bool) -> nn.Module:
 
 
 def checkpointed(rank: int, world: int) -> None:
-    """What is computed twice is one loss."""
+    """A layer that is recomputed adds its loss once."""
     model = apply_ep_fsdp2(_checkpointed(False), ep_size=2, aux_loss_per_layer=True)
     _check_training("checkpointed", model, "padded", True, positional=False)
 
@@ -457,7 +457,7 @@ def test_all_layers_at_once_have_the_loss_of_one_after_the_other(
 
 
 class _CountTopK(TorchFunctionMode):
-    """What tells a router what to choose is such a mode."""
+    """Replay uses such a mode to set a router's choice."""
 
     calls = 0
 

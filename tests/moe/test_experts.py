@@ -235,7 +235,7 @@ def test_triton_by_name_runs_the_kernels() -> None:
 
 
 def _of_ones_own(*, up: str = "gate_up_proj", order: str = "out, in", **flags: bool) -> nn.Module:
-    """Return experts as somebody would write them, with a gate over up and no act_fn."""
+    """Return experts as a user would write them, with gate above up and no act_fn."""
 
     class OwnExperts(nn.Module):
         def __init__(self, config: Any) -> None:

@@ -66,7 +66,7 @@ def _applied_to_another_model(liger: Any) -> nn.Module:
 
 
 def _applied_to_classes(liger: Any) -> nn.Module:
-    """As Liger's README does: the fused head is the forward of the model's class."""
+    """As Liger's README says, the fused head becomes the forward of the model's class."""
     liger.apply_liger_kernel_to_qwen3_moe()
     model = tiny(**ROUTED)
     assert type(model).forward is liger.lce_forward
@@ -74,7 +74,7 @@ def _applied_to_classes(liger: Any) -> nn.Module:
 
 
 def _all_but_its_experts(liger: Any) -> nn.Module:
-    """What is left is its fused head, whose aux loss was that of each rank."""
+    """Its fused head remains, whose aux loss would be that of each rank."""
     model = tiny(**ROUTED)
     liger._apply_liger_kernel_to_instance(model, swiglu=False)
     return model

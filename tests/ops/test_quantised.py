@@ -309,7 +309,9 @@ def test_compiled(name: str) -> None:
 
 
 def dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch.dtype) -> Tensor:
-    """Stand for `ExpertWeights.matrix`: dequantise all experts at once, which must not happen."""
+    """Replacement for `ExpertWeights.matrix` that dequantises all experts together, which must not
+    happen.
+    """
     stack = experts.stack(name)
     ones = [dequantise(stack.of(e), experts.quantised, dtype) for e in range(len(stack.values))]
     return torch.stack(ones)[expert]

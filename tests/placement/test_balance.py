@@ -1,8 +1,8 @@
-"""Experts that were moved: the same numbers, files and resumed runs as those that never were.
+"""Experts that were moved give the same numbers, files and resumed runs as experts that were not.
 
-Two models of the same values on the same ranks, of which one is balanced between its steps, by
-loads that are drawn at random, so that experts of all ranks move. What only moves is bit-equal;
-after a step, sums over the tokens of an expert stand in another order, and 1e-10 is the measure.
+Two models have the same values on the same ranks. One of them is balanced between its steps, with
+random loads, so that experts of all ranks move. Moved values are bit-equal. After a step, sums over
+the tokens of an expert have another order, and the tolerance is 1e-10.
 """
 
 import json
@@ -356,7 +356,7 @@ def _skewed(rank: int, world: int) -> None:
 
 @contextmanager
 def _sent_bytes() -> Iterator[list[int]]:
-    """What this rank sends to others while experts move."""
+    """Return the bytes that this rank sends while experts move."""
     sent: list[int] = []
 
     def start(received: Tensor, rows: Tensor, **options: Any) -> Any:

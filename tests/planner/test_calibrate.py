@@ -1,4 +1,6 @@
-"""Rates that were put into samples come out again, and a real rank's are told by its own step."""
+"""Calibration finds the rates of invented samples again, and those of a real rank
+predict its step.
+"""
 
 import json
 from dataclasses import replace

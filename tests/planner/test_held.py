@@ -1,4 +1,4 @@
-"""What a memory plan promises against what real ranks hold after one AdamW step, to the byte."""
+"""A memory plan equals what real ranks hold after one AdamW step, to the byte."""
 
 import json
 import os
@@ -128,7 +128,9 @@ def gathered(stage: Iterable[nn.Module]) -> int:
 
 
 def largest_gathered(model: Any, case: Case) -> int:
-    """Two neighbours of: embedding, layers, norm and head; the tower beside two of its blocks."""
+    """The largest pair of neighbouring units: embedding, layers, norm and head; the tower with two
+    blocks.
+    """
     inner = model.get_base_model() if case.lora is not None else model
     text = getattr(inner.model, "language_model", inner.model)
     layers = [[layer] for layer in text.layers]

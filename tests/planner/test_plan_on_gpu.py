@@ -1,4 +1,4 @@
-"""What CUDA allocates at the peak of a step, beside the plan of that step."""
+"""CUDA's peak allocation in a step, compared with the plan of that step."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Where ranks lie: the 8-rank example of mesh.py written out, on torch's fake process group.
+"""The layout of ranks: the 8-rank example of mesh.py, on torch's fake process group.
 
-Groups are checked by the ranks they hold, seen from each of the 8 ranks in turn; that collectives
-over them give the right numbers is what the parity tests show.
+Groups are compared by the ranks they hold, as seen from each of the 8 ranks. The parity tests show
+that collectives in these groups give the right numbers.
 """
 
 import warnings

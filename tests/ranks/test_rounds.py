@@ -1,4 +1,6 @@
-"""What a rank receives where ranks meet does not grow with their number, unless they differ."""
+"""The bytes that a rank receives at a meeting point do not grow with the number of ranks that
+agree.
+"""
 
 import pickle
 from collections.abc import Iterator

@@ -145,7 +145,8 @@ def adapters_on_experts_of_split_sequences(rank: int, world: int) -> None:
 
 
 def a_rank_without_samples(rank: int, world: int) -> None:
-    """It runs some other batch that counts for nothing, with no routes, beside ranks that replay.
+    """It runs another batch without routes that does not count, while other ranks replay. A batch
+    of no rows is impossible: stock attention refuses it.
 
     Without a row there is no forward: attention of stock code refuses a batch of none.
     """
@@ -164,7 +165,7 @@ def a_rank_without_samples(rank: int, world: int) -> None:
 
 
 def records_are_whole(rank: int, world: int) -> None:
-    """What ranks with ep, or with sp, record is what one process does; replayed it is bit-equal."""
+    """With ep or sp, ranks record the routes of one process, and their replay is bit-equal."""
     for sizes, place in (({"ep_size": world}, rank), ({"ep_size": 2, "sp_size": 2}, rank // 2)):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), **sizes)
         inputs = _inputs(place)
@@ -388,7 +389,7 @@ def test_all_ranks_raise(found: Found, claim: Check) -> None:
 
 
 def each_kind_of_wrong_routes(rank: int, world: int) -> list[str]:
-    """What each kind of error says where rank 1 alone makes it, for every kind."""
+    """Return the messages of each kind of error that only rank 1 makes."""
     said = []
     for kind in range(len(KINDS)):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)

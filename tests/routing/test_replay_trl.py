@@ -56,7 +56,9 @@ def _trainer(folder: Any, lora: bool = False, **arguments: Any) -> Any:
 
 
 class _Seen:
-    """What reaches the experts of all layers, forward by forward, with TRL's own call around it."""
+    """The ids that reach the experts of all layers, by forward, with the TRL call around each
+    forward.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.updates: list[tuple[Tensor, Tensor]] = []  # what came with the samples, what ran
@@ -73,7 +75,7 @@ class _Seen:
         self._ids.setdefault(place, args[1].detach())
 
     def of(self, run: Any) -> tuple[Any, Tensor]:
-        """What `run` returns, and the ids of its forward: a recompute comes later."""
+        """Return the result of `run` and the ids of its forward. A recomputation comes later."""
         self._ids.clear()
         value = run()
         return value, torch.stack([self._ids[place] for place in range(LAYERS)], dim=1)
@@ -128,7 +130,9 @@ def test_the_policy_without_adapters_is_no_policy(tmp_path: Any, mode: str) -> N
 
 
 class _Engine:
-    """As vllm.LLM: a sample has the experts of all tokens but the last, [tokens - 1, layers, K]."""
+    """Like vllm.LLM: a sample has expert ids for all tokens but the last, [tokens - 1,
+    layers, K].
+    """
 
     def __init__(self, arrays: bool = True, wrong: int | None = None) -> None:
         self.arrays, self.wrong = arrays, wrong

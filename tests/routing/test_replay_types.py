@@ -98,7 +98,7 @@ def _layers_with_experts(stock: nn.Module) -> list[int]:
 
 
 def _count_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many topks are answered in each layer that is told what to choose from here on."""
+    """Count the calls of topk that replay answers in each layer."""
     answered: list[int] = []
     original = replaying.ChosenTopK
 

@@ -47,7 +47,8 @@ def padded_left(model: nn.Module, seed: int) -> Batch:
 
 
 def packed(model: nn.Module, seed: int) -> Batch:
-    """Documents of 9, 3 and 7 tokens in one row, told apart by positions that start again.
+    """Documents of 9, 3 and 7 tokens in one row, separated by position_ids that start again. Two
+    are longer than a window of 5, and one crosses the border between two ranks.
 
     Two are longer than a window of 5, and one lies across the border between two ranks.
     """
@@ -78,7 +79,9 @@ def equals_stock(
     flash: bool = False,
     use_reentrant: bool | None = None,
 ) -> None:
-    """Split a model of other initial values on every rank, and compare a step with stock's.
+    """Split a model with other initial values on every rank, and compare a step with stock's. Where
+    `checkpointing` is given, both use that kind; with the reentrant kind stock has no gradients
+    of its load-balancing loss.
 
     With checkpointing where somebody says of which kind: reentrant in both, for stock then has no
     gradients of its load-balancing loss.

@@ -100,7 +100,7 @@ def test_what_the_models_own_experts_share_is_trained() -> None:
 
 
 def _check(model: nn.Module, ep_fsdp_size: int = 2) -> None:
-    """What `shard_model` does before it shards, at ep 2."""
+    """Run the checks of `shard_model` at ep 2."""
     state = find_state(model)
     assert state is not None
     options = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)

@@ -19,7 +19,9 @@ def prompts(rank: int) -> dict[str, Tensor]:
 def continuations(
     model: nn.Module, rank: int, inputs: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Tokens of one rank: `free` runs to a length of its own, `ended` stops before that.
+    """Generate two continuations per rank: `free` has its own length, `ended` stops earlier. Rank r
+    ends both of its prompts, its own or `inputs`, with the token that they got at position r of
+    `free`.
 
     Rank r ends both of its prompts, its own or `inputs`, with the token that they got at position
     r when free.

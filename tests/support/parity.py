@@ -157,7 +157,7 @@ def _on(device: torch.device, micro: Batch) -> Batch:
 
 
 def _shard_over(device: torch.device, model: nn.Module, **config: Any) -> None:
-    """As `apply_ep_fsdp2`, which takes the CPU where the group is gloo's."""
+    """Shard as `apply_ep_fsdp2` does, which takes the CPU where the group is gloo's."""
     patch(model, **config)
     state: ModelState = getattr(model, STATE)
     policy, fp32_masters = default_policy(model)

@@ -69,7 +69,7 @@ def without_a_cache(name: str, rank: int, world: int) -> None:
 
 
 def of_every_kind(name: str, rank: int, world: int) -> None:
-    """Images beside videos; then both in one prompt, and sound where a model hears."""
+    """Images and videos in different prompts, then both in one, and sound where a model has it."""
     model, stock = sharded(name, rank)
     makes = [(video, images), (both, text)]
     if takes_sound(stock):

@@ -1,4 +1,4 @@
-"""Ranks give the gradients of their towers away in one order, whatever each of them has to see.
+"""Ranks reduce the gradients of their towers in one order, whatever inputs each of them has.
 
 FSDP2 reduces unit by unit and passes over those in which a rank has no gradient. So one rank with
 sound beside one with pictures must both have gradients of both towers, and under reentrant
@@ -44,7 +44,9 @@ STEPS: list[tuple[Make, Make]] = [
 
 
 class Note:
-    """In the place of one unit's reduce-scatter: notes its name, and waits for nobody."""
+    """Replacement for a unit's reduce-scatter: notes the unit's name and waits for no
+    other rank.
+    """
 
     def __init__(self, name: str, noted: list[tuple[str, int]]) -> None:
         self.name, self.noted = name, noted
@@ -67,7 +69,7 @@ def checkpointed(use_reentrant: bool, model: Any) -> None:
 
 
 def checkpointed_behind_a_function(model: Any) -> None:
-    """As a user's own checkpointing may: which module it runs is not to be seen."""
+    """A user's own checkpointing may hide which module it runs."""
     checkpointed(True, model)
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
@@ -93,7 +95,7 @@ def one_order(name: str, way: str, rank: int, world: int) -> None:
 
 
 def fewer_layers_than_features(name: str, way: str, rank: int, world: int) -> None:
-    """The tower has features for two layers, the decoder has one: nobody waits for the others."""
+    """The tower has features for two layers and the decoder has one layer. No rank waits."""
     options = {"num_hidden_layers": 1, "mlp_only_layers": [], "output_router_logits": False}
     model = tiny(name, **options)
     WAYS[way](model)
@@ -104,7 +106,8 @@ def fewer_layers_than_features(name: str, way: str, rank: int, world: int) -> No
 def _assert_one_order(
     model: Any, rank: int, steps: list[tuple[Make, Make]], *, unused: bool
 ) -> None:
-    """Compare over ranks which units are reduced, in which order, and how much of each.
+    """Compare over ranks which units are reduced, in which order, and how much of each. With
+    `unused`, an unused tower must have no gradient, because weight decay would move it.
 
     With `unused` a tower that nobody has used must have no gradient: weight decay would move it.
     """
@@ -153,7 +156,7 @@ def test_ranks_reduce_towers_in_one_order(found: Found, claim: Check) -> None:
 
 
 class Tower(nn.Module):
-    """Two layers, and one that nobody runs."""
+    """Two layers that run, and one that does not."""
 
     def __init__(self) -> None:
         super().__init__()

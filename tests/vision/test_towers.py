@@ -1,8 +1,9 @@
-"""Every MoE type with pictures or sound, any mix of them over ranks, equals stock in one process.
+"""Every MoE type with pictures or sound equals stock in one process, with any mix of them over
+ranks.
 
-Tiny models in fp64 (what stock computes in fp32: `support.architectures.precision`), 2 ranks,
-experts split over them. One model goes through all mixes; a gradient that stock has none of is none
-here, so that weight decay moves no tower that nobody has used.
+Tiny models in fp64 (`support.architectures.precision` lists what stock computes in fp32) on 2
+ranks, with experts split over them. One model runs all mixes. A gradient that is None in stock is
+None here, so weight decay moves no unused tower.
 """
 
 import warnings
@@ -94,7 +95,7 @@ def frozen_towers(model: nn.Module) -> None:
 
 
 def frozen_towers_before_a_trained_projector(model: nn.Module) -> None:
-    """As in the first stage of many recipes: the language model is frozen, too."""
+    """In the first stage of many recipes the language model is frozen, too."""
     model.requires_grad_(False)
     *_, projector = parts(model)
     model.get_submodule(projector).requires_grad_(True)
@@ -107,7 +108,7 @@ def frozen_text(model: nn.Module) -> None:
 
 
 def with_input_gradients(model: Any) -> None:
-    """What PEFT asks of a model under reentrant checkpointing."""
+    """PEFT needs this under reentrant checkpointing."""
     frozen_towers(model)
     model.enable_input_require_grads()
 

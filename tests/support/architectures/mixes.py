@@ -97,7 +97,7 @@ def _names_of_inputs(model: nn.Module) -> set[str]:
 
 
 def mixes(model: nn.Module) -> list[tuple[Make, Make]]:
-    """What rank 0 and rank 1 have, step by step."""
+    """Return the inputs of rank 0 and rank 1, step by step."""
     found: list[tuple[Make, Make]] = [(text, text), (text, images), (image, text), (image, images)]
     if "pixel_values_videos" in _names_of_inputs(model):
         found.append((video, image))
@@ -169,7 +169,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 
 def parts(model: nn.Module) -> tuple[str, ...]:
-    """Names of what stands beside the decoder, in a model that is not sharded."""
+    """Return the names of the modules next to the decoder, in a model that is not sharded."""
     plan = derive_plan(model)
     names = plan.encoders or (plan.vision.tower,)
     return tuple(n for n, _ in model.named_modules() if any(n.endswith(name) for name in names))

@@ -146,7 +146,7 @@ def test_no_type_is_missing() -> None:
 
 
 def _gradients(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Of a loss in fp64: stock's own casts logits to fp32."""
+    """Return the gradients of an fp64 loss; stock's own loss casts logits to fp32."""
     model.zero_grad()
     for inputs in batches:
         labels = inputs["labels"]
