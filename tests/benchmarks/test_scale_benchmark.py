@@ -10,8 +10,9 @@ def test_what_does_not_grow_with_the_number_of_ranks() -> None:
     rank.
     """
     found = bench.run_all((8, 32), 2)
-    # By hand: 4 ep groups, 8 of ep_fsdp, one rank's own; torch: three axes of one rank in 32 ranks
-    assert (found[32]["groups"], found[32]["groups of torch"]) == (4 + 8 + 1, 4 + 8 + 3 * 32)
+    # By hand: 4 ep groups, 8 of ep_fsdp, one of one rank, one of all; torch: three axes of one
+    # rank in each of 32 ranks.
+    assert (found[32]["groups"], found[32]["groups of torch"]) == (4 + 8 + 1 + 1, 4 + 8 + 3 * 32)
     small, large = found[8], found[32]
     assert small["agreed"] == large["agreed"] and large["gathered"] > 3.9 * small["gathered"]
     for row, world in ((small, 8), (large, 32)):
