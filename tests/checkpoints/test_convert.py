@@ -222,11 +222,6 @@ def test_pickles_of_a_run_are_not_published(tmp_path: Path) -> None:
 def test_verify_finds_every_damage(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def damaged(path: Path, offset: int = -9) -> None:
-        content = bytearray(path.read_bytes())
-        content[offset] ^= 1
-        path.write_bytes(content)
-
     model, training = tmp_path / "model", tmp_path / "training"
     apart = tiny(dtype=torch.float32)
     save_pretrained(patch(apart), model)
@@ -242,17 +237,17 @@ def test_verify_finds_every_damage(
     assert _run("inspect", model) == 0
     assert "torch.float32" in capsys.readouterr().out
     shard = next(model.glob("*.safetensors"))
-    damaged(shard)
+    _damaged(shard)
     assert _run("verify", model) == 2
     assert f"{shard} has changed since it was written" in capsys.readouterr().err
-    damaged(shard)
+    _damaged(shard)
     assert _run("verify", model) == 0
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 12}))
     assert _run("verify", model) == 2
     assert "misshapen 48 tensors" in capsys.readouterr().err
     piece = next((training / "tensors").iterdir())
-    damaged(piece)
+    _damaged(piece)
     assert _run("verify", training) == 2
     assert f"{piece} has changed" in capsys.readouterr().err
     assert _run("verify", tmp_path) == 2

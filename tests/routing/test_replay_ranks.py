@@ -147,8 +147,6 @@ def adapters_on_experts_of_split_sequences(rank: int, world: int) -> None:
 def a_rank_without_samples(rank: int, world: int) -> None:
     """It runs another batch without routes that does not count, while other ranks replay. A batch
     of no rows is impossible: stock attention refuses it.
-
-    Without a row there is no forward: attention of stock code refuses a batch of none.
     """
     nothing = batch(tiny(), 1, 3) | {"labels": torch.full((1, 3), -100)}
     for use_reentrant in (None, False, True):

@@ -49,8 +49,6 @@ def padded_left(model: nn.Module, seed: int) -> Batch:
 def packed(model: nn.Module, seed: int) -> Batch:
     """Documents of 9, 3 and 7 tokens in one row, separated by position_ids that start again. Two
     are longer than a window of 5, and one crosses the border between two ranks.
-
-    Two are longer than a window of 5, and one lies across the border between two ranks.
     """
     micro = batch(model, 1, 19, seed=seed)
     del micro["attention_mask"]
@@ -82,9 +80,6 @@ def equals_stock(
     """Split a model with other initial values on every rank, and compare a step with stock's. Where
     `checkpointing` is given, both use that kind; with the reentrant kind stock has no gradients
     of its load-balancing loss.
-
-    With checkpointing where somebody says of which kind: reentrant in both, for stock then has no
-    gradients of its load-balancing loss.
     """
     with recording(model_type, "sp") as errors, FP64():
         model, stock = tiny(model_type, seed=rank), tiny(model_type)

@@ -40,8 +40,6 @@ def shorter_than_sp(model: nn.Module, rank: int, world: int, step: int) -> list[
 def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
     """Documents of 5, 3 and 4 tokens in one row, separated by position_ids that start again. With a
     cache, which is the default, stock takes them for one document.
-
-    With a cache, its default, stock code takes them for one document.
     """
     micro = batch(model, 1, 12, seed=10 * step + rank)
     del micro["attention_mask"]

@@ -108,9 +108,6 @@ def fp16_gradients_are_rounded_before_they_are_divided(rank: int, world: int) ->
     """Dividing small gradients first would lose their last bits. Both ranks have the same batch, so
     the mean of their gradients is that of one process, bit by bit. The loss is scaled down until
     the experts' gradients are subnormal.
-
-    Both ranks have the same batch, so the mean of their gradients is that of one process, bit by
-    bit. The loss is scaled down until those of the experts are subnormal.
     """
     stock = tiny(dtype=torch.float16, num_hidden_layers=1)
     inputs = batch(stock, 2, 7, seed=0)

@@ -22,9 +22,6 @@ def continuations(
     """Generate two continuations per rank: `free` has its own length, `ended` stops earlier. Rank r
     ends both of its prompts, its own or `inputs`, with the token that they got at position r of
     `free`.
-
-    Rank r ends both of its prompts, its own or `inputs`, with the token that they got at position
-    r when free.
     """
     inputs, num_new = inputs or prompts(rank), 5 + 2 * rank
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "use_cache": True}

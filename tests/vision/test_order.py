@@ -108,8 +108,6 @@ def _assert_one_order(
 ) -> None:
     """Compare over ranks which units are reduced, in which order, and how much of each. With
     `unused`, an unused tower must have no gradient, because weight decay would move it.
-
-    With `unused` a tower that nobody has used must have no gradient: weight decay would move it.
     """
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # views: nobody writes them
     towers = parts(model)

@@ -92,9 +92,6 @@ def want(kind: str, router: str, machines: Machines, node: int) -> tuple[int, in
     """Return the bytes that a node's ranks send and receive, there and back, forward and backward.
     For each token and destination a row goes out, and one returns for each received row;
     gradients do the same. Weights and ids go with the rows, and the weights' gradient returns.
-
-    A row out for each token and destination, one home of each that came, and of both the gradient;
-    beside rows weights and ids, and home the weights' gradient.
     """
     rows = pairs(kind, router, machines)
     out, came = sum(rows[node]), sum(of_node[node] for of_node in rows)
