@@ -150,9 +150,7 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_biases_stay(found: Found, claim: Check) -> None:
-    """Each rank starts from other values. Checked after a forward, a step, a saved training state,
-    a resumed run and in hub files.
-    """
+    """Each rank starts from other values; steps, saved states and hub files keep rank 0's."""
     found.raise_if_failed(claim)
 
 

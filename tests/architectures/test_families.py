@@ -66,9 +66,7 @@ CHECKPOINTED = [
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_on_four_ranks(found: Found, claim: Check) -> None:
-    """With both kinds of gradient checkpointing, a layer that runs again sends the same
-    rows again.
-    """
+    """With both kinds of checkpointing, a layer that runs again sends the same rows."""
     found.raise_if_failed(claim)
 
 
@@ -118,9 +116,7 @@ RESUMED = [
 
 @pytest.mark.parametrize("claim", RESUMED)
 def test_resumed_at_another_layout(found: Found, claim: Check) -> None:
-    """A state saved at ep 2 with HSDP has the same bits at ep 4 and without EP, and the same next
-    step.
-    """
+    """A state of ep 2 with HSDP has the same bits and next step at ep 4 and without EP."""
     found.raise_if_failed(claim)
 
 
@@ -152,7 +148,5 @@ GENERATE = [
 
 @pytest.mark.parametrize("claim", GENERATE)
 def test_stock_generates_what_the_trained_model_does(found: Found, claim: Check) -> None:
-    """Stock reads the hub files and generates the same tokens. Prompts, lengths and ends differ by
-    rank.
-    """
+    """Stock reads the hub files. Prompts, lengths and ends differ by rank."""
     found.raise_if_failed(claim)

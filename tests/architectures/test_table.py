@@ -38,9 +38,7 @@ def test_every_model_type_has_a_row() -> None:
 
 
 def test_what_is_granted_is_recorded() -> None:
-    """A column that no error refuses is a claim: every type has a result or a refusal in every
-    column.
-    """
+    """Every type has a result or a refusal in every column."""
     for column in results.COLUMNS:
         missing = {name for name in MODEL_TYPES if column not in TYPES[name]}
         assert not missing - UNRECORDED.get(column, set()), f"{column}: {table.COMMAND}"

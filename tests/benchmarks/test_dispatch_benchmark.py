@@ -103,9 +103,7 @@ def test_at_most_half_the_bytes_at_top_8_of_64_on_4_ranks(
 
 
 def test_slower_link_decides() -> None:
-    """8 GPUs are one node. With 16 GPUs, a token has 7 other ranks in its node and 8 in the other
-    node.
-    """
+    """With 16 GPUs a token has 7 other ranks in its node of 8, and 8 in the other node."""
     near, far = 153e9 * 7 / 8, 50e9 * 7 / 8
     assert bench.milliseconds(1000.0, 8, 4096) == pytest.approx(4096e6 / near)
     assert bench.milliseconds(1000.0, 16, 4096) == pytest.approx(4096e6 * 8 / 15 / far)

@@ -31,9 +31,7 @@ def _held(rank: int, world: int) -> dict[str, bench.Held]:
 
 @pytest.mark.slow
 def test_experts_as_bytes_are_held_and_gathered_so() -> None:
-    """Two ranks hold 2 and 0.5625 bytes per parameter. Gathered bytes fall by as much, except those
-    of adapters.
-    """
+    """Two ranks hold and gather 2 and 0.5625 bytes per parameter, plus adapters."""
     ranks = run_ranks(_held, 2)
     parameters = 4 * 3 * 128 * 128
     adapters = 2 * 4 * (128 + 256 + 128 + 128)

@@ -16,9 +16,7 @@ def _times(*seconds: float) -> list[StepTime]:
 
 
 def test_order_with_ties() -> None:
-    """The quartiles of the middle two of four configurations overlap, so their order does not
-    matter.
-    """
+    """The quartiles of two of four configurations overlap: their order does not matter."""
     measured = [[1.0, 1.1, 1.2], [2.0, 2.2, 2.4], [2.1, 2.3, 2.5], [9.0, 9.1, 9.2]]
     ranks = bench.ranks_of(measured)
     assert ranks.tolist() == [0.0, 1.5, 1.5, 3.0]

@@ -6,9 +6,7 @@ import scale as bench
 
 @pytest.mark.slow
 def test_what_does_not_grow_with_the_number_of_ranks() -> None:
-    """Two layers at 8 and 32 ranks are compared in bytes and headers. DCP gathers a plan of every
-    rank.
-    """
+    """Two layers at 8 and 32 ranks. DCP gathers a plan of every rank."""
     found = bench.run_all((8, 32), 2)
     # By hand: 4 ep groups, 8 of ep_fsdp, one of one rank, one of all; torch: three axes of one
     # rank in each of 32 ranks.

@@ -149,9 +149,7 @@ def _ours(folder: Path) -> Path:
 def test_a_damaged_checkpoint_is_not_converted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One bit of a weight is flipped. `verify` could not find it later, because the new model has
-    new hashes.
-    """
+    """The new model gets new hashes, so `verify` could not find the flipped bit later."""
     source, out = _ours(tmp_path / "training"), tmp_path / "model"
     piece = next((source / "tensors").iterdir())
     _damaged(piece)
@@ -257,9 +255,7 @@ def test_verify_finds_every_damage(
 def test_verify_checks_the_files_that_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stock saves into our folder: its single file counts. Stock removes our shards and leaves our
-    index.
-    """
+    """Stock saves into our folder: it removes our shards and leaves our index."""
     model = tiny(dtype=torch.float32)
     save_pretrained(patch(model), tmp_path)
     tiny(dtype=torch.float32, seed=1).save_pretrained(tmp_path)
@@ -269,9 +265,7 @@ def test_verify_checks_the_files_that_are_read(
 
 
 def test_what_no_safetensors_file_says_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """The library refuses all of these files as well. Without the checks some would give other
-    bytes.
-    """
+    """The safetensors library refuses all of these files as well."""
     good = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
     headers: dict[str, Any] = {
         "overlap": {"a": good, "b": good | {"shape": [8], "data_offsets": [0, 32]}},

@@ -58,9 +58,7 @@ def _decode(
 
 
 def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
-    """The example of the module: [192, 300] has 2 x 3 scales, and row 130 is in the second row of
-    blocks.
-    """
+    """[192, 300] has 2 x 3 scales, and row 130 is in the second row of blocks."""
     values, scales = torch.zeros(192, 300, dtype=torch.uint8), torch.ones(2, 3)
     values[130, 5], values[127, 256], scales[1, 0], scales[0, 2] = 0x38, 0xC0, 0.25, 8.0
     state = {"w": values.view(torch.float8_e4m3fn), "w_scale_inv": scales}
@@ -77,9 +75,7 @@ def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
 
 
 def test_every_part_of_a_stack_in_every_view_is_a_part_of_the_whole(tmp_path: Path) -> None:
-    """Blocks of 4 x 3 in [3, 10, 7], with rows seen as pairs, experts as one dimension, or some
-    experts at a time.
-    """
+    """Blocks of 4 x 3 in [3, 10, 7], in several views."""
     torch.manual_seed(0)
     entry, want = _entry(tmp_path, torch.randn(3, 10, 7), (4, 3))
     boxes = [[(0, size), (1, size), (size // 2, size // 2 + 1)] for size in (3, 10, 7)]
@@ -333,9 +329,7 @@ def test_what_stock_has_decoded_is_saved_as_stock_saves_bf16(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("original_format", [True, False])
 def test_what_transformers_quantises_itself(tmp_path: Path, original_format: bool) -> None:
-    """Its quantiser asks for a GPU and needs none. It writes experts one by one and stacks their
-    scales.
-    """
+    """Its quantiser asks for a GPU and needs none; it stacks the scales of experts."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
     tiny(dtype=torch.bfloat16, **sizes).save_pretrained(tmp_path / "bf16")
     config = FineGrainedFP8Config(modules_to_not_convert=["lm_head"])

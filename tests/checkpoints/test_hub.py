@@ -174,9 +174,7 @@ def _layouts_of_others(rank: int, world: int, folder: str) -> list[dict[str, Ten
 
 
 def test_layouts_that_others_write_are_read(tmp_path: Path) -> None:
-    """Transformers 5 saves Qwen3-VL-MoE in its memory layout, which its own sharded loading
-    refuses.
-    """
+    """Transformers 5 saves Qwen3-VL-MoE in its memory layout."""
     models = [
         tiny("qwen3_vl_moe", dtype=torch.float32),
         tiny("qwen3_vl_moe", dtype=torch.float32, **SQUARE),

@@ -68,9 +68,7 @@ def as_saved(name: str, layout: str, rank: int, world: int, folder: str) -> None
 
 
 def several(model: nn.Module) -> nn.Module:
-    """Add two active adapters with different ranks and scales, one of them rsLoRA, and an inactive
-    one.
-    """
+    """Add two active adapters of different ranks and scales (one is rsLoRA) and an idle one."""
     model = with_lora(model, r=4, seed=1, use_rslora=True, modules_to_save=["norm", "q_norm"])
     torch.manual_seed(2)
     for adapter in ("second", "idle"):
@@ -116,9 +114,7 @@ def merged(name: str, adapters: str, rank: int, world: int) -> None:
 
 
 def stopping_early(rank: int, world: int) -> None:
-    """If one rank stops iterating, the other ranks raise an error that names it. If all stop, no
-    rank waits.
-    """
+    """If one rank stops, the others raise an error that names it. If all stop, none waits."""
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     total = len(list(hub_tensors(model, max_bytes=SMALL)))
     for leaver, after in ((2, 1), (0, 7), (3, total - 1)):
@@ -201,9 +197,7 @@ def other_things_on_a_rank(rank: int, world: int) -> None:
 
 
 class Alive(TorchDispatchMode):
-    """`most`: the largest number of bytes in storages made inside the block that were alive
-    together.
-    """
+    """`most`: the most bytes of storages made inside the block that were alive together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,9 +366,7 @@ def test_adapters_that_are_switched_off() -> None:
 
 
 def test_what_the_caller_does_to_a_tensor_reaches_no_other() -> None:
-    """Pieces of one slab are changed. Later pieces and pieces that the caller kept stay
-    the same.
-    """
+    """Neither later pieces of the same slab nor pieces that the caller kept change."""
     model = patch(tiny(dtype=torch.float32))
     want = hub_state(model)
     kept: dict[str, Tensor] = {}

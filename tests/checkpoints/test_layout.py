@@ -71,9 +71,7 @@ def _of_stock(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model_type", few_fast(TYPES))
 def test_files_are_those_that_stock_writes_and_reads(model_type: str, tmp_path: Path) -> None:
-    """For every MoE type the keys, shapes and bytes agree, and all values are equal after
-    reading.
-    """
+    """For every MoE type keys, shapes, bytes and values agree."""
     model = tiny(model_type, dtype=torch.float32)
     model.save_pretrained(tmp_path / "stock")
     _save(model, tmp_path / "ours")
@@ -165,9 +163,7 @@ def test_zeros_that_no_parameter_holds_by_hand(stock: PreTrainedModel) -> None:
 
 
 def test_pairs_of_rotary_rows_by_hand(stock: PreTrainedModel) -> None:
-    """A tensor has 2 heads of 4 rows. The file holds rows 0 1 2 3 of a head in the order 0
-    2 1 3.
-    """
+    """The file holds rows 0 1 2 3 of each of 2 heads in the order 0 2 1 3."""
     loading = WeightConverter("q.hub", "q.weight", [PermuteForRope(permute_layer_names=["q."])])
     stock.config.num_attention_heads, kept = 2, stock.config.num_attention_heads
     try:

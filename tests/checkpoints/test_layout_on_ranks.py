@@ -57,7 +57,5 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_there_and_back_on_two_ranks(found: Found, claim: Check) -> None:
-    """Experts are split over ep and everything is sharded. Stock reads the files that are
-    written.
-    """
+    """Experts are split over ep. Stock reads the files that are written."""
     found.raise_if_failed(claim)

@@ -225,9 +225,7 @@ def of_peft(small: Path) -> OfPeft:
 
 
 def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -> None:
-    """The adapter has an index and no prefix of PEFT. The base is named by its path in the hub's
-    cache.
-    """
+    """The adapter has an index, and the base is a name in the hub's cache."""
     whole = load_file(small / ADAPTER / "adapter_model.safetensors")
     shutil.copytree(small / ADAPTER, tmp_path / ADAPTER)
     (tmp_path / ADAPTER / "adapter_model.safetensors").unlink()
@@ -289,9 +287,7 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_no_more_than_a_few_experts_or_rows_are_in_memory(small: Path, tmp_path: Path) -> None:
-    """The adapter is not read whole either. Narrow experts and matrices outside of stacks are
-    included.
-    """
+    """The adapter is not read whole either."""
     watch = LargestTensor(())
 
     def write(*arguments: Any, **options: Any) -> None:
@@ -342,9 +338,7 @@ def _peaks(rank: int, world: int, folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_peak_is_that_of_a_few_experts(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Resident memory is measured while a stack lies in many files. A whole stack would
-    take more.
-    """
+    """Resident memory is measured while a stack lies in many files."""
     model = tiny_model(dtype=dtype, **WIDE)
     stack = max(parameter.nbytes for parameter in model.parameters())
     write_hub(tmp_path / BASE, model, files=5)
@@ -606,9 +600,7 @@ def test_places_that_cannot_be(base: str, target: str, words: str, small: Path) 
 
 @pytest.mark.slow
 def test_a_disk(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A disk that is too small from the start, one that others fill during the write, and a mounted
-    folder.
-    """
+    """It is too small from the start, filled during the write, or a mounted folder."""
     arguments = ["merge-adapter", *map(str, (small / BASE, small / ADAPTER))]
     with small_disk(tmp_path, 300_000):
         assert cli.main([*arguments, str(tmp_path / "out")]) == 2

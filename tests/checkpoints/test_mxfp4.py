@@ -89,9 +89,7 @@ def _on_two_ranks(rank: int, world: int, folder: str) -> None:
 
 
 def test_two_ranks_read_what_stock_decodes(tmp_path: Path) -> None:
-    """Every tensor is equal to the bit. Each rank reads its experts or rows, and saves them as
-    bf16.
-    """
+    """Each rank reads its experts or rows, equal to the bit, and saves them as bf16."""
     _published(tmp_path)
     run_ranks(_on_two_ranks, 2, str(tmp_path))
     want = _stock(tmp_path).state_dict()

@@ -47,9 +47,7 @@ def test_the_highest_step_is_the_newest_whatever_the_clock_says(tmp_path: Path) 
 
 
 def test_without_steps_in_names_the_last_written_one(tmp_path: Path) -> None:
-    """The number in the manifest decides. A series of steps counts with the number of its highest
-    step.
-    """
+    """The number in the manifest decides; a series has that of its highest step."""
     _complete(tmp_path / "step-200", NOW)
     best = _complete(tmp_path / "best", NOW - AN_HOUR)
     assert newest_checkpoint(tmp_path) == best
@@ -62,9 +60,7 @@ def test_without_steps_in_names_the_last_written_one(tmp_path: Path) -> None:
 
 
 def test_manifests_without_a_number_are_read(tmp_path: Path) -> None:
-    """Older versions wrote them. They are ordered by steps in names, else by time, behind newer
-    ones.
-    """
+    """Those of older versions come behind newer ones, by step, else by time."""
     for name, when in (("b", NOW), ("a", NOW + 1), ("step-9", NOW - 1), ("step-10", NOW - 2)):
         path = _complete(tmp_path / name, when)
         found = json.loads((path / manifest.MANIFEST).read_text())
@@ -77,9 +73,7 @@ def test_manifests_without_a_number_are_read(tmp_path: Path) -> None:
 
 
 def test_accelerates_own_names(tmp_path: Path) -> None:
-    """`checkpoint_0`, `checkpoint_1`, ... are ordered by number. A warning names those without a
-    manifest.
-    """
+    """`checkpoint_N` are ordered by number. A warning names those without a manifest."""
     for number in (9, 10):
         newest = _complete(tmp_path / f"checkpoint_{number}", NOW - number)
     assert newest_checkpoint(tmp_path) == newest

@@ -25,9 +25,7 @@ WHOLE = {
 
 
 def _written_by_four(folder: Path) -> list[Path]:
-    """Write as torch.distributed.checkpoint does, row by row. Rank 2 writes the values that all
-    ranks hold.
-    """
+    """Write row by row, as DCP does. Rank 2 writes what all ranks hold."""
     files = []
     for rank in range(WORLD):
         parts = {"w": (2 * rank, 2 * rank + 2), "experts": (rank, rank + 1)}
@@ -72,9 +70,7 @@ def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
 
 
 def test_headers_of_ranks_near_by_are_read_first(tmp_path: Path) -> None:
-    """By hand: rank 2 needs its own file and the file that all ranks share. A neighbour needs one
-    more.
-    """
+    """Rank 2 needs its own file and the shared one, and a neighbour one more."""
     files = _written_by_four(tmp_path)
     assert [_read(files, rank, WORLD, 0) for rank in range(WORLD)] == [3, 2, 1, 2]
     # 0.. 1, 2, 3 halves of it; along columns everybody needs everybody

@@ -26,9 +26,7 @@ WORLD = 8
 
 
 def _state(rank: int) -> dict[str, Any]:
-    """A state like that of experts and AdamW: uneven parts, empty parts, replicas, numbers,
-    strings.
-    """
+    """A state like that of experts and AdamW: uneven and empty parts, replicas, numbers, text."""
     with torch.device("cpu"):
         two = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         one = init_device_mesh("cpu", (WORLD,))
@@ -99,9 +97,7 @@ def _written(items: list[WriteItem]) -> list[tuple[str, Any]]:
 
 
 def test_the_plan_is_that_of_dcp_and_nobody_is_told_it() -> None:
-    """Each part is written once, by a rank that has it, without sending plans. `.metadata` says the
-    same.
-    """
+    """Each part is written once, by a rank that has it, and no plan is sent."""
     their_told, theirs, their_metadata = _planned(DefaultSavePlanner)
     told, ours, metadata = _planned(SpreadPlanner)
     assert all(plan.items for plan in their_told) and not any(plan.items for plan in told)

@@ -69,9 +69,7 @@ def stacked(folder: Path) -> None:
 
 
 def fp8(folder: Path) -> None:
-    """Write FP8 as Qwen3's and DeepSeek-V3's checkpoints do, with scales that quantising again does
-    not find.
-    """
+    """Write FP8 as Qwen3 and DeepSeek-V3 do, with scales that quantising does not find."""
     write_fp8(folder, tiny(dtype=torch.bfloat16, **SIZES))
     state, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
     for name in [name for name in state if name.endswith("_scale_inv")]:
@@ -151,9 +149,7 @@ def weights_of(folder: Path) -> dict[str, InFiles]:
 
 
 def parts_of(whole: Quantised, quantisation: Quantisation) -> Iterator[tuple[Any, Quantised]]:
-    """Return parts as ranks keep them: experts 3 and 4, no expert, and halves of the rows of all
-    experts.
-    """
+    """Return the parts of ranks: experts 3 and 4, no expert, halves of the rows of all."""
     rows = whole.values.shape[1]
     columns = whole.values.shape[2] * quantisation.values_per_byte
     cuts: list[tuple[slice, int, int]] = [(slice(3, 5), 0, 1), (slice(8, 8), 0, 1)]

@@ -156,9 +156,7 @@ def test_a_failure_in_front_of_the_commit_restores_the_old_files(
 
 
 def test_files_in_folders_and_links_of_the_user_are_switched(tmp_path: Path) -> None:
-    """Examples are additional_chat_templates, and a snapshot in the hub's cache, which consists of
-    links.
-    """
+    """For example additional_chat_templates, and the links of the hub's cache."""
     folder, staged, blob = tmp_path / "model", tmp_path / "model" / ".staged", tmp_path / "blob"
     (staged / "templates").mkdir(parents=True)
     blob.write_text("old")

@@ -74,9 +74,7 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_planted_item_runs_no_code(tmp_path: Path) -> None:
-    """The error names the file. Torch alone runs the code, which shows that the item was planted
-    well.
-    """
+    """The error names the file. Torch alone runs the code, so it was planted well."""
     trace = tmp_path / "code ran"
     file = plant(_saved(tmp_path / "state", {"lr": 0.1}), trace)
     with pytest.raises(ValueError, match=rf"{file} cannot be loaded: its item options.lr .*mkdir"):
@@ -115,9 +113,7 @@ def test_a_class_of_the_user_is_allowed_by_name(tmp_path: Path) -> None:
 
 
 def test_load_checkpoint_reads_no_pickle(tmp_path: Path) -> None:
-    """DCP files lie in a folder of save_checkpoint, named in its manifest or not, or in other
-    folders.
-    """
+    """DCP files lie in a folder of save_checkpoint, in its manifest or not."""
     model = patch(tiny(dtype=torch.float32, num_hidden_layers=1))
     optimizer = torch.optim.AdamW(model.parameters())
     ours, trace = tmp_path / "ours", tmp_path / "code ran"

@@ -59,9 +59,7 @@ def memory(rank: int, world: int) -> None:
 
 
 def each_byte_travels_once(rank: int, world: int) -> None:
-    """A rank receives once what it does not hold, in small parts and in the dtype that is
-    yielded.
-    """
+    """A rank receives what it does not hold once, in small parts, in the yielded dtype."""
     for name, layout in LAYOUTS.items():
         model = apply_ep_fsdp2(tiny(dtype=torch.float32, **DIVISIBLE), **layout)
         for max_bytes in (SMALL, 2**30):

@@ -78,9 +78,7 @@ def test_rows_cross_once_for_each_token_and_node(tmp_path: Path, machines: Machi
 def test_the_launch_configuration_of_several_machines(
     tmp_path: Path, machines: int, replicate: int, ep: int
 ) -> None:
-    """gpu_2x8_hsdp.yaml is used with another number of machines, four ranks in all, no GPUs and
-    fp32. Every loss is that of four ranks on one machine.
-    """
+    """gpu_2x8_hsdp.yaml on four CPU ranks gives the losses of one machine."""
     config = yaml.safe_load(HSDP.read_text())
     assert (config["num_machines"], config["num_processes"]) == (2, 16)
     assert config["main_process_port"] == PORT

@@ -254,9 +254,7 @@ def _kills(two: tuple[Nodes, Path], folder: Path, kills: int, patience: float) -
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, 20])
 def test_agents_that_are_killed(two: tuple[Nodes, Path], tmp_path: Path, kills: int) -> None:
-    """Kills come at random moments, on either node. The first node keeps the store in which agents
-    meet.
-    """
+    """Kills come at random moments. The first node keeps the store of the agents."""
     seen = _kills(two, tmp_path, kills, 180)
     steps = _check_losses(tmp_path, CONFIG)
     print(f"{seen}, {steps} steps")

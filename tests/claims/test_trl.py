@@ -47,9 +47,7 @@ def series(run: Any, key: str) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_packed_sft_equals_stock(tmp_path: Path) -> None:
-    """2 data ranks with batch 1 draw the same rows in the same order as one process with
-    batch 2.
-    """
+    """2 data ranks with batch 1 draw the rows of one process with batch 2, in the same order."""
     want = run_job(tmp_path / "stock", None, "--batch", "2")
     got = run_job(tmp_path / "ranks", CPU_4, "--batch", "1", "--parallel")
 

@@ -48,9 +48,7 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
-    """The type is named on the command line. Sequence parallelism is refused with the module's
-    name.
-    """
+    """Sequence parallelism is refused with the module's name."""
     found = _json(capsys, "jamba")
     assert found["kind"] == "JambaForCausalLM" and found["plan"]["mixers"] == ["layers.*.mamba"]
     assert (found["layers"], found["moe_layers"], found["num_experts"]) == (32, 16, 16)

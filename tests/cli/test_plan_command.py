@@ -31,9 +31,7 @@ def asked(**more: Any) -> Asked:
 
 @pytest.mark.slow
 def test_what_fits_is_ordered_and_the_rest_is_too_large() -> None:
-    """One grid with 8 sequences at a time, each layer run once. A limit then leaves some of four
-    layouts.
-    """
+    """One grid with 8 sequences at a time; a limit then leaves some layouts."""
     one = asked(gpus=1, ep=1)
     everything = find_layouts(one)
     assert not everything.too_large and not everything.illegal
@@ -75,9 +73,7 @@ def test_with_a_gpu_the_fastest_comes_first() -> None:
 
 @pytest.mark.slow
 def test_as_many_sequences_at_a_time_as_fit() -> None:
-    """A rank's share is 8 sequences. Eight do not fit and four do, so four are planned with two
-    accumulations.
-    """
+    """Of a rank's 8 sequences four fit: four are planned, with two accumulations."""
     everything = find_layouts(asked(gpus=1, ep=1))
     peaks = {(p.layout.checkpointing, p.layout.per_forward): p.step.peak for p in everything.fit}
     between = (peaks[True, 1] + 5 * peaks[True, 8]) // 6
@@ -209,9 +205,7 @@ def test_command_prints_and_writes_the_first(
 def test_command_for_parameters_on_the_host(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only this layout fits. The file for Accelerate says so, and the table shows the
-    host's GiB.
-    """
+    """Only this layout fits. The table shows the host's GiB."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     arguments = ["plan", str(folder), "--gpus", "1", "--seq", "16", "--batch", "1"]

@@ -134,9 +134,7 @@ def _by_hand(rank: int, group: Group) -> None:
 
 
 def test_the_rows_of_the_example_in_order() -> None:
-    """The table of `Order`'s docstring. Rank 1 has places of its own, and its own place
-    comes last.
-    """
+    """The table of `Order`'s docstring."""
     sends_DT = torch.tensor([[True, False], [True, True]])
     order = order_rows(sends_DT, rank=0, num_slots=2)
     assert order.token_X.tolist()[:3] == [0, 1, 0]

@@ -213,9 +213,7 @@ def _want_sent(case: Case) -> Counter[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_pairs_arrive_once_and_rows_cross_once(every: int) -> None:
-    """Compares pairs, weights, counts, the bytes of every link in both directions, and numbers.
-    Counts are exchanged once.
-    """
+    """Compares pairs, weights, counts, results and the bytes of every link."""
     for case in CASES[::every]:
         results, network = _on_all("hierarchical", case)
         _check_arrivals(case, results)

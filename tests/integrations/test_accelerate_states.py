@@ -82,9 +82,7 @@ def _a_planted_item(rank: int, world: int, folder: str) -> None:
 
 
 def _complete_or_refused(rank: int, world: int, folder: str) -> None:
-    """A load gives the saved values. A changed file is named, and files that are not ours may
-    change.
-    """
+    """A changed file is named, and files that are not ours may change."""
     state = Path(folder, "state")
     with launched(**SHARDED):
         run = _Run(rank)

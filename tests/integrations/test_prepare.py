@@ -51,9 +51,7 @@ def accelerates_activation_checkpointing_comes_too_late(rank: int, world: int) -
 
 
 def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int) -> None:
-    """The refusal above recommends this: layers are recomputed in backward, with the same
-    gradients.
-    """
+    """The refusal above recommends this."""
     with launched():
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32, seed=rank), ep_size=2)
         ours.train().gradient_checkpointing_enable()

@@ -184,9 +184,7 @@ def test_killed_and_resumed_bit_by_bit(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_files_hold_hashes_and_no_bytes_of_experts(folder: Path, name: str) -> None:
-    """Neither values nor scales of any rank are found. Trained values are found, so the search
-    works.
-    """
+    """Trained values are found in the files, so the search works."""
     files = [
         path.read_bytes() for path in sorted(folder.joinpath(name).rglob("*")) if path.is_file()
     ]

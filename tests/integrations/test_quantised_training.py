@@ -77,9 +77,7 @@ def test_killed_and_resumed_at_another_ep_size(runs: Results) -> None:
 
 @pytest.mark.slow
 def test_another_base_is_an_error_on_every_rank(runs: Results) -> None:
-    """The other base has other weights of the same shapes, or the same weights loaded without
-    quantising.
-    """
+    """Other weights of the same shapes, or the same weights not quantised."""
     assert len(runs["other base"]) == 4
     for result in runs["other base"]:
         assert "another base" in result.error and "gate_up_proj" in result.error, result.error

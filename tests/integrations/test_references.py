@@ -193,9 +193,7 @@ def num_groups() -> int:
 
 
 def process_groups_are_shared(rank: int, world: int) -> None:
-    """A policy, its references and a teacher share groups in any order, except with
-    another layout.
-    """
+    """By a policy, its references and a teacher in any order, except with another layout."""
     with launched():
         policy = patch(tiny(**FP32), ep_size=2)
         accelerator = beside(policy)
@@ -278,9 +276,7 @@ def test_a_function_is_replaced_in_modules_that_imported_it(
 def test_a_function_is_called_when_a_module_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search for the module does not call it. For a module that is imported already it is called
-    at once.
-    """
+    """At once if it is imported already, and not by a search for it."""
     (tmp_path / "imported_later.py").write_text("x = 1")
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[int] = []

@@ -218,9 +218,7 @@ assert not seen, seen
 
 
 def test_a_step_of_a_stock_model_under_accelerate_calls_nothing_of_ours() -> None:
-    """Neither a wrap nor its check runs in forward, backward, clip, optimizer step and
-    save_state.
-    """
+    """Neither a wrap nor its check runs, from forward to save_state."""
     rows = "rows = batch(stock, 2, 7, seed=0)\nmodel = stock"
     _run(IMPORTS["Accelerate"], TRACE, PREPARE, rows, PREPARE, STEP)
 

@@ -132,9 +132,7 @@ def evaluated_between_steps(rank: int, world: int, folder: str) -> None:
 
 
 def in_bf16_as_far_from_fp32_as_stock(rank: int, world: int, folder: str) -> None:
-    """Errors of the first step. Bytes stored as bf16 must not count as the dtype of an
-    fp32 model.
-    """
+    """Bytes stored as bf16 must not count as the dtype of an fp32 model."""
     _written(rank, folder)
     truth = in_4_bits(folder, torch.uint8, torch.float32)
     stock = in_4_bits(folder, torch.bfloat16, torch.bfloat16)

@@ -248,9 +248,7 @@ def test_stock_peft_opens_both_forms(tmp_path: Path) -> None:
 def test_which_wrapper_is_which(
     order: tuple[str, ...], reverse: bool, ffn: int, tmp_path: Path
 ) -> None:
-    """PEFT nests wrappers in the order of named_parameters, not of target_parameters. Shapes tell
-    them apart.
-    """
+    """PEFT nests them in the order of named_parameters. Shapes tell them apart."""
     base = tiny(moe_intermediate_size=ffn, num_hidden_layers=1)
     experts = base.model.layers[0].mlp.experts
     if reverse:

@@ -127,9 +127,7 @@ def test_kernels_equal_one_process(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", on_ranks(CASES, slow=True))
 def test_quantised_experts_equal_one_process(found: Found, claim: Check) -> None:
-    """Logits, loss, gradients of adapters, norm, three steps of AdamW, and the values held at the
-    end.
-    """
+    """Logits, loss, gradients, norm, three steps of AdamW, and the held values."""
     found.raise_if_failed(claim)
 
 

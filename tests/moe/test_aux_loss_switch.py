@@ -44,9 +44,7 @@ def _interrupt(model: nn.Module, **more: Tensor) -> None:
 
 
 def test_models_of_one_class_each_have_their_own_loss() -> None:
-    """One model has the loss per layer, one has it for all layers, and one is stock, in
-    any order.
-    """
+    """Per layer, over all layers, and stock, in any order."""
     stock, inputs = tiny(**MODEL), _inputs()
     plain = patch(tiny(**MODEL))
     per_layer = patch(tiny(**MODEL), aux_loss_per_layer=True)

@@ -161,9 +161,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.mark.parametrize("path", ["model.layers.1.mlp.experts", "model.layers.1.mlp"])
 def test_another_patcher_is_named(path: str) -> None:
-    """If it comes after `patch`, at the first forward, else at once. A function that wraps ours may
-    stay.
-    """
+    """At the first forward if it comes after `patch`. A wrapper of ours may stay."""
     model: Any = tiny()
     module: Any = model.get_submodule(path)
     module.forward = MethodType(_foreign, module)
@@ -191,9 +189,7 @@ def test_another_patcher_is_named(path: str) -> None:
 
 
 def test_a_class_whose_forward_was_replaced_is_named() -> None:
-    """Before and after `patch`. A function that wraps the original, or a user's own class, may
-    stay.
-    """
+    """Before and after `patch`. A wrapper of the original may stay."""
     block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock
     stock = block.forward
     wanted = tiny()(**whole_batch(tiny())).loss

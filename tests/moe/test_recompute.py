@@ -358,9 +358,7 @@ torch.ones(1, device="cuda").tolist()
 
 @pytest.mark.gpu
 def test_other_experts_stop_a_gpu_which_says_why() -> None:
-    """The host learns of the error at its next sync. By then the device has printed the layer to
-    stderr.
-    """
+    """The device prints the layer to stderr before the host learns of the error."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", _OTHER_EXPERTS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -309,9 +309,7 @@ def test_compiled(name: str) -> None:
 
 
 def dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch.dtype) -> Tensor:
-    """Replacement for `ExpertWeights.matrix` that dequantises all experts together, which must not
-    happen.
-    """
+    """Replace `ExpertWeights.matrix`: dequantise all experts, which must not happen."""
     stack = experts.stack(name)
     ones = [dequantise(stack.of(e), experts.quantised, dtype) for e in range(len(stack.values))]
     return torch.stack(ones)[expert]

@@ -45,9 +45,7 @@ def _cases() -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def test_no_rank_is_over_the_bound_nor_far_over_the_best_deal() -> None:
-    """Thousands of small cases are compared with all possible deals. The worst found is 4 / 3 of
-    the best.
-    """
+    """In thousands of small cases the worst deal is 4 / 3 of the best."""
     worst = 0.0
     for load_E, ranks in _cases():
         slots_E = balanced(load_E, ranks)

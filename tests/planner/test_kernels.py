@@ -77,9 +77,7 @@ def _products(work: StepWork) -> int:
     ],
 )
 def test_a_gpu_runs_kernels(parallel: dict[str, Any], products: int) -> None:
-    """Up, down, dgated, rows and two outer products run in each of 2 layers, once per chunk, with
-    the same FLOPs.
-    """
+    """Up, down, dgated, rows and two outer, in each of 2 layers, once per chunk."""
     on_gpu, on_cpu = _work(**parallel), _work(like_gpu=False, **parallel)
     assert _products(on_gpu) == 2 * products
     assert on_gpu.flops("grouped") == on_cpu.flops("grouped") > 0

@@ -43,9 +43,7 @@ def _stretch(*operators: Operator, sent: tuple[Collective, ...] = ()) -> Stretch
 
 
 def test_the_slower_of_two_for_each_operator() -> None:
-    """10 s of operations hide 2 s of bytes, and 4 s of bytes hide 1 s of operations: 14 s
-    in sum.
-    """
+    """10 s of operations hide 2 s of bytes, and 4 s of bytes hide 1 s: 14 s."""
     parts = stretch_parts(_stretch(PRODUCT, THIN, COPY), HARDWARE)
     assert parts == {"matmul": 10.0, "grouped": 4.0, "memory": 3.0, "host": 0.0}
     # Of fp16 no rate is told: that of bfloat16. Of fp64: that of fp32.
@@ -76,9 +74,7 @@ def test_what_travels_behind_what() -> None:
 
 
 def test_the_host_goes_ahead_or_does_not() -> None:
-    """Three launches of 4 s and 10 s of computation: 2 s more, or 12 s more if the host never goes
-    ahead.
-    """
+    """Three launches of 4 s with 10 s of computation: 2 s more, or 12 s more."""
     gather = Collective("all_gather", "parameters", (0,), 0, 40)
     stretch = _stretch(PRODUCT, replace(PRODUCT, flops=0, nbytes=0), sent=(gather,))
     slow = replace(HARDWARE, host_seconds=4.0)

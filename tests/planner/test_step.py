@@ -147,9 +147,7 @@ def _measured(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
 
 @pytest.mark.slow
 def test_on_four_ranks_within_5_percent() -> None:
-    """With ep, ranks differ by what routers choose. The plan is given how often each expert was
-    chosen.
-    """
+    """The plan is given how often each expert was chosen."""
     names = ["ep 1", "ep 2, sp 2, two sequences", "ep 4, checkpointing"]
     measured = run_ranks(_measured, bench.WORLD, names, timeout=500.0)
     for index, name in enumerate(names):
@@ -226,9 +224,7 @@ def test_few_layers_tell_many(name: str) -> None:
 
 
 def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of a block's experts are run. Peak and work are the same with all of them, to
-    the byte.
-    """
+    """Three of a block's experts are run. Peak and work are those of all, to the byte."""
     config = tiny(num_hidden_layers=2, **SIZES["fp8"]).config
     found = []
     stock = torch_mlp.Block.split
@@ -251,9 +247,7 @@ def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_choices_are_as_often_as_a_load_says() -> None:
-    """Of 4 experts one has all tokens and one half of them. No token has an expert twice; shares
-    are exact to 2 %.
-    """
+    """Of 4 experts one has all tokens and one half of them. No token has one twice."""
     counts = torch.tensor([[40, 20, 10, 10], [20, 20, 20, 20]])
     load = ExpertLoad(counts, ("a", "b"), ep_size=2)
     choices = Choices.of_load(load, 2, 2)
@@ -276,9 +270,7 @@ def test_layers_that_differ_are_all_run() -> None:
 
 
 def test_text_alone_for_a_model_with_a_tower() -> None:
-    """On several ranks a forward asks which ranks have pixels, and the answer counts whole
-    numbers.
-    """
+    """On several ranks a forward asks which ranks have pixels."""
     config = tiny("qwen3_vl_moe").config
     on_two, alone = (
         plan_step(config, world_size=world, batch=Batch(16)).work.flops() for world in (2, 1)
@@ -297,9 +289,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_shrinking_keeps_what_helps_until_it_fits() -> None:
-    """Invented peaks: fused saves 10, fp8 nothing, attention alone 20. nf4 is only tried
-    after fp8.
-    """
+    """Fused saves 10, fp8 nothing, attention alone 20. nf4 comes after fp8."""
     asked: Asked = {
         "checkpointing": True,
         "optimizer": "adamw",

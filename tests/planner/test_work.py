@@ -36,9 +36,7 @@ def _small_step() -> list[Operator]:
 
 @pytest.mark.parametrize("fake", [False, True])
 def test_by_hand(fake: bool) -> None:
-    """An operator reads and writes bytes. Of rows that are picked or added to, only those rows
-    count.
-    """
+    """Of a tensor whose rows are picked or added to, only those rows count."""
     if fake:
         with fake_tensors():
             ran = _small_step()
@@ -116,9 +114,7 @@ def test_adapters_of_experts_are_products_too(like_gpu: bool) -> None:
 
 
 def test_what_is_sent_by_hand() -> None:
-    """Eight ranks on two nodes of four, with groups inside a node and groups of one rank on each
-    node.
-    """
+    """Eight ranks on two nodes, with groups inside a node and across nodes."""
     world, node = tuple(range(8)), 4
 
     def links(kind: str, ranks: tuple[int, ...], *by_rank: int) -> tuple[float, float]:
@@ -136,9 +132,7 @@ def test_what_is_sent_by_hand() -> None:
 
 
 def test_layers_between_stand_for_many() -> None:
-    """The ends stay, the middle counts n - 4 times, and all others lie on a line. Sums are those of
-    n layers.
-    """
+    """The middle counts n - 4 times. Sums are those of n layers."""
 
     def work(layers: int) -> StepWork:
         def stretch(flops: int) -> Stretch:

@@ -276,9 +276,7 @@ def test_groups_wait_as_long_as_the_default_group() -> None:
 
 
 def test_groups_are_described_by_their_axis() -> None:
-    """NCCL's watchdog prints the description. On CPUs an axis of all ranks has a group of
-    its own.
-    """
+    """NCCL's watchdog prints the description."""
     with _as_rank(0, 8):
         meshes = build_meshes(ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2), CPU)
         described = {
@@ -304,9 +302,7 @@ def _groups_made(world: int, config: ParallelConfig) -> int:
 
 
 def test_groups_of_one_rank_are_made_by_that_rank_alone() -> None:
-    """By hand: ep groups, ep_fsdp groups, one group of one rank and one of all. Torch makes one per
-    rank and axis.
-    """
+    """Groups of ep, of ep_fsdp, of one rank and of all. Torch makes more."""
     assert _groups_made(64, ParallelConfig(ep_size=8)) == 64 // 8 + 8 + 1 + 1
     assert _groups_made(256, ParallelConfig(ep_size=8)) == 256 // 8 + 8 + 1 + 1
     assert _groups_made(64, ParallelConfig()) == 1 + 1

@@ -69,9 +69,7 @@ def _agree(model: nn.Module) -> None:
 
 
 def test_bytes_by_world(tmp_path: Any) -> None:
-    """Ranks that agree exchange these bytes. Rank 0 announces the files of a checkpoint once and
-    collects them at the end.
-    """
+    """Rank 0 announces the files of a checkpoint once and collects them at the end."""
     model = patch(tiny(), ParallelConfig(ep_size=2))
     calls = {
         "arguments": lambda: check_alike("load_checkpoint", verify=True, directory="x" * 1000),

@@ -102,9 +102,7 @@ def _stay(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_the_rule_by_hand() -> None:
-    """Two micro-batches are one step. Counts of evaluation and counts of earlier steps move
-    nothing.
-    """
+    """Two micro-batches are one step. Counts of evaluation move nothing."""
     model = patch(tiny(KIND), bias_update_rate=RATE)
     assert len(_biases(model)) == 3, "one layer is dense"
     for step in range(3):

@@ -51,9 +51,7 @@ def _chosen(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
 
 
 def test_figures_by_hand() -> None:
-    """The example of the module's docstring, a layer with all tokens on one expert, and one without
-    tokens.
-    """
+    """The example of the module, a layer with one busy expert, and one without tokens."""
     counts = torch.tensor([[7, 5, 3, 1], [0, 8, 0, 0], [0, 0, 0, 0]])
     load = ExpertLoad(counts, ("a", "b", "c"), ep_size=2)
     assert load.max_over_mean.tolist()[:2] == [1.75, 4.0]
@@ -133,9 +131,7 @@ def test_checkpoints_count_once(use_reentrant: bool) -> None:
 
 
 def test_selective_checkpoints_count_once_and_see_nothing_of_it() -> None:
-    """An operator's later runs get the values that selective checkpointing kept of its first runs,
-    in the same order.
-    """
+    """Later runs get the values kept of the first runs, in the same order."""
     model = patch(tiny())
     experts = model.model.layers[0].mlp.experts
     x, ids = torch.randn(6, 32).double().requires_grad_(), torch.arange(12).view(6, 2) % 5
@@ -263,7 +259,5 @@ ON_RANKS = [
 
 @pytest.mark.parametrize("claim", ON_RANKS)
 def test_counts_of_all_ranks_are_stocks(found: Found, claim: Check) -> None:
-    """Three micro-batches with an evaluation in between. The truth counts the ids that stock's
-    experts receive.
-    """
+    """Three micro-batches with an evaluation in between."""
     found.raise_if_failed(claim)

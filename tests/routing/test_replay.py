@@ -118,9 +118,7 @@ def test_random_routes_equal_stock_made_to_choose_them(
 
 @pytest.mark.parametrize("all_live", [True, False])
 def test_tokens_without_routes_are_as_if_nothing_was_replayed(all_live: bool) -> None:
-    """If all ids are -1, results equal those without replay. A row of -1 in a batch equals its own
-    forward.
-    """
+    """All ids are -1, or those of one row of a batch."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     ids = random_ids(2, 6, 2, EXPERTS, TOP_K)
@@ -141,9 +139,7 @@ def test_tokens_without_routes_are_as_if_nothing_was_replayed(all_live: bool) ->
 
 
 def test_weights_that_moved_keep_the_recorded_experts_and_their_gradient() -> None:
-    """After a step each layer gets the recorded ids, and the router learns from the scores of those
-    experts.
-    """
+    """The router learns from the scores of the recorded experts."""
     model, stock = _pair()
     inputs = batch(model, 2, 9)
     replay = RoutingReplay(model)
@@ -177,9 +173,7 @@ def test_weights_that_moved_keep_the_recorded_experts_and_their_gradient() -> No
 
 @pytest.mark.parametrize("use_reentrant", [None, False, pytest.param(True, marks=pytest.mark.slow)])
 def test_weights_from_elsewhere_replace_the_routers(use_reentrant: bool | None) -> None:
-    """Where ids are given, `Routes.weights` weigh the experts. The router learns from the other
-    tokens.
-    """
+    """`Routes.weights` weigh the experts; the router learns from other tokens."""
     model, stock = _pair()
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
@@ -200,9 +194,7 @@ def test_weights_from_elsewhere_replace_the_routers(use_reentrant: bool | None) 
 
 @pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_micro_batches_with_routes_of_their_own_are_one_batch(use_reentrant: bool) -> None:
-    """Replays of different lengths, one backward over all of them and a step equal one replay of
-    the batch.
-    """
+    """Replays of different lengths, one backward and a step."""
     (model, _), (other, _) = _pair(), _pair()
     for one in (model, other):
         parity.checkpointing(one, use_reentrant)
@@ -231,9 +223,7 @@ def test_micro_batches_with_routes_of_their_own_are_one_batch(use_reentrant: boo
 
 
 def test_packed_rows_have_the_routes_of_their_tokens() -> None:
-    """Documents share a row and position_ids tell them apart. Results are those of each document
-    alone.
-    """
+    """Results are those of each document alone."""
     model, _ = _pair()
     lengths = [4, 7, 5]
     inputs = batch(model, 3, 7)
@@ -254,9 +244,7 @@ def test_packed_rows_have_the_routes_of_their_tokens() -> None:
 
 
 def test_adapters_that_are_switched_off_inside_route_live() -> None:
-    """The reference is the policy without its adapters, and the policy's routes do not
-    apply to it.
-    """
+    """The policy's routes do not apply to its reference."""
     model = get_peft_model(
         tiny(num_hidden_layers=2),
         LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
@@ -356,9 +344,7 @@ def test_an_interrupted_forward_leaves_nothing() -> None:
 
 
 def test_a_model_that_is_unpatched_in_between_is_left_alone() -> None:
-    """Inside of a block, unpatch removes these hooks with all others. An older RoutingReplay is
-    refused.
-    """
+    """unpatch removes the hooks. An older RoutingReplay is refused."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
@@ -381,9 +367,7 @@ def test_a_model_that_is_unpatched_in_between_is_left_alone() -> None:
 
 @pytest.mark.slow
 def test_generate_is_recorded_forward_by_forward_and_replayed_not_at_all() -> None:
-    """Each new token is a forward of its own, so the routes are the last token's and fit no other
-    shape.
-    """
+    """Each new token is a forward of its own."""
     model, _ = _pair()
     model.eval()
     tokens = batch(model, 2, 6)["input_ids"]
@@ -402,9 +386,7 @@ def test_generate_is_recorded_forward_by_forward_and_replayed_not_at_all() -> No
 
 
 def test_no_routes_at_all_are_no_replay() -> None:
-    """A rank without samples opens such a block. A batch of any shape is bit-equal to its live
-    forward.
-    """
+    """A rank without samples opens such a block."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
@@ -436,9 +418,7 @@ def test_adapters_that_came_later_are_switched_off_as_well() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_one_group_of_experts_of_which_two_are_chosen(use_reentrant: bool | None) -> None:
-    """GLM's router scores groups by their top two. With one group that looks like its choice of
-    experts.
-    """
+    """GLM scores groups by their top two, which looks like a choice of experts."""
     options: dict[str, Any] = {
         "vocab_size": 50,
         "hidden_size": 16,
@@ -661,9 +641,7 @@ def test_a_deep_copy_of_a_model_routes_live_beside_it() -> None:
 
 
 def test_another_thread_chooses_for_itself() -> None:
-    """While a layer replays its choice, a topk of the same shape in another thread is
-    torch's own.
-    """
+    """A topk of the same shape in another thread is torch's own."""
     model, _ = _pair()
     scores = torch.rand(12, EXPERTS)
     found: list[Tensor] = []

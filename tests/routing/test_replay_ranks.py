@@ -379,9 +379,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", on_ranks(2, *WRONG))
 def test_all_ranks_raise(found: Found, claim: Check) -> None:
-    """Wrong routes, or routes that differ between ranks, are an error on each rank, and no rank
-    waits.
-    """
+    """On wrong routes, or on routes that differ between ranks, and no rank waits."""
     for said, wanted in zip(found.values(claim), WRONG[claim.run], strict=True):
         assert wanted in said, f"{said}, want {wanted}"
 

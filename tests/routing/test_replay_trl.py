@@ -56,9 +56,7 @@ def _trainer(folder: Any, lora: bool = False, **arguments: Any) -> Any:
 
 
 class _Seen:
-    """The ids that reach the experts of all layers, by forward, with the TRL call around each
-    forward.
-    """
+    """The ids that reach the experts of all layers, by forward, with TRL's call around it."""
 
     def __init__(self, trainer: Any) -> None:
         self.updates: list[tuple[Tensor, Tensor]] = []  # what came with the samples, what ran
@@ -87,9 +85,7 @@ class _Seen:
 
 
 def test_the_update_chooses_what_the_pass_for_old_log_probabilities_chose(tmp_path: Any) -> None:
-    """R2: after steps with a large learning rate, shuffled and split, each sample keeps its
-    experts.
-    """
+    """R2: after large steps, shuffled and split, each sample keeps its experts."""
     trainer = _trainer(tmp_path)
     replay = replay_routing(trainer, "R2")
     seen = _Seen(trainer)
@@ -130,9 +126,7 @@ def test_the_policy_without_adapters_is_no_policy(tmp_path: Any, mode: str) -> N
 
 
 class _Engine:
-    """Like vllm.LLM: a sample has expert ids for all tokens but the last, [tokens - 1,
-    layers, K].
-    """
+    """Like vllm.LLM: expert ids of all tokens but the last, [tokens - 1, layers, K]."""
 
     def __init__(self, arrays: bool = True, wrong: int | None = None) -> None:
         self.arrays, self.wrong = arrays, wrong
@@ -185,9 +179,7 @@ def test_both_passes_choose_what_the_engine_chose(tmp_path: Any, truncated: bool
 
 @pytest.mark.slow
 def test_each_sample_of_an_engine_is_looked_at(tmp_path: Any) -> None:
-    """The wrong row is in a later part of the generation batch than the one that TRL computes
-    first.
-    """
+    """The wrong row is not in the part of the batch that TRL computes first."""
     trainer = _trainer(tmp_path)
     _with_engine(trainer, _Engine(wrong=6))
     replay_routing(trainer, "R3")

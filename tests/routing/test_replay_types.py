@@ -47,9 +47,7 @@ def test_random_routes_equal_stock_made_to_choose_them(
 def test_a_choice_of_as_many_groups_is_not_that_of_experts(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of four groups, then three experts: two calls of topk that differ in their
-    candidates.
-    """
+    """Three of four groups, then three experts: two calls of topk."""
     _equals_stock(model_type, monkeypatch, topk_group=TOP_K)
 
 

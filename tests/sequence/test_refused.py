@@ -89,9 +89,7 @@ def layers_of(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("model_type", few_fast(MIXERS))
 def test_what_mixes_is_refused_by_name(model_type: str) -> None:
-    """The error names the place and class of every module that would see a slice, and of no other
-    module.
-    """
+    """The error names every module that would see a slice, and no other one."""
     with pytest.raises(ValueError, match="mixes along the sequence in") as refused:
         patch(tiny(model_type), sp_size=2)
     record_refusal(model_type, "sp", str(refused.value))

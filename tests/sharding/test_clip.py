@@ -149,9 +149,7 @@ def one_all_reduce_per_kind(layout: str, rank: int, world: int) -> None:
 
 
 def without_one_group_axes_come_in_turn(rank: int, world: int) -> None:
-    """Torch up to 2.11 has no group for some layouts: one all-reduce per axis gives the
-    same norm.
-    """
+    """Torch up to 2.11 lacks a group for some layouts: one all-reduce per axis."""
     model = _trained(*LAYOUTS["HSDP"], rank)
     state = find_state(model)
     assert state is not None and state.meshes is not None and state.meshes.experts is not None

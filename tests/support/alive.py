@@ -27,9 +27,7 @@ def bytes_alive() -> int:
 
 @contextmanager
 def alive_at_writes() -> Iterator[list[int]]:
-    """At each write of a checkpoint's tensor, note the bytes of other tensors made since that are
-    alive.
-    """
+    """At each write of a checkpoint, note the bytes of other new tensors that are alive."""
     alive: list[int] = []
     stock = Writer.write
 

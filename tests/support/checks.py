@@ -61,9 +61,7 @@ def on_ranks(world: int, *runs: Callable[..., Any] | dict[str, Any], **options: 
 
 
 class Found:
-    """The result or error of each check of a module. Checks run when the first result is
-    asked for.
-    """
+    """The result or error of each check of a module, run when the first one is asked for."""
 
     def __init__(self, selected: Iterable[Check]) -> None:
         self._selected = [check for check in selected if not check.skip]

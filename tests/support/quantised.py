@@ -64,9 +64,7 @@ def dequantise_experts(model: nn.Module, kind: str) -> None:
 
 
 def in_place_of_bytes(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Replace bytes and scales by the values they represent, in whole tensors by name; None stays
-    None.
-    """
+    """Replace bytes and scales by their values, in whole tensors by name; None stays None."""
     found = dict(tensors)
     for name, held, quantisation in quantised_matrices(model):
         stored = {key: found.pop(key, None) for key in held.by_name(name)}

@@ -9,9 +9,7 @@ _MIB = 2**20
 
 
 def return_what_is_freed() -> None:
-    """Make the allocator return freed memory at once, so that resident memory is that of live
-    tensors.
-    """
+    """Make the allocator return freed memory, so that only live tensors are resident."""
     ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, _MIB)
 
 

@@ -85,9 +85,7 @@ def _policy(case: Case, seed: int = 0) -> nn.Module:
 
 
 def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | None) -> Log:
-    """Train once; `prepare` is what a script of ours does to a model in addition to
-    stock's script.
-    """
+    """Train once; `prepare` is what our script does to a model and stock's does not."""
     import trl
     from datasets import Dataset, load_from_disk
     from trl.experimental import gkd

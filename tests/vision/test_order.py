@@ -44,9 +44,7 @@ STEPS: list[tuple[Make, Make]] = [
 
 
 class Note:
-    """Replacement for a unit's reduce-scatter: notes the unit's name and waits for no
-    other rank.
-    """
+    """Replace a unit's reduce-scatter: note the unit's name and wait for no rank."""
 
     def __init__(self, name: str, noted: list[tuple[str, int]]) -> None:
         self.name, self.noted = name, noted

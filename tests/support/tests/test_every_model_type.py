@@ -124,9 +124,7 @@ def _check(model_type: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_step_of_stock(model_type: str) -> None:
-    """Forward and backward in fp64 reach every parameter and expert, twice with the same result,
-    without ties.
-    """
+    """fp64 reaches every parameter and expert, twice with one result, without ties."""
     _check(model_type)
 
 
@@ -168,9 +166,7 @@ def _gradients(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_what_rounds_in_fp32(model_type: str) -> None:
-    """All rows at once and one by one give the same gradients, except for sums that stock computes
-    in fp32.
-    """
+    """Rows together and one by one differ only in sums that stock makes in fp32."""
     model = tiny(model_type)
     whole = batch(model, 4, 16, pad=4)
     rows = [{name: value[i : i + 1] for name, value in whole.items()} for i in range(4)]
