@@ -272,19 +272,6 @@ def _check_mixed_dtypes(case: Case, rank: int, group: Group) -> None:
         assert w_TK.grad is not None and w_TK.grad.dtype == weights_dtype
 
 
-def _check_repeats(case: Case, rank: int, group: Group) -> None:
-    results = []
-    for _ in range(2):
-        x_TH, w_TK = case.inputs(rank, torch.float32)
-        rows_RH, _, w_RK, state = dispatch(
-            x_TH, case.ids_TK(rank), w_TK, num_experts=case.experts, group=group, header=HERE
-        )
-        out_TH = combine(rows_RH * w_RK.sum(1, keepdim=True).float(), state, group)
-        out_TH.square().sum().backward()
-        results.append((out_TH, x_TH.grad, w_TK.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 def _check_headers(rank: int, group: Group) -> None:
     """Each field alone: every rank raises, and its message names both places."""
     last = dist.get_world_size(group) - 1
@@ -316,7 +303,6 @@ OF_EVERY_CASE: dict[str, Run] = {
     "gradients": _check_gradients,
     "frozen": _check_frozen,
     "mixed dtypes": _check_mixed_dtypes,
-    "repeats": _check_repeats,
 }
 
 

@@ -167,6 +167,19 @@ def _shard_over(device: torch.device, model: nn.Module, **config: Any) -> None:
     shard_model(model, state, options, device)
 
 
+def assert_same_gradients(
+    where: str, model: nn.Module, stock: nn.Module, budget: Callable[[str], float]
+) -> list[float]:
+    """Compare every gradient at `budget(name)`; return the errors. Both have one, or neither."""
+    ours, errors = dict(model.named_parameters()), []
+    for key, parameter in stock.named_parameters():
+        grad, want = full_tensor(ours[key].grad), parameter.grad
+        assert (grad is None) == (want is None), f"{where}: one gradient of {key}"
+        if want is not None:
+            errors.append(assert_close(f"{where}: grad of {key}", grad, want, budget(key)))
+    return errors
+
+
 def checkpointing(model: nn.Module, use_reentrant: bool) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})

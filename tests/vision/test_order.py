@@ -27,6 +27,7 @@ from support.architectures.mixes import (
 )
 from support.architectures.pictures import takes_sound
 from support.checks import Check, Found
+from support.parity import checkpointing
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
@@ -60,15 +61,9 @@ def not_checkpointed(model: nn.Module) -> None:
     """Every node of a tower is in the graph."""
 
 
-def checkpointed(use_reentrant: bool, model: Any) -> None:
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
-    )
-
-
 def checkpointed_behind_a_function(model: Any) -> None:
     """A user's own checkpointing may hide which module it runs."""
-    checkpointed(True, model)
+    checkpointing(model, use_reentrant=True)
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             module._gradient_checkpointing_func = _checkpoint
@@ -80,8 +75,8 @@ def _checkpoint(run: Callable[..., Any], *args: Any) -> Any:
 
 WAYS: dict[str, Callable[[Any], None]] = {
     "no checkpoint": not_checkpointed,
-    "checkpoint": partial(checkpointed, False),
-    "reentrant": partial(checkpointed, True),
+    "checkpoint": partial(checkpointing, use_reentrant=False),
+    "reentrant": partial(checkpointing, use_reentrant=True),
     "reentrant function": checkpointed_behind_a_function,
 }
 
