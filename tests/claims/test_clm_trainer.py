@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.close import assert_close
-from support.hub_files import read_all
+from support.hub_files import assert_equal, read_all
 from support.jobs.trainer import load_stock
 from support.scripts import CPU_4, run_script
 from support.tiny_models import batch
@@ -107,5 +107,4 @@ def test_a_killed_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     checkpoint = os.fspath(folder / "checkpoint-3")
     assert run_job(folder, "--ep_size", "2", "--resume_from_checkpoint", checkpoint) == whole
     want, got = (read_all(place) for place in (tmp_path / "whole", folder))
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    assert_equal(got, want)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.checks import Check, Found
 from support.close import assert_close
-from support.hub_files import read_all
+from support.hub_files import assert_equal, read_all
 from support.scripts import CPU_4, run_script
 from support.tiny_models import tiny
 from support.trl_cases import REWARD, SFT
@@ -76,8 +76,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     for key in ("loss", "grad_norm", "aux_loss", "entropy", "mean_token_accuracy", "learning_rate"):
         assert torch.equal(series(rest, key), series(whole, key)), key
     want, got = (read_all(tmp_path / name / "model") for name in ("whole", "killed"))
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    assert_equal(got, want)
     router = "model.layers.0.mlp.gate.weight"
     assert not torch.equal(want[router], tiny(dtype=torch.float32).state_dict()[router])
 
