@@ -1,7 +1,8 @@
 """The plan derived for each model type is the one found by building and reading all of them.
 
-The table was made once, apart from the code that derives: for Transformers 5.23.0, from a model of
-each type with its default config, by its names and its source. Where the two differ it is said why.
+The table was made once, apart from the code that derives plans: for Transformers 5.23.0, from a
+model of each type with its default config, by its names and its source. Where the two differ, a
+comment says why.
 """
 
 from typing import Any

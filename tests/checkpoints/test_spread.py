@@ -95,7 +95,8 @@ def _state(forms: dict[str, TensorForm]) -> StateFile:
 
 
 def _written(rank: int, world: int, path: Path) -> tuple[Any, list[Any], int, set[int]]:
-    """Name and write a model whose values are their places, asking nobody; read it again.
+    """Name and write a model whose values are their places, without a collective, and read it
+    again.
 
     Returns forms and parts as JSON and plain tensors, bytes written, ranks whose headers were read.
     """

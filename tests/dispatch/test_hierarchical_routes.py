@@ -1,7 +1,7 @@
 """The hierarchical dispatcher on threads of one process: rows that arrive, cross nodes and return.
 
-Random routing over grids of nodes and ranks. The truth of numbers is a formula: an expert
-multiplies a token by a number of its own.
+Random routing over grids of nodes and ranks. The expected numbers come from a formula: each expert
+multiplies a token by its own number.
 """
 
 import random

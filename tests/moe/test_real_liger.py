@@ -1,7 +1,7 @@
 """Liger itself with a patched model, where liger-kernel is installed.
 
-On a CPU Triton's interpreter runs its rotary embedding and its fused linear cross-entropy, not its
-experts, which must never run here, nor its norms (libdevice), which are left out.
+On a CPU Triton's interpreter runs its rotary embedding and its fused linear cross-entropy. Its
+experts must never run here, and its norms (libdevice) cannot.
 """
 
 import importlib.util

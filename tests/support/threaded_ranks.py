@@ -30,7 +30,7 @@ PATIENCE = 60.0
 
 
 class Network:
-    """Post between all pairs of threads, and the bytes that went there.
+    """The queues between all pairs of threads, with a count of the bytes that went through them.
 
     Attributes:
         sent: bytes of rows by (sender, receiver, bytes of a row).

@@ -1,8 +1,8 @@
 """Ranks reduce the gradients of their towers in one order, whatever inputs each of them has.
 
-FSDP2 reduces unit by unit and passes over those in which a rank has no gradient. So one rank with
-sound beside one with pictures must both have gradients of both towers, and under reentrant
-checkpointing nobody sees in front of the backward what a tower is about to use.
+FSDP2 reduces unit by unit and skips units in which a rank has no gradient. So if one rank has sound
+and another one pictures, both must have gradients of both towers. Under reentrant checkpointing the
+code before the backward cannot see what a tower is about to use.
 """
 
 import warnings

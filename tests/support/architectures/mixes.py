@@ -153,9 +153,9 @@ SHARED_BY_EXPERTS = "post_expert_norm"
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """A tiny model without a load-balancing loss, which is one of the whole batch.
+    """Build a tiny model whose load-balancing loss, which depends on the whole batch, is off.
 
-    What all experts of a layer share is frozen.
+    Modules that all experts of a layer share are frozen.
     """
     if name in COMPOSITES:
         return COMPOSITES[name](seed)
