@@ -40,10 +40,7 @@ def _routes(ids: Tensor) -> Routes:
 
 
 def _assert_same_grads(model: nn.Module, stock: nn.Module) -> None:
-    got, want = _grads(model), _grads(stock)
-    assert got.keys() == want.keys()
-    for name, grad in want.items():
-        assert_close(name, got[name], grad, FP64_MODEL)
+    parity.assert_same_gradients("replayed", model, stock, lambda _: FP64_MODEL)
 
 
 def _left_padded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
