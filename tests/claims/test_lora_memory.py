@@ -101,7 +101,7 @@ def trained_parameters_of_two_dtypes_are_an_error_that_says_so(rank: int, world:
             if saved is None:
                 prepared(model, ep_size=world)
                 continue
-            with pytest.raises(ValueError, match=r"torch.bfloat16 and torch.float32.*wants one"):
+            with pytest.raises(ValueError, match=r"torch.bfloat16 and torch.float32.*needs one"):
                 prepared(model, ep_size=world)
 
 
