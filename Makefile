@@ -15,7 +15,8 @@ TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 # $(call timed,COMMANDS): what `make test` takes where the set-up is done, and COMMANDS' exit code.
 timed = start=$$SECONDS; $(1); code=$$?; \
 	echo "make $@: $$((SECONDS - start)) s without the set-up"; exit $$code
-LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy hf_moe_ep
+LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && \
+	$(BIN)/lint-imports --no-cache && $(BIN)/mypy hf_moe_ep
 
 # torch goes first and by its exact version: where an index offers a CPU build of that version it
 # is taken, while a range would resolve to the newest CUDA build.

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.checks import Found, selected_checks
-from support.longest_first import LONGEST_FIRST
 from support.poison import poison_empty
 
 # Before anything imports triton, and inherited by spawned ranks and by subprocesses.
@@ -15,9 +14,34 @@ if not torch.cuda.is_available():
 
 poison_empty()
 
+TESTS = Path(__file__).parent
+# A worker takes the next file when it is done with one (make test): those that take longest go
+# first, or one worker would wait at the end for the other's.
+LONGEST_FIRST = (
+    "integrations/test_trainer.py",
+    "checkpoints/test_training.py",
+    "vision/test_tower.py",
+    "ops/test_adapters.py",
+    "checkpoints/test_hub.py",
+    "claims/test_parity.py",
+    "sequence/test_ulysses.py",
+    "claims/test_notebooks.py",
+    "ops/test_expert_mlp.py",
+    "integrations/test_trainer_sp.py",
+    "lora/test_attach.py",
+    "planner/test_held.py",
+    "checkpoints/test_convert.py",
+    "moe/test_recompute.py",
+    "claims/test_dispatch_bytes.py",
+    "claims/test_errors.py",
+    "claims/test_hub_memory_and_kills.py",
+    "claims/test_lora_memory.py",
+    "integrations/test_accelerate.py",
+)
+
 
 def _place(item: pytest.Item) -> int:
-    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    name = item.path.relative_to(TESTS).as_posix()
     return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
@@ -32,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Found:
-    """What the module's checks on N ranks found: `support.checks`."""
+    """Results of the module's checks on N ranks (`support.checks`)."""
     return Found(selected_checks(request))
 
 

@@ -1,7 +1,7 @@
-"""LoRA on the experts of every type against stock PEFT on stock in one process.
+"""LoRA on the experts of every type equals stock PEFT on a stock model in one process.
 
-On each stacked matrix that the experts have, whichever way it lies and whatever it is called, and
-on every linear layer beside them.
+Adapters are on each stacked matrix of the experts, whatever its name and orientation, and on every
+linear layer outside of them.
 """
 
 import warnings
@@ -69,14 +69,14 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_adapters_on_two_ranks_at_ep_2(found: Found, claim: Check) -> None:
-    """Losses, gradients of every factor, one step of AdamW."""
+    """Compare losses, the gradient of every factor and one step of AdamW."""
     found.raise_if_failed(claim)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["phimoe"])
 def test_adapters_change_no_plan(model_type: str) -> None:
-    """The factors of a router that is a linear layer have a row per expert as well."""
+    """The factors of a router that is a linear layer have one row per expert too."""
     model = build(model_type)
     plan = find_parts(model).plan
     config = LoraConfig(r=3, target_modules=["router", "q_proj"], init_lora_weights=False)

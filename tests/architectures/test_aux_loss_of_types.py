@@ -92,17 +92,16 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_aux_loss_on_two_ranks(found: Found, claim: Check) -> None:
-    """Its value on each rank, the sum of the ranks' losses, every gradient."""
+    """Compare the value on each rank, the sum of the ranks' losses and every gradient."""
     found.raise_if_failed(claim)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [n for n in WITH_AUX_LOSS if n != OF_TWO_ROUTERS])
 def test_of_each_layer_alone(model_type: str) -> None:
-    """The mean of stock's own function, called once for each layer of a stock model.
-
-    Its gradient is that of the routers: nothing else has one, and the last router, which no other
-    layer's loss depends on, has what autograd makes of stock's graph.
+    """The truth is the mean of stock's own function, called once for each layer of a stock model.
+    Only routers have a gradient of this loss. No other layer's loss depends on the last router, so
+    its gradient is what autograd makes of stock's graph.
     """
     stock, model = tiny(model_type), patch(tiny(model_type), aux_loss_per_layer=True)
     inputs = {**batch(stock, 3, 11, pad=4), "output_router_logits": True}
@@ -153,7 +152,7 @@ def test_each_layer_alone_is_refused(model_type: str, changed: dict[str, Any], e
 
 @pytest.mark.slow
 def test_no_other_type_has_one() -> None:
-    """Neither stock, whose forward would call the function, nor we in its plan."""
+    """Stock's forward would call the function, and our plan would name it."""
     stocks, ours = [], []
     for name in TRAINED:
         with torch.device("meta"):

@@ -150,7 +150,7 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_biases_stay(found: Found, claim: Check) -> None:
-    """Other values on every rank; forward, step, training state, resume, hub files."""
+    """Each rank starts from other values; steps, saved states and hub files keep rank 0's."""
     found.raise_if_failed(claim)
 
 

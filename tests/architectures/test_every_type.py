@@ -43,13 +43,13 @@ def assert_equals_stock(
 
 @pytest.mark.parametrize("model_type", few_fast(TRAINED))
 def test_patched_in_one_process(model_type: str) -> None:
-    """A patched model that nobody shards equals stock."""
+    """A model that is patched and not sharded equals stock."""
     assert_equals_stock(model_type, patch)
 
 
 @pytest.mark.parametrize("model_type", few_fast(TRAINED))
 def test_unpatched_is_stock_again(model_type: str) -> None:
-    """Bit for bit, with no attribute or hook of ours left."""
+    """Results are equal bit by bit, and no attribute or hook of ours is left."""
     model, stock = build(model_type), build(model_type)
     (inputs,) = batches(stock, 1)
     num_tokens = count_tokens([inputs])
@@ -76,7 +76,7 @@ TWO_RANKS = [
 
 @pytest.mark.parametrize("claim", TWO_RANKS)
 def test_on_two_ranks_at_ep_2(found: Found, claim: Check) -> None:
-    """Experts split over ep, everything sharded, weights of rank 0."""
+    """Experts are split over ep, everything is sharded, and all ranks get the weights of rank 0."""
     found.raise_if_failed(claim)
 
 

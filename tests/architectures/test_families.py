@@ -1,7 +1,8 @@
 """Eight families on 4 ranks: experts over ep and ep_fsdp, HSDP, checkpointing, resume elsewhere.
 
-Whole models with their towers, in fp64: two steps beside stock in one process; a run that goes on
-at another layout beside the one that stayed; what stock generates from the files of a trained one.
+Whole models with their towers, in fp64: two steps compared with stock in one process, a run that
+resumes at another layout compared with the one that did not stop, and the text that stock generates
+from the files of a trained model.
 """
 
 from functools import partial
@@ -65,7 +66,7 @@ CHECKPOINTED = [
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_on_four_ranks(found: Found, claim: Check) -> None:
-    """Gradient checkpointing of both kinds: a layer that runs again sends what it sent."""
+    """With both kinds of checkpointing, a layer that runs again sends the same rows."""
     found.raise_if_failed(claim)
 
 
@@ -115,7 +116,7 @@ RESUMED = [
 
 @pytest.mark.parametrize("claim", RESUMED)
 def test_resumed_at_another_layout(found: Found, claim: Check) -> None:
-    """Saved at ep 2 with HSDP: the same bits at ep 4 and without EP, and the same next step."""
+    """A state of ep 2 with HSDP has the same bits and next step at ep 4 and without EP."""
     found.raise_if_failed(claim)
 
 
@@ -147,5 +148,5 @@ GENERATE = [
 
 @pytest.mark.parametrize("claim", GENERATE)
 def test_stock_generates_what_the_trained_model_does(found: Found, claim: Check) -> None:
-    """From its hub files, token by token; every rank has other prompts, lengths and ends."""
+    """Stock reads the hub files. Prompts, lengths and ends differ by rank."""
     found.raise_if_failed(claim)

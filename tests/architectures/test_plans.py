@@ -1,7 +1,8 @@
-"""The plan derived for each model type is what was found by building and reading all of them.
+"""The plan derived for each model type is the one found by building and reading all of them.
 
-The table was made once, apart from the code that derives: for Transformers 5.23.0, from a model of
-each type with its default config, by its names and its source. Where the two differ it is said why.
+The table was made once, apart from the code that derives plans: for Transformers 5.23.0, from a
+model of each type with its default config, by its names and its source. Where the two differ, a
+comment says why.
 """
 
 from typing import Any
@@ -262,7 +263,7 @@ DERIVED = few_fast(name for name in MODEL_TYPES if not differences(name).refused
 
 @pytest.mark.parametrize("model_type", DERIVED)
 def test_derived_plan(model_type: str) -> None:
-    """On the meta device, with every kind of layer that the type has."""
+    """The model is on the meta device and has every kind of layer that the type has."""
     config = tiny_config(model_type)
     parts = _parts(config, model_type)
     expected = _expected(model_type)
@@ -299,7 +300,7 @@ def _how_stored(model: Any, plan: ModelPlan) -> str:
     "model_type", [name for name in MODEL_TYPES if not differences(name).refused]
 )
 def test_how_the_hub_stores_experts(model_type: str) -> None:
-    """Derived from what transformers does when it saves, or said in a plan."""
+    """The layout is derived from what transformers does when it saves, or a plan states it."""
     with torch.device("meta"):
         model = model_class(model_type)(tiny_config(model_type))
     wanted = STORED.get(model_type, "gate_proj.weight + up_proj.weight")

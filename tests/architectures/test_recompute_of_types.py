@@ -61,7 +61,7 @@ def test_checkpointed_on_two_ranks(found: Found, claim: Check) -> None:
 
 @pytest.mark.slow
 def test_phimoe_draws() -> None:
-    """With this noise its choice is not that of the largest scores."""
+    """With this noise the router does not choose the largest scores."""
     model = build("phimoe", **UNLIKE["phimoe"])
     ids = torch.arange(40).view(2, 20)
     seen = []

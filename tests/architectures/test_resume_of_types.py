@@ -56,5 +56,5 @@ CHECKS = [Check(name, 2, partial(_goes_on, name), slow=True).as_parameter() for 
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_goes_on_at_another_layout(found: Found, claim: Check) -> None:
-    """Parameters and moments bit by bit; buffers and what is frozen are in the next loss."""
+    """Parameters and moments are equal bit by bit, and so is the next loss."""
     found.raise_if_failed(claim)

@@ -1,8 +1,10 @@
-"""What all experts of a layer share trains as in stock: Muse-Spark's norm behind each expert.
+"""A module that all experts of a layer share trains as in stock: Muse-Spark's norm after each
+expert.
 
-A rank applies it to outputs of its own experts, for tokens of its whole ep group, so its gradient
-is spread over all ranks another way than that of any other parameter. Stock casts to fp32 in its
-norms, which rounds by as much as small mistakes are: here fp64 takes the place of fp32.
+A rank applies the norm to outputs of its own experts, for tokens of its whole ep group, so the
+norm's gradient is spread over the ranks in another way than any other gradient. Stock casts to fp32
+in its norms, which rounds by as much as a small mistake would change: these tests replace fp32 by
+fp64.
 """
 
 from collections.abc import Callable
@@ -137,7 +139,7 @@ def _run(seed: int, **config: Any) -> Run:
 
 
 def _train(run: Run, seed: int) -> None:
-    """One step on batches of all ranks, with fp64 in the place of fp32."""
+    """Take one step on the batches of all ranks, with fp64 instead of fp32."""
     with FP64():
         everyone = batches(run.model, dist.get_world_size(), seed)
         loss = loss_of_sum(run.model, everyone[dist.get_rank()], count_tokens(everyone))

@@ -33,12 +33,12 @@ def test_the_data_is_as_it_is_written() -> None:
 
 
 def test_every_model_type_has_a_row() -> None:
-    """Of the installed Transformers; the page may have more, of a newer one."""
+    """The page may have more rows, of a newer Transformers."""
     assert not set(MODEL_TYPES) - TYPES.keys(), table.COMMAND
 
 
 def test_what_is_granted_is_recorded() -> None:
-    """What no error refuses is claimed: a result or a refusal in every column of every type."""
+    """Every type has a result or a refusal in every column."""
     for column in results.COLUMNS:
         missing = {name for name in MODEL_TYPES if column not in TYPES[name]}
         assert not missing - UNRECORDED.get(column, set()), f"{column}: {table.COMMAND}"
@@ -105,7 +105,7 @@ def test_results_are_put_into_the_data() -> None:
 
 
 def test_what_is_not_even_patched_is_refused_in_all_columns() -> None:
-    """But for what was found of a column itself, and until it is patched."""
+    """Except for results that were found of a column itself."""
     found = {"ep": {"refused": "no gate"}, "sp": {"refused": "mixes"}, "hub": {"max_error": 0.0}}
     data = table.merged({}, {"mixtral": found})
     refused = {column: {"refused": "no gate"} for column in ("lora", "resume")}

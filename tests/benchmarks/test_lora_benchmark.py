@@ -1,4 +1,4 @@
-"""What benchmarks/lora.py counts: stock PEFT keeps merged weights for backward, we do not."""
+"""benchmarks/lora.py: stock PEFT keeps merged weights for backward, and we do not."""
 
 from dataclasses import replace
 
@@ -24,22 +24,6 @@ def test_merged_weights_are_what_stock_keeps_and_we_do_not() -> None:
     assert {len(one.seconds) for one in measured.values()} == {SIZES.steps}
 
 
-def test_the_table_divides_ours_by_stock() -> None:
-    measured = {world: [_both(2.0, 1.0)] * world for world in bench.WORLDS}
-    memory = {
-        (w, k): [(8.0, 4.0) if k == "stock" else (4.0, 1.0)] * w
-        for w in bench.WORLDS
-        for k in bench.KINDS
-    }
-    table = bench.report(SIZES, measured, memory, ["- about"])
-    assert table.count("| ours / stock | | 0.50 | 0.25 | | |") == 2
-    assert table.count("| 0.50 |") >= 2
-
-
-def _both(stock: float, ours: float) -> dict[str, bench.Measured]:
-    return {"stock": bench.Measured(8, [stock] * 2), "ours": bench.Measured(4, [ours] * 2)}
-
-
 def _held(rank: int, world: int) -> dict[str, bench.Held]:
     sizes = replace(SIZES, hidden=128, intermediate=128, experts=4, layers=1)
     return bench.held_rank(rank, sizes, ["bf16", "nf4"])
@@ -47,7 +31,7 @@ def _held(rank: int, world: int) -> dict[str, bench.Held]:
 
 @pytest.mark.slow
 def test_experts_as_bytes_are_held_and_gathered_so() -> None:
-    """Two ranks: 2 and 0.5625 bytes a parameter held; gathers fall by as much, but for adapters."""
+    """Two ranks hold and gather 2 and 0.5625 bytes per parameter, plus adapters."""
     ranks = run_ranks(_held, 2)
     parameters = 4 * 3 * 128 * 128
     adapters = 2 * 4 * (128 + 256 + 128 + 128)

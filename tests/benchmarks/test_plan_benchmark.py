@@ -1,4 +1,4 @@
-"""What the benchmark of plans says of seconds: order with ties, and the table."""
+"""benchmarks/plan.py: the order of predicted seconds, with ties, and its table."""
 
 import math
 
@@ -16,7 +16,7 @@ def _times(*seconds: float) -> list[StepTime]:
 
 
 def test_order_with_ties() -> None:
-    """Four configurations, quartiles of the middle two overlap: which is first does not matter."""
+    """The quartiles of two of four configurations overlap: their order does not matter."""
     measured = [[1.0, 1.1, 1.2], [2.0, 2.2, 2.4], [2.1, 2.3, 2.5], [9.0, 9.1, 9.2]]
     ranks = bench.ranks_of(measured)
     assert ranks.tolist() == [0.0, 1.5, 1.5, 3.0]
@@ -36,11 +36,9 @@ def _seconds(rank: int, world: int, names: list[str], sizes: bench.Sizes) -> lis
 
 @pytest.mark.slow
 def test_seconds_are_in_order() -> None:
-    """Spearman >= 0.8 of four configurations on four ranks, calibrated in the first.
-
-    Of four in two pairs that are a factor of 2 apart in work, 0.8 allows one swap within a pair,
-    which a busy machine makes: a round took up to 1.6 times another one. The two slower ones come
-    behind both faster ones.
+    """Spearman's coefficient is at least 0.8 for four configurations on four ranks, calibrated in
+    the first one. They are two pairs, a factor of 2 apart in work. 0.8 allows one swap within a
+    pair, which a busy machine makes: one round took 1.6 times as long as another.
     """
     sizes = bench.Sizes(layers=2)
     names = ["ep 1", "ep 4", "ep 4, checkpointing", "ep 4, 4 chunks"]

@@ -1,4 +1,4 @@
-"""benchmarks/replay.py: what its tables say, and that replay takes most of a difference away."""
+"""benchmarks/replay.py: shares and distances by hand, and what replay takes away."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch
 
 
 def test_shares_by_hand() -> None:
-    """One row of two tokens, two layers, top-2; the order of experts does not count."""
+    """One row of two tokens, two layers, top-2. The order of experts does not count."""
     ids = torch.tensor([[[[0, 1], [2, 3]], [[4, 5], [6, 7]]]])
     others = torch.tensor([[[[1, 0], [2, 4]], [[4, 6], [1, 0]]]])
     pairs, tokens = bench.shares(ids, others)
@@ -33,19 +33,15 @@ def test_distances_by_hand() -> None:
         "all others": 0.2,
         "all": pytest.approx((1.25 / 75) ** 0.5),
     }
-    outcome = bench.Outcome((1.0,), (0.5,), (1.0,), {"live": found, "replayed": found})
-    text = bench.report([outcome])
-    assert "| 0 | 100 % | 50.0 % | 100 % |" in text
-    assert "| gradient of experts, % | 10.0 | 10.0 | 1.00 |" in text
-    assert "| gradient of routers, % | 0.00 | 0.00 | - |" in text
 
 
 @pytest.mark.slow
 def test_replayed_routes_bring_both_precisions_together() -> None:
-    """One small run: replay is nearer to the engine; in one precision everything is equal."""
+    """With replay a run is nearer to the engine. In one precision everything is equal."""
     (outcome,) = bench.run(layers=4, steps=12, seeds=1, batches=1)
     live, replayed = (outcome.ways[way] for way in bench.WAYS)
     assert min(outcome.same_set) < 1.0
+    assert "| gradient of experts, % |" in bench.report([outcome])
     assert replayed.logp < live.logp
     assert replayed.gradient["experts"] < 0.7 * live.gradient["experts"]
     vocab_size, blocks, held_out = bench.load_data()

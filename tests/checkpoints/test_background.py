@@ -1,4 +1,4 @@
-"""Saves in the background whose process group is destroyed, or whose error nobody waits for."""
+"""Saves in the background whose process group is destroyed, or for whose error nobody waits."""
 
 import logging
 import threading
@@ -40,7 +40,7 @@ def _destroyed(rank: int, world: int, folder: str, when: str) -> str:
 
 @pytest.mark.parametrize("when", ["write_tensors", "write_json"])
 def test_a_destroyed_group_commits_nothing(tmp_path: Path, when: str) -> None:
-    """Without a group every rank would be rank 0, alone, and write a manifest of its own."""
+    """Without a group every rank would be rank 0 and write its own manifest."""
     folder = tmp_path / "one"
     for said in run_ranks(_destroyed, 2, str(folder), when):
         assert "call wait() on what save_checkpoint returned before destroy_process_group" in said
@@ -79,7 +79,7 @@ def test_a_change_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_two_models_to_one_directory(tmp_path: Path) -> None:
-    """What the first is writing is no unfinished save that the second may remove."""
+    """The second save must not remove files of the first one as leftovers of an unfinished save."""
     one, two, write = start("full", ONE), start("full", ONE, seed=1), threading.Event()
     stock = training_folder.write_tensors
 

@@ -32,7 +32,7 @@ from hf_moe_ep.cli import main as cli
 
 
 def _shifted(name: str) -> nn.Module:
-    """What ranks save: not what the folder named by --config holds."""
+    """Ranks save these values, and not those of the folder that --config names."""
     model = tiny(name, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,7 +41,7 @@ def _shifted(name: str) -> nn.Module:
 
 
 def _saved(rank: int, world: int, folder: str) -> None:
-    """Of both kinds, at layouts in which every axis cuts."""
+    """Save both kinds of model at layouts that split every axis."""
     for name in ARCHITECTURES:
         model = apply_ep_fsdp2(_shifted(name), ep_size=2)
         save_checkpoint(f"{folder}/ours {name}", model, torch.optim.AdamW(model.parameters()))
@@ -149,7 +149,7 @@ def _ours(folder: Path) -> Path:
 def test_a_damaged_checkpoint_is_not_converted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One bit of a weight: `verify` of the new model could not find it, as its hashes are new."""
+    """The new model gets new hashes, so `verify` could not find the flipped bit later."""
     source, out = _ours(tmp_path / "training"), tmp_path / "model"
     piece = next((source / "tensors").iterdir())
     _damaged(piece)
@@ -220,11 +220,6 @@ def test_pickles_of_a_run_are_not_published(tmp_path: Path) -> None:
 def test_verify_finds_every_damage(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def damaged(path: Path, offset: int = -9) -> None:
-        content = bytearray(path.read_bytes())
-        content[offset] ^= 1
-        path.write_bytes(content)
-
     model, training = tmp_path / "model", tmp_path / "training"
     apart = tiny(dtype=torch.float32)
     save_pretrained(patch(apart), model)
@@ -240,17 +235,17 @@ def test_verify_finds_every_damage(
     assert _run("inspect", model) == 0
     assert "torch.float32" in capsys.readouterr().out
     shard = next(model.glob("*.safetensors"))
-    damaged(shard)
+    _damaged(shard)
     assert _run("verify", model) == 2
     assert f"{shard} has changed since it was written" in capsys.readouterr().err
-    damaged(shard)
+    _damaged(shard)
     assert _run("verify", model) == 0
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 12}))
     assert _run("verify", model) == 2
     assert "misshapen 48 tensors" in capsys.readouterr().err
     piece = next((training / "tensors").iterdir())
-    damaged(piece)
+    _damaged(piece)
     assert _run("verify", training) == 2
     assert f"{piece} has changed" in capsys.readouterr().err
     assert _run("verify", tmp_path) == 2
@@ -260,7 +255,7 @@ def test_verify_finds_every_damage(
 def test_verify_checks_the_files_that_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stock saves over ours: its one file counts, it removes our shards and leaves our index."""
+    """Stock saves into our folder: it removes our shards and leaves our index."""
     model = tiny(dtype=torch.float32)
     save_pretrained(patch(model), tmp_path)
     tiny(dtype=torch.float32, seed=1).save_pretrained(tmp_path)
@@ -270,7 +265,7 @@ def test_verify_checks_the_files_that_are_read(
 
 
 def test_what_no_safetensors_file_says_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """The library refuses all of these as well; read as they are, some give other bytes."""
+    """The safetensors library refuses all of these files as well."""
     good = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
     headers: dict[str, Any] = {
         "overlap": {"a": good, "b": good | {"shape": [8], "data_offsets": [0, 32]}},

@@ -58,7 +58,7 @@ def _decode(
 
 
 def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
-    """The example of the module: [192, 300] has 2 x 3 scales, and row 130 is in the second row."""
+    """[192, 300] has 2 x 3 scales, and row 130 is in the second row of blocks."""
     values, scales = torch.zeros(192, 300, dtype=torch.uint8), torch.ones(2, 3)
     values[130, 5], values[127, 256], scales[1, 0], scales[0, 2] = 0x38, 0xC0, 0.25, 8.0
     state = {"w": values.view(torch.float8_e4m3fn), "w_scale_inv": scales}
@@ -75,7 +75,7 @@ def test_a_value_is_a_byte_times_the_scale_of_its_block(tmp_path: Path) -> None:
 
 
 def test_every_part_of_a_stack_in_every_view_is_a_part_of_the_whole(tmp_path: Path) -> None:
-    """Blocks of 4 x 3 in [3, 10, 7]; rows seen as pairs, experts as one, and some at a time."""
+    """Blocks of 4 x 3 in [3, 10, 7], in several views."""
     torch.manual_seed(0)
     entry, want = _entry(tmp_path, torch.randn(3, 10, 7), (4, 3))
     boxes = [[(0, size), (1, size), (size // 2, size // 2 + 1)] for size in (3, 10, 7)]
@@ -99,7 +99,7 @@ def test_every_part_of_a_stack_in_every_view_is_a_part_of_the_whole(tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["E8M0", "bytes", "bf16"])
 def test_scales_of_another_dtype(tmp_path: Path, kind: str) -> None:
-    """Powers of two as in MXFP8, float8_e8m0fnu or its bytes; and rounded ones."""
+    """Scales are powers of two as in MXFP8 (float8_e8m0fnu or its bytes), or rounded numbers."""
     entry, _ = _entry(tmp_path, torch.randn(8, 8), (4, 4))
     state = load_file(tmp_path / "model.safetensors")
     scales = torch.tensor([[0.5, 1.0], [8.0, 2.0**-20]])
@@ -138,7 +138,7 @@ def _stock(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> PreTraine
 
 
 def _decoded(state: dict[str, Tensor], key: str) -> Tensor:
-    """What stock's FP8Linear would multiply by, rounded to bf16; of uneven blocks too."""
+    """Decode as stock's FP8Linear does, rounded to bf16; blocks may be uneven."""
     scales = state[f"{key}_scale_inv"]
     product = stock_product(state[key], scales, BLOCK)
     return product.bfloat16().float()
@@ -317,7 +317,7 @@ def test_other_quantisations_are_refused_by_name(
 
 @pytest.mark.slow
 def test_what_stock_has_decoded_is_saved_as_stock_saves_bf16(tmp_path: Path) -> None:
-    """Its own conversions would write them in FP8 again, and the experts stacked."""
+    """Transformers' own conversions would write FP8 again, with stacked experts."""
     write_fp8(tmp_path, tiny(dtype=torch.bfloat16, **SIZES), BLOCK)
     stock = _stock(tmp_path)
     want = dict(stock.state_dict())
@@ -329,7 +329,7 @@ def test_what_stock_has_decoded_is_saved_as_stock_saves_bf16(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("original_format", [True, False])
 def test_what_transformers_quantises_itself(tmp_path: Path, original_format: bool) -> None:
-    """Its quantiser asks for a GPU, and needs none. It writes experts apart and scales stacked."""
+    """Its quantiser asks for a GPU and needs none; it stacks the scales of experts."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
     tiny(dtype=torch.bfloat16, **sizes).save_pretrained(tmp_path / "bf16")
     config = FineGrainedFP8Config(modules_to_not_convert=["lm_head"])

@@ -50,7 +50,7 @@ def test_a_head_is_left_out_and_never_made_up(tmp_path: Path) -> None:
 
 
 class WithFp32(Qwen3MoeForCausalLM):
-    """As architectures whose router is sensitive say it."""
+    """Architectures with a sensitive router declare this."""
 
     _keep_in_fp32_modules = ("q_norm",)
     _keep_in_fp32_modules_strict = ("mlp.gate.weight",)

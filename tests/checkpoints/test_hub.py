@@ -174,7 +174,7 @@ def _layouts_of_others(rank: int, world: int, folder: str) -> list[dict[str, Ten
 
 
 def test_layouts_that_others_write_are_read(tmp_path: Path) -> None:
-    """Transformers 5 saves Qwen3-VL-MoE as in memory, which its own sharded loading refuses."""
+    """Transformers 5 saves Qwen3-VL-MoE in its memory layout."""
     models = [
         tiny("qwen3_vl_moe", dtype=torch.float32),
         tiny("qwen3_vl_moe", dtype=torch.float32, **SQUARE),
@@ -338,7 +338,7 @@ def test_a_gathered_state_dict_is_saved_in_hub_layout(tmp_path: Path) -> None:
 
 
 def test_one_process_saves_a_patched_model_over_an_older_save(tmp_path: Path) -> None:
-    """Stock's single file would hide the new index: it goes, and so do older shards."""
+    """Stock's single file would hide the new index, so the save removes it and older shards."""
     model = tiny(dtype=torch.float32)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()

@@ -39,6 +39,12 @@ def merged_by_peft(model: nn.Module) -> dict[str, Tensor]:
     return {key: tensor.detach() for key, tensor in hub_state(merged).items()}
 
 
+def assert_merged(got: dict[str, Tensor], want: dict[str, Tensor], where: str = "") -> None:
+    assert got.keys() == want.keys()
+    for key, tensor in want.items():
+        assert_close(f"{where}{key}", got[key], tensor, 1e-10)
+
+
 def collect(model: nn.Module, **options: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for key, tensor in hub_tensors(model, **options):
@@ -62,7 +68,7 @@ def as_saved(name: str, layout: str, rank: int, world: int, folder: str) -> None
 
 
 def several(model: nn.Module) -> nn.Module:
-    """Two adapters that are active together, of other ranks and scales, one left out; rsLoRA."""
+    """Add two active adapters of different ranks and scales (one is rsLoRA) and an idle one."""
     model = with_lora(model, r=4, seed=1, use_rslora=True, modules_to_save=["norm", "q_norm"])
     torch.manual_seed(2)
     for adapter in ("second", "idle"):
@@ -102,15 +108,13 @@ def merged(name: str, adapters: str, rank: int, world: int) -> None:
         before = {n: p.to_local().clone() for n, p in model.named_parameters()}
         for max_bytes in (SMALL, 2**30):
             got = collect(model, merge_adapters=True, max_bytes=max_bytes)
-            assert got.keys() == want.keys()
-            for key, tensor in want.items():
-                assert_close(f"{layout}: {key}", got[key], tensor, 1e-10)
+            assert_merged(got, want, f"{layout}: ")
         for n, p in model.named_parameters():
             assert torch.equal(p.to_local(), before[n]), n
 
 
 def stopping_early(rank: int, world: int) -> None:
-    """A rank that breaks off is named on the others, at once; where all break off nobody waits."""
+    """If one rank stops, the others raise an error that names it. If all stop, none waits."""
     model = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=2)
     total = len(list(hub_tensors(model, max_bytes=SMALL)))
     for leaver, after in ((2, 1), (0, 7), (3, total - 1)):
@@ -154,8 +158,7 @@ def in_the_middle_of_a_step(rank: int, world: int) -> None:
             with mode():
                 got = dict(hub_tensors(model, merge_adapters=True, max_bytes=SMALL))
             assert not any(tensor.requires_grad for tensor in got.values())
-            for key, tensor in want.items():
-                assert_close(key, got[key], tensor, 1e-10)
+            assert_merged(got, want)
         loss.backward()
         gradients.append(
             {n: p.grad.to_local() for n, p in model.named_parameters() if p.grad is not None}
@@ -173,8 +176,7 @@ def merged_before_it_was_sharded(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"unmerge_adapter on .* sharded over .*q_proj before;"):
         model.unmerge_adapter()
     got = collect(model, merge_adapters=True)
-    for key, tensor in want.items():
-        assert_close(key, got[key], tensor, 1e-10)
+    assert_merged(got, want)
     model = apply_ep_fsdp2(with_lora(tiny(), seed=1), ep_size=2)
     with pytest.warns(UserWarning, match="Already unmerged"):
         model.unmerge_adapter()
@@ -195,7 +197,7 @@ def other_things_on_a_rank(rank: int, world: int) -> None:
 
 
 class Alive(TorchDispatchMode):
-    """`most`: what storages that were made inside the block held at once, in bytes."""
+    """`most`: the most bytes of storages made inside the block that were alive together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,9 +272,7 @@ def test_one_process(max_bytes: int) -> None:
     stock = with_lora(tiny(), seed=1)
     want = merged_by_peft(stock)
     got = collect(patch(stock), merge_adapters=True, max_bytes=max_bytes)
-    assert got.keys() == want.keys()
-    for key, tensor in want.items():
-        assert_close(key, got[key], tensor, 1e-10)
+    assert_merged(got, want)
 
 
 def test_what_is_merged_already_is_not_added_again() -> None:
@@ -280,8 +280,7 @@ def test_what_is_merged_already_is_not_added_again() -> None:
     want = merged_by_peft(model)
     model.merge_adapter()
     got = collect(patch(model), merge_adapters=True)
-    for key, tensor in want.items():
-        assert_close(key, got[key], tensor, 1e-10)
+    assert_merged(got, want)
 
 
 @needs_add_adapter
@@ -297,14 +296,12 @@ def test_adapters_of_transformers_are_merged_too() -> None:
             other.copy_(one.normal_())
     want = merged_by_peft(stock)
     got = collect(patch(model), merge_adapters=True)
-    assert got.keys() == want.keys()
-    for key, tensor in want.items():
-        assert_close(key, got[key], tensor, 1e-10)
+    assert_merged(got, want)
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
 def test_a_trained_copy_of_one_of_two_tied_weights(module: str) -> None:
-    """Both are sent: the copy, and what the other one still is."""
+    """Both tensors are sent: the trained copy, and the other weight as it was."""
     stock = with_lora(tiny(tie_word_embeddings=True), seed=1, modules_to_save=[module])
     with torch.no_grad():
         for name, parameter in stock.named_parameters():
@@ -313,9 +310,7 @@ def test_a_trained_copy_of_one_of_two_tied_weights(module: str) -> None:
     want = merged_by_peft(stock)
     assert not torch.equal(want["lm_head.weight"], want["model.embed_tokens.weight"])
     got = collect(patch(stock), merge_adapters=True)
-    assert got.keys() == want.keys()
-    for key, tensor in want.items():
-        assert_close(key, got[key], tensor, 1e-10)
+    assert_merged(got, want)
 
 
 def test_yielded_tensors_are_copies() -> None:
@@ -359,7 +354,7 @@ def test_bad_input(wrap: Any, options: dict[str, Any], words: str) -> None:
 
 
 def test_adapters_that_are_switched_off() -> None:
-    """The model computes without them: neither is sent unasked, merged or not."""
+    """The model computes without them, so they are sent only on request, merged or not."""
     model: Any = patch(with_lora(tiny(), seed=1))
     want = collect(model, merge_adapters=True)
     with model.disable_adapter():
@@ -369,7 +364,7 @@ def test_adapters_that_are_switched_off() -> None:
 
 
 def test_what_the_caller_does_to_a_tensor_reaches_no_other() -> None:
-    """Pieces of one slab; those that come later, and those that are kept."""
+    """Neither later pieces of the same slab nor pieces that the caller kept change."""
     model = patch(tiny(dtype=torch.float32))
     want = hub_state(model)
     kept: dict[str, Tensor] = {}

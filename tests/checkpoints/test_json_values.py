@@ -1,4 +1,4 @@
-"""What a training state holds beside its tensors, as JSON and back."""
+"""The values of a training state that are no tensors, to JSON and back."""
 
 import json
 
@@ -9,7 +9,7 @@ from hf_moe_ep.checkpoints.storage.json_values import decode, encode
 
 
 def test_tensors_come_back_on_the_host() -> None:
-    """Else AdamW's `step` would go to the default device, and its next step would raise."""
+    """Otherwise AdamW's `step` would go to the default device, and the next step would raise."""
     encoded = encode(torch.tensor(3.0), "step")
     torch.set_default_device("meta")
     try:
@@ -20,7 +20,7 @@ def test_tensors_come_back_on_the_host() -> None:
 
 
 def test_states_of_generators_and_no_larger_tensors() -> None:
-    """As stateful data loaders keep them in their progress."""
+    """Stateful data loaders keep such states in their progress."""
     generator = torch.Generator().manual_seed(5)
     state = {"sampler": {"yielded": 3, "generator": generator.get_state()}}
     back = decode(json.loads(json.dumps(encode(state, "progress"))))

@@ -45,7 +45,7 @@ def _rows(rows: int, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
 
 
 def _save(model: PreTrainedModel, folder: Path, plan: ModelPlan = PLAN, rows: int = 3) -> None:
-    """Write a model that nobody patched, through slabs."""
+    """Write an unpatched model through slabs."""
     folder.mkdir()
     tensors = {name: tensor.detach() for name, tensor in distinct_tensors(model).items()}
     groups = group_tensors(
@@ -71,7 +71,7 @@ def _of_stock(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model_type", few_fast(TYPES))
 def test_files_are_those_that_stock_writes_and_reads(model_type: str, tmp_path: Path) -> None:
-    """Of every MoE type keys, shapes and bytes, and all values when they are read again."""
+    """For every MoE type keys, shapes, bytes and values agree."""
     model = tiny(model_type, dtype=torch.float32)
     model.save_pretrained(tmp_path / "stock")
     _save(model, tmp_path / "ours")
@@ -81,7 +81,7 @@ def test_files_are_those_that_stock_writes_and_reads(model_type: str, tmp_path: 
 
 
 class _Flip(ConversionOps):
-    """What no file of ours has heard of."""
+    """A conversion that our files do not know."""
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         return {key: torch.flip(values[0], [0]) for key, values in input_dict.items()}
@@ -110,7 +110,7 @@ def _layout(
 
 
 def test_interleaved_rows_by_hand(stock: PreTrainedModel) -> None:
-    """Rows 0 3 1 4 2 5 of a file: seen as [E, 3, 2, H], gate is [:, :, 0], up is [:, :, 1]."""
+    """Rows 0 3 1 4 2 5 of a file, seen as [E, 3, 2, H]: gate is [:, :, 0] and up is [:, :, 1]."""
     loading = WeightConverter("mlp.w13", "mlp.gate_up", [Interleave(dim=1)])
     pieces = _layout(stock, {"a.mlp.gate_up": (2, 6, 5)}, loading)["a.mlp.gate_up"]
     gate, up = pieces
@@ -154,7 +154,7 @@ class _Pad(ConversionOps):
 
 
 def test_zeros_that_no_parameter_holds_by_hand(stock: PreTrainedModel) -> None:
-    """Columns 0 to 2 of a file's tensor [4, 5] are the parameter, 3 and 4 are zeros."""
+    """Columns 0 to 2 of a file's tensor [4, 5] are the parameter. Columns 3 and 4 are zeros."""
     layout = _layout(stock, {"head": (4, 3)}, WeightConverter("hub", "head", [_Pad()]))
     (values,), (zeros,) = layout["head"], layout[PADDING]
     assert (values.shape, values.sizes, values.corner) == ((4, 5), (4, 3), (0, 0))
@@ -163,7 +163,7 @@ def test_zeros_that_no_parameter_holds_by_hand(stock: PreTrainedModel) -> None:
 
 
 def test_pairs_of_rotary_rows_by_hand(stock: PreTrainedModel) -> None:
-    """Of 2 heads of 4 rows, rows 0 1 2 3 of a head stand in the file as 0 2 1 3."""
+    """The file holds rows 0 1 2 3 of each of 2 heads in the order 0 2 1 3."""
     loading = WeightConverter("q.hub", "q.weight", [PermuteForRope(permute_layer_names=["q."])])
     stock.config.num_attention_heads, kept = 2, stock.config.num_attention_heads
     try:
@@ -195,7 +195,7 @@ def test_a_plan_goes_before_what_transformers_would_do(tmp_path: Path) -> None:
 
 
 def test_older_names_are_read_as_stock_reads_them(tmp_path: Path) -> None:
-    """The text part of a multimodal checkpoint: its names, its other tensors left out by class."""
+    """The text model reads its names from a multimodal checkpoint and skips the other tensors."""
     model = tiny("qwen3_5_moe_text", dtype=torch.float32)
     model.save_pretrained(tmp_path)
     state = _of_stock(tmp_path)

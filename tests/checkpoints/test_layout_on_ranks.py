@@ -57,5 +57,5 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_there_and_back_on_two_ranks(found: Found, claim: Check) -> None:
-    """Experts split over ep, everything sharded; stock reads what is written."""
+    """Experts are split over ep. Stock reads the files that are written."""
     found.raise_if_failed(claim)

@@ -51,7 +51,7 @@ def test_it_names_every_file_with_size_and_hash(tmp_path: Path) -> None:
 
 
 def test_what_its_writer_has_hashed_is_not_read_again(tmp_path: Path) -> None:
-    """Told in the manifest as its writer tells; unless the file has another size by now."""
+    """The manifest takes the hash of the writer, except where the file has another size by now."""
     told = {"a.bin": {"size": 1000, "sha256": "of its writer"}}
     manifest.begin(_folder(tmp_path))
     with mock.patch.object(manifest, "sha256_of", wraps=manifest.sha256_of) as read:
@@ -116,7 +116,7 @@ def test_newest_is_the_last_written_and_none_lists_what_is_there(tmp_path: Path)
 
 
 def test_folders_of_others_are_passed_over(tmp_path: Path) -> None:
-    """One that we may not read (lost+found of a volume), and manifests of another kind."""
+    """One folder cannot be read (a volume's lost+found), and one has a manifest of another kind."""
     mine, locked = _complete(tmp_path / "one"), tmp_path / "lost+found"
     texts = {"a": "[]", "b": '{"format": 1, "files": [], "written": {}}', "c": "3"}
     for name, text in texts.items():

@@ -54,7 +54,7 @@ def write_base(folder: Path, name: str, dtype: torch.dtype, **config: Any) -> ty
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, **options: Any) -> None:
-    """Of random factors; modules_to_save and biases are trained, too."""
+    """Write an adapter of random factors, with trained biases and modules_to_save."""
     adapted = with_lora(model, **{"r": 3, "seed": 1, **options})
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -65,7 +65,7 @@ def write_adapter(folder: Path, model: PreTrainedModel, **options: Any) -> None:
 
 @dataclass(frozen=True)
 class OfPeft:
-    """What stock PEFT merges and saves in one process, and the same in fp64: the truth."""
+    """The merged model that stock PEFT saves in one process, and the same in fp64: the truth."""
 
     values: dict[str, Tensor]
     truth: dict[str, Tensor]
@@ -157,7 +157,7 @@ def test_every_value_is_that_of_peft(name: str, dtype: torch.dtype, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_model_of_pictures_is_as_on_the_hub(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Where stock saves a Qwen3-VL-MoE as it is in memory, which the hub has the other way."""
+    """Stock saves Qwen3-VL-MoE in its memory layout, which is not the layout on the hub."""
     model = tiny("qwen3_vl_moe", dtype=dtype)
     base = write_hub(tmp_path / BASE, model)
     model_class = type(model)
@@ -225,7 +225,7 @@ def of_peft(small: Path) -> OfPeft:
 
 
 def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -> None:
-    """With an index, and without PEFT's prefix; the base by the name that a cache has it by."""
+    """The adapter has an index, and the base is a name in the hub's cache."""
     whole = load_file(small / ADAPTER / "adapter_model.safetensors")
     shutil.copytree(small / ADAPTER, tmp_path / ADAPTER)
     (tmp_path / ADAPTER / "adapter_model.safetensors").unlink()
@@ -255,7 +255,7 @@ def test_what_transformers_saves_in_several_files(small: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_base_of_one_file_by_other_names(small: Path, tmp_path: Path) -> None:
-    """Stays one; that the adapter names another base is noted, unless it is so called."""
+    """The result is one file as well. A warning says that the adapter names another base."""
     for name in ("base", "Tiny", "models--somebody--Tiny/snapshots/f00d"):
         AutoModelForCausalLM.from_pretrained(small / BASE).save_pretrained(tmp_path / name)
     shutil.copytree(small / ADAPTER, tmp_path / ADAPTER)
@@ -287,7 +287,7 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_no_more_than_a_few_experts_or_rows_are_in_memory(small: Path, tmp_path: Path) -> None:
-    """Nor all of an adapter; neither of narrow experts nor of a matrix that is no stack."""
+    """The adapter is not read whole either."""
     watch = LargestTensor(())
 
     def write(*arguments: Any, **options: Any) -> None:
@@ -338,7 +338,7 @@ def _peaks(rank: int, world: int, folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_peak_is_that_of_a_few_experts(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of resident memory, where a stack lies in many files; a whole stack would take more."""
+    """Resident memory is measured while a stack lies in many files."""
     model = tiny_model(dtype=dtype, **WIDE)
     stack = max(parameter.nbytes for parameter in model.parameters())
     write_hub(tmp_path / BASE, model, files=5)
@@ -604,7 +604,7 @@ def test_places_that_cannot_be(base: str, target: str, words: str, small: Path) 
 
 @pytest.mark.slow
 def test_a_disk(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Too small, seen at first; full by others while it is written; where a folder is mounted."""
+    """It is too small from the start, filled during the write, or a mounted folder."""
     arguments = ["merge-adapter", *map(str, (small / BASE, small / ADAPTER))]
     with small_disk(tmp_path, 300_000):
         assert cli.main([*arguments, str(tmp_path / "out")]) == 2

@@ -57,7 +57,7 @@ def _stock(folder: Path) -> GptOssForCausalLM:
 
 
 def test_a_byte_is_two_numbers_the_low_one_first(tmp_path: Path) -> None:
-    """0x72 with scale 130 is 1.0 and 6.0 times 8; 0xF1 with scale 126 is 0.5 and -6.0 halved."""
+    """0x72 with scale 130 is 1.0 and 6.0 times 8. 0xF1 with scale 126 is 0.5 and -6.0, halved."""
     blocks = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
     blocks[0, 0, 0, 1], blocks[0, 1, 0, 0] = 0x72, 0xF1
     scales = torch.tensor([130, 126], dtype=torch.uint8).view(1, 2, 1)
@@ -89,7 +89,7 @@ def _on_two_ranks(rank: int, world: int, folder: str) -> None:
 
 
 def test_two_ranks_read_what_stock_decodes(tmp_path: Path) -> None:
-    """Every tensor to the bit, each rank its experts or its rows; saved as bf16, as in memory."""
+    """Each rank reads its experts or rows, equal to the bit, and saves them as bf16."""
     _published(tmp_path)
     run_ranks(_on_two_ranks, 2, str(tmp_path))
     want = _stock(tmp_path).state_dict()
@@ -101,7 +101,7 @@ def test_two_ranks_read_what_stock_decodes(tmp_path: Path) -> None:
 
 
 def test_what_stock_decoded_is_saved_under_names_that_stock_reads(tmp_path: Path) -> None:
-    """Stock 5.23 itself writes decoded weights as "_blocks", which nothing reads."""
+    """Stock 5.23 writes decoded weights under names with "_blocks", which nothing reads."""
     _published(tmp_path)
     want = dict(_stock(tmp_path).state_dict())
     save_pretrained(patch(_stock(tmp_path)), tmp_path / "saved")

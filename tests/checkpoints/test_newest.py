@@ -1,4 +1,4 @@
-"""`newest_checkpoint`: the last complete one, whatever lies beside it, or None."""
+"""`newest_checkpoint` returns the last complete checkpoint of a folder, or None."""
 
 import json
 import warnings
@@ -22,7 +22,7 @@ def _complete(path: Path, when: float) -> Path:
 
 
 def test_none_without_a_word(tmp_path: Path) -> None:
-    """No folder, an empty one, and one in which others keep what is no checkpoint."""
+    """The folder does not exist, is empty, or holds only files that are no checkpoints."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "notes.txt").write_text("checkpoint-7")
     with warnings.catch_warnings():
@@ -37,7 +37,7 @@ AN_HOUR = 3600.0
 
 
 def test_the_highest_step_is_the_newest_whatever_the_clock_says(tmp_path: Path) -> None:
-    """The clock of the machine that wrote the last one is an hour back."""
+    """The machine that wrote the last checkpoint has a clock one hour behind."""
     older = _complete(tmp_path / "step-90", NOW)
     newer = _complete(tmp_path / "step-100", NOW - AN_HOUR)
     assert newest_checkpoint(str(tmp_path)) == newer == manifest.newest_complete(tmp_path)
@@ -47,7 +47,7 @@ def test_the_highest_step_is_the_newest_whatever_the_clock_says(tmp_path: Path) 
 
 
 def test_without_steps_in_names_the_last_written_one(tmp_path: Path) -> None:
-    """By the number in its manifest; of a series of steps by that of its highest."""
+    """The number in the manifest decides; a series has that of its highest step."""
     _complete(tmp_path / "step-200", NOW)
     best = _complete(tmp_path / "best", NOW - AN_HOUR)
     assert newest_checkpoint(tmp_path) == best
@@ -60,7 +60,7 @@ def test_without_steps_in_names_the_last_written_one(tmp_path: Path) -> None:
 
 
 def test_manifests_without_a_number_are_read(tmp_path: Path) -> None:
-    """Those of older versions: by the steps in their names, else by time, behind newer ones."""
+    """Those of older versions come behind newer ones, by step, else by time."""
     for name, when in (("b", NOW), ("a", NOW + 1), ("step-9", NOW - 1), ("step-10", NOW - 2)):
         path = _complete(tmp_path / name, when)
         found = json.loads((path / manifest.MANIFEST).read_text())
@@ -73,7 +73,7 @@ def test_manifests_without_a_number_are_read(tmp_path: Path) -> None:
 
 
 def test_accelerates_own_names(tmp_path: Path) -> None:
-    """`checkpoint_0`, ..: by their numbers; what has no manifest is named."""
+    """`checkpoint_N` are ordered by number. A warning names those without a manifest."""
     for number in (9, 10):
         newest = _complete(tmp_path / f"checkpoint_{number}", NOW - number)
     assert newest_checkpoint(tmp_path) == newest
@@ -84,7 +84,7 @@ def test_accelerates_own_names(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_a_checkpoint_itself(tmp_path: Path) -> None:
-    """A loop that saves to the same folder each time."""
+    """A loop may save into the same folder each time."""
     _complete(tmp_path, NOW)
     assert newest_checkpoint(tmp_path) == tmp_path
     manifest.begin(tmp_path)
@@ -111,6 +111,6 @@ def _of_rank(rank: int, world: int, folder: str) -> str:
 
 @pytest.mark.slow
 def test_every_rank_goes_on_from_what_rank_0_sees(tmp_path: Path) -> None:
-    """Where a file system shows a folder to one machine later than to another."""
+    """A file system may show a folder to one machine later than to another."""
     newest = _complete(tmp_path / "step-1", 1.0)
     assert run_ranks(_of_rank, 2, str(tmp_path)) == [str(newest)] * 2

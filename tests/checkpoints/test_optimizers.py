@@ -13,7 +13,7 @@ ALONE = Layout("unsharded", 1)
 
 
 class OwnAdamW(torch.optim.AdamW):
-    """As scripts have it, to count steps or to log."""
+    """A user's subclass that counts steps or logs."""
 
 
 class SlowAdamW(torch.optim.AdamW):

@@ -25,7 +25,7 @@ WHOLE = {
 
 
 def _written_by_four(folder: Path) -> list[Path]:
-    """As torch.distributed.checkpoint writes them: row by row; rank 2 has what all of them hold."""
+    """Write row by row, as DCP does. Rank 2 writes what all ranks hold."""
     files = []
     for rank in range(WORLD):
         parts = {"w": (2 * rank, 2 * rank + 2), "experts": (rank, rank + 1)}
@@ -70,7 +70,7 @@ def _read(files: list[Path], rank: int, world: int, dim: int) -> int:
 
 
 def test_headers_of_ranks_near_by_are_read_first(tmp_path: Path) -> None:
-    """By hand: rank 2 has all in its own file, and what all hold; a neighbour needs one more."""
+    """Rank 2 needs its own file and the shared one, and a neighbour one more."""
     files = _written_by_four(tmp_path)
     assert [_read(files, rank, WORLD, 0) for rank in range(WORLD)] == [3, 2, 1, 2]
     # 0.. 1, 2, 3 halves of it; along columns everybody needs everybody
@@ -80,7 +80,7 @@ def test_headers_of_ranks_near_by_are_read_first(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
-    """A file that is not there; one that ends too early; what is twice in files counts once."""
+    """A file is missing or ends too early. A part that two files hold counts once."""
     files = _written_by_four(tmp_path)
     with pytest.raises(ValueError, match=r"files of 3 ranks lack 12 of 42 values .* of w \(2 ten"):
         read_parts([files[0], files[2], files[3]], {n: torch.zeros(s) for n, s in SIZES.items()})

@@ -26,7 +26,7 @@ WORLD = 8
 
 
 def _state(rank: int) -> dict[str, Any]:
-    """As a model with experts and AdamW: uneven parts, empty ones, replicas, numbers, words."""
+    """A state like that of experts and AdamW: uneven and empty parts, replicas, numbers, text."""
     with torch.device("cpu"):
         two = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         one = init_device_mesh("cpu", (WORLD,))
@@ -62,7 +62,7 @@ def _local(shape: tuple[int, ...], mesh: Any, placements: list[Any]) -> tuple[in
 
 
 def _planned(planner: type[DefaultSavePlanner]) -> tuple[list[SavePlan], list[Any], Metadata]:
-    """What ranks tell, what they write in the end, and the metadata; as `dcp.save` does it."""
+    """Run the steps of `dcp.save`: local plans, final plans and metadata."""
     planners, told = [], []
     for rank in range(WORLD):
         with fake_group(rank, WORLD):
@@ -76,7 +76,7 @@ def _planned(planner: type[DefaultSavePlanner]) -> tuple[list[SavePlan], list[An
 
 
 def _boxes(metadata: Metadata) -> dict[str, Any]:
-    """Of each tensor its dtype, size and parts that have something in them."""
+    """Return dtype, size and non-empty parts of each tensor."""
     found: dict[str, Any] = {}
     for name, of_name in metadata.state_dict_metadata.items():
         if not hasattr(of_name, "chunks"):
@@ -97,7 +97,7 @@ def _written(items: list[WriteItem]) -> list[tuple[str, Any]]:
 
 
 def test_the_plan_is_that_of_dcp_and_nobody_is_told_it() -> None:
-    """Each part is written once, by a rank that has it; `.metadata` says the same of all."""
+    """Each part is written once, by a rank that has it, and no plan is sent."""
     their_told, theirs, their_metadata = _planned(DefaultSavePlanner)
     told, ours, metadata = _planned(SpreadPlanner)
     assert all(plan.items for plan in their_told) and not any(plan.items for plan in told)
@@ -159,6 +159,6 @@ def _state_dicts(run: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.slow
 def test_files_are_read_by_stock(tmp_path: Path) -> None:
-    """Four ranks with replicas, model and AdamW: saved by each planner, loaded by torch."""
+    """Four ranks with replicas save a model and AdamW with each planner, and torch loads them."""
     for names in run_ranks(_saved_and_loaded, 4, str(tmp_path)):
         assert names == ["DefaultSavePlanner", "SpreadPlanner"]

@@ -69,7 +69,7 @@ def stacked(folder: Path) -> None:
 
 
 def fp8(folder: Path) -> None:
-    """As Qwen3's and DeepSeek-V3's FP8 checkpoints; scales that quantising anew does not find."""
+    """Write FP8 as Qwen3 and DeepSeek-V3 do, with scales that quantising does not find."""
     write_fp8(folder, tiny(dtype=torch.bfloat16, **SIZES))
     state, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
     for name in [name for name in state if name.endswith("_scale_inv")]:
@@ -122,7 +122,7 @@ DECODED: dict[str, Any] = {
 
 
 def stock(name: str, folder: str | Path) -> PreTrainedModel:
-    """What stock makes of the files, in bf16."""
+    """Return the tensors that stock reads from the files, in bf16."""
     config = {"quantization_config": DECODED[name]()} if name in DECODED else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **config)
 
@@ -143,13 +143,13 @@ def kept_of(folder: Path, weight: str) -> Quantised:
 
 
 def weights_of(folder: Path) -> dict[str, InFiles]:
-    """Where the weights of a checkpoint are found."""
+    """Return the places of the weights of a checkpoint."""
     model, plan = described_model(folder)
     return find_weights(model, folder, plan, [name for name, _ in model.named_parameters()])
 
 
 def parts_of(whole: Quantised, quantisation: Quantisation) -> Iterator[tuple[Any, Quantised]]:
-    """What ranks keep: experts 3 to 5 (exclusive), no expert, and halves of the rows of all."""
+    """Return the parts of ranks: experts 3 and 4, no expert, halves of the rows of all."""
     rows = whole.values.shape[1]
     columns = whole.values.shape[2] * quantisation.values_per_byte
     cuts: list[tuple[slice, int, int]] = [(slice(3, 5), 0, 1), (slice(8, 8), 0, 1)]
@@ -176,9 +176,8 @@ def pairs() -> Iterator[Any]:
 def test_each_part_is_that_of_what_was_loaded_and_quantised(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    """Files of all layouts; experts of a rank, none, and halves of rows. FP8 into FP8: its bytes.
-
-    Scales of nested blocks know of the whole matrix: ranks that cut its rows agree all the same.
+    """Files have all layouts. A rank reads its experts, no expert, or halves of rows. FP8 into FP8
+    copies bytes. Nested scales depend on the whole matrix, and ranks that split its rows agree.
     """
     quantisation, folder = HELD[kind], tmp_path / "checkpoint"
     FILES[name](folder)

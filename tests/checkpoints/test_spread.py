@@ -1,4 +1,4 @@
-"""Which rank writes which part: by hand, alike on every rank, each value once; nobody is asked."""
+"""Each rank knows which rank writes which part, without asking, and each value is written once."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ LAYOUT = {"ep_size": 2, "dp_replicate_size": 2}
 
 
 def test_by_hand() -> None:
-    """The grid of the docstring; ep and FSDP2 on one dim; what all ranks hold whole."""
+    """The grid of the docstring, ep and FSDP2 on one dimension, and replicated tensors."""
     rows = Spread((2, 4), tuple(range(8)), (None, 0))
     assert rows.num_replicas == 2
     for replica, first in enumerate((0, 4)):
@@ -68,7 +68,7 @@ def test_what_nobody_can_know_is_refused() -> None:
 
 
 def test_nothing_is_gathered_to_save(tmp_path: Path) -> None:
-    """Rank 0 of 64 writes its part; before the manifest it asks if all agree, and nothing else."""
+    """Rank 0 of 64 writes its part after one collective that asks whether all agree."""
     with fake_group(0, 64):
         model = apply_ep_fsdp2(tiny(num_hidden_layers=1), ep_size=4)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -95,7 +95,8 @@ def _state(forms: dict[str, TensorForm]) -> StateFile:
 
 
 def _written(rank: int, world: int, path: Path) -> tuple[Any, list[Any], int, set[int]]:
-    """Name and write a model whose values are their places, asking nobody; read it again.
+    """Name and write a model whose values are their places, without a collective, and read it
+    again.
 
     Returns forms and parts as JSON and plain tensors, bytes written, ranks whose headers were read.
     """
@@ -146,7 +147,7 @@ def _read_again(path: Path, tensors: dict[str, Tensor], forms: dict[str, TensorF
 
 @pytest.mark.slow
 def test_ranks_write_each_value_once_and_read_what_they_need(tmp_path: Path) -> None:
-    """Four ranks with HSDP and ep; torch reads their files; a rank needs its own and one more."""
+    """A rank reads its own file and one more. Torch reads all files."""
     tensors = tmp_path / folder.TENSORS
     tensors.mkdir()
     found = run_ranks(_written, WORLD, tmp_path)

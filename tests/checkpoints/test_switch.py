@@ -38,7 +38,7 @@ def _by_stock(folder: Path) -> None:
 
 
 def _by_stock_over_ours(folder: Path) -> None:
-    """A model.safetensors beside an index that counts for nobody."""
+    """Let stock write a model.safetensors, which makes the index invalid."""
     _by_us(folder)
     _by_stock(folder)
 
@@ -89,7 +89,7 @@ def _loaded(folder: Path) -> dict[str, Tensor]:
 def test_a_kill_at_any_step_leaves_one_whole_checkpoint(
     before: Callable[[Path], None], resized: bool, tmp_path: Path
 ) -> None:
-    """Read by stock transformers, which knows nothing of a save that was not finished."""
+    """Stock transformers reads it and ignores files of the unfinished save."""
     model = patch(_other(resized=True) if resized else _other())
     before(tmp_path / "old")
     (tmp_path / "old" / "notes.txt").write_text("of the user")
@@ -156,7 +156,7 @@ def test_a_failure_in_front_of_the_commit_restores_the_old_files(
 
 
 def test_files_in_folders_and_links_of_the_user_are_switched(tmp_path: Path) -> None:
-    """As additional_chat_templates, and a snapshot in the cache of the hub, which is of links."""
+    """For example additional_chat_templates, and the links of the hub's cache."""
     folder, staged, blob = tmp_path / "model", tmp_path / "model" / ".staged", tmp_path / "blob"
     (staged / "templates").mkdir(parents=True)
     blob.write_text("old")

@@ -175,7 +175,7 @@ def _load_run(run: Run, folder: str) -> dict[str, Any]:
 
 
 def _background(rank: int, world: int, folder: str) -> None:
-    """What is trained after the call is not in the files; a second save waits for the first."""
+    """Steps after the call do not change the files, and a second save waits for the first."""
     run = start("full", TWO)
     step(run, 0)
     want, began = everything(run), threading.Event()

@@ -1,4 +1,4 @@
-"""What DCP loads for this package runs no code."""
+"""Files that DCP loads for this package run no code."""
 
 import os
 import pickle
@@ -50,7 +50,7 @@ def _by_our_planner(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _by_stock(folder: Path, state: dict[str, Any]) -> None:
-    """As Accelerate does."""
+    """Load as Accelerate does."""
     reader = dcp.FileSystemReader(folder)
     dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
 
@@ -74,7 +74,7 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_planted_item_runs_no_code(tmp_path: Path) -> None:
-    """The file is named; torch alone would have run it, which shows that it was planted well."""
+    """The error names the file. Torch alone runs the code, so it was planted well."""
     trace = tmp_path / "code ran"
     file = plant(_saved(tmp_path / "state", {"lr": 0.1}), trace)
     with pytest.raises(ValueError, match=rf"{file} cannot be loaded: its item options.lr .*mkdir"):
@@ -113,7 +113,7 @@ def test_a_class_of_the_user_is_allowed_by_name(tmp_path: Path) -> None:
 
 
 def test_load_checkpoint_reads_no_pickle(tmp_path: Path) -> None:
-    """Files of DCP in a folder of save_checkpoint, named in its manifest or not, and in others."""
+    """DCP files lie in a folder of save_checkpoint, in its manifest or not."""
     model = patch(tiny(dtype=torch.float32, num_hidden_layers=1))
     optimizer = torch.optim.AdamW(model.parameters())
     ours, trace = tmp_path / "ours", tmp_path / "code ran"

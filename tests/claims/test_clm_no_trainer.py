@@ -27,7 +27,7 @@ AFTER_ADAMW = 1e-4
 
 
 def run_job(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What the script logged."""
+    """Run the script and return its log."""
     folder.mkdir(exist_ok=True)
     ranks = "--ep-size" in arguments
     batch = ["--batch", "2" if ranks else "8"]
@@ -65,7 +65,7 @@ def test_a_loop_under_accelerate_equals_stock(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_loop_goes_on_from_its_last_state(tmp_path: Path) -> None:
-    """Bit by bit: on the same ranks the rest of the run is the same arithmetic."""
+    """On the same ranks the rest of the run is equal bit by bit."""
     whole = run_job(tmp_path / "whole", "--ep-size", "2")
     with pytest.raises(AssertionError, match="exit code"):
         run_job(tmp_path / "killed", "--ep-size", "2", "--die-at", "3")
@@ -78,7 +78,7 @@ def test_a_killed_loop_goes_on_from_its_last_state(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_tracker_that_fails_ends_all_ranks_and_is_named(tmp_path: Path) -> None:
-    """It is called on rank 0 alone; the launcher ends the ranks that wait for that one."""
+    """The tracker runs on rank 0 alone. The launcher ends the ranks that wait for rank 0."""
     began = time.monotonic()
     said = r"tracker 'lines' \(.*Lines\) failed on rank 0: OSError: no space left on device"
     with pytest.raises(AssertionError, match="exit code 1 of "):

@@ -1,8 +1,8 @@
-"""`make demo` trains as one stock process does beside it.
+"""`make demo` trains as one stock process does.
 
 The report itself exits with an error where the held-out loss is not below that of a bigram model,
 where the reloaded checkpoint has another loss than the Trainer logged, where one of the first 20
-logged losses is off the stock process's by more than 1e-4, or the last held-out loss by 2 %.
+logged losses differs from the stock process's by more than 1e-4, or the last held-out loss by 2 %.
 """
 
 import os

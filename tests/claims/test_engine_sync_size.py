@@ -1,7 +1,8 @@
-"""What hub_tensors costs on 4 ranks: memory beyond the shards, bytes that travel, products of LoRA.
+"""The cost of hub_tensors on 4 ranks: memory beyond the shards, bytes sent, products of LoRA
+factors.
 
-Of a model of 960 MiB at most 1.2 times max_bytes are resident beyond the shards, the collectives'
-own buffers included.
+With a model of 960 MiB at most 1.2 times max_bytes are resident beyond the shards, including the
+collectives' own buffers.
 """
 
 from typing import Any
@@ -58,7 +59,7 @@ def memory(rank: int, world: int) -> None:
 
 
 def each_byte_travels_once(rank: int, world: int) -> None:
-    """What a rank does not hold reaches it once, in the dtype that is yielded; in small parts."""
+    """A rank receives what it does not hold once, in small parts, in the yielded dtype."""
     for name, layout in LAYOUTS.items():
         model = apply_ep_fsdp2(tiny(dtype=torch.float32, **DIVISIBLE), **layout)
         for max_bytes in (SMALL, 2**30):

@@ -1,4 +1,6 @@
-"""What cannot work says so: both numbers, the remedy, on every rank, and never a hang."""
+"""Impossible requests are errors on every rank, with both numbers and the remedy, and
+never a hang.
+"""
 
 import os
 import re
@@ -247,7 +249,7 @@ def ranks_that_disagree(rank: int, world: int) -> None:
 
 
 def what_one_rank_cannot_patch(rank: int, world: int) -> None:
-    """A size of its own, a package that it lacks: the others are told before they wait for it."""
+    """One rank has another size, or lacks a package. The other ranks raise too and do not wait."""
     config = ParallelConfig(ep_size=2 + rank)
     text = r"ep_size \(3\).*num_experts \(8\)"
     _everywhere(text, lambda: apply_ep_fsdp2(tiny(), config))
@@ -260,7 +262,7 @@ def what_one_rank_cannot_patch(rank: int, world: int) -> None:
 
 
 def ranks_in_other_places_of_the_model(rank: int, world: int) -> None:
-    """Ranks in other places of the model: an error that names both, on both."""
+    """If ranks run different layers or modes, the error on both names both positions."""
     model = apply_ep_fsdp2(tiny(), ep_size=2)
     inputs = batch(tiny(), 2, 5, seed=rank)
     model(**inputs)

@@ -44,7 +44,7 @@ def _result(script: str, start: Path, folder: Path) -> tuple[list[float], str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", FLAGS)
 def test_it_goes_on(tmp_path: Path, script: str) -> None:
-    """Step 2 is complete, step 3 was not finished: the rest is, to the last bit, the same."""
+    """Step 2 is complete and step 3 is unfinished. The rest of the run is equal bit by bit."""
     start, whole, again = (tmp_path / name for name in ("start", "whole", "again"))
     making = [sys.executable, EXAMPLES / "make_small_model.py", start]
     subprocess.run([*making, *(MODEL if script == "finetune_qlora.py" else [])], check=True)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from support.launched import launched, prepared
-from support.parity import full_tensor
+from support.parity import whole_state
 from support.planted import Shell, plant
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
@@ -64,13 +64,7 @@ class _Run:
             load_checkpoint(folder, self.model, self.optimizer.optimizer)
 
     def values(self) -> dict[str, Tensor]:
-        """Parameters and both moments, whole."""
-        found = {}
-        for name, parameter in self.model.named_parameters():
-            found[name] = full_tensor(parameter.detach()).clone()
-            for key, value in self.optimizer.state[parameter].items():
-                found[f"{name}, {key}"] = full_tensor(value).clone()
-        return found
+        return whole_state(self.model, self.optimizer)
 
 
 def _damage(kind: str, file: Path, other: Path, draw: random.Random) -> None:
@@ -87,7 +81,7 @@ def _damage(kind: str, file: Path, other: Path, draw: random.Random) -> None:
 
 
 def _places(folder: Path) -> list[tuple[str, Path]]:
-    """Where pickles lie in a checkpoint; `save_checkpoint` writes none."""
+    """Find the pickles of a checkpoint; `save_checkpoint` writes none."""
     dcp = sorted({file.parent for file in folder.rglob(".metadata")})
     return [
         *(("byte item", one) for one in dcp if _has_byte_items(one)),
@@ -113,7 +107,7 @@ def _has_byte_items(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """What holds values; of the manifest and the marker other tests tell."""
+    """Return the files that hold values. Other tests damage the manifest and the marker."""
     own = ("manifest.json", manifest.STARTED)
     return sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in own)
 
@@ -194,7 +188,7 @@ def _load(run: _Run, way: str, folder: Path, wants: dict[str, Tensor]) -> str:
 
 
 def _outcome(load: Callable[[], None]) -> str:
-    """The error of `load`, or nothing. What kind it is other tests tell."""
+    """Return the error of `load`, if any. Other tests check which error it is."""
     try:
         load()
     except Exception as error:  # noqa: BLE001

@@ -315,7 +315,7 @@ def test_ranks_that_save_with_other_arguments_get_an_error(tmp_path: Path) -> No
 
 
 def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
-    """The same without a stand-in, where this process may mount one."""
+    """A real full disk, where this process is allowed to mount one."""
     if os.system(f"mount -t tmpfs -o size=1m none {tmp_path} 2> /dev/null") != 0:
         pytest.skip("needs the right to mount a tmpfs of 1 MiB")
     try:
@@ -335,7 +335,7 @@ def _saved_over(rank: int, world: int, folder: str) -> None:
 
 
 def test_a_rank_that_dies_after_the_commit_takes_nothing_with_it(tmp_path: Path) -> None:
-    """Rank 0 hears of it where ranks meet: what it has committed by then must stay."""
+    """Rank 0 learns of the death where ranks meet. Files that it has committed before must stay."""
     state = {"a": torch.arange(6.0), "b": torch.arange(3.0)}
     for calls in (1, 2, 3):  # the first file, the second, the commit
         folder, seen = tmp_path / str(calls), []
@@ -360,7 +360,7 @@ def test_a_rank_that_dies_after_the_commit_takes_nothing_with_it(tmp_path: Path)
 
 
 def _killed_while_saving(rank: int, world: int, folder: str, victim: int, after: float) -> None:
-    """Saves one version after the other, until somebody is killed."""
+    """Save one version after the other until a rank is killed."""
     meet.PATIENCE = timedelta(seconds=5)  # a survivor is not to wait for the dead for minutes
     if rank == victim:
         kill_later(after)

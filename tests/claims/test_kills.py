@@ -132,7 +132,7 @@ def _check(root: Path, kills: list[Kill]) -> tuple[dict[str, int], int]:
     ],
 )
 def test_kills_between_the_parts_of_a_save(points: tuple[str, ...], tmp_path: Path) -> None:
-    """Each leaves a torn folder."""
+    """Each kill leaves a torn folder."""
     kills: list[Kill] = [(index % 2, point, 1) for index, point in enumerate(points)]
     seen, last = _check(tmp_path / "run", kills)
     count = len(points)

@@ -30,7 +30,7 @@ def _largest_of_a_step(model: nn.Module) -> int:
 
 
 def test_no_tensor_of_the_size_of_the_experts() -> None:
-    """Neither merged weights nor their gradients; stock PEFT makes both."""
+    """A step makes neither merged weights nor their gradients. Stock PEFT makes both."""
     sizes = {"num_experts": 16, "moe_intermediate_size": 64}
     stock = with_lora(tiny(dtype=torch.float32, **sizes), r=2)
     experts = stock.get_base_model().model.layers[0].mlp.experts.get_base_layer()
@@ -77,40 +77,16 @@ def a_step_with_a_frozen_base_makes_no_merged_weight(rank: int, world: int) -> N
     assert sum(moments) < 0.6 * whole, "each of two ranks has about a half"
 
 
-class Refused:
-    """Calls on a sharded model that would not do what they say, and the error's words."""
-
-    @staticmethod
-    def attach(model: Any) -> None:
-        model.add_adapter("late", peft.LoraConfig(r=2, target_parameters=list(EXPERTS)))
-
-    @staticmethod
-    def merge(model: Any) -> None:
-        model.merge_and_unload()
-
-    @staticmethod
-    def merge_adapter(model: Any) -> None:
-        model.merge_adapter()
-
-    @staticmethod
-    def unload(model: Any) -> None:
-        model.unload()
-
-    @staticmethod
-    def load(model: Any) -> None:
-        model.load_adapter("out/adapter", "default")
-
-
 def what_would_not_do_what_it_says_is_refused_when_sharded(rank: int, world: int) -> None:
-    model = with_lora(tiny(dtype=torch.float32), r=2)
+    model: Any = with_lora(tiny(dtype=torch.float32), r=2)
     apply_ep_fsdp2(model, ep_size=world)
     with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
-        Refused.attach(model)
-    for call in (Refused.merge, Refused.merge_adapter, Refused.unload):
+        model.add_adapter("late", peft.LoraConfig(r=2, target_parameters=list(EXPERTS)))
+    for call in (model.merge_and_unload, model.merge_adapter, model.unload):
         with pytest.raises(ValueError, match="sharded over 2 ranks; save the adapter"):
-            call(model)
+            call()
     with pytest.raises(ValueError, match="sharded over 2 ranks; load out/adapter before"):
-        Refused.load(model)
+        model.load_adapter("out/adapter", "default")
     model(**batch(model, 2, 9)).loss.backward()  # nothing is left half done
     plain = apply_ep_fsdp2(tiny(dtype=torch.float32), ep_size=world)
     with pytest.raises(ValueError, match="sharded over 2 ranks; attach adapters before"):
@@ -125,7 +101,7 @@ def trained_parameters_of_two_dtypes_are_an_error_that_says_so(rank: int, world:
             if saved is None:
                 prepared(model, ep_size=world)
                 continue
-            with pytest.raises(ValueError, match=r"torch.bfloat16 and torch.float32.*wants one"):
+            with pytest.raises(ValueError, match=r"torch.bfloat16 and torch.float32.*needs one"):
                 prepared(model, ep_size=world)
 
 
@@ -149,7 +125,7 @@ def test_quantised_experts_are_refused() -> None:
 
 
 def experts_that_a_quantization_left_trainable_are_refused(rank: int, world: int) -> None:
-    """What bitsandbytes leaves behind: packed linear layers, experts as they were."""
+    """bitsandbytes packs linear layers and leaves experts as they were."""
     model = tiny(dtype=torch.bfloat16)
     model.is_quantized = True
     with pytest.raises(ValueError, match="left 4 weights of its experts as they were"):

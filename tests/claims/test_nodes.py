@@ -39,9 +39,9 @@ def _allowed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [Machines(2, 2), Machines(4, 1), Machines(4, 2)], ids=str)
 def test_rows_cross_once_for_each_token_and_node(tmp_path: Path, machines: Machines) -> None:
-    """In the code to the byte, and at each interface with no more than TCP adds: a header for each
-    segment, an answer for each that came. So it is with DeepSeek-V3's router too, whose tokens have
-    two groups of experts and thus two nodes at most. Gradients are those of all_to_all.
+    """Bytes counted in code are exact. An interface sends at most what TCP adds: a header per
+    segment and an acknowledgement per received one. DeepSeek-V3's router limits a token to two
+    groups of experts and so to two nodes. Gradients are those of all_to_all.
     """
     job = [str(JOBS / "crossing.py"), str(tmp_path)]
     with Nodes(machines.nodes) as nodes:
@@ -78,9 +78,7 @@ def test_rows_cross_once_for_each_token_and_node(tmp_path: Path, machines: Machi
 def test_the_launch_configuration_of_several_machines(
     tmp_path: Path, machines: int, replicate: int, ep: int
 ) -> None:
-    """gpu_2x8_hsdp.yaml as it is but for the number of machines and four ranks in all, without
-    GPUs, in fp32: every loss is that of four ranks on one machine.
-    """
+    """gpu_2x8_hsdp.yaml on four CPU ranks gives the losses of one machine."""
     config = yaml.safe_load(HSDP.read_text())
     assert (config["num_machines"], config["num_processes"]) == (2, 16)
     assert config["main_process_port"] == PORT

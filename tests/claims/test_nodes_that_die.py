@@ -1,8 +1,8 @@
-"""On two nodes ranks stall and agents are killed: training goes on, nobody does anything.
+"""Ranks stall and agents are killed on two nodes, and training goes on without any help.
 
-Each rank of two nodes, and each agent that was killed, is started again by torchrun or by whatever
-looks after a machine (`support/agents.py`). Then it goes on from the newest complete checkpoint,
-and every loss is, to the last bit, that of a run to which nothing happened.
+torchrun restarts the ranks of both nodes, and `support/agents.py` a killed agent, as a cluster
+would. The run resumes from the newest complete checkpoint, and every loss is, bit by bit, that of
+an undisturbed run.
 """
 
 import random
@@ -103,8 +103,8 @@ STALLS: dict[str, tuple[str, int, dict[str, Any], dict[int, str], str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STALLS)
 def test_a_rank_that_stalls(two: tuple[Nodes, Path], tmp_path: Path, case: str) -> None:
-    """The others of its ep group give up at the timeout of `init_process_group`, with an error that
-    names layer, group and the rank; torchrun starts all ranks of both nodes anew.
+    """The other ranks of its ep group give up at the timeout of `init_process_group`. Their error
+    names layer, group and rank, and torchrun restarts all ranks of both nodes.
     """
     what, rank, config, waiting, missing = STALLS[case]
     patience = 15.0
@@ -155,7 +155,7 @@ KILLS: dict[str, tuple[str, str, list[int], list[int], list[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", KILLS)
 def test_agents_that_are_killed_there(two: tuple[Nodes, Path], tmp_path: Path, case: str) -> None:
-    """Wherever it happens, ranks go on behind the newest complete checkpoint."""
+    """Ranks go on from the newest complete checkpoint."""
     at, what, killed, steps, options = KILLS[case]
     (tmp_path / f"die-{at}").write_text(what)
     agents = _agents(two, tmp_path, CONFIG, "--steps", "3", *options)
@@ -184,8 +184,8 @@ def _check_near(folder: Path, config: dict[str, Any], steps: int) -> None:
 
 @pytest.mark.slow
 def test_fewer_nodes(two: tuple[Nodes, Path], tmp_path: Path) -> None:
-    """What two nodes saved one goes on from, with as many ranks or half; an ep_size that does not
-    fit is an error that says which would, and nothing is lost by it.
+    """One node goes on from what two nodes saved, with as many ranks or half. An ep_size that does
+    not fit is an error that lists the sizes that fit, and no checkpoint is lost.
     """
     agents = _agents(two, tmp_path, CONFIG, "--steps", "2")
     _until(agents, lambda: False, 240, "the end of two nodes")
@@ -209,7 +209,7 @@ def test_fewer_nodes(two: tuple[Nodes, Path], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_never_comes_back(two: tuple[Nodes, Path], tmp_path: Path) -> None:
-    """With `--nnodes=1:2` the other one goes on alone, from the newest complete checkpoint."""
+    """With `--nnodes=1:2` the other node goes on alone from the newest complete checkpoint."""
     config = {"ep_size": 2}
     (tmp_path / "die-3-2").write_text("stall")
     agents = _agents(two, tmp_path, config, "--steps", "4", num_nodes="1:2")
@@ -254,7 +254,7 @@ def _kills(two: tuple[Nodes, Path], folder: Path, kills: int, patience: float) -
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, 20])
 def test_agents_that_are_killed(two: tuple[Nodes, Path], tmp_path: Path, kills: int) -> None:
-    """At random moments, on either node; the first one keeps the store in which agents meet."""
+    """Kills come at random moments. The first node keeps the store of the agents."""
     seen = _kills(two, tmp_path, kills, 180)
     steps = _check_losses(tmp_path, CONFIG)
     print(f"{seen}, {steps} steps")

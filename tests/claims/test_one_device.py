@@ -1,7 +1,7 @@
-"""Loading, training, saving and resuming by one process: on a GPU under NCCL, and on the CPU.
+"""One process loads, trains, saves and resumes: on a GPU with NCCL, and on the CPU.
 
-What other files show on many CPU ranks is asked here of the device: generators of its own, copies
-to the host, gloo beside NCCL, offloaded parameters.
+Other files use many CPU ranks. This one checks the device: its own generators, copies to the host,
+gloo and NCCL together, offloaded parameters.
 """
 
 from pathlib import Path

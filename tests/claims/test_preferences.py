@@ -1,9 +1,9 @@
-"""DPO, KTO, GRPO and GKD of TRL on 4 ranks, with any reference, log what stock logs.
+"""DPO, KTO, GRPO and GKD of TRL on 4 ranks log what stock logs, with any kind of reference.
 
-Stock is one process, with the batch of all ranks and a reference of the same weights, or as many
-processes where TRL averages what each rank makes of its own batch. Each case is a script of a user
-of TRL, but for `patch`. KTO is compared with a loss that has no KL term: TRL's is that of a rank's
-batch, so stock on 4 ranks differs from stock in one process as well.
+Stock is one process with the batch of all ranks and a reference of the same weights, or as many
+processes where TRL averages the results of each rank's own batch. Each case is a script of a TRL
+user plus `patch`. KTO is compared with a loss without KL term, because TRL computes that term from
+a rank's batch, so stock on 4 ranks differs from stock in one process as well.
 """
 
 import pytest

@@ -1,11 +1,11 @@
-"""Loading experts quantised: beside what a rank holds, one matrix of one expert and what is read.
+"""A load that quantises experts needs one matrix of one expert more memory than one that does not.
 
-The limit is what a load takes that quantises nothing, and one matrix, its bytes and scales, and
-what quantising some of its rows takes.
+The limit is the memory of a load that quantises nothing, plus one matrix, its bytes and scales, and
+the buffers for quantising some of its rows.
 
-Resident memory of each of two ranks (ep 2) at its peak. A matrix of an expert has 8 MiB in bf16,
-those of a layer on a rank 32 MiB. What a load takes with other code is seen to be more: the matrix
-before alive while the next is read, and a layer's matrices at once.
+Measured is the peak of resident memory of each of two ranks (ep 2). A matrix of an expert has 8 MiB
+in bf16, and those of a layer on a rank have 32 MiB. The test also shows that worse code takes more:
+keeping the previous matrix while the next is read, and reading a layer's matrices together.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Ranks of gloo that share one GPU compute what stock does: the collectives on CUDA tensors.
+"""Ranks of gloo that share one GPU compute what stock does, with collectives on CUDA tensors.
 
-A transfer of CUDA tensors runs on streams of its own there, and `wait` orders the current stream
-behind it, as under NCCL: memory that is freed or read too early is a wrong gradient. In fp64 on the
-torch path, in fp32 on the Triton kernels.
+Transfers of CUDA tensors run on their own streams, and `wait` orders the current stream after them,
+as under NCCL: memory that is freed or read too early gives a wrong gradient. In fp64 on the torch
+path, in fp32 on the Triton kernels.
 """
 
 from collections.abc import Iterator

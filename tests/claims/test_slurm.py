@@ -1,7 +1,7 @@
-"""examples/slurm/: the very batch files run here, with a stand-in of srun and scontrol.
+"""The batch files of examples/slurm/ run here unchanged, with stand-ins for srun and scontrol.
 
-Two machines are two agents of this one, with two ranks each. Whatever dies, nobody does anything,
-and every loss is that of a run to which nothing happened.
+Two agents with two ranks each stand for two machines. Whatever dies, the job goes on without help,
+and every loss is that of an undisturbed run.
 """
 
 import re
@@ -26,7 +26,7 @@ def _arguments(way: str, folder: Path) -> list[str]:
 
 
 def _losses(folder: Path) -> list[str]:
-    """Of each step the one loss that it had, however often it was taken."""
+    """Return the loss of each step. A step that was taken again must have had the same loss."""
     found = read_losses(folder)
     assert sorted(found) == list(range(STEPS)), found
     assert all(len(losses) == 1 for losses in found.values()), found
@@ -36,9 +36,9 @@ def _losses(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_and_agents_that_die(tmp_path: Path, way: str) -> None:
-    """A rank at step 1, and one that stalls at step 2, which the others name at the timeout of the
-    process group: torchrun starts the ranks anew. An agent at step 3: srun ends the others and is
-    started again.
+    """A rank dies at step 1. Another one stalls at step 2; the others name it at the timeout of the
+    process group, and torchrun restarts the ranks. An agent dies at step 3: srun ends the others
+    and starts again.
     """
     file = SLURM / f"{way}.sbatch"
     said = {}
@@ -63,7 +63,7 @@ def test_ranks_and_agents_that_die(tmp_path: Path, way: str) -> None:
 
 @pytest.mark.slow
 def test_the_end_of_a_jobs_time(tmp_path: Path) -> None:
-    """Slurm's signal puts the job back into the queue; started anew it goes on."""
+    """Slurm's signal puts the job back into the queue, and the restarted job goes on."""
     file = SLURM / "torchrun.sbatch"
 
     def time_is_up(shell: subprocess.Popen[bytes]) -> None:

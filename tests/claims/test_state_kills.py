@@ -17,10 +17,9 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from support.killing import kill_later
 from support.launched import launched, prepared
-from support.parity import full_tensor
+from support.parity import whole_state
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
-from torch import Tensor
 
 WORLD = 2
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
@@ -34,16 +33,6 @@ def _start(root: str, automatic: bool, seed: int) -> tuple[Accelerator, Any, Any
     return accelerator, model, optimizer, None if automatic else f"{root}/state"
 
 
-def _values(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """Parameters and both moments, whole."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        found[name] = full_tensor(parameter.detach()).clone()
-        for key, value in optimizer.state[parameter].items():
-            found[f"{name}, {key}"] = full_tensor(value).clone()
-    return found
-
-
 def _save_twice(
     rank: int, world: int, root: str, automatic: bool, victim: int, seconds: float
 ) -> None:
@@ -53,7 +42,7 @@ def _save_twice(
             accelerator.backward(model(**batch(model, 2, 7, seed=rank)).loss)
             optimizer.step()
             optimizer.zero_grad()
-            values = _values(model, optimizer)
+            values = whole_state(model, optimizer)
             if rank == 0:
                 torch.save(values, f"{root}/{which}.pt")
             dist.barrier()
@@ -71,7 +60,7 @@ def _load(rank: int, world: int, root: str, automatic: bool) -> str:
             accelerator.load_state(folder)
         except ValueError as error:
             return f"refused: {error}"
-        got = _values(model, optimizer)
+        got = whole_state(model, optimizer)
     for which in "AB":
         want = torch.load(f"{root}/{which}.pt")
         if all(torch.equal(got[name], value) for name, value in want.items()):

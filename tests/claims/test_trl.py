@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.checks import Check, Found
 from support.close import assert_close
-from support.hub_files import read_all
+from support.hub_files import assert_equal, read_all
 from support.scripts import CPU_4, run_script
 from support.tiny_models import tiny
 from support.trl_cases import REWARD, SFT
@@ -32,7 +32,7 @@ FP32_BUDGET = 1e-5  # fp32 rounding (6e-8), grown by 4 AdamW steps; a wrong fact
 
 
 def run_job(folder: Path, config_file: Path | None, *arguments: str) -> Any:
-    """What the script left behind."""
+    """Run the script and return the results that it wrote."""
     folder.mkdir(exist_ok=True)
     output = folder / "output.txt"
     run_script(JOB, os.fspath(folder), *arguments, output=output, config_file=config_file)
@@ -47,7 +47,7 @@ def series(run: Any, key: str) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_packed_sft_equals_stock(tmp_path: Path) -> None:
-    """2 data ranks with batch 1 draw what one process with batch 2 draws, in the same order."""
+    """2 data ranks with batch 1 draw the rows of one process with batch 2, in the same order."""
     want = run_job(tmp_path / "stock", None, "--batch", "2")
     got = run_job(tmp_path / "ranks", CPU_4, "--batch", "1", "--parallel")
 
@@ -65,7 +65,7 @@ def test_packed_sft_equals_stock(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """Bit by bit: on the same ranks the rest of the run is the same arithmetic."""
+    """On the same ranks the rest of the run is equal bit by bit."""
     always = ("--batch", "1", "--parallel", "--save")
     whole = run_job(tmp_path / "whole", CPU_4, *always)
     with pytest.raises(AssertionError, match="exit code 1 "):
@@ -76,8 +76,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     for key in ("loss", "grad_norm", "aux_loss", "entropy", "mean_token_accuracy", "learning_rate"):
         assert torch.equal(series(rest, key), series(whole, key)), key
     want, got = (read_all(tmp_path / name / "model") for name in ("whole", "killed"))
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    assert_equal(got, want)
     router = "model.layers.0.mlp.gate.weight"
     assert not torch.equal(want[router], tiny(dtype=torch.float32).state_dict()[router])
 

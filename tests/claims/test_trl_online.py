@@ -32,7 +32,7 @@ class Run:
 
 
 def run_job(folder: Path, *arguments: str, ranks: int) -> Run:
-    """What the script left behind; completions in the order of the global batch."""
+    """Run the script and return its results, completions in the order of the global batch."""
     folder.mkdir()
     batch = GLOBAL_BATCH // ranks
     arguments = (os.fspath(folder), "--batch", str(batch), *arguments)
@@ -50,7 +50,7 @@ def run_job(folder: Path, *arguments: str, ranks: int) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", GENERATING)
 def test_generation_under_training_equals_stock(trainer: str, tmp_path: Path) -> None:
-    """Token for token, and the same losses, gradients and rewards of them."""
+    """Tokens are equal, and so are losses, gradients and rewards."""
     name, *wanted = trainer.split(", ")
     options = ["--trainer", name, *(f"--{option.lower()}" for option in wanted)]
     want = run_job(tmp_path / "stock", *options, ranks=1)

@@ -168,7 +168,7 @@ def test_the_extra_peft_is_enough_for_lora(with_peft: Installed) -> None:
 
 @pytest.mark.slow
 def test_the_examples_train_from_the_wheel(with_peft: Installed) -> None:
-    """Both example scripts under accelerate launch, experts split over two ranks."""
+    """Both example scripts run under accelerate launch with experts split over two ranks."""
     shutil.copytree(ROOT / "examples", with_peft.work / "examples")
     with_peft.run("python", "examples/make_small_model.py", "start")
     arguments = "--model start --block_size 32 --eval_blocks 8 --use_cpu"
@@ -209,7 +209,7 @@ def _requirements(wheel: Path) -> list[Requirement]:
 
 
 def _required(wanted: Iterable[Requirement], extra: str) -> list[metadata.Distribution]:
-    """What pip would install for `wanted`, transitively, of what is installed here."""
+    """Return the installed distributions that pip would install for `wanted`, transitively."""
     todo = [(requirement, frozenset({extra})) for requirement in wanted]
     found: dict[str, metadata.Distribution] = {}
     seen: set[tuple[str, frozenset[str]]] = set()

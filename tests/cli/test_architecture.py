@@ -24,7 +24,7 @@ def _json(capsys: pytest.CaptureFixture[str], shape: str) -> dict[str, Any]:
 
 
 def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every part by its name, and all that is granted."""
+    """The page names every part and every option that is granted."""
     assert main(["architecture", _config(tmp_path, "qwen3_moe")]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.startswith(f"{tmp_path}: Qwen3MoeForCausalLM (qwen3_moe); plan derived")
@@ -48,7 +48,7 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_type_with_another_mixer(capsys: pytest.CaptureFixture[str]) -> None:
-    """By the name of a model type; sequence parallelism is refused with the module's name."""
+    """Sequence parallelism is refused with the module's name."""
     found = _json(capsys, "jamba")
     assert found["kind"] == "JambaForCausalLM" and found["plan"]["mixers"] == ["layers.*.mamba"]
     assert (found["layers"], found["moe_layers"], found["num_experts"]) == (32, 16, 16)
@@ -84,7 +84,7 @@ def test_what_has_no_plan(shape: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_type_that_nobody_registered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder of a model of one's own: the error names its type, and how to ask for it."""
+    """The folder holds a user's own model. The error names its type and how to ask for it."""
     (tmp_path / "config.json").write_text('{"model_type": "of_my_own"}')
     for question in (["architecture"], ["memory", "--gpus", "2"]):
         assert main([*question, str(tmp_path)]) == 2

@@ -1,7 +1,7 @@
-"""The command line as a whole: every command says what it takes, and what is wrong with the rest.
+"""Every command shows its options, and wrong arguments get a useful error.
 
-Of a wrong argument or folder one line, with the name of the file and what would work, and exit code
-2, whatever the command; no traceback.
+A wrong argument or folder gives one line with the name of the file and what would work, exit code 2
+and no traceback.
 """
 
 import json
@@ -37,7 +37,7 @@ def test_every_argument_of_every_command_is_explained(capsys: pytest.CaptureFixt
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a user may name by mistake."""
+    """A folder with things that a user may name by mistake."""
     folder = tmp_path_factory.mktemp("named")
     (folder / "file").write_text("x")
     contents = {"damaged": "{", "list": "[]", "nobody": '{"model_type": "nobody"}'}

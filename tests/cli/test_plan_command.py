@@ -31,7 +31,7 @@ def asked(**more: Any) -> Asked:
 
 @pytest.mark.slow
 def test_what_fits_is_ordered_and_the_rest_is_too_large() -> None:
-    """On one grid: 8 sequences at a time, layers once; then what a limit leaves of the four."""
+    """One grid with 8 sequences at a time; a limit then leaves some layouts."""
     one = asked(gpus=1, ep=1)
     everything = find_layouts(one)
     assert not everything.too_large and not everything.illegal
@@ -49,9 +49,9 @@ def test_what_fits_is_ordered_and_the_rest_is_too_large() -> None:
 
 @pytest.mark.slow
 def test_with_a_gpu_the_fastest_comes_first() -> None:
-    """Seconds order what fits; of it the fastest is tried with rows in 2 and 4 parts too.
-
-    Half the rates, latencies and launches twice: the same order, each step twice as long.
+    """Seconds order the layouts that fit. The fastest one is also tried with rows in 2 and 4
+    chunks. Half the rates with twice the latencies and launches give the same order, and each step
+    takes twice as long.
     """
     h100 = find_hardware("h100")
     slower = replace(
@@ -73,7 +73,7 @@ def test_with_a_gpu_the_fastest_comes_first() -> None:
 
 @pytest.mark.slow
 def test_as_many_sequences_at_a_time_as_fit() -> None:
-    """Of a share of 8, all do not fit and four do: four are planned, and two accumulations."""
+    """Of a rank's 8 sequences four fit: four are planned, with two accumulations."""
     everything = find_layouts(asked(gpus=1, ep=1))
     peaks = {(p.layout.checkpointing, p.layout.per_forward): p.step.peak for p in everything.fit}
     between = (peaks[True, 1] + 5 * peaks[True, 8]) // 6
@@ -99,7 +99,7 @@ def test_wrong_arguments_are_named(name: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_every_number_of_the_table_says_where_it_is_from() -> None:
-    """A page, or that it is an assumption; nothing else has no source."""
+    """The source is a page, or the note that it is an assumption."""
     for hardware in known_hardware().values():
         numbers = {one.name for one in fields(hardware)} - {"name", "node_size", "host_ahead"}
         assert set(hardware.sources) == numbers - {"sources"}
@@ -110,7 +110,7 @@ def test_every_number_of_the_table_says_where_it_is_from() -> None:
 
 @pytest.mark.slow
 def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
-    """Qwen3-235B's shape, alone in a process; of what could be tried no more than 14 are."""
+    """Qwen3-235B's shape in a process of its own. At most 14 of the possible layouts are tried."""
     shape = ["Qwen/Qwen3-235B-A22B", "--gpus", "1024", "--gpu", "h100", "--seq", "4096"]
     command = [sys.executable, "-m", "hf_moe_ep", "plan", *shape, "--batch", "2048", "--json"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
@@ -166,7 +166,7 @@ def _train(rank: int, world: int) -> list[str]:
 
 @pytest.mark.slow
 def test_legal_layouts_train_and_others_raise_the_same() -> None:
-    """57 layouts on four real ranks: what the plan says of each is what sharding says."""
+    """57 layouts on four real ranks: the plan refuses exactly those that sharding refuses."""
     (first, *others) = run_ranks(_train, 4, timeout=500.0)
     assert all(other == first for other in others)
     planned = [refusal(grid, asked(batch=4)) for grid in GRIDS]
@@ -184,7 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_command_prints_and_writes_the_first(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Accelerate reads what is written: processes, checkpointing; `patch` stands in it."""
+    """Accelerate reads the file, with its processes and checkpointing. The file names `patch`."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     written = tmp_path / "fsdp.yaml"
@@ -205,7 +205,7 @@ def test_command_prints_and_writes_the_first(
 def test_command_for_parameters_on_the_host(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It fits where nothing else does; Accelerate is told, and the host's GiB are."""
+    """Only this layout fits. The table shows the host's GiB."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     arguments = ["plan", str(folder), "--gpus", "1", "--seq", "16", "--batch", "1"]

@@ -1,4 +1,4 @@
-"""What a long command says on stderr, and what commands say about dates, hashes and arguments."""
+"""Progress of long commands on stderr, and the format of dates, hashes and arguments."""
 
 import re
 

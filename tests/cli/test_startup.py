@@ -1,4 +1,4 @@
-"""What a user waits for before the first line: help and versions need neither torch nor the hub.
+"""Help and versions need neither torch nor the hub, so a user does not wait for them.
 
 Each case is a process of its own, because this one has imported everything already.
 """
@@ -63,7 +63,7 @@ def test_each_public_name_is_what_its_module_defines() -> None:
 
 
 def test_a_submodule_does_not_hide_the_function_of_its_name() -> None:
-    """Importing hf_moe_ep.patch sets it on the package, where `patch` is the function."""
+    """`hf_moe_ep.patch` stays the function after the module is imported."""
     _run(
         "import hf_moe_ep.patch, hf_moe_ep.describe\n"
         "from hf_moe_ep import describe, patch\n"

@@ -38,7 +38,7 @@ Group = dist.ProcessGroup
 
 
 class Arrived(NamedTuple):
-    """What one exchange brought, nothing overlapping."""
+    """The rows of one exchange, without any overlap."""
 
     exchange: AllToAllExchange
     rows: DispatchedRows
@@ -134,7 +134,7 @@ def _by_hand(rank: int, group: Group) -> None:
 
 
 def test_the_rows_of_the_example_in_order() -> None:
-    """The table of `Order`'s docstring; rank 1 has its own places, its own one last."""
+    """The table of `Order`'s docstring."""
     sends_DT = torch.tensor([[True, False], [True, True]])
     order = order_rows(sends_DT, rank=0, num_slots=2)
     assert order.token_X.tolist()[:3] == [0, 1, 0]
@@ -272,19 +272,6 @@ def _check_mixed_dtypes(case: Case, rank: int, group: Group) -> None:
         assert w_TK.grad is not None and w_TK.grad.dtype == weights_dtype
 
 
-def _check_repeats(case: Case, rank: int, group: Group) -> None:
-    results = []
-    for _ in range(2):
-        x_TH, w_TK = case.inputs(rank, torch.float32)
-        rows_RH, _, w_RK, state = dispatch(
-            x_TH, case.ids_TK(rank), w_TK, num_experts=case.experts, group=group, header=HERE
-        )
-        out_TH = combine(rows_RH * w_RK.sum(1, keepdim=True).float(), state, group)
-        out_TH.square().sum().backward()
-        results.append((out_TH, x_TH.grad, w_TK.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 def _check_headers(rank: int, group: Group) -> None:
     """Each field alone: every rank raises, and its message names both places."""
     last = dist.get_world_size(group) - 1
@@ -316,7 +303,6 @@ OF_EVERY_CASE: dict[str, Run] = {
     "gradients": _check_gradients,
     "frozen": _check_frozen,
     "mixed dtypes": _check_mixed_dtypes,
-    "repeats": _check_repeats,
 }
 
 

@@ -227,7 +227,7 @@ def _check_weight_dtypes(rank: int, group: Group, buffer: GroupBuffer, case: Cas
 
 
 def _check_order(rank: int, group: Group, buffer: GroupBuffer, case: Case) -> None:
-    """What overlaps: a chunk sets out before the one before it is waited for, backward as well."""
+    """A chunk is sent before the previous chunk is waited for, in backward as well."""
     log = fake_deepep.Buffer.log
     x_TH, w_TK = case.inputs(rank)
     exchanges = _exchanges(case, rank, group, buffer, 2)

@@ -1,7 +1,7 @@
-"""Tokens over nodes, on threads of one process: what arrives, what crosses, what comes home.
+"""The hierarchical dispatcher on threads of one process: rows that arrive, cross nodes and return.
 
-Random routing over grids of nodes and ranks. The truth of numbers is a formula: an expert
-multiplies a token by a number of its own.
+Random routing over grids of nodes and ranks. The expected numbers come from a formula: each expert
+multiplies a token by its own number.
 """
 
 import random
@@ -99,7 +99,7 @@ LIMITED = Case(0, 4, 2, 16, 4, 2, (30,) * 8, groups=4, groups_drawn=2)
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank found; `arrived` are (sender, token, expert) of its rows."""
+    """What a rank found. `arrived` holds (sender, token, expert) of its rows."""
 
     arrived: list[tuple[int, int, int]]
     weights: list[float]
@@ -213,7 +213,7 @@ def _want_sent(case: Case) -> Counter[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_pairs_arrive_once_and_rows_cross_once(every: int) -> None:
-    """Pairs, weights, counts; bytes of every link, both ways; numbers; one exchange of counts."""
+    """Compares pairs, weights, counts, results and the bytes of every link."""
     for case in CASES[::every]:
         results, network = _on_all("hierarchical", case)
         _check_arrivals(case, results)
@@ -232,9 +232,9 @@ def _crossing(case: Case, network: Network) -> int:
 
 
 def test_a_router_limited_to_groups_crosses_to_no_more_nodes() -> None:
-    """DeepSeek's routers draw from few groups of experts: no token meets more nodes than that, and
-    the bytes between nodes are those of the pairs that are left; of two nodes that are drawn one is
-    a token's own in half of the cases.
+    """DeepSeek's routers choose from few groups of experts, so a token meets at most as many nodes.
+    The bytes between nodes are those of the remaining pairs. One of two drawn nodes is the token's
+    own in half of the cases.
     """
     results, network = _on_all("hierarchical", LIMITED)
     _check_arrivals(LIMITED, results)
@@ -255,7 +255,7 @@ def test_a_router_limited_to_groups_crosses_to_no_more_nodes() -> None:
 
 
 def test_an_exchange_started_again_sends_the_same() -> None:
-    """As a checkpoint's later run does: counts are not exchanged anew."""
+    """A checkpoint's second run starts it again without exchanging counts."""
     case = CASES[1]
     once, network = _on_all("hierarchical", case)
     twice, network_of_two = _on_all("hierarchical", case, again=True)
@@ -283,7 +283,7 @@ class _Asking(TorchDispatchMode):
 
 
 def test_the_host_asks_the_device_once_a_layer() -> None:
-    """For the counts; neither for the second leg nor in backward."""
+    """It asks for the counts, and neither in the second leg nor in backward."""
     case = CASES[1]
     lists: list[Any] = []
     tolist = Tensor.tolist
@@ -321,7 +321,7 @@ def test_sums_repeat_bit_for_bit() -> None:
 
 
 def test_the_example_of_the_docstring() -> None:
-    """Two rows leave node {0 1}, where three would leave rank by rank."""
+    """Two rows leave node {0 1}. Three would leave it with one row per rank."""
     case = Case(0, 2, 2, 4, 2, 1, (2, 0, 0, 0))
     ids_TK = torch.tensor([[2, 3], [1, 3]])
     rows: dict[str, Counter[tuple[int, int]]] = {}
@@ -347,7 +347,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_max_rows_counts_those_of_a_ranks_experts() -> None:
-    """As all_to_all does: what is passed on to others is not counted, and every rank raises."""
+    """As with all_to_all, rows that a rank passes on are not counted, and every rank raises."""
     case = Case(0, 2, 2, 4, 1, 2, (2, 3, 0, 4))
     only_1 = torch.ones(4, 1, dtype=torch.int64)
 

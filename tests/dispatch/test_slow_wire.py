@@ -1,8 +1,8 @@
-"""Rows that arrive as late as they may: whatever reads them early gets NaN, not luck.
+"""Rows arrive as late as possible: code that reads them too early gets NaN.
 
-A transfer here is a promise. Nothing travels until somebody waits for it, and until then the
-memory that it will fill is NaN: so a read before the wait, or a tensor that is changed while it is
-being sent, is a wrong number every time and not only on a busy machine.
+Nothing is sent here before a rank waits for it, and until then the receiving memory is NaN. A read
+before the wait, or a change of a tensor that is being sent, gives a wrong number every time and not
+only on a busy machine.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from hf_moe_ep.ranks.collectives import start_all_to_all
 
 @dataclass
 class _Late:
-    """What `start_all_to_all` returns, before it was called."""
+    """The handle that `start_all_to_all` returns, before the transfer."""
 
     received_RX: Tensor
     rows_NX: Tensor

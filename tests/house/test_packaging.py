@@ -1,4 +1,4 @@
-"""What is published: the sdist holds all that its own tests read, and the metadata is complete."""
+"""The sdist holds every file that its tests read, and the metadata is complete."""
 
 import configparser
 import email

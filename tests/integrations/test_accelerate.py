@@ -101,7 +101,7 @@ def _duty_fp32_upcast(rank: int) -> None:
 
 
 def _duty_optimizer_swap(rank: int) -> None:
-    """Also with tied weights, and with empty shards, whose data pointers all are 0."""
+    """Weights are tied, and empty shards all have the data pointer 0."""
     sizes = {"num_experts": 2, "num_experts_per_tok": 1, "tie_word_embeddings": True}
     model = tiny(dtype=torch.float32, **sizes)
     _, model, optimizer = prepared(model, ep_size=1, expert_shard_dim=0)
@@ -138,7 +138,7 @@ def _duty_4bit(rank: int) -> None:
 
 
 def _duty_ram_efficient(rank: int, on_meta: bool) -> None:
-    """Only rank 0 has weights: the others hold memory nobody filled, or none at all."""
+    """Only rank 0 has weights. The other ranks have uninitialised memory, or none."""
     truth = tiny(dtype=torch.float32)
     model = tiny(dtype=torch.float32)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def _duty_ram_efficient(rank: int, on_meta: bool) -> None:
 
 
 def _duty_unpatched(rank: int) -> None:
-    """A model that nobody patched takes Accelerate's own path."""
+    """An unpatched model takes Accelerate's own path."""
     accelerator = Accelerator(cpu=True)
     patch(tiny(dtype=torch.float32))
     stock = tiny(dtype=torch.float32)

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from support.checks import Check, Found, on_ranks
 from support.launched import launched, prepared
-from support.parity import full_tensor
+from support.parity import whole_parameters
 from support.planted import plant
 from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
@@ -47,7 +47,7 @@ class _Run:
         self.optimizer.zero_grad()
 
     def parameters(self) -> dict[str, Tensor]:
-        return {name: full_tensor(p).clone() for name, p in self.model.named_parameters()}
+        return whole_parameters(self.model)
 
     def assert_holds(self, want: dict[str, Tensor]) -> None:
         for name, value in self.parameters().items():
@@ -82,7 +82,7 @@ def _a_planted_item(rank: int, world: int, folder: str) -> None:
 
 
 def _complete_or_refused(rank: int, world: int, folder: str) -> None:
-    """What is loaded is what was saved; a changed file is named; files of others may change."""
+    """A changed file is named, and files that are not ours may change."""
     state = Path(folder, "state")
     with launched(**SHARDED):
         run = _Run(rank)
@@ -112,7 +112,7 @@ def _flip(file: Path) -> None:
 
 
 def _without_a_manifest(rank: int, world: int, folder: str) -> None:
-    """As stock and older versions wrote it: loaded, with a warning on rank 0."""
+    """States of stock and of older versions load, with a warning on rank 0."""
     state = Path(folder, "state")
     with launched(**SHARDED):
         run = _Run(rank)
@@ -274,7 +274,7 @@ def _go_on(rank: int, world: int, folder: str) -> None:
 
 
 def test_a_save_that_was_killed_is_not_loaded(tmp_path: Path) -> None:
-    """Where parts of two saves lie in one folder, of which stock would load a mixture."""
+    """The folder holds parts of two saves. Stock would load a mixture of them."""
     outcomes = run_ranks(_killed_while_it_saves, WORLD, str(tmp_path), expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"], outcomes
     run_ranks(_go_on, WORLD, str(tmp_path))

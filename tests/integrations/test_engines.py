@@ -28,7 +28,7 @@ trl = pytest.importorskip("trl", minversion="1.16")
 
 
 class Client:
-    """The part of TRL's client that a sync calls: it was told names, dtypes and shapes before."""
+    """The part of TRL's client that a sync calls, after names, dtypes and shapes were announced."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.resets = engine, 0
@@ -65,7 +65,7 @@ def generation(model: nn.Module, mode: str, engine: Engine, rank: int) -> Any:
 
 
 def loaded(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What an engine of the same sizes holds after it has loaded `weights`."""
+    """Return the parameters of an engine of the same sizes that has loaded `weights`."""
     other = copy.deepcopy(engine)
     other.begin()
     other.load_weights(weights.items())
@@ -150,7 +150,7 @@ def test_on_four_ranks(found: Found, claim: Check) -> None:
 
 
 def _fails_inside(sync: Any, iterators: list[Any]) -> None:
-    """As an engine does that has another one inside: its error names it, and hides its frames."""
+    """Fail like an engine that contains another one, whose error hides its frames."""
 
     def inside() -> None:
         tensors = engines.iter_named_params(pytest.fail, sync)
@@ -165,7 +165,7 @@ def _fails_inside(sync: Any, iterators: list[Any]) -> None:
 
 
 def test_an_error_that_is_kept_does_not_keep_the_iterator() -> None:
-    """By which it would keep the other ranks waiting."""
+    """An iterator that is kept alive would make the other ranks wait."""
     sync = SimpleNamespace(model=patch(tiny(dtype=torch.float32)))
     iterators: list[Any] = []
     with pytest.raises(RuntimeError, match="the worker died") as kept:

@@ -22,7 +22,7 @@ from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
 from support.launched import FP32_BUDGET, launched, prepared
-from support.parity import full_tensor
+from support.parity import whole_parameters
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -133,7 +133,7 @@ LOOPS = {
 
 @dataclass
 class Ran:
-    """What one rank saw and measured."""
+    """The rows and measurements of one rank."""
 
     steps: Steps = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
@@ -183,8 +183,7 @@ def _run(
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
-    tensors = {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
-    return pack_factors(model, tensors)
+    return pack_factors(model, whole_parameters(model))
 
 
 def _stock(loop: Loop, everyone: list[Ran]) -> Ran:

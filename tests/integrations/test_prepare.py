@@ -1,4 +1,4 @@
-"""What `accelerator.prepare` does with a model that was sharded before, and leaves for the next."""
+"""`accelerator.prepare` of a model that is sharded already, and the state that it leaves behind."""
 
 import importlib.util
 from types import MethodType
@@ -51,7 +51,7 @@ def accelerates_activation_checkpointing_comes_too_late(rank: int, world: int) -
 
 
 def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int) -> None:
-    """What the refusal above recommends: layers run again in backward, gradients are the same."""
+    """The refusal above recommends this."""
     with launched():
         ours = apply_ep_fsdp2(tiny(dtype=torch.float32, seed=rank), ep_size=2)
         ours.train().gradient_checkpointing_enable()
@@ -73,7 +73,7 @@ def gradient_checkpointing_of_a_sharded_model_equals_stock(rank: int, world: int
 
 
 def an_older_trls_chunked_loss_is_refused_where_it_would_be_wrong(rank: int, world: int) -> None:
-    """The SFTTrainer's default from TRL 1.0 on, until 1.15 gave the model a head of its own."""
+    """It is the SFTTrainer's default from TRL 1.0 to 1.14; 1.15 gave the model its own head."""
     cases: list[tuple[bool, int, str]] = [
         (True, 1, r"chunked loss .* aux loss .*loss_type='nll'.*trl>=1.15"),
         (False, 2, r"chunked loss .* slices of sp_size=2; install trl>=1.15"),
@@ -94,7 +94,7 @@ def an_older_trls_chunked_loss_is_refused_where_it_would_be_wrong(rank: int, wor
 
 
 def _replace_by_chunked_loss(model: nn.Module) -> None:
-    """As TRL does; where the installed one has no such function any more, by one of its name."""
+    """Replace the forward as TRL does, or by a function of that name if TRL has none any more."""
     trainers = pytest.importorskip("trl.trainer.sft_trainer") if has_trl() else None
     if (replace := getattr(trainers, "_patch_chunked_ce_lm_head", None)) is not None:
         replace(model, 64)

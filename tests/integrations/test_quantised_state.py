@@ -163,7 +163,7 @@ def _assert_refused(case: Case, rank: int, where: Path, words: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run that was killed has left."""
+    """The folder that a killed run left."""
     path = tmp_path_factory.mktemp("state")
     outcomes = run_ranks(_killed, WORLD, str(path), expect_errors=True)
     assert [outcome[0] for outcome in outcomes] == ["error", "error"], outcomes
@@ -184,7 +184,7 @@ def test_killed_and_resumed_bit_by_bit(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_files_hold_hashes_and_no_bytes_of_experts(folder: Path, name: str) -> None:
-    """Neither values nor scales of any rank; what is trained is there, so the search finds."""
+    """Trained values are found in the files, so the search works."""
     files = [
         path.read_bytes() for path in sorted(folder.joinpath(name).rglob("*")) if path.is_file()
     ]

@@ -77,7 +77,7 @@ def test_killed_and_resumed_at_another_ep_size(runs: Results) -> None:
 
 @pytest.mark.slow
 def test_another_base_is_an_error_on_every_rank(runs: Results) -> None:
-    """Other weights of the same shapes; the same weights as they were loaded."""
+    """Other weights of the same shapes, or the same weights not quantised."""
     assert len(runs["other base"]) == 4
     for result in runs["other base"]:
         assert "another base" in result.error and "gate_up_proj" in result.error, result.error
@@ -111,7 +111,7 @@ def _train(model: nn.Module, rank: int, **options: Any) -> dict[str, Tensor]:
 
 
 def _watch_gathered(model: nn.Module) -> set[tuple[str, torch.dtype]]:
-    """What the experts' own parameters are while they are computed."""
+    """Note the experts' own parameters while they are gathered."""
     seen: set[tuple[str, torch.dtype]] = set()
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):

@@ -1,6 +1,6 @@
-"""A reference beside a policy: frozen, in units like the policy's, or refused by name.
+"""A reference model is frozen and sharded in units like the policy's, or refused by name.
 
-What TRL does with it is in `claims/test_preferences.py`; here its `prepare_fsdp` is a stand-in.
+`claims/test_preferences.py` tests it with TRL. Here a stand-in replaces TRL's `prepare_fsdp`.
 """
 
 import importlib
@@ -137,7 +137,7 @@ def a_teacher_is_sharded_where_accelerate_leaves_it(rank: int, world: int) -> No
 
 
 def what_is_no_language_model_is_left_to_trl(rank: int, world: int) -> None:
-    """So is whatever stands beside a stock policy."""
+    """Any model next to a stock policy is left to TRL as well."""
     with launched():
         accelerator = beside(patch(tiny(**FP32), ep_size=2))
         rewards = Qwen3MoeForSequenceClassification(tiny(**FP32).config)
@@ -170,7 +170,7 @@ def other_models_are_refused_by_name(rank: int, world: int) -> None:
 
 
 def shards_are_mixed_and_nothing_is_gathered(rank: int, world: int) -> None:
-    """Of three models in one process; the third is another layout, which is refused by name."""
+    """One of three models in the process has another layout and is refused by name."""
     with launched():
         policy = patch(tiny(**FP32), ep_size=2)
         accelerator = beside(policy)
@@ -193,7 +193,7 @@ def num_groups() -> int:
 
 
 def process_groups_are_shared(rank: int, world: int) -> None:
-    """Of a policy, its references and a teacher, whichever comes first; not by another layout."""
+    """By a policy, its references and a teacher in any order, except with another layout."""
     with launched():
         policy = patch(tiny(**FP32), ep_size=2)
         accelerator = beside(policy)
@@ -253,7 +253,7 @@ def _twice(original: Any, number: int) -> Any:
 def test_a_function_is_replaced_in_modules_that_imported_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also a static function of a class; a function that is missing is warned of once."""
+    """Static functions of classes are replaced too. A missing function is warned of once."""
     source = types.ModuleType("somewhere_imported")
     exec("def f(n):\n    return n\nclass A:\n    g = staticmethod(lambda n: n)", vars(source))
     user = types.ModuleType("somewhere_importing")
@@ -276,7 +276,7 @@ def test_a_function_is_replaced_in_modules_that_imported_it(
 def test_a_function_is_called_when_a_module_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by a search for the module; at once where the module is imported already."""
+    """At once if it is imported already, and not by a search for it."""
     (tmp_path / "imported_later.py").write_text("x = 1")
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[int] = []

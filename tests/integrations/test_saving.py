@@ -142,7 +142,7 @@ def the_main_process_alone_is_told_within_seconds(rank: int, world: int, folder:
 
 
 def rank_0_waits_for_a_rank_that_is_late(rank: int, world: int, folder: str) -> None:
-    """One of the others has come: nobody is inside `if is_main_process:`, some are slow."""
+    """Another rank has called, so this is no call inside `if is_main_process:`."""
     with launched():
         _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=1)
         if rank == 2:

@@ -246,7 +246,7 @@ def test_the_trainer_on_two_ranks_that_share(found: Found, claim: Check) -> None
 
 
 def test_what_each_rank_generates_for_itself_cannot_be_shared() -> None:
-    """GRPO and its like, refused where the trainer is made."""
+    """GRPO and similar trainers are refused when the trainer is made."""
     model = patch(tiny(num_hidden_layers=1), sp_size=2)
     trainer: Any = SimpleNamespace(model=model, _generate_and_score_completions=None)
     state = find_state(model)

@@ -128,7 +128,7 @@ def test_training_equals_stock(runs: Results) -> None:
 
 
 def test_evaluation_equals_stock(runs: Results) -> None:
-    """During training, where it disturbs nothing ("half" evaluates never), and after it."""
+    """During and after training. Evaluation changes no training step: "half" never evaluates."""
     assert_same_evaluation(runs["ep2"][0], runs["stock"][0], count=3)
     assert_same_after_training(runs["ep2"][0], runs["stock"][0])
     half = runs["half"][0].series("loss")
@@ -141,7 +141,7 @@ def test_aux_loss_of_padded_rows_equals_stock(runs: Results) -> None:
 
 
 def test_a_new_trainer_resumes_as_if_never_interrupted(runs: Results) -> None:
-    """In the same processes; in those of a new launch below."""
+    """In the same processes. A new launch is tested below."""
     assert len(runs["half"][0].series("loss")) == 3
     assert_resumed(runs["resumed"][0], runs["ep2"][0])
 
@@ -172,7 +172,7 @@ def test_aux_loss_at_other_sizes_equals_stock(slow_runs: Results) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16 ep1", "bf16 ep2", "bf16 ep4"])
 def test_bf16_is_as_close_to_the_truth_as_stock(slow_runs: Results, name: str) -> None:
-    """Errors against fp64, root mean square: of the losses, and of each gradient and parameter."""
+    """Root mean square errors against fp64 of the losses, and of each gradient and parameter."""
     truth, stock = slow_runs["stock fp64"][0], slow_runs["stock bf16"][0]
     got = slow_runs[name][0]
 
@@ -234,7 +234,7 @@ def test_saved_model_under_full_state_dict(slow_runs: Results, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["best", "best full"])
 def test_best_model_is_back_at_the_end(slow_runs: Results, name: str) -> None:
-    """Stock in one process is no reference here: it restores all but the experts (5.23)."""
+    """Stock in one process is no reference here: transformers 5.23 restores all but the experts."""
     result = slow_runs[name][0]
     assert_same_training(result, slow_runs["stock"][0])
     assert result.params_at.keys() == {2, 4, 6}

@@ -97,9 +97,8 @@ def test_each_checkpoint_is_complete(runs: Results, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0"])
 def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -> None:
-    """Tensors that lie alike share a list of parts in `.metadata`, where torch writes one of each.
-
-    No plan is gathered then: `tests/checkpoints/test_planner.py`.
+    """Tensors with the same layout share a list of parts in `.metadata`, where torch writes one
+    list each. Then no plan is gathered: see `tests/checkpoints/test_planner.py`.
     """
     reader = MetadataReader(folder / "half" / "checkpoint-3" / part)
     of_all = reader.read_metadata().state_dict_metadata.values()
@@ -110,7 +109,7 @@ def test_each_rank_plans_what_it_saves(runs: Results, folder: Path, part: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["torn", "stock"])
 def test_resumed_at_another_ep_size(runs: Results, case: str) -> None:
-    """True takes checkpoint-2 for the torn one; stock's without a manifest is loaded as before."""
+    """`True` passes over the torn checkpoint. Stock's needs no manifest."""
     for key in ("loss", "grad_norm"):
         got, want = runs[case][0].series(key), runs["whole"][0].series(key)
         assert len(got) == 6
@@ -144,7 +143,7 @@ def test_metadata_runs_no_code(runs: Results, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["planted", "planted, bare"])
 def test_a_byte_item_runs_no_code(runs: Results, folder: Path, case: str) -> None:
-    """Behind a manifest that names the changed file, and without one, as stock's."""
+    """With a manifest, which names the changed file, and without one, as in a stock checkpoint."""
     assert len(runs[case]) == 4
     for result in runs[case]:
         words = "optimizer_0/__0_0.distcp cannot be loaded: its item optimizer."
@@ -209,7 +208,7 @@ def test_old_ones_are_deleted_after_the_manifest(tmp_path: Path, one_process: No
 
 
 def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -> None:
-    """Where stock, by the names in the file, would leave them as they are."""
+    """Stock looks for the names in the file and would leave the experts as they are."""
     trainer = _trainer(tmp_path, True)
     trainer.train()
     want = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -228,7 +227,7 @@ def test_experts_are_resumed_in_one_process(tmp_path: Path, one_process: None) -
 
 
 def test_files_of_more_ranks_are_gone_when_saved_again(tmp_path: Path, one_process: None) -> None:
-    """Of a run of eight ranks, which was not finished: none of its random numbers is read."""
+    """An unfinished run of eight ranks left them. None of its random states is read."""
     folder = tmp_path / "checkpoint-1"
     stale = [folder / "rng_state_7.pth", folder / "optimizer_0" / "__7_0.distcp"]
     notes = folder / "notes.txt"
@@ -270,7 +269,7 @@ def test_a_full_disk(tmp_path: Path, one_process: None) -> None:
 def test_a_torn_one_is_not_kept_for_a_complete_one(
     tmp_path: Path, one_process: None, limit: int
 ) -> None:
-    """Killed at 3, resumed from 1, saved at 2: by its number 3 would be the last to keep."""
+    """A run is killed at 3, resumed from 1 and saved at 2. By its number, 3 would be kept last."""
     trainer = _trainer(tmp_path, True)
     trainer.args.save_total_limit = None
     trainer.train()
@@ -327,7 +326,7 @@ class _Asks:
 
 
 def test_getattr_gives_members_of_enums_and_nothing_else(tmp_path: Path) -> None:
-    """As Python up to 3.11.3 writes them."""
+    """Python up to 3.11.3 pickles enums as calls of getattr."""
     kind = metadata._MEM_FORMAT_ENCODING
     (tmp_path / "enum").write_bytes(pickle.dumps(_Asks(kind, "TORCH_CONTIGUOUS_FORMAT")))
     (tmp_path / "code").write_bytes(pickle.dumps(_Asks(kind, "__init__")))

@@ -91,7 +91,7 @@ def test_aux_loss_equals_stock(slow_runs: Results) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smoothed", "smoothed sp2"])
 def test_label_smoothing_equals_stock(slow_runs: Results, name: str) -> None:
-    """The Trainer asks for the name of the model's class before it shifts labels for it."""
+    """Before it shifts labels, the Trainer asks for the name of the model's class."""
     assert_same_training(slow_runs[name][0], slow_runs["stock smoothed"][0])
 
 

@@ -218,7 +218,7 @@ assert not seen, seen
 
 
 def test_a_step_of_a_stock_model_under_accelerate_calls_nothing_of_ours() -> None:
-    """Neither a wrap nor its check: forward, backward, clip, optimizer step, save_state."""
+    """Neither a wrap nor its check runs, from forward to save_state."""
     rows = "rows = batch(stock, 2, 7, seed=0)\nmodel = stock"
     _run(IMPORTS["Accelerate"], TRACE, PREPARE, rows, PREPARE, STEP)
 
@@ -232,7 +232,7 @@ class _MyTrainer(Trainer):
 
 
 def test_a_subclass_of_the_user_is_called_before_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And ours before stock's; the class keeps its name."""
+    """Ours is called before stock's, and the class keeps its name."""
 
     def ours(original: Callable[..., Any], self: Any, *args: Any) -> None:
         self.called.append("ours")
@@ -280,7 +280,7 @@ def test_a_missing_target_is_named_with_its_feature_and_the_rest_is_wrapped(
 def test_a_call_that_uses_a_missing_feature_raises_what_the_warning_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A call that does not use it runs through the wrapper as ever."""
+    """A call that does not use the feature runs through the wrapper as before."""
     target = "transformers.trainer:Trainer.num_tokens"
     monkeypatch.setattr(Trainer, "num_tokens", lambda self: 3, raising=False)
     feature = Feature("long runs", {target: lambda trainer: trainer == "long"})

@@ -1,8 +1,8 @@
-"""4-bit Linear layers of bitsandbytes beside quantised experts: as stock PEFT, or refused.
+"""bitsandbytes' 4-bit Linear layers together with quantised experts equal stock PEFT, or are
+refused.
 
-`BitsAndBytesConfig(load_in_4bit=True)` packs the Linear layers of attention, whatever
-`bnb_4bit_quant_storage` calls the bytes; stacked experts it leaves alone, and `experts_dtype` holds
-those.
+`BitsAndBytesConfig(load_in_4bit=True)` packs the Linear layers of attention, in any
+`bnb_4bit_quant_storage`. It does not touch stacked experts, which `experts_dtype` quantises.
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ from peft import PeftModel
 from support.adapters import with_lora
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close, max_error
+from support.hub_files import assert_equal
 from support.launched import FP32_BUDGET, launched, prepared
 from support.parity import full_tensor
 from support.quantised import SIZES, dequantise_experts
@@ -132,7 +133,7 @@ def evaluated_between_steps(rank: int, world: int, folder: str) -> None:
 
 
 def in_bf16_as_far_from_fp32_as_stock(rank: int, world: int, folder: str) -> None:
-    """Of the first step; bytes kept as bf16 are not taken for the dtype of a model in fp32."""
+    """Bytes stored as bf16 must not count as the dtype of an fp32 model."""
     _written(rank, folder)
     truth = in_4_bits(folder, torch.uint8, torch.float32)
     stock = in_4_bits(folder, torch.bfloat16, torch.bfloat16)
@@ -240,18 +241,12 @@ def _gone_on_with(run: Any, folder: str, storage: torch.dtype) -> None:
     again.train(range(SAVED_AFTER, STEPS))
     want, got = whole.found(), again.found()
     assert got.pop("losses") == want.pop("losses")[SAVED_AFTER:]
-    _assert_equal(got, want)
+    assert_equal(got, want)
     other = run(f"{folder}/other base", storage)
     before = other.adapters()
     with pytest.raises(ValueError, match=r"gate_up_proj .*another base"):
         other.load(where)
-    _assert_equal(other.adapters(), before)
-
-
-def _assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
+    assert_equal(other.adapters(), before)
 
 
 def _two_bases(rank: int, folder: str) -> None:
@@ -308,7 +303,7 @@ def the_trainer_goes_on_to_the_bit(rank: int, world: int, folder: str) -> None:
         for trainer in (whole, again)
     ]
     assert len(logs[0]) == STEPS and logs[0] == logs[1]
-    _assert_equal(*(_adapters_of(trainer) for trainer in (again, whole)))
+    assert_equal(*(_adapters_of(trainer) for trainer in (again, whole)))
     with launched(), pytest.raises(ValueError, match=r"gate_up_proj .*another base"):
         other = _trainer(f"{folder}/other base", out)
         other.train(resume_from_checkpoint=f"{out}/checkpoint-{SAVED_AFTER}")

@@ -65,7 +65,7 @@ def test_two_as_double_the_rank_and_keep_the_scale() -> None:
 
 
 def test_an_entry_for_one_layer_that_hits_another() -> None:
-    """Layer 0 wants 5 and layer 1 the default; the short key that layer 0 adds hits both."""
+    """Layer 0 wants 5 and layer 1 the default. The short key that layer 0 adds matches both."""
     first = Stack("model.layers.1.mlp.experts", "down_proj", 2, 8, 16, "w")
     second = Stack("model.layers.0.mlp.experts", "down_proj", 2, 8, 5, "w")
     old = {"r": 8, "lora_alpha": 16, "target_modules": ["down_proj"]}

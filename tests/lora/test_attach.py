@@ -104,7 +104,7 @@ def test_more_adapters_equal_one_process(found: Found, claim: Check) -> None:
 
 
 def test_adapters_switched_off_added_and_merged_as_in_stock() -> None:
-    """One process, patched and not sharded; `stock` is never patched."""
+    """One process; the model is patched and not sharded, and `stock` is never patched."""
     torch.manual_seed(0)
     stock = with_lora(tiny())
     model = copy.deepcopy(stock)
@@ -175,7 +175,7 @@ def test_adapters_are_left_for_one_forward_and_a_copy_has_its_own() -> None:
 
 
 def a_reference_pass_before_the_step(rank: int, world: int) -> None:
-    """What preference training does: a forward of the base, or of another adapter, then a step."""
+    """Preference training runs a forward of the base or of another adapter, then a step."""
     stock, model = with_lora(tiny(), seed=0), with_lora(tiny(), seed=0)
     for one in (stock, model):
         torch.manual_seed(1)
@@ -205,7 +205,7 @@ def a_reference_pass_before_the_step(rank: int, world: int) -> None:
 
 
 def test_an_adapter_that_is_not_active_is_in_the_training_state(tmp_path: Path) -> None:
-    """Two adapters trained in turn; each is frozen while the other is active."""
+    """Two adapters are trained in turn. Each one is frozen while the other is active."""
 
     def make(seed: int) -> tuple[nn.Module, Any]:
         model = with_lora(patch(tiny()), seed=seed, modules_to_save=["lm_head"])

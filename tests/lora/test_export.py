@@ -163,7 +163,7 @@ def test_deltas_are_stock_pefts_and_the_way_back_is_the_same_bytes(
 def test_the_comparison_would_notice_lora_b_read_expert_slowest(
     expert: str, tmp_path: Path
 ) -> None:
-    """lora_B (out, r * E) taken as (out, E, r): sizes fit, numbers are another expert's."""
+    """If lora_B (out, r * E) is read as (out, E, r), sizes fit and values are another expert's."""
     want = stock_deltas(stock(tmp_path / "a"))
     export_adapter(tmp_path / "a", tmp_path / "b")
     if expert == "slowest":
@@ -181,7 +181,7 @@ def test_the_comparison_would_notice_lora_b_read_expert_slowest(
 
 
 def test_by_hand(tmp_path: Path) -> None:
-    """Two experts, rank 1, H 3, F 1: the example of the module docstring in numbers."""
+    """Two experts, rank 1, H 3, F 1: the example of the module's docstring in numbers."""
     prefix = "base_model.model.model.layers.0.mlp.experts"
     tensors = {  # alone, gate_up has no wrapper around it
         f"{prefix}.lora_A.weight": torch.tensor([[1.0, 2, 3], [4, 5, 6]]),
@@ -231,7 +231,7 @@ def test_merged_by_hand_gives_stock_pefts_logits(name: str, tmp_path: Path) -> N
 
 
 def test_stock_peft_opens_both_forms(tmp_path: Path) -> None:
-    """PEFT >= 0.19 stacks single experts itself on loading (transformers_weight_conversion.py)."""
+    """PEFT >= 0.19 stacks single experts when it loads them (transformers_weight_conversion.py)."""
     model = stock(tmp_path / "a")
     export_adapter(tmp_path / "a", tmp_path / "b")
     fuse_adapter(tmp_path / "b", tmp_path / "c")
@@ -248,7 +248,7 @@ def test_stock_peft_opens_both_forms(tmp_path: Path) -> None:
 def test_which_wrapper_is_which(
     order: tuple[str, ...], reverse: bool, ffn: int, tmp_path: Path
 ) -> None:
-    """PEFT nests in the order of named_parameters, not of target_parameters; shapes tell."""
+    """PEFT nests them in the order of named_parameters. Shapes tell them apart."""
     base = tiny(moe_intermediate_size=ffn, num_hidden_layers=1)
     experts = base.model.layers[0].mlp.experts
     if reverse:
@@ -264,7 +264,7 @@ def test_which_wrapper_is_which(
 
 
 def foreign(folder: Path, rslora: bool = False, **config: Any) -> None:
-    """As trained on single experts elsewhere: every matrix has an A of its own."""
+    """An adapter trained on single experts: every matrix has its own A."""
     torch.manual_seed(1)
     tensors = {}
     for layer in range(2):

@@ -91,7 +91,7 @@ def test_an_adapter_trained_by_stock_peft_opens_at_ep_2(tmp_path: Path) -> None:
 
 
 def test_lora_b_read_expert_slowest_is_noticed() -> None:
-    """What Unsloth-zoo did until its pull request 1269, and what no shape shows."""
+    """Unsloth-zoo did so until its pull request 1269, and no shape shows it."""
     stock = with_lora(tiny(), seed=0)
     model = with_lora(patch(tiny()), seed=0)
     want = _logits(stock)

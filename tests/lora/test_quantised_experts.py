@@ -121,13 +121,13 @@ KERNELS = [by_kernels(kind) for kind in ("nested", "fp8")]
 
 @pytest.mark.parametrize("claim", on_ranks(KERNELS, slow=True, alone=True, timeout=480.0))
 def test_kernels_equal_one_process(found: Found, claim: Check) -> None:
-    """As below, by the Triton kernels in the interpreter, forward and backward, on two ranks."""
+    """Forward and backward on two ranks by the Triton kernels in the interpreter."""
     found.raise_if_failed(claim)
 
 
 @pytest.mark.parametrize("claim", on_ranks(CASES, slow=True))
 def test_quantised_experts_equal_one_process(found: Found, claim: Check) -> None:
-    """Logits, loss, gradients of adapters, norm, three steps of AdamW; values held at the end."""
+    """Logits, loss, gradients, norm, three steps of AdamW, and the held values."""
     found.raise_if_failed(claim)
 
 
@@ -181,5 +181,5 @@ CHECKS = [
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_types_with_other_experts(found: Found, claim: Check) -> None:
-    """Losses, gradients of every factor, one step of AdamW, at ep 2."""
+    """Losses, gradients of every factor and one step of AdamW, at ep 2."""
     found.raise_if_failed(claim)

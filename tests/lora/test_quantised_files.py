@@ -58,7 +58,7 @@ def sharded(kind: str, seed: int = 0, model: Any = None, **config: Any) -> nn.Mo
 
 
 def bytes_held(rank: int, world: int) -> None:
-    """Of a rank's share; and what `describe` says of it."""
+    """Return the bytes of a rank's share, which `describe` must name as well."""
     counted = describe(sharded_plain := apply_ep_fsdp2(with_lora(tiny(**LARGE)), ep_size=2))
     want = counted[counted.index("parameters") : counted.index("\n  precision")]
     del sharded_plain
@@ -140,7 +140,7 @@ def one_byte_or_two_experts_exchanged_are_another_base(rank: int, world: int) ->
 
 
 class BytesRead(TorchDispatchMode):
-    """`num`: bytes of `tensors` that operations took in, those left out that make views."""
+    """`num`: bytes of `tensors` that operations read; operations that make views do not count."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 
 def test_a_model_that_is_never_sharded_says_so() -> None:
-    """Nothing is quantised by `patch`: a stock forward would be in another precision."""
+    """`patch` quantises nothing, so a stock forward would run in another precision."""
     model = patch(with_lora(tiny(**SIZES["nf4"])), **NF4)
     assert "to be held in nf4 when it is sharded" in describe(model)
     with pytest.raises(

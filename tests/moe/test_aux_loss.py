@@ -249,7 +249,7 @@ def _padding_job(rank: int, world: int) -> None:
 
 
 def test_a_rank_of_padding_alone_adds_nothing() -> None:
-    """A mean over its own zero tokens is nan; the global mean is not."""
+    """The mean over zero tokens of one rank is nan, and the global mean is not."""
     run_ranks(_padding_job, 2)
 
 
@@ -267,7 +267,7 @@ def _checkpointed(reentrant: bool) -> nn.Module:
 
 
 def checkpointed(rank: int, world: int) -> None:
-    """What is computed twice is one loss."""
+    """A layer that is recomputed adds its loss once."""
     model = apply_ep_fsdp2(_checkpointed(False), ep_size=2, aux_loss_per_layer=True)
     _check_training("checkpointed", model, "padded", True, positional=False)
 
@@ -326,7 +326,7 @@ def test_of_each_layer_alone(found: Found, claim: Check) -> None:
 
 
 def test_of_each_layer_alone_in_one_process() -> None:
-    """Not sharded: stock would take all layers together."""
+    """The model is not sharded. Stock would take all layers together."""
     gc.collect()  # models of other tests, which use the function of the file as well
     model, reference = patch(tiny(**MODEL), aux_loss_per_layer=True), tiny(**MODEL)
     inputs = _batch(model, 1, "padded")
@@ -347,9 +347,9 @@ def test_of_each_layer_alone_in_one_process() -> None:
 
 
 def test_layers_that_make_up_for_each_other_by_hand() -> None:
-    """Two experts, top-1: all tokens of a layer on one of them, of the other on the other.
-
-    Together they are even; each alone is as uneven as can be, and the gradient says so.
+    """Two experts, top-1. All tokens of one layer are on the first expert, all tokens of the other
+    layer on the second. The sum over layers is even; each layer is as uneven as possible, and its
+    gradient shows it.
     """
     quarter = torch.log(torch.tensor(3.0, dtype=torch.float64))
     first = torch.stack([quarter, 0 * quarter]).expand(3, 2)  # probabilities 3/4, 1/4
@@ -390,7 +390,7 @@ def test_each_layer_alone_where_there_is_no_such_loss() -> None:
 
 
 def test_the_formula_by_hand() -> None:
-    """Two experts, top-1, one layer of three tokens, the last one masked; one rank."""
+    """Two experts, top-1, one layer of three tokens of which the last is masked, one rank."""
     third = torch.log(torch.tensor(3.0))
     logits_TE = torch.tensor([[0.0, third], [0.0, 0.0], [9.0, -9.0]])
     logits_TE[1, 0] = -third  # probabilities (1/4, 3/4) twice, then a token that must not count
@@ -433,7 +433,7 @@ def test_the_number_of_operators_does_not_depend_on_the_number_of_layers(per_lay
 def test_all_layers_at_once_have_the_loss_of_one_after_the_other(
     per_layer: bool, unlike: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients; layers that cannot be stacked are computed in groups."""
+    """Values and gradients are equal. Layers that cannot be stacked are computed in groups."""
     monkeypatch.setattr(module, "_MAX_STACKED_ON_CPU", at_once * 15 * 128)
     leaves, mask = _logits_of(6), torch.tensor([[1, 1, 0, 1, 0]] * 3)
     logits = tuple(x.float() if unlike and index % 2 else x for index, x in enumerate(leaves))
@@ -457,7 +457,7 @@ def test_all_layers_at_once_have_the_loss_of_one_after_the_other(
 
 
 class _CountTopK(TorchFunctionMode):
-    """What tells a router what to choose is such a mode."""
+    """Replay uses such a mode to set a router's choice."""
 
     calls = 0
 
@@ -467,7 +467,7 @@ class _CountTopK(TorchFunctionMode):
 
 
 def test_each_layer_alone_while_routing_is_recorded_and_replayed() -> None:
-    """The routers' second run neither adds a choice to a record nor takes one from a replay."""
+    """The second run of the routers adds no choice to a record and takes none from a replay."""
     plain, model = patch(tiny(**MODEL)), patch(tiny(**MODEL), aux_loss_per_layer=True)
     inputs = _batch(model, 1, "padded")
     routes, want = [], model(**inputs)

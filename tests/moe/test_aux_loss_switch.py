@@ -44,7 +44,7 @@ def _interrupt(model: nn.Module, **more: Tensor) -> None:
 
 
 def test_models_of_one_class_each_have_their_own_loss() -> None:
-    """One patched with each layer's loss, one patched without, one stock, in any order."""
+    """Per layer, over all layers, and stock, in any order."""
     stock, inputs = tiny(**MODEL), _inputs()
     plain = patch(tiny(**MODEL))
     per_layer = patch(tiny(**MODEL), aux_loss_per_layer=True)
@@ -80,7 +80,7 @@ def test_the_last_patched_model_gives_the_function_back() -> None:
 
 
 def test_an_interrupted_model_is_copied_without_the_forward_that_was_interrupted() -> None:
-    """Its router logits are in autograd's graph, where torch copies no tensor."""
+    """Its router logits are part of autograd's graph, and torch copies no such tensor."""
     model, inputs = patch(tiny(**MODEL), aux_loss_per_layer=True), _inputs()
     want = model(**inputs).aux_loss
     _interrupt(model)

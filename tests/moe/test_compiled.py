@@ -45,7 +45,7 @@ def _with_encoders() -> nn.Module:
     ids=["base", "causal LM", "tower", "encoders"],
 )
 def test_a_function_around_the_model_is_compiled_once(make: Any) -> None:
-    """Its hooks are traced as well: none reads a number that another forward has changed."""
+    """The model's hooks are traced as well. None reads a number that another forward changes."""
     torch.compiler.reset()
     model = patch(make(), experts_backend="torch")
     inputs = _inputs(model, labels=False)
@@ -58,7 +58,7 @@ def test_a_function_around_the_model_is_compiled_once(make: Any) -> None:
 
 @pytest.mark.slow
 def test_the_aux_loss_of_models_beside_each_other_is_compiled() -> None:
-    """A stock model beside a patched one, and the patched one: both call the switch."""
+    """A stock model and a patched model in one process both call the switch."""
     stock = tiny(**AUX_LOSS, experts_implementation="batched_mm")
     patched = patch(tiny(**AUX_LOSS), experts_backend="torch")
     inputs = _inputs(stock, labels=True)

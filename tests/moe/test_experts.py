@@ -86,7 +86,7 @@ def test_classes_are_found() -> None:
 
 @pytest.mark.parametrize(("folder", "module", "name"), CLASSES, ids=[c[2] for c in CLASSES])
 def test_equals_the_module_itself(folder: str, module: str, name: str) -> None:
-    """Output and every gradient in fp64, the module's own eager code being the truth."""
+    """Output and every gradient in fp64. The module's own eager code is the truth."""
     experts = _build(folder, module, name)
     if name in REFUSED:
         with pytest.raises(ValueError, match=f"gate of {name} is none of .*'eager'"):
@@ -235,7 +235,7 @@ def test_triton_by_name_runs_the_kernels() -> None:
 
 
 def _of_ones_own(*, up: str = "gate_up_proj", order: str = "out, in", **flags: bool) -> nn.Module:
-    """Return experts as somebody would write them, with a gate over up and no act_fn."""
+    """Return experts as a user would write them, with gate above up and no act_fn."""
 
     class OwnExperts(nn.Module):
         def __init__(self, config: Any) -> None:
@@ -265,6 +265,6 @@ NOT_OF_THE_INTERFACE: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("written", "words"), NOT_OF_THE_INTERFACE)
 def test_experts_that_do_not_keep_to_the_interface(written: dict[str, Any], words: str) -> None:
-    """Weights of other names, or that lie the other way; no activation: the error says how."""
+    """Weights have other names or are transposed, or there is no activation. The error says how."""
     with pytest.raises(ValueError, match=words):
         choose_compute(_of_ones_own(**written), "torch", recompute=False)

@@ -66,7 +66,7 @@ def _applied_to_another_model(liger: Any) -> nn.Module:
 
 
 def _applied_to_classes(liger: Any) -> nn.Module:
-    """As Liger's README does: the fused head is the forward of the model's class."""
+    """As Liger's README says, the fused head becomes the forward of the model's class."""
     liger.apply_liger_kernel_to_qwen3_moe()
     model = tiny(**ROUTED)
     assert type(model).forward is liger.lce_forward
@@ -74,7 +74,7 @@ def _applied_to_classes(liger: Any) -> nn.Module:
 
 
 def _all_but_its_experts(liger: Any) -> nn.Module:
-    """What is left is its fused head, whose aux loss was that of each rank."""
+    """Its fused head remains, whose aux loss would be that of each rank."""
     model = tiny(**ROUTED)
     liger._apply_liger_kernel_to_instance(model, swiglu=False)
     return model
@@ -139,7 +139,7 @@ def test_unpatch_gives_experts_back_to_liger(make: Callable[[Any], nn.Module]) -
 
 
 def test_liger_on_a_cpu_is_named() -> None:
-    """Triton compiles nothing for a CPU; its own error would be of drivers."""
+    """Triton compiles nothing for a CPU, and its own error would be about drivers."""
     with installed_liger() as liger, mock.patch.dict(sys.modules):
         model = patch(tiny())
         liger._apply_liger_kernel_to_instance(model)
@@ -161,7 +161,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.mark.parametrize("path", ["model.layers.1.mlp.experts", "model.layers.1.mlp"])
 def test_another_patcher_is_named(path: str) -> None:
-    """Behind `patch` at the first forward, before it at once; what wraps ours may stay."""
+    """At the first forward if it comes after `patch`. A wrapper of ours may stay."""
     model: Any = tiny()
     module: Any = model.get_submodule(path)
     module.forward = MethodType(_foreign, module)
@@ -189,7 +189,7 @@ def test_another_patcher_is_named(path: str) -> None:
 
 
 def test_a_class_whose_forward_was_replaced_is_named() -> None:
-    """Before `patch` and behind it; what wraps the original, or a class of one's own, may stay."""
+    """Before and after `patch`. A wrapper of the original may stay."""
     block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock
     stock = block.forward
     wanted = tiny()(**whole_batch(tiny())).loss

@@ -49,7 +49,7 @@ def _interrupted_at(line: int | None) -> Iterator[list[int]]:
 
 
 class _Run:
-    """A patched model and its optimizer, which can begin anew, and a stock model beside them."""
+    """A patched model with its optimizer, both of which can be reset, and a stock model."""
 
     def __init__(self) -> None:
         self.model, self.stock = tiny(**MODEL), tiny(**MODEL)
@@ -87,7 +87,7 @@ class _Run:
 
 
 def _phases(run: _Run, phase: str) -> tuple[list[Callable[[], None]], Callable[[], None]]:
-    """What runs before the phase, and the phase."""
+    """Return the code before the phase, and the phase."""
     phases = {"forward": run.forward, "backward": run.backward, "update": run.update}
     names = list(phases)
     return [phases[name] for name in names[: names.index(phase)]], phases[phase]

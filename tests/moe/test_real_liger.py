@@ -1,7 +1,7 @@
-"""Liger itself under a patched model, where liger-kernel is installed; else its stand-in is all.
+"""Liger itself with a patched model, where liger-kernel is installed.
 
-On a CPU Triton's interpreter runs its rotary embedding and its fused linear cross-entropy, not its
-experts, which must never run here, nor its norms (libdevice), which are left out.
+On a CPU Triton's interpreter runs its rotary embedding and its fused linear cross-entropy. Its
+experts must never run here, and its norms (libdevice) cannot.
 """
 
 import importlib.util
@@ -67,7 +67,7 @@ def _to_the_instance(liger: Any) -> Any:
 
 
 def _to_its_classes(liger: Any) -> Any:
-    """As Liger's README does, and AutoLigerKernelForCausalLM: before the model is built."""
+    """Apply Liger before the model is built, as its README and AutoLigerKernelForCausalLM do."""
     liger.apply_liger_kernel_to_qwen3_moe(rms_norm=False)
     model = _stock()
     assert type(model.model.layers[0].mlp.experts).__name__ == "LigerExperts"

@@ -284,7 +284,7 @@ def test_unpatch_gives_back_the_models_own_checkpoint() -> None:
 
 
 def test_checkpointing_switched_on_between_forwards_is_seen() -> None:
-    """By the model's own method, as another function, and by torch's wrapper around a layer."""
+    """By the model's own method, with another function, or with torch's wrapper around a layer."""
     model = patch(tiny(num_hidden_layers=LAYERS))
     state = getattr(model, STATE)
     watch, layers = CheckpointWatch(state), model.model.layers
@@ -358,7 +358,7 @@ torch.ones(1, device="cuda").tolist()
 
 @pytest.mark.gpu
 def test_other_experts_stop_a_gpu_which_says_why() -> None:
-    """The host learns of it where it waits next; the device has put the layer on stderr by then."""
+    """The device prints the layer to stderr before the host learns of the error."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", _OTHER_EXPERTS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -24,6 +24,7 @@ from expert_cases import (
     strided,
 )
 from support.close import assert_close, max_error
+from support.hub_files import assert_equal
 from support.largest_tensor import LargestTensor
 from torch import Tensor
 
@@ -97,12 +98,6 @@ def _assert_close(got: dict[str, Tensor], want: dict[str, Tensor], budget: float
     assert got.keys() == want.keys()
     for name, value in want.items():
         assert_close(name, got[name], value, budget)
-
-
-def _assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -194,7 +189,7 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other(backend: str, device
     some = [FROZEN_BASE, ADAPTERS, ("rows",), ("weights", "up_b", "down_a"), ("up_a", "down_b")]
     for wanted in some:
         got = _ours(SMALL, named, grad_RH, wanted, backend)
-        _assert_equal(got, {name: want[name] for name in ("out", *wanted)})
+        assert_equal(got, {name: want[name] for name in ("out", *wanted)})
 
 
 @pytest.mark.parametrize(
@@ -216,7 +211,7 @@ def test_the_same_bits_postponed_recomputed_and_again(
         names = wanted or _all_of(named)
         want = _ours(case, named, grad_RH, names, backend)
         for kw in ({"late": True}, {"recompute": True}, {}):
-            _assert_equal(_ours(case, named, grad_RH, names, backend, **kw), want)
+            assert_equal(_ours(case, named, grad_RH, names, backend, **kw), want)
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
@@ -227,7 +222,7 @@ def test_grad_scale_reaches_adapters_and_base_alike(backend: str, device: str) -
     scaled = _ours(SMALL, named, grad_RH, _all_of(named), backend, grad_scale=0.25)
     untouched = ("out", "rows", "weights")
     want = {name: x if name in untouched else x * 0.25 for name, x in plain.items()}
-    _assert_equal(scaled, want)  # a power of two: exact
+    assert_equal(scaled, want)  # a power of two: exact
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
@@ -279,7 +274,7 @@ def test_kernels_of_unneeded_gradients_are_not_launched(
 
 @pytest.mark.parametrize("implementation", [torch_mlp, triton_mlp], ids=["torch", "triton"])
 def test_no_tensor_of_the_size_of_the_experts(implementation: ModuleType) -> None:
-    """With a frozen base neither merged weights nor their gradients are made."""
+    """With a frozen base the kernels make neither merged weights nor their gradients."""
     if implementation is triton_mlp and not triton_mlp.interpreted():
         pytest.skip("here the kernels run on the CPU, in the interpreter")
     case = Case(random_ids(40, 2, 6, seed=3), 6, hidden=64, ffn=48)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from expert_cases import ADAPTERS, GPT_OSS, Case, adapted, random_ids
 from support.close import assert_close
+from support.hub_files import assert_equal
 from support.largest_tensor import LargestTensor
 from torch import Tensor
 
@@ -276,9 +277,7 @@ def test_the_same_bits_as_dequantised_matrices(name: str, call: str, dtype: torc
     for kw in ({}, {"recompute": True}, {"late": True}, {"late": True, "chunks": 2}):
         want = run(case, as_values, "", **kw)
         got = run(case, as_bytes, quantisation.kind, **kw)
-        assert got.keys() == want.keys()
-        for tensor, value in want.items():
-            assert torch.equal(got[tensor], value), (kw, tensor)
+        assert_equal(got, want)
 
 
 @pytest.mark.slow
@@ -309,7 +308,7 @@ def test_compiled(name: str) -> None:
 
 
 def dequantise_all(experts: ExpertWeights, name: str, expert: int, dtype: torch.dtype) -> Tensor:
-    """Stand for `ExpertWeights.matrix`: dequantise all experts at once, which must not happen."""
+    """Replace `ExpertWeights.matrix`: dequantise all experts, which must not happen."""
     stack = experts.stack(name)
     ones = [dequantise(stack.of(e), experts.quantised, dtype) for e in range(len(stack.values))]
     return torch.stack(ones)[expert]

@@ -45,7 +45,7 @@ def _cases() -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def test_no_rank_is_over_the_bound_nor_far_over_the_best_deal() -> None:
-    """Against all deals of thousands of small cases; 4 / 3 of the best is what was found there."""
+    """In thousands of small cases the worst deal is 4 / 3 of the best."""
     worst = 0.0
     for load_E, ranks in _cases():
         slots_E = balanced(load_E, ranks)
@@ -60,7 +60,7 @@ def test_no_rank_is_over_the_bound_nor_far_over_the_best_deal() -> None:
 
 
 def test_the_bound_is_met() -> None:
-    """All but one expert idle: mean + (1 - 1 / D) * s is that one, and no deal has less."""
+    """All but one expert are idle: mean + (1 - 1 / D) * s is that expert, and no deal has less."""
     load_E = (0, 0, 12, 0, 0, 0)
     assert bound(load_E, 3) == 12 == _least(load_E, 3)
     assert bound((5, 5, 5, 5), 2) == 10
@@ -75,14 +75,14 @@ def test_the_example() -> None:
 
 
 def test_a_busy_expert_has_the_idlest_beside_it() -> None:
-    """Where rounds would give it one of each kind: 16 then, and 12 is the best there is."""
+    """Dealing in rounds would give a rank one expert of each kind, 16 in sum. The best is 12."""
     load_E = (12, 4, 4, 4, 0, 0)
     assert busiest(load_E, _in_rounds(load_E, 2), 2) == 16
     assert _busiest(load_E, balanced(load_E, 2), 2) == 12 == _least(load_E, 2)
 
 
 def test_one_rank_with_three_times_the_mean_becomes_even() -> None:
-    """64 experts on 8 ranks: the busy eight of the first rank go to one rank each."""
+    """64 experts on 8 ranks. The eight busy experts of the first rank go to one rank each."""
     load_E = tuple(3000 + expert if expert < 8 else 1000 * 5 // 7 + expert for expert in range(64))
     hub_order = list(range(64))
     mean = sum(load_E) / 8
@@ -93,8 +93,9 @@ def test_one_rank_with_three_times_the_mean_becomes_even() -> None:
 
 
 def test_what_can_stay_stays() -> None:
-    """Shares take the names of the ranks that hold most of them, experts keep their slots; an even
-    load moves nothing, and neither does a deal that is no better."""
+    """A share goes to the rank that holds most of it, and experts keep their slots. An even load
+    moves nothing, and a deal that is not better moves nothing.
+    """
     assert balanced((1, 2, 3, 4), 2, [0, 2, 3, 1]) == [0, 2, 3, 1]
     assert balanced((1, 1, 1, 1), 2) == [0, 1, 2, 3]
     load_E = (9, 5, 4, 3, 3, 0)
@@ -104,7 +105,7 @@ def test_what_can_stay_stays() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_placements_follow_each_other(ranks: int) -> None:
-    """From wherever experts lie now: a permutation, within the bound, the same each time."""
+    """From any placement the result is a permutation within the bound, and the same each time."""
     chance = random.Random(ranks)
     slots_E = list(range(16))
     for _ in range(50):

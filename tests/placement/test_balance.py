@@ -1,8 +1,8 @@
-"""Experts that were moved: the same numbers, files and resumed runs as those that never were.
+"""Experts that were moved give the same numbers, files and resumed runs as experts that were not.
 
-Two models of the same values on the same ranks, of which one is balanced between its steps, by
-loads that are drawn at random, so that experts of all ranks move. What only moves is bit-equal;
-after a step, sums over the tokens of an expert stand in another order, and 1e-10 is the measure.
+Two models have the same values on the same ranks. One of them is balanced between its steps, with
+random loads, so that experts of all ranks move. Moved values are bit-equal. After a step, sums over
+the tokens of an expert have another order, and the tolerance is 1e-10.
 """
 
 import json
@@ -356,7 +356,7 @@ def _skewed(rank: int, world: int) -> None:
 
 @contextmanager
 def _sent_bytes() -> Iterator[list[int]]:
-    """What this rank sends to others while experts move."""
+    """Return the bytes that this rank sends while experts move."""
     sent: list[int] = []
 
     def start(received: Tensor, rows: Tensor, **options: Any) -> Any:
@@ -397,7 +397,7 @@ def _skewed_step(model: nn.Module, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("claim", on_ranks(4, _skewed, slow=True))
 def test_a_skewed_router_ends_even(found: Found, claim: Check) -> None:
-    """On 4 ranks, loss and gradients of stock that chooses the same."""
+    """On 4 ranks, with the loss and gradients of a stock model that chooses the same experts."""
     found.raise_if_failed(claim)
 
 
@@ -512,7 +512,7 @@ REFUSED: list[Any] = [
 
 @pytest.mark.parametrize("claim", REFUSED)
 def test_what_would_mix_experts_up(found: Found, claim: Check) -> None:
-    """On 2 ranks with ep 2: an error on both, or nothing that was mixed up."""
+    """On 2 ranks with ep 2, both ranks raise, or no expert is mixed up."""
     found.raise_if_failed(claim)
 
 

@@ -1,4 +1,6 @@
-"""Rates that were put into samples come out again, and a real rank's are told by its own step."""
+"""Calibration finds the rates of invented samples again, and those of a real rank
+predict its step.
+"""
 
 import json
 from dataclasses import replace
@@ -52,9 +54,8 @@ COLLECTIVES = tuple(
 
 
 def test_rates_come_out_again() -> None:
-    """Samples of a machine with RATES, to rounding; the host's share explains a whole step.
-
-    A GPU's host goes ahead: a step of less than the sum of its parts overlaps.
+    """Samples of a machine with RATES, up to rounding. The host's share explains a whole step. A
+    GPU's host goes ahead, so a step that takes less than the sum of its parts overlaps.
     """
     machine = record_of(RATES)
     samples = [Sample(one, operator_seconds(one, machine)) for one in OPERATORS]
@@ -101,7 +102,7 @@ def test_rates_come_out_again() -> None:
 
 @needs_bf16_attention
 def test_a_steps_own_seconds_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates of one real rank, through a file, make of its counted work the step that was timed."""
+    """Rates of one real rank, read from a file, predict the seconds of the step that was timed."""
     told: list[float] = []
 
     def listen(*args: Any, seconds: float, **given: Any) -> dict[str, Any]:

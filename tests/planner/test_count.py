@@ -46,7 +46,7 @@ def test_bytes_by_hand(fake: bool) -> None:
 
 
 def test_host_and_device_are_told_apart() -> None:
-    """What is made of the host's tensors is the host's, until it is copied."""
+    """A result of the host's tensors is on the host until it is copied."""
     values = torch.ones(4 * KIB)
     with count_tensors() as memory:
         memory.watch([values], on_host=True)
@@ -77,7 +77,7 @@ def test_resize_is_torchs_own_again() -> None:
 
 
 def test_what_autograd_keeps_is_counted() -> None:
-    """relu keeps its result for backward; the sum's gradient is one number, expanded."""
+    """relu keeps its result for backward. The gradient of the sum is one number, expanded."""
     layer = nn.Linear(KIB, KIB, bias=False)
     x = torch.zeros(2, KIB)
     with count_tensors([x, layer.weight]) as memory:

@@ -5,32 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_seconds import HARDWARE
 
-from hf_moe_ep.planner.hardware import KINDS, Hardware, calibrated
-
-RECORD = Hardware(
-    name="made up",
-    matmul_flops={"bfloat16": 100.0, "float32": 50.0},
-    memory_bandwidth=10.0,
-    memory_bytes=1e3,
-    node_size=2,
-    in_node_bandwidth=4.0,
-    in_node_latency=0.5,
-    between_nodes_bandwidth=1.0,
-    between_nodes_latency=2.0,
-    host_seconds=0.25,
-    fractions=dict.fromkeys(KINDS, 0.5),
-)
+from hf_moe_ep.planner.hardware import calibrated
 
 
 def test_measured_rates_take_their_places(tmp_path: Path) -> None:
-    """Those of a file, entry by entry; all others stay."""
+    """A file replaces single entries, and all others stay."""
     file = tmp_path / "rates.json"
     file.write_text(json.dumps({"matmul_flops": {"float32": 7}, "overlap": 0.25}))
-    found = calibrated(RECORD, file)
+    found = calibrated(HARDWARE, file)
     sources = {"matmul_flops": "measured: rates.json", "overlap": "measured: rates.json"}
     flops = {"bfloat16": 100.0, "float32": 7}
-    assert found == replace(RECORD, matmul_flops=flops, overlap=0.25, sources=sources)
+    assert found == replace(HARDWARE, matmul_flops=flops, overlap=0.25, sources=sources)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +37,8 @@ def test_measured_rates_take_their_places(tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_is_refused(text: str, match: str, tmp_path: Path) -> None:
-    """What a file has too much, or wrong, is named with what would be right."""
+    """The error names an unknown or wrong entry of a file and what would be right."""
     file = tmp_path / "rates.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=match):
-        calibrated(RECORD, file)
+        calibrated(HARDWARE, file)

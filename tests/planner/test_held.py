@@ -1,4 +1,4 @@
-"""What a memory plan promises against what real ranks hold after one AdamW step, to the byte."""
+"""A memory plan equals what real ranks hold after one AdamW step, to the byte."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def gathered(stage: Iterable[nn.Module]) -> int:
 
 
 def largest_gathered(model: Any, case: Case) -> int:
-    """Two neighbours of: embedding, layers, norm and head; the tower beside two of its blocks."""
+    """The largest pair of neighbours of: embedding, layers, norm and head; tower and two blocks."""
     inner = model.get_base_model() if case.lora is not None else model
     text = getattr(inner.model, "language_model", inner.model)
     layers = [[layer] for layer in text.layers]
@@ -217,7 +217,7 @@ def test_every_rank_holds_what_the_plan_says(world: int, cases: list[Case]) -> N
 
 
 def test_ranks_that_differ_are_told_apart() -> None:
-    """Vocabulary 97 on 4 ranks: 25, 25, 25, 22 rows, in embedding and head; all else is even."""
+    """A vocabulary of 97 on 4 ranks gives 25, 25, 25 and 22 rows. All else is even."""
     plan = Case("", {"ep_size": 2}, options=FP32).plan(4)
     assert [kind.ranks for kind in plan.kinds] == [(0, 1, 2), (3,)]
     assert (plan.largest, plan.smallest) == (plan.of_rank(0), plan.of_rank(3))
@@ -254,7 +254,7 @@ def test_numbers_of_parameters_with_adapters() -> None:
 
 
 def test_bytes_stand_for_the_parameters_of_the_model() -> None:
-    """Scales are no parameters: numbers of total, trained and active are those of bf16 experts."""
+    """Scales are no parameters: the numbers are those of bf16 experts."""
     sizes = SIZES["nf4"] | {"num_experts": 6}
     options = {"lora_rank": 3}
     plain = Case("", {}, sizes, options).plan(2)

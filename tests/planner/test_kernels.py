@@ -77,7 +77,7 @@ def _products(work: StepWork) -> int:
     ],
 )
 def test_a_gpu_runs_kernels(parallel: dict[str, Any], products: int) -> None:
-    """Up, down; dgated, rows, two outer: in each of 2 layers, once per chunk; as many FLOPs."""
+    """Up, down, dgated, rows and two outer, in each of 2 layers, once per chunk."""
     on_gpu, on_cpu = _work(**parallel), _work(like_gpu=False, **parallel)
     assert _products(on_gpu) == 2 * products
     assert on_gpu.flops("grouped") == on_cpu.flops("grouped") > 0
@@ -85,5 +85,5 @@ def test_a_gpu_runs_kernels(parallel: dict[str, Any], products: int) -> None:
 
 
 def test_the_torch_path_is_planned_where_it_is_asked_for() -> None:
-    """Each of 8 experts has its own 6 products there, in each of 2 layers."""
+    """Each of 8 experts runs 6 products of its own in each of 2 layers."""
     assert _products(_work(experts_backend="torch")) == 2 * 6 * 8

@@ -1,4 +1,4 @@
-"""What CUDA allocates at the peak of a step, beside the plan of that step."""
+"""CUDA's peak allocation in a step, compared with the plan of that step."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def _allocated(rank: int, world: int, name: str, folder: str) -> tuple[int, int]
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_peak_of_a_step(name: str, tmp_path: Path) -> None:
-    """Within 10 %; with parameters on the host next to nothing is on the device between steps."""
+    """Within 10 %. With parameters on the host, the device holds almost nothing between steps."""
     planned = CONFIGURATIONS[name].planned(SIZES, world=1, like_gpu=True)
     ((peak, before),) = run_ranks(_allocated, 1, name, str(tmp_path), timeout=300.0)
     said = f"planned {planned.peak:,}, allocated {peak:,}, in front of the step {before:,}"

@@ -34,7 +34,7 @@ FOUR_OF_SEVEN = StepPlan(
 
 
 def test_layers_in_the_middle_are_on_a_line() -> None:
-    """Of 7 layers the plan knows two at either end; 2 to 4 go evenly from layer 1 to layer 5."""
+    """The plan knows two of 7 layers at either end. 2 to 4 go evenly from layer 1 to layer 5."""
     names, parts = zip(*over_step(FOUR_OF_SEVEN), strict=True)
     layers = [f"layer {number}" for number in range(7)]
     assert names == (
@@ -53,7 +53,7 @@ def test_layers_in_the_middle_are_on_a_line() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_few_layers_draw_what_all_would(checkpointing: bool) -> None:
-    """Each stretch of 7 layers, from 4 and 5, is by kind what a model of 7 has there."""
+    """From 4 and 5 layers, each of 7 layers gets the kinds that a model of 7 layers has there."""
     config = with_layers(tiny().config, 7)
     few, whole = (
         plan_step(
@@ -76,7 +76,7 @@ def test_a_few_layers_draw_what_all_would(checkpointing: bool) -> None:
 def test_a_plan_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a PNG; without matplotlib that is said before anything is planned."""
+    """The file is a PNG. Without matplotlib an error is raised before anything is planned."""
     config = tmp_path / "config.json"
     tiny().config.to_json_file(config)
     picture = tmp_path / "step.png"

@@ -43,7 +43,7 @@ def _stretch(*operators: Operator, sent: tuple[Collective, ...] = ()) -> Stretch
 
 
 def test_the_slower_of_two_for_each_operator() -> None:
-    """10 s of operations hide 2 of bytes; 4 of bytes hide 1 of operations: 14, not max of sums."""
+    """10 s of operations hide 2 s of bytes, and 4 s of bytes hide 1 s: 14 s."""
     parts = stretch_parts(_stretch(PRODUCT, THIN, COPY), HARDWARE)
     assert parts == {"matmul": 10.0, "grouped": 4.0, "memory": 3.0, "host": 0.0}
     # Of fp16 no rate is told: that of bfloat16. Of fp64: that of fp32.
@@ -52,7 +52,7 @@ def test_the_slower_of_two_for_each_operator() -> None:
 
 
 def test_what_travels_behind_what() -> None:
-    """FSDP2's behind all that is computed, rows behind experts, counts behind nothing."""
+    """FSDP2's collectives overlap with all computation, rows with experts, counts with nothing."""
     gather = Collective("all_gather", "parameters", (0, 1), 0, 40, hideable=1.0)  # 0.25 + 20 / 2
     rows = Collective("all_to_all", "rows", (0, 1), 0, 0, (0, 15), hideable=0.5)  # 0.25 + 15 / 2
     counts = Collective("all_gather", "counts", (0, 2), 0, 2)  # 2 + 1 / 0.5
@@ -74,7 +74,7 @@ def test_what_travels_behind_what() -> None:
 
 
 def test_the_host_goes_ahead_or_does_not() -> None:
-    """Three launches of 4 s beside 10 of computing: 2 more, or 12 more where nobody goes ahead."""
+    """Three launches of 4 s with 10 s of computation: 2 s more, or 12 s more."""
     gather = Collective("all_gather", "parameters", (0,), 0, 40)
     stretch = _stretch(PRODUCT, replace(PRODUCT, flops=0, nbytes=0), sent=(gather,))
     slow = replace(HARDWARE, host_seconds=4.0)

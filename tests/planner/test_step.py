@@ -66,9 +66,8 @@ ON_ONE_RANK = {
     [pytest.param(n, marks=needs_bf16_attention) if "bf16" in n else n for n in ON_ONE_RANK],
 )
 def test_on_one_rank_to_the_byte(name: str) -> None:
-    """Without ep only counts per expert are unknown; the low rows of adapters depend on them.
-
-    Work does not: operations and launches are those of the real step.
+    """Without ep only the counts per expert are unknown, on which the low rows of adapters depend.
+    Operations and launches are exactly those of the real step.
     """
     one = ON_ONE_RANK[name]
     planned = one.planned(SIZES_OF_BENCH, world=1)
@@ -91,7 +90,7 @@ def test_on_one_rank_to_the_byte(name: str) -> None:
 @pytest.mark.skipif(not has_fused_head(), reason="needs TRL 1.15")
 @pytest.mark.slow
 def test_trls_head_and_adapters_in_bf16() -> None:
-    """TRL's head has the peak, to the byte; adapters in fp32 are seen to be planned as more."""
+    """TRL's head sets the peak, exact to the byte. Adapters in fp32 are planned with more."""
     head = replace(
         ON_ONE_RANK["bf16, nf4, adapters, checkpointing"], masters="model", fused_head=True
     )
@@ -107,8 +106,8 @@ def test_trls_head_and_adapters_in_bf16() -> None:
 
 @pytest.mark.slow
 def test_parameters_on_the_host() -> None:
-    """None on the device but copies: each unit's in forward once, gradients, and what is fetched
-    again in backward. The host has values, gradients, two moments, and steps.
+    """The device holds only copies: each unit's in forward, its gradients, and copies fetched again
+    in backward. The host holds values, gradients, two moments and steps.
     """
     config = SIZES_OF_BENCH.config()
     on_device, on_host, accumulated = (
@@ -148,7 +147,7 @@ def _measured(rank: int, world: int, names: list[str]) -> list[bench.Measured]:
 
 @pytest.mark.slow
 def test_on_four_ranks_within_5_percent() -> None:
-    """With ep ranks differ by what routers choose, and the plan is told how often that was."""
+    """The plan is given how often each expert was chosen."""
     names = ["ep 1", "ep 2, sp 2, two sequences", "ep 4, checkpointing"]
     measured = run_ranks(_measured, bench.WORLD, names, timeout=500.0)
     for index, name in enumerate(names):
@@ -199,7 +198,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_few_layers_tell_many(name: str) -> None:
-    """Of 7 layers 4 and 5 are run; to the byte what all of them have, in sum, in parts, as work."""
+    """Of 7 layers 4 and 5 are run. Sums, parts and work are those of all 7 layers, to the byte."""
     parallel, options, checkpointing = LAYOUTS[name]
     model = tiny(num_hidden_layers=7, **(SIZES["nf4"] if name == "nf4" else {}))
     few, whole = (
@@ -225,7 +224,7 @@ def test_few_layers_tell_many(name: str) -> None:
 
 
 def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a block's experts three are run; all have the same peak and the same work, to the byte."""
+    """Three of a block's experts are run. Peak and work are those of all, to the byte."""
     config = tiny(num_hidden_layers=2, **SIZES["fp8"]).config
     found = []
     stock = torch_mlp.Block.split
@@ -248,7 +247,7 @@ def test_largest_experts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_choices_are_as_often_as_a_load_says() -> None:
-    """Of 4 experts one has all tokens, one half of them: never twice one, shares to 2 %."""
+    """Of 4 experts one has all tokens and one half of them. No token has one twice."""
     counts = torch.tensor([[40, 20, 10, 10], [20, 20, 20, 20]])
     load = ExpertLoad(counts, ("a", "b"), ep_size=2)
     choices = Choices.of_load(load, 2, 2)
@@ -265,13 +264,13 @@ def test_choices_are_as_often_as_a_load_says() -> None:
 
 
 def test_layers_that_differ_are_all_run() -> None:
-    """A dense layer among MoE layers: no straight line."""
+    """A dense layer among MoE layers makes no straight line."""
     config = tiny(num_hidden_layers=6, mlp_only_layers=[0]).config
     assert plan_step(config, world_size=1, batch=Batch(8)).layers_run == (6,)
 
 
 def test_text_alone_for_a_model_with_a_tower() -> None:
-    """On several ranks a forward asks who has pixels, and the answer counts whole numbers."""
+    """On several ranks a forward asks which ranks have pixels."""
     config = tiny("qwen3_vl_moe").config
     on_two, alone = (
         plan_step(config, world_size=world, batch=Batch(16)).work.flops() for world in (2, 1)
@@ -290,7 +289,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_shrinking_keeps_what_helps_until_it_fits() -> None:
-    """Made-up peaks: fused saves 10, fp8 nothing, attention alone 20; nf4 is only tried on fp8."""
+    """Fused saves 10, fp8 nothing, attention alone 20. nf4 comes after fp8."""
     asked: Asked = {
         "checkpointing": True,
         "optimizer": "adamw",

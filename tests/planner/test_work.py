@@ -36,7 +36,7 @@ def _small_step() -> list[Operator]:
 
 @pytest.mark.parametrize("fake", [False, True])
 def test_by_hand(fake: bool) -> None:
-    """Bytes are read and written: of rows that are picked or added to, those rows alone."""
+    """Of a tensor whose rows are picked or added to, only those rows count."""
     if fake:
         with fake_tensors():
             ran = _small_step()
@@ -61,9 +61,8 @@ def test_by_hand(fake: bool) -> None:
 
 
 def test_attention_in_bf16_by_hand() -> None:
-    """Forward 2 products of 6 x 6 x 8 per head, backward 5; causal attention computes half of each.
-
-    The backward also reads the log-sum-exp in fp32, and its products are in bf16 nevertheless.
+    """Forward has 2 products of 6 x 6 x 8 per head and backward 5; causal attention computes half
+    of each. Backward also reads the log-sum-exp in fp32, and its products are in bf16 nevertheless.
     """
     with fake_tensors(), WorkCounter() as work:
         work.begin("all")
@@ -79,10 +78,9 @@ def test_attention_in_bf16_by_hand() -> None:
 
 
 def test_experts_are_counted_whole() -> None:
-    """Three matrices of H x F for each pair, once forward and twice backward, few are run or all.
-
-    With layers computed again there is one forward more, and `recompute_activations` makes the two
-    matrices of the first product anew.
+    """Three matrices of H x F for each pair, once in forward and twice in backward, whether few
+    experts are run or all. Recomputed layers add one forward, and `recompute_activations` repeats
+    the two matrices of the first product.
     """
     tokens, layers = 2 * 24, 2
     config = tiny(num_hidden_layers=layers).config
@@ -101,9 +99,9 @@ def test_experts_are_counted_whole() -> None:
 
 @pytest.mark.parametrize("like_gpu", [False, True])
 def test_adapters_of_experts_are_products_too(like_gpu: bool) -> None:
-    """Frozen experts forward and back; factors of rank r forward, back, and for both gradients.
-
-    The kernels keep the first product of the way back, which both factors' gradients need.
+    """Frozen experts run forward and back. Factors of rank r run forward, back, and for both
+    gradients. The kernels keep the first product of backward, which the gradients of both factors
+    need.
     """
     tokens, layers, rank = 24, 2, 4
     config = tiny(num_hidden_layers=layers).config
@@ -116,7 +114,7 @@ def test_adapters_of_experts_are_products_too(like_gpu: bool) -> None:
 
 
 def test_what_is_sent_by_hand() -> None:
-    """Eight ranks on two nodes of four, and groups inside a node and of one rank on each."""
+    """Eight ranks on two nodes, with groups inside a node and across nodes."""
     world, node = tuple(range(8)), 4
 
     def links(kind: str, ranks: tuple[int, ...], *by_rank: int) -> tuple[float, float]:
@@ -134,7 +132,7 @@ def test_what_is_sent_by_hand() -> None:
 
 
 def test_layers_between_stand_for_many() -> None:
-    """Ends as they are, the middle n - 4 times, all others on a line; sums are those of n."""
+    """The middle counts n - 4 times. Sums are those of n layers."""
 
     def work(layers: int) -> StepWork:
         def stretch(flops: int) -> Stretch:

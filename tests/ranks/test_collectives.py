@@ -1,4 +1,4 @@
-"""What an exchange raises where a GPU has stopped."""
+"""The error of an exchange after a GPU has stopped."""
 
 from types import SimpleNamespace
 

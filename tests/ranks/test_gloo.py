@@ -145,6 +145,6 @@ def test_one_worker_ends_well() -> None:
 
 @pytest.mark.slow
 def test_stock_groups_are_aborted_there() -> None:
-    """Otherwise torch has mended the race, and upstream/gloo.py may go."""
+    """If this fails, torch has fixed the race and upstream/gloo.py may go."""
     ended = _run_four_at_once("stock", 25)
     assert any(code < 0 for code, _ in ended), ended

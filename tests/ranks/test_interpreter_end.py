@@ -28,8 +28,7 @@ def test_ranks_end_with_code_0() -> None:
 
 @pytest.mark.slow
 def test_stock_ranks_are_aborted_there() -> None:
-    """Else the test above shows nothing, and ranks/interpreter_end.py may go.
-
-    On a busy machine half of the runs end well.
+    """If this fails, the test above shows nothing and ranks/interpreter_end.py may go. On a busy
+    machine half of the runs end without an abort.
     """
     assert "-6" in " ".join(_exit_codes(15, "stock"))

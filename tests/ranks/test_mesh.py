@@ -1,7 +1,7 @@
-"""Where ranks lie: the 8-rank example of mesh.py written out, on torch's fake process group.
+"""The layout of ranks: the 8-rank example of mesh.py, on torch's fake process group.
 
-Groups are checked by the ranks they hold, seen from each of the 8 ranks in turn; that collectives
-over them give the right numbers is what the parity tests show.
+Groups are compared by the ranks they hold, as seen from each of the 8 ranks. The parity tests show
+that collectives in these groups give the right numbers.
 """
 
 import warnings
@@ -145,7 +145,7 @@ def test_every_rank_finds_its_groups(name: str) -> None:
 
 
 def test_a_world_of_its_own_size_not_a_power_of_two() -> None:
-    """6 ranks: replicas of 3, ep over 3."""
+    """6 ranks: replicas of 3, with ep over 3."""
     for rank in range(6):
         with _as_rank(rank, 6):
             meshes = build_meshes(ParallelConfig(ep_size=3, dp_replicate_size=2), CPU)
@@ -256,7 +256,7 @@ def test_nodes_that_cut_an_ep_group_unevenly(config: ParallelConfig, match: str)
 
 
 def test_groups_wait_as_long_as_the_default_group() -> None:
-    """torch gives them half an hour, whatever `ddp_timeout` or `init_process_group` say."""
+    """Torch gives them half an hour, whatever `ddp_timeout` or `init_process_group` say."""
 
     def patience(mesh: DeviceMesh) -> set[timedelta]:
         return {group._get_backend(CPU).options._timeout for group in mesh.get_all_groups()}
@@ -276,7 +276,7 @@ def test_groups_wait_as_long_as_the_default_group() -> None:
 
 
 def test_groups_are_described_by_their_axis() -> None:
-    """NCCL's watchdog prints it; an axis of all ranks has a group of its own on CPUs."""
+    """NCCL's watchdog prints the description."""
     with _as_rank(0, 8):
         meshes = build_meshes(ParallelConfig(ep_size=2, sp_size=2, dp_replicate_size=2), CPU)
         described = {
@@ -302,7 +302,7 @@ def _groups_made(world: int, config: ParallelConfig) -> int:
 
 
 def test_groups_of_one_rank_are_made_by_that_rank_alone() -> None:
-    """By hand: ep groups, ep_fsdp groups, one of one rank, one of all; none per rank and axis."""
+    """Groups of ep, of ep_fsdp, of one rank and of all. Torch makes more."""
     assert _groups_made(64, ParallelConfig(ep_size=8)) == 64 // 8 + 8 + 1 + 1
     assert _groups_made(256, ParallelConfig(ep_size=8)) == 256 // 8 + 8 + 1 + 1
     assert _groups_made(64, ParallelConfig()) == 1 + 1

@@ -31,7 +31,7 @@ def _wait_there(place: str, group: dist.ProcessGroup) -> None:
 
 
 def _without(rank: int, world: int, gone: int) -> dict[str, tuple[str, float]]:
-    """What each place says on a rank of which `gone` is none, and after how many seconds."""
+    """Return the error of each place without rank `gone`, and the seconds until it was raised."""
     patience = timedelta(seconds=PATIENCE)
     groups = {place: dist.new_group(timeout=patience, group_desc=place) for place in PLACES}
     if rank == gone:
@@ -57,7 +57,7 @@ def said() -> list[dict[str, tuple[str, float]]]:
 def test_the_rank_that_stays_away_is_named(
     said: list[dict[str, tuple[str, float]]], place: str
 ) -> None:
-    """In an exchange of a layer, where ranks meet, and where a save makes its group of ranks."""
+    """In a layer's exchange, at a meeting point, and when a save makes its group of ranks."""
     for rank in (0, 2):
         text, seconds = said[rank][place]
         assert "rank 1 stopped, or " in text, text
@@ -66,7 +66,7 @@ def test_the_rank_that_stays_away_is_named(
 
 
 def _silent(rank: int, world: int) -> tuple[str, str, str]:
-    """Of ranks that all gave up; at two places; and where the store does not answer."""
+    """All ranks gave up, ranks are at two places, or the store does not answer."""
     nobody = missing.name_missing_ranks("here", None)
     two = dist.new_group([0, 1], group_desc="two")
     elsewhere = missing.name_missing_ranks(f"place {rank}", two)

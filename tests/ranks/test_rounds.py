@@ -1,4 +1,6 @@
-"""What a rank receives where ranks meet does not grow with their number, unless they differ."""
+"""The bytes that a rank receives at a meeting point do not grow with the number of ranks that
+agree.
+"""
 
 import pickle
 from collections.abc import Iterator
@@ -67,7 +69,7 @@ def _agree(model: nn.Module) -> None:
 
 
 def test_bytes_by_world(tmp_path: Any) -> None:
-    """Of ranks that agree; the files of a checkpoint are told by rank 0 once, to rank 0 at last."""
+    """Rank 0 announces the files of a checkpoint once and collects them at the end."""
     model = patch(tiny(), ParallelConfig(ep_size=2))
     calls = {
         "arguments": lambda: check_alike("load_checkpoint", verify=True, directory="x" * 1000),
@@ -125,7 +127,7 @@ def _meet(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def test_ranks_that_differ_say_who(tmp_path: Any) -> None:
-    """Which rank it is does not matter; all raise the same, and are in step after it."""
+    """Any rank may be the one that differs. All ranks raise the same error and stay in step."""
     called = "ranks called save with another directory: rank 0 with 'x', rank {} with 'y'"
     shared = {
         "differ": [("a", 0), ("a", 0), ("a", 1)],

@@ -102,7 +102,7 @@ def _stay(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_the_rule_by_hand() -> None:
-    """Two micro-batches are one step; what is not trained on, or counted before, moves nothing."""
+    """Two micro-batches are one step. Counts of evaluation move nothing."""
     model = patch(tiny(KIND), bias_update_rate=RATE)
     assert len(_biases(model)) == 3, "one layer is dense"
     for step in range(3):
@@ -238,7 +238,7 @@ def test_a_step_that_is_skipped_drops_its_counts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TEXT_TYPES)
 def test_every_type_with_a_bias_is_balanced_by_it(model_type: str) -> None:
-    """A larger bias draws more tokens: the sign of every router's correction is this one."""
+    """A larger bias draws more tokens, so the sign of the correction is right for every router."""
     model = tiny(model_type)
     if not _biases(model):
         with pytest.raises(ValueError, match=r"has a correction bias"):

@@ -101,14 +101,14 @@ def test_each_layer_gets_what_the_engine_chose_for_its_tokens(arrays: list[Any])
 
 
 def test_a_part_behind_a_cached_prefix() -> None:
-    """SGLang's `routed_experts_start_len`: the rows in front of it route live."""
+    """With SGLang's `routed_experts_start_len`, rows before it route live."""
     whole, _ = _sglang()
     routes = Routes.from_engine([whole[2:]], [6], padded_to=6, pad_side="right", starts=[2])
     assert routes.ids[0, :, 2].tolist() == [[-1, -1]] * 2 + [[6, 4], [3, 5], [7, 2], [-1, -1]]
 
 
 def test_ranks_that_share_an_engine_keep_their_own_samples() -> None:
-    """vllm_tensor_parallel_size=2: each rank's engine returns the samples of both."""
+    """With vllm_tensor_parallel_size=2 each rank's engine returns the samples of both ranks."""
     samples = [SimpleNamespace(routed_experts=np.full((1, 1, 1), n)) for n in range(4)]
     outputs = [SimpleNamespace(outputs=[sample]) for sample in samples]
     generation = SimpleNamespace(tensor_parallel_size=2, tp_group=None)

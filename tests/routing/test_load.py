@@ -51,7 +51,7 @@ def _chosen(model: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
 
 
 def test_figures_by_hand() -> None:
-    """The example of the module's docstring, a layer with all on one expert, one without tokens."""
+    """The example of the module, a layer with one busy expert, and one without tokens."""
     counts = torch.tensor([[7, 5, 3, 1], [0, 8, 0, 0], [0, 0, 0, 0]])
     load = ExpertLoad(counts, ("a", "b", "c"), ep_size=2)
     assert load.max_over_mean.tolist()[:2] == [1.75, 4.0]
@@ -87,7 +87,7 @@ def _steps(model: nn.Module, call: Callable[..., Any] | None = None) -> Tensor:
 
 
 def test_counts_are_the_choices_of_training() -> None:
-    """Evaluation, what needs no gradient, and another reader's zero change nothing."""
+    """Evaluation, forwards without gradients and another reader's reset change nothing."""
     model = patch(tiny())
     state = getattr(model, STATE)
     assert not expert_load(model).counts.any()
@@ -131,7 +131,7 @@ def test_checkpoints_count_once(use_reentrant: bool) -> None:
 
 
 def test_selective_checkpoints_count_once_and_see_nothing_of_it() -> None:
-    """What they keep of an operator's first runs, its later runs are given in the same order."""
+    """Later runs get the values kept of the first runs, in the same order."""
     model = patch(tiny())
     experts = model.model.layers[0].mlp.experts
     x, ids = torch.randn(6, 32).double().requires_grad_(), torch.arange(12).view(6, 2) % 5
@@ -259,5 +259,5 @@ ON_RANKS = [
 
 @pytest.mark.parametrize("claim", ON_RANKS)
 def test_counts_of_all_ranks_are_stocks(found: Found, claim: Check) -> None:
-    """Accumulation of 3, evaluation in between: by hand from what stock's experts are handed."""
+    """Three micro-batches with an evaluation in between."""
     found.raise_if_failed(claim)

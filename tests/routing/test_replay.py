@@ -40,10 +40,7 @@ def _routes(ids: Tensor) -> Routes:
 
 
 def _assert_same_grads(model: nn.Module, stock: nn.Module) -> None:
-    got, want = _grads(model), _grads(stock)
-    assert got.keys() == want.keys()
-    for name, grad in want.items():
-        assert_close(name, got[name], grad, FP64_MODEL)
+    parity.assert_same_gradients("replayed", model, stock, lambda _: FP64_MODEL)
 
 
 def _left_padded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -55,7 +52,7 @@ def _left_padded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     [("torch", None), ("torch", False), ("torch", True), ("eager", False)],
 )
 def test_a_record_replayed_is_bit_equal(backend: str, use_reentrant: bool | None) -> None:
-    """Record, then replay with the same weights: logits and all gradients bit for bit."""
+    """With the same weights, logits and all gradients are equal bit by bit."""
     model = patch(tiny(num_hidden_layers=LAYERS), experts_backend=backend)
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
@@ -86,7 +83,7 @@ def test_a_record_replayed_is_bit_equal(backend: str, use_reentrant: bool | None
 def test_random_routes_equal_stock_made_to_choose_them(
     side: str, use_reentrant: bool | None
 ) -> None:
-    """Any choice of experts, a part of it -1: loss and gradients are those of stock, at 1e-10."""
+    """Any choice of experts, some of them -1. Loss and gradients are those of stock to 1e-10."""
     model, stock = _pair()
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
@@ -118,7 +115,7 @@ def test_random_routes_equal_stock_made_to_choose_them(
 
 @pytest.mark.parametrize("all_live", [True, False])
 def test_tokens_without_routes_are_as_if_nothing_was_replayed(all_live: bool) -> None:
-    """All -1: bit-equal to no replay. A row of -1 in a batch: bit-equal to its own forward."""
+    """All ids are -1, or those of one row of a batch."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     ids = random_ids(2, 6, 2, EXPERTS, TOP_K)
@@ -139,7 +136,7 @@ def test_tokens_without_routes_are_as_if_nothing_was_replayed(all_live: bool) ->
 
 
 def test_weights_that_moved_keep_the_recorded_experts_and_their_gradient() -> None:
-    """After a step each layer gets the recorded ids; the router learns by the scores at them."""
+    """The router learns from the scores of the recorded experts."""
     model, stock = _pair()
     inputs = batch(model, 2, 9)
     replay = RoutingReplay(model)
@@ -173,7 +170,7 @@ def test_weights_that_moved_keep_the_recorded_experts_and_their_gradient() -> No
 
 @pytest.mark.parametrize("use_reentrant", [None, False, pytest.param(True, marks=pytest.mark.slow)])
 def test_weights_from_elsewhere_replace_the_routers(use_reentrant: bool | None) -> None:
-    """Where ids are given, experts are weighed by `Routes.weights`; the router learns elsewhere."""
+    """`Routes.weights` weigh the experts; the router learns from other tokens."""
     model, stock = _pair()
     if use_reentrant is not None:
         parity.checkpointing(model, use_reentrant)
@@ -194,7 +191,7 @@ def test_weights_from_elsewhere_replace_the_routers(use_reentrant: bool | None) 
 
 @pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_micro_batches_with_routes_of_their_own_are_one_batch(use_reentrant: bool) -> None:
-    """Replays of other lengths, one backward over all, a step: as after one replay of the batch."""
+    """Replays of different lengths, one backward and a step."""
     (model, _), (other, _) = _pair(), _pair()
     for one in (model, other):
         parity.checkpointing(one, use_reentrant)
@@ -223,7 +220,7 @@ def test_micro_batches_with_routes_of_their_own_are_one_batch(use_reentrant: boo
 
 
 def test_packed_rows_have_the_routes_of_their_tokens() -> None:
-    """Documents in one row, told apart by position_ids: as each of them alone."""
+    """Results are those of each document alone."""
     model, _ = _pair()
     lengths = [4, 7, 5]
     inputs = batch(model, 3, 7)
@@ -244,7 +241,7 @@ def test_packed_rows_have_the_routes_of_their_tokens() -> None:
 
 
 def test_adapters_that_are_switched_off_inside_route_live() -> None:
-    """A reference is the policy without its adapters: the policy's routes are none of its own."""
+    """The policy's routes do not apply to its reference."""
     model = get_peft_model(
         tiny(num_hidden_layers=2),
         LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
@@ -283,7 +280,7 @@ def test_another_model_routes_live_while_the_policy_replays() -> None:
 
 
 def test_the_load_balancing_loss_counts_what_the_router_itself_would_choose() -> None:
-    """Stock's aux loss calls topk as well, outside of the layers: it is not answered."""
+    """Stock's aux loss calls topk outside of the layers, and replay does not answer that call."""
     model, _ = _pair(output_router_logits=True, num_experts_per_tok=2)
     inputs = batch(model, 2, 6)
     ids = random_ids(2, 6, 2, EXPERTS, TOP_K)
@@ -298,7 +295,7 @@ def test_the_load_balancing_loss_counts_what_the_router_itself_would_choose() ->
 
 
 def test_nothing_is_left_outside_of_the_blocks() -> None:
-    """No hook, no state: and unpatch gives back a stock model."""
+    """No hook and no state are left, and unpatch gives back a stock model."""
     model, _ = _pair()
     inputs = batch(model, 1, 4)
 
@@ -324,7 +321,7 @@ def test_nothing_is_left_outside_of_the_blocks() -> None:
 
 
 def test_an_interrupted_forward_leaves_nothing() -> None:
-    """From the keyboard, where torch calls no hook behind a forward: topk is torch's again."""
+    """After KeyboardInterrupt torch calls no forward hook, and topk is torch's again."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
 
@@ -344,7 +341,7 @@ def test_an_interrupted_forward_leaves_nothing() -> None:
 
 
 def test_a_model_that_is_unpatched_in_between_is_left_alone() -> None:
-    """Inside of a block its hooks go with all others; a RoutingReplay of before is refused."""
+    """unpatch removes the hooks. An older RoutingReplay is refused."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
@@ -367,7 +364,7 @@ def test_a_model_that_is_unpatched_in_between_is_left_alone() -> None:
 
 @pytest.mark.slow
 def test_generate_is_recorded_forward_by_forward_and_replayed_not_at_all() -> None:
-    """A token is a forward of its own: routes are the last one's; others have not their shape."""
+    """Each new token is a forward of its own."""
     model, _ = _pair()
     model.eval()
     tokens = batch(model, 2, 6)["input_ids"]
@@ -386,7 +383,7 @@ def test_generate_is_recorded_forward_by_forward_and_replayed_not_at_all() -> No
 
 
 def test_no_routes_at_all_are_no_replay() -> None:
-    """What a rank opens that got no sample: a batch of any shape, bit-equal to its live forward."""
+    """A rank without samples opens such a block."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
@@ -418,7 +415,7 @@ def test_adapters_that_came_later_are_switched_off_as_well() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_one_group_of_experts_of_which_two_are_chosen(use_reentrant: bool | None) -> None:
-    """GLM's router scores groups by their top two: with one group that looks like its choice."""
+    """GLM scores groups by their top two, which looks like a choice of experts."""
     options: dict[str, Any] = {
         "vocab_size": 50,
         "hidden_size": 16,
@@ -463,7 +460,7 @@ def test_one_group_of_experts_of_which_two_are_chosen(use_reentrant: bool | None
 
 @pytest.mark.slow
 def test_48_layers_of_8192_tokens_copy_3_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """uint8, once for each forward, nothing wider than that on the way to the host."""
+    """Ids are copied to the host as uint8, once for each forward, and no wider tensor is copied."""
     sizes = {"hidden_size": 8, "head_dim": 2, "moe_intermediate_size": 2, "vocab_size": 9}
     model = patch(
         tiny(
@@ -574,7 +571,7 @@ def test_misuse_is_refused() -> None:
 
 
 def test_weights_that_a_recompute_would_not_have_are_refused() -> None:
-    """The model's own loop over experts is not ours to give them to, in backward."""
+    """The model's own loop over experts gets no such weights in backward."""
     model = patch(tiny(num_hidden_layers=LAYERS, mlp_only_layers=[1]), experts_backend="eager")
     inputs = batch(model, 2, 6)
     weighed = Routes(IDS, (0, 2), torch.rand(IDS.shape))
@@ -594,7 +591,7 @@ def test_weights_that_a_recompute_would_not_have_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_model_is_refused() -> None:
-    """As a whole, a part of it, since it was looked at, or by what calls it."""
+    """The model, a part of it or its caller is compiled, before or after the block was made."""
     model, _ = _pair()
     inputs = batch(model, 2, 6)
     replay = RoutingReplay(model)
@@ -614,7 +611,7 @@ def test_a_compiled_model_is_refused() -> None:
 
 
 def test_the_decoder_alone_replays_its_routes() -> None:
-    """Liger's losses call the decoder, not the model with its head."""
+    """Liger's losses call the decoder and not the model with its head."""
     model, stock = _pair()
     tokens = batch(model, 2, 6)["input_ids"]
     with torch.no_grad(), RoutingReplay(model).replay(_routes(IDS)):
@@ -641,7 +638,7 @@ def test_a_deep_copy_of_a_model_routes_live_beside_it() -> None:
 
 
 def test_another_thread_chooses_for_itself() -> None:
-    """While a layer is told what to choose, a topk of the same shape elsewhere is torch's own."""
+    """A topk of the same shape in another thread is torch's own."""
     model, _ = _pair()
     scores = torch.rand(12, EXPERTS)
     found: list[Tensor] = []

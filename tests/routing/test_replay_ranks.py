@@ -145,9 +145,8 @@ def adapters_on_experts_of_split_sequences(rank: int, world: int) -> None:
 
 
 def a_rank_without_samples(rank: int, world: int) -> None:
-    """It runs some other batch that counts for nothing, with no routes, beside ranks that replay.
-
-    Without a row there is no forward: attention of stock code refuses a batch of none.
+    """It runs another batch without routes that does not count, while other ranks replay. A batch
+    of no rows is impossible: stock attention refuses it.
     """
     nothing = batch(tiny(), 1, 3) | {"labels": torch.full((1, 3), -100)}
     for use_reentrant in (None, False, True):
@@ -164,7 +163,7 @@ def a_rank_without_samples(rank: int, world: int) -> None:
 
 
 def records_are_whole(rank: int, world: int) -> None:
-    """What ranks with ep, or with sp, record is what one process does; replayed it is bit-equal."""
+    """With ep or sp, ranks record the routes of one process, and their replay is bit-equal."""
     for sizes, place in (({"ep_size": world}, rank), ({"ep_size": 2, "sp_size": 2}, rank // 2)):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), **sizes)
         inputs = _inputs(place)
@@ -380,13 +379,13 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", on_ranks(2, *WRONG))
 def test_all_ranks_raise(found: Found, claim: Check) -> None:
-    """Wrong routes, or ranks that differ in them: an error on each rank, and no rank waits."""
+    """On wrong routes, or on routes that differ between ranks, and no rank waits."""
     for said, wanted in zip(found.values(claim), WRONG[claim.run], strict=True):
         assert wanted in said, f"{said}, want {wanted}"
 
 
 def each_kind_of_wrong_routes(rank: int, world: int) -> list[str]:
-    """What each kind of error says where rank 1 alone makes it, for every kind."""
+    """Return the messages of each kind of error that only rank 1 makes."""
     said = []
     for kind in range(len(KINDS)):
         model = apply_ep_fsdp2(tiny(seed=rank, **SIZES), ep_size=2)
@@ -429,7 +428,7 @@ KINDS: list[tuple[Callable[[Routes], Any], str]] = [
 
 @pytest.mark.parametrize("claim", on_ranks(2, each_kind_of_wrong_routes, slow=True))
 def test_all_ranks_raise_for_each_kind(found: Found, claim: Check) -> None:
-    """One rank has its own error; the other is told that it refuses its routes, and waits not."""
+    """One rank raises its own error. The other one learns that its peer refuses its routes."""
     others, own = found.values(claim)
     assert len(own) == len(KINDS)
     for told, said, (_, wanted) in zip(others, own, KINDS, strict=True):

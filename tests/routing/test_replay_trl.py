@@ -56,7 +56,7 @@ def _trainer(folder: Any, lora: bool = False, **arguments: Any) -> Any:
 
 
 class _Seen:
-    """What reaches the experts of all layers, forward by forward, with TRL's own call around it."""
+    """The ids that reach the experts of all layers, by forward, with TRL's call around it."""
 
     def __init__(self, trainer: Any) -> None:
         self.updates: list[tuple[Tensor, Tensor]] = []  # what came with the samples, what ran
@@ -73,7 +73,7 @@ class _Seen:
         self._ids.setdefault(place, args[1].detach())
 
     def of(self, run: Any) -> tuple[Any, Tensor]:
-        """What `run` returns, and the ids of its forward: a recompute comes later."""
+        """Return the result of `run` and the ids of its forward. A recomputation comes later."""
         self._ids.clear()
         value = run()
         return value, torch.stack([self._ids[place] for place in range(LAYERS)], dim=1)
@@ -85,7 +85,7 @@ class _Seen:
 
 
 def test_the_update_chooses_what_the_pass_for_old_log_probabilities_chose(tmp_path: Any) -> None:
-    """R2: after steps of a large learning rate, shuffled and split, each sample has its experts."""
+    """R2: after large steps, shuffled and split, each sample keeps its experts."""
     trainer = _trainer(tmp_path)
     replay = replay_routing(trainer, "R2")
     seen = _Seen(trainer)
@@ -126,7 +126,7 @@ def test_the_policy_without_adapters_is_no_policy(tmp_path: Any, mode: str) -> N
 
 
 class _Engine:
-    """As vllm.LLM: a sample has the experts of all tokens but the last, [tokens - 1, layers, K]."""
+    """Like vllm.LLM: expert ids of all tokens but the last, [tokens - 1, layers, K]."""
 
     def __init__(self, arrays: bool = True, wrong: int | None = None) -> None:
         self.arrays, self.wrong = arrays, wrong
@@ -159,7 +159,7 @@ def _with_engine(trainer: Any, engine: _Engine) -> None:
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_both_passes_choose_what_the_engine_chose(tmp_path: Any, truncated: bool) -> None:
-    """R3: prompts padded left, completions right, the last token and padding live."""
+    """R3: prompts are padded left and completions right. The last token and padding route live."""
     trainer = _trainer(tmp_path, mask_truncated_completions=truncated)
     engine = _Engine()
     _with_engine(trainer, engine)
@@ -179,7 +179,7 @@ def test_both_passes_choose_what_the_engine_chose(tmp_path: Any, truncated: bool
 
 @pytest.mark.slow
 def test_each_sample_of_an_engine_is_looked_at(tmp_path: Any) -> None:
-    """A wrong row in a later part of the generation batch than the first one TRL computes."""
+    """The wrong row is not in the part of the batch that TRL computes first."""
     trainer = _trainer(tmp_path)
     _with_engine(trainer, _Engine(wrong=6))
     replay_routing(trainer, "R3")

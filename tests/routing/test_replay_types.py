@@ -47,7 +47,7 @@ def test_random_routes_equal_stock_made_to_choose_them(
 def test_a_choice_of_as_many_groups_is_not_that_of_experts(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of four groups, then three experts: two topks that differ in what they choose from."""
+    """Three of four groups, then three experts: two calls of topk."""
     _equals_stock(model_type, monkeypatch, topk_group=TOP_K)
 
 
@@ -96,7 +96,7 @@ def _layers_with_experts(stock: nn.Module) -> list[int]:
 
 
 def _count_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many topks are answered in each layer that is told what to choose from here on."""
+    """Count the calls of topk that replay answers in each layer."""
     answered: list[int] = []
     original = replaying.ChosenTopK
 

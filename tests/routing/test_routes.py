@@ -29,7 +29,7 @@ def _first_layer(routes: Routes) -> list[list[int]]:
 def test_rows_of_engines_belong_to_the_tokens_that_were_forwarded(
     pad_side: Any, want: list[list[int]], dtype: Any
 ) -> None:
-    """n - 1 rows for n tokens: the last one was sampled, and routes live, as padding does."""
+    """n tokens have n - 1 rows. The last token was sampled and routes live, as padding does."""
     arrays = [LONG.astype(dtype), SHORT.astype(dtype)]
     routes = Routes.from_engine(arrays, [4, 2], padded_to=5, pad_side=pad_side)
     assert routes.ids.dtype == torch.int16 and routes.ids.shape == (2, 5, 2, 1)
@@ -87,7 +87,7 @@ def test_rows_are_packed_without_their_padding() -> None:
 
 
 def test_weights_go_where_ids_go() -> None:
-    """Packed, cut into rows, sent to another device: with the ids that they belong to."""
+    """Weights stay with their ids when rows are packed, cut or sent to another device."""
     ids = torch.arange(2 * 3 * 2).view(2, 3, 1, 2)
     routes = Routes(ids, (4,), weights=ids.float() / 16, num_experts=12)
     for same in (routes.pack([3, 1]), routes.pack([2, 3], pad_side="left"), routes.rows(1, 2)):

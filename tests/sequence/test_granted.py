@@ -47,9 +47,8 @@ def padded_left(model: nn.Module, seed: int) -> Batch:
 
 
 def packed(model: nn.Module, seed: int) -> Batch:
-    """Documents of 9, 3 and 7 tokens in one row, told apart by positions that start again.
-
-    Two are longer than a window of 5, and one lies across the border between two ranks.
+    """Documents of 9, 3 and 7 tokens in one row, separated by position_ids that start again. Two
+    are longer than a window of 5, and one crosses the border between two ranks.
     """
     micro = batch(model, 1, 19, seed=seed)
     del micro["attention_mask"]
@@ -78,10 +77,9 @@ def equals_stock(
     flash: bool = False,
     use_reentrant: bool | None = None,
 ) -> None:
-    """Split a model of other initial values on every rank, and compare a step with stock's.
-
-    With checkpointing where somebody says of which kind: reentrant in both, for stock then has no
-    gradients of its load-balancing loss.
+    """Split a model with other initial values on every rank, and compare a step with stock's. Where
+    `checkpointing` is given, both use that kind; with the reentrant kind stock has no gradients
+    of its load-balancing loss.
     """
     with recording(model_type, "sp") as errors, FP64():
         model, stock = tiny(model_type, seed=rank), tiny(model_type)
@@ -218,7 +216,7 @@ def test_every_granted_type_equals_stock(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", CHECKPOINTED)
 def test_checkpointed_equals_stock(found: Found, claim: Check) -> None:
-    """What backward computes again has the slices that its own forward had."""
+    """Recomputation in backward gets the slices that the first forward had."""
     found.raise_if_failed(claim)
 
 
@@ -229,7 +227,7 @@ def test_padded_left(found: Found, claim: Check) -> None:
 
 @pytest.mark.parametrize("claim", PACKED + FLASH)
 def test_packed_rows_and_flash_attention_equal_stock(found: Found, claim: Check) -> None:
-    """Documents in one row; sinks as an argument of flash attention, which a stand-in computes."""
+    """Documents share a row. A stand-in for flash attention takes sinks as an argument."""
     found.raise_if_failed(claim)
 
 
@@ -240,5 +238,5 @@ def test_evaluates_and_generates_after_a_step(found: Found, claim: Check) -> Non
 
 @pytest.mark.parametrize("claim", FOUR_RANKS)
 def test_on_four_ranks(found: Found, claim: Check) -> None:
-    """Two sequences at a time, or one over more ranks than key-value heads."""
+    """Two sequences at a time, or one sequence over more ranks than key-value heads."""
     found.raise_if_failed(claim)

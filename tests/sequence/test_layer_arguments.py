@@ -39,7 +39,7 @@ def _part() -> Slice:
 
 
 def test_positional_arguments_by_hand() -> None:
-    """A two-dimensional mask is as long as the sequence and stays whole; so do other tensors."""
+    """A two-dimensional mask stays whole, and so do other tensors."""
     hidden, mask = torch.randn(2, LENGTH, 4), torch.ones(2, LENGTH)
     ids, of_layer = torch.arange(LENGTH).unsqueeze(0), torch.randn(2, LENGTH, 5)
     layer = arguments_of(_Layer(), 2)

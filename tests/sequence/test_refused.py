@@ -89,7 +89,7 @@ def layers_of(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("model_type", few_fast(MIXERS))
 def test_what_mixes_is_refused_by_name(model_type: str) -> None:
-    """Every module that would see a slice, by place and class, and nothing that is no such one."""
+    """The error names every module that would see a slice, and no other one."""
     with pytest.raises(ValueError, match="mixes along the sequence in") as refused:
         patch(tiny(model_type), sp_size=2)
     record_refusal(model_type, "sp", str(refused.value))
@@ -106,7 +106,7 @@ def test_what_mixes_is_refused_by_name(model_type: str) -> None:
     "model_type", few_fast(name for name in MODEL_TYPES if name != "diffusion_gemma")
 )
 def test_what_is_named_is_what_mixes(model_type: str) -> None:
-    """Of all types, by changing one token: nothing mixes in those that are split."""
+    """For all types one token is changed. No module mixes tokens in those types that are split."""
     model = tiny(model_type).eval()
     assert mixing(model, layers_of(model)) == MIXERS.get(model_type, set())
 

@@ -38,9 +38,8 @@ def shorter_than_sp(model: nn.Module, rank: int, world: int, step: int) -> list[
 
 
 def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Documents of 5, 3 and 4 tokens in one row, told apart by positions that start again.
-
-    With a cache, its default, stock code takes them for one document.
+    """Documents of 5, 3 and 4 tokens in one row, separated by position_ids that start again. With a
+    cache, which is the default, stock takes them for one document.
     """
     micro = batch(model, 1, 12, seed=10 * step + rank)
     del micro["attention_mask"]
@@ -50,7 +49,7 @@ def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
 
 
 def packed_by_lengths(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """The same documents, told apart for flash attention by their lengths as well."""
+    """The same documents, with their lengths for flash attention as well."""
     (micro,) = packed(model, rank, world, step)
     lengths = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
     return [{**micro, "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 5}]
@@ -112,7 +111,7 @@ def a_packed_row_is_its_documents_alone(rank: int, world: int) -> None:
 
 
 def aux_loss_counts_no_padding(rank: int, world: int) -> None:
-    """Padding of the slices counts for nobody; loss and router gradients as stock's."""
+    """Padding of slices does not count: loss and router gradients are those of stock."""
     sizes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model, reference = tiny(seed=rank, **sizes), tiny(seed=0, **sizes)
     apply_ep_fsdp2(model, ep_size=2, sp_size=2)
@@ -174,7 +173,7 @@ def another_ignored_label(rank: int, world: int) -> None:
 
 
 def every_rank_generates_its_own_text(rank: int, world: int) -> None:
-    """With a cache nothing is split: each rank may have a prompt of its own."""
+    """With a cache nothing is split, so each rank may have its own prompt."""
     model, reference = tiny(seed=rank), tiny(seed=0).eval()
     apply_ep_fsdp2(model, ep_size=2, sp_size=2).eval()
     prompt = batch(reference, 1, 4, seed=rank)["input_ids"]

@@ -149,7 +149,7 @@ def one_all_reduce_per_kind(layout: str, rank: int, world: int) -> None:
 
 
 def without_one_group_axes_come_in_turn(rank: int, world: int) -> None:
-    """As torch up to 2.11 leaves some layouts: the same norm, an all-reduce for each axis."""
+    """Torch up to 2.11 lacks a group for some layouts: one all-reduce per axis."""
     model = _trained(*LAYOUTS["HSDP"], rank)
     state = find_state(model)
     assert state is not None and state.meshes is not None and state.meshes.experts is not None
@@ -274,7 +274,7 @@ def test_a_norm_type_that_is_no_norm_is_refused(norm_type: float) -> None:
 
 
 def test_parameters_instead_of_the_model_are_refused() -> None:
-    """The habit from torch.nn.utils.clip_grad_norm_(model.parameters(), ...)."""
+    """Users know torch.nn.utils.clip_grad_norm_(model.parameters(), ...)."""
     model = ours_with_inf()
     for wrong in (model.parameters(), list(model.parameters()), model.weight):
         with pytest.raises(ValueError, match="model"):

@@ -1,4 +1,4 @@
-"""Where an own loop's model is sharded: over the GPUs wherever NCCL is, one for each rank."""
+"""A model in a user's own loop is sharded over the GPUs if NCCL is available, one per rank."""
 
 import copy
 from dataclasses import dataclass, field
@@ -105,10 +105,9 @@ def one_gpu_for_two_ranks_is_refused(rank: int, world: int) -> None:
 
 
 def fp16_gradients_are_rounded_before_they_are_divided(rank: int, world: int) -> None:
-    """Where they are small, a division before rounding would take their last bits.
-
-    Both ranks have the same batch, so the mean of their gradients is that of one process, bit by
-    bit. The loss is scaled down until those of the experts are subnormal.
+    """Dividing small gradients first would lose their last bits. Both ranks have the same batch, so
+    the mean of their gradients is that of one process, bit by bit. The loss is scaled down until
+    the experts' gradients are subnormal.
     """
     stock = tiny(dtype=torch.float16, num_hidden_layers=1)
     inputs = batch(stock, 2, 7, seed=0)

@@ -37,7 +37,7 @@ AUTO: dict[str, tuple[tuple[int, ...], int, int]] = {
 
 @pytest.mark.parametrize("name", AUTO)
 def test_auto_pads_only_where_neither_dimension_divides(name: str) -> None:
-    """Dim 0 where it divides evenly, else dim 1 where that does, else dim 0 with padding."""
+    """Dim 0 if it divides evenly, else dim 1 if that one does, else dim 0 with padding."""
     shape, ranks, dim = AUTO[name]
     assert _expert_placement(torch.Size(shape), "auto", ranks).dim == dim
 
@@ -50,7 +50,7 @@ def test_dim_0_is_taken_whether_it_divides_or_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", AUTO)
 def test_dim_1_is_taken_where_it_divides_and_refused_elsewhere(name: str) -> None:
-    """Also where dim 0 would do: who writes 1 gets 1, or hears why not."""
+    """A user who writes 1 gets 1 even if dim 0 would divide, or an error that says why not."""
     shape, ranks, _ = AUTO[name]
     if len(shape) > 1 and shape[1] % ranks == 0:
         assert _expert_placement(torch.Size(shape), 1, ranks).dim == 1
@@ -70,13 +70,13 @@ def test_a_model_that_dim_1_cannot_split_passes_the_check_otherwise(shard_dim: s
 
 
 def test_a_model_is_refused_by_the_shape_that_an_ep_rank_holds() -> None:
-    """Half of 8 experts at ep 2: that is what the ranks of ep_fsdp share."""
+    """At ep 2 the ranks of ep_fsdp share half of 8 experts."""
     with pytest.raises(ValueError, match=r"expert weight \(4, 33, 24\) evenly over ep_fsdp \(2\)"):
         _check(patch(tiny(**ODD), expert_shard_dim=1))
 
 
 def test_factors_of_adapters_need_not_divide() -> None:
-    """Of weights 48 and 32 wide 16 ranks have even parts, of 3 ranks of 8 experts they have not."""
+    """16 ranks have even parts of weights 48 and 32 wide, and 3 ranks of 8 experts do not."""
     model = with_lora(tiny(), r=3)
     factors = [p.shape for name, p in model.named_parameters() if "experts.lora_B" in name]
     assert factors and all(shape[1] % 16 != 0 for shape in factors)
@@ -100,7 +100,7 @@ def test_what_the_models_own_experts_share_is_trained() -> None:
 
 
 def _check(model: nn.Module, ep_fsdp_size: int = 2) -> None:
-    """What `shard_model` does before it shards, at ep 2."""
+    """Run the checks of `shard_model` at ep 2."""
     state = find_state(model)
     assert state is not None
     options = ShardOptions(MixedPrecisionPolicy(), OffloadPolicy(), False, True)

@@ -1,4 +1,6 @@
-"""Where parameters are found, and the five steps from rank 0's value to what a rank registers."""
+"""Where parameters are found, and the five steps from rank 0's value to the registered
+parameter.
+"""
 
 import pytest
 import torch

@@ -1,1 +1,1 @@
-"""What tests are made of: ranks, tiny models, errors, fakes, jobs; `tests/` tests these."""
+"""Code that tests share: ranks, tiny models, errors, fakes, jobs. `tests/` tests it."""

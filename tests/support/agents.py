@@ -118,7 +118,7 @@ class Agents:
         return all(agent.poll() == 0 for agent in self._running.values())
 
     def lose(self, node: int) -> None:
-        """Lose a node, whose agent nobody starts again."""
+        """Lose a node for good: its agent is not started again."""
         self.kill(node)
         self._end_what_is_left(node)
         del self._running[node]

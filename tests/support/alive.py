@@ -27,7 +27,7 @@ def bytes_alive() -> int:
 
 @contextmanager
 def alive_at_writes() -> Iterator[list[int]]:
-    """At each write of a checkpoint's tensor, bytes alive beside it of tensors made since."""
+    """At each write of a checkpoint, note the bytes of other new tensors that are alive."""
     alive: list[int] = []
     stock = Writer.write
 

@@ -1,4 +1,4 @@
-"""Spawn once, report each: checks that share one spawn of ranks are test results of their own.
+"""Start ranks once for several checks, and report each check as a test of its own.
 
     def norms(rank: int, world: int) -> None: ...                   # asserts, or returns a value
     def files(rank: int, world: int, folder: str) -> None: ...      # an empty folder of its own
@@ -61,7 +61,7 @@ def on_ranks(world: int, *runs: Callable[..., Any] | dict[str, Any], **options: 
 
 
 class Found:
-    """What each check of a module returned or raised; nothing runs before somebody asks."""
+    """The result or error of each check of a module, run when the first one is asked for."""
 
     def __init__(self, selected: Iterable[Check]) -> None:
         self._selected = [check for check in selected if not check.skip]

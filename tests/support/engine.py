@@ -42,7 +42,7 @@ _PREFIXES = (
 
 @dataclass
 class _Place:
-    """Where a tensor of a checkpoint goes: a parameter, and which part of it."""
+    """The target of a checkpoint's tensor: a parameter, and which part of it."""
 
     parameter: str
     part: tuple[slice | int, ...]

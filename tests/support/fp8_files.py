@@ -62,7 +62,7 @@ def quantised(key: str, tensor: Tensor, block: tuple[int, int]) -> dict[str, Ten
 
 
 def stock_product(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """What stock makes of FP8 and its scales, in fp32; by hand where it lacks that (5.17)."""
+    """Dequantise in fp32 as stock does, or by hand where stock cannot (5.17)."""
     stock = getattr(finegrained_fp8, "_dequantize_fp8_weight", None)
     if stock is not None:
         product: Tensor = stock(values, scales, list(block), torch.float32)

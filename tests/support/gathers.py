@@ -31,7 +31,7 @@ def gathered_units() -> Iterator[list[str]]:
 
 @contextmanager
 def gathered_bytes() -> Iterator[dict[str, int]]:
-    """What each unit, named as in `gathered_units`, brings together while something runs."""
+    """Count the bytes that each unit (named as in `gathered_units`) gathers inside the block."""
     found: dict[str, int] = {}
     original = FSDPParamGroup.unshard
 

@@ -19,10 +19,9 @@ def prompts(rank: int) -> dict[str, Tensor]:
 def continuations(
     model: nn.Module, rank: int, inputs: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Tokens of one rank: `free` runs to a length of its own, `ended` stops before that.
-
-    Rank r ends both of its prompts, its own or `inputs`, with the token that they got at position
-    r when free.
+    """Generate two continuations per rank: `free` has its own length, `ended` stops earlier. Rank r
+    ends both of its prompts, its own or `inputs`, with the token that they got at position r of
+    `free`.
     """
     inputs, num_new = inputs or prompts(rank), 5 + 2 * rank
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "use_cache": True}

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 def hub_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What the hub has of a model, written down here by hand for both architectures."""
+    """Return a model's hub tensors, written by hand for both architectures."""
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         head, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""What the tests of Liger, of its stand-in and of the original, train and compare alike."""
+"""Runs that the tests of Liger and of its stand-in share."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def own_rows(model: nn.Module, rank: int, world: int) -> dict[str, Tensor]:
 
 
 def gradients_on_ranks(model: Any, rank: int, world: int) -> dict[str, Tensor]:
-    """Of the whole batch: this rank's rows, summed over ranks as data parallelism does."""
+    """Return the gradients of the whole batch: this rank's rows, summed over data ranks."""
     count = whole_batch(model)["labels"][:, 1:].ne(-100).sum()
     loss = model(**own_rows(model, rank, world), num_items_in_batch=count).loss
     (loss * world).backward()

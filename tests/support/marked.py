@@ -1,4 +1,4 @@
-"""Processes by a mark in their environment: whatever a launcher leaves behind can be ended.
+"""Find and end processes by a mark in their environment, whatever a launcher leaves behind.
 
 torchrun gives each rank a session of its own, so ending the launcher's process group misses them;
 a cluster ends everything in a job's cgroup.

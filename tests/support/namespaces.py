@@ -1,4 +1,4 @@
-"""Machines that are not there: network namespaces of this one, with a slow link between them.
+"""Machines as network namespaces of this one, with a slow link between them.
 
     with Nodes(2, rate="200mbit") as nodes:
         agents = [nodes.start(n, "torchrun", ..., output=folder / f"{n}.txt") for n in range(2)]

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 
 def join_nccl(folder: str) -> None:
-    """Be the only rank of a group of NCCL, beside gloo for tensors of the host."""
+    """Make a process group of one rank: NCCL for the GPU and gloo for tensors of the host."""
     dist.destroy_process_group()
     torch.cuda.set_device(0)
     dist.init_process_group(

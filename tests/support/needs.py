@@ -1,4 +1,4 @@
-"""What some tests need of the versions and the CPU at hand; a text is what is lacking, or empty."""
+"""Requirements of some tests on versions and the CPU: a text names what is missing, or is empty."""
 
 from inspect import signature
 

@@ -157,7 +157,7 @@ def _on(device: torch.device, micro: Batch) -> Batch:
 
 
 def _shard_over(device: torch.device, model: nn.Module, **config: Any) -> None:
-    """As `apply_ep_fsdp2`, which takes the CPU where the group is gloo's."""
+    """Shard as `apply_ep_fsdp2` does, which takes the CPU where the group is gloo's."""
     patch(model, **config)
     state: ModelState = getattr(model, STATE)
     policy, fp32_masters = default_policy(model)
@@ -165,6 +165,19 @@ def _shard_over(device: torch.device, model: nn.Module, **config: Any) -> None:
         policy, OffloadPolicy(), fp32_masters, state.config.reshard_after_forward
     )
     shard_model(model, state, options, device)
+
+
+def assert_same_gradients(
+    where: str, model: nn.Module, stock: nn.Module, budget: Callable[[str], float]
+) -> list[float]:
+    """Compare every gradient at `budget(name)`; return the errors. Both have one, or neither."""
+    ours, errors = dict(model.named_parameters()), []
+    for key, parameter in stock.named_parameters():
+        grad, want = full_tensor(ours[key].grad), parameter.grad
+        assert (grad is None) == (want is None), f"{where}: one gradient of {key}"
+        if want is not None:
+            errors.append(assert_close(f"{where}: grad of {key}", grad, want, budget(key)))
+    return errors
 
 
 def checkpointing(model: nn.Module, use_reentrant: bool) -> None:
@@ -229,6 +242,20 @@ def one_token_everywhere(model: nn.Module, rank: int, world: int, step: int) -> 
 
 def full_tensor(tensor: Tensor | None) -> Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, gathered on every rank."""
+    return {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
+
+
+def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Copies of the parameters and of what the optimizer keeps for each, gathered."""
+    return whole_parameters(model) | {
+        f"{name}, {key}": full_tensor(value).clone()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
 
 
 def _pairs(

@@ -1,4 +1,4 @@
-"""Ranks that a launcher starts without paying for imports each time: forked from a server.
+"""Ranks that a server forks with all imports done, so that a launcher starts them quickly.
 
     preloaded.serve(nodes, node, folder)                    once a node
     torchrun ... --no-python $(preloaded.client(folder, node)) script.py arguments

@@ -1,4 +1,4 @@
-"""The values that quantised experts stand for: by bitsandbytes' own calls, or a formula by hand."""
+"""The values of quantised experts, by bitsandbytes' own calls or by a formula."""
 
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def nf4_values(weight_OI: Tensor, nested: bool = False) -> Tensor:
-    """What bitsandbytes makes of a matrix and back, in fp32."""
+    """Quantise and dequantise a matrix with bitsandbytes, in fp32."""
     import bitsandbytes.functional as functional
 
     wide = weight_OI.float().contiguous()
@@ -32,7 +32,7 @@ def nf4_values(weight_OI: Tensor, nested: bool = False) -> Tensor:
 
 
 def fp8_values(weight_OI: Tensor) -> Tensor:
-    """What e4m3 with a scale for each 128 x 128 makes of a matrix, in fp32."""
+    """Round a matrix to e4m3 with one scale per 128 x 128, in fp32."""
     values = torch.empty(weight_OI.shape)
     for row in range(0, len(weight_OI), 128):
         for column in range(0, weight_OI.shape[1], 128):
@@ -64,7 +64,7 @@ def dequantise_experts(model: nn.Module, kind: str) -> None:
 
 
 def in_place_of_bytes(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Whole tensors by name, in place of bytes and scales what they stand for; None stays None."""
+    """Replace bytes and scales by their values, in whole tensors by name; None stays None."""
     found = dict(tensors)
     for name, held, quantisation in quantised_matrices(model):
         stored = {key: found.pop(key, None) for key in held.by_name(name)}

@@ -56,7 +56,7 @@ class RankError(RuntimeError):
 
 
 class Outcome(NamedTuple):
-    """What one rank left behind: `value` if ok, else the other fields."""
+    """The outcome of one rank: `value` if ok, else the other fields."""
 
     ok: bool
     finished_at: float
@@ -173,7 +173,7 @@ def _wait(ranks: list[BaseProcess], job: _Job, timeout: float, stop_on_error: bo
 
 
 def _collect(ranks: list[BaseProcess], job: _Job) -> dict[int, Outcome]:
-    """Outcomes by rank; a rank still alive here is the victim of a failed one and left out."""
+    """Return outcomes by rank. A rank that is alive here waits for a failed one and is left out."""
     outcomes = {}
     for rank, process in enumerate(ranks):
         if job.outcome_file(rank).exists():

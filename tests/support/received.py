@@ -1,4 +1,4 @@
-"""What collectives bring to this rank while something runs."""
+"""Count the bytes that collectives send to this rank while something runs."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -9,7 +9,7 @@ _MIB = 2**20
 
 
 def return_what_is_freed() -> None:
-    """Have memory that is freed leave this process at once: else the allocator's is measured."""
+    """Make the allocator return freed memory, so that only live tensors are resident."""
     ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, _MIB)
 
 

@@ -1,4 +1,4 @@
-"""As much of Slurm as the files of examples/slurm/ use, on this machine.
+"""The parts of Slurm that the files of examples/slurm/ use, on this machine.
 
 `run_sbatch` runs a batch file as Slurm does on the first of N machines, with an `srun` and a
 `scontrol` of its own on PATH. Its `srun` starts the command N times, as N tasks; when one fails it

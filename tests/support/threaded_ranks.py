@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: a dispatcher's own code, and a network that keeps accounts.
+"""Ranks as threads of one process, with a network that counts bytes, for a dispatcher's own code.
 
     network = Network(4)
     results = network.run(function)          # function(rank) makes network.group(range(4), rank)
@@ -30,7 +30,7 @@ PATIENCE = 60.0
 
 
 class Network:
-    """Post between all pairs of threads, and the bytes that went there.
+    """The queues between all pairs of threads, with a count of the bytes that went through them.
 
     Attributes:
         sent: bytes of rows by (sender, receiver, bytes of a row).
@@ -65,7 +65,7 @@ class Network:
         return number
 
     def take(self, group: "Group", number: int) -> list[Any]:
-        """What every rank of a group sends here by its exchange of this number."""
+        """Return what every rank of a group sends to this rank in exchange number `number`."""
         keys = [(group.ranks, number, sender, group.rank) for sender in group.ranks]
         with self._changed:
             came = self._changed.wait_for(lambda: all(key in self._post for key in keys), PATIENCE)
@@ -75,7 +75,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Group:
-    """What stands for a process group, on one rank; `ranks` and `rank` count all threads."""
+    """Stand-in for a process group on one rank; `ranks` and `rank` count all threads."""
 
     network: Network
     ranks: tuple[int, ...]
@@ -83,7 +83,7 @@ class Group:
 
 
 class _Transfer:
-    """Rows that arrive when somebody waits."""
+    """Rows that arrive when the receiver waits."""
 
     def __init__(self, received_RX: Tensor, recv_counts: list[int], group: Group, n: int) -> None:
         self._parts = received_RX.fill_(float("nan")).split(recv_counts)

@@ -135,7 +135,7 @@ Row = list[int | tuple[int, ...]]
 def vision_batch(
     model: PreTrainedModel, rows: list[Row], seed: int = 0, *, left: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What a processor would return for `rows`, padded on the right (or left), and labels.
+    """Return what a processor would for `rows`, padded on the right (or left), with labels.
 
     As Qwen3-VL's processor does, every frame of a video has a text token in front of it. A quarter
     of the text tokens has no label, placeholders have none; the second label of a row counts.

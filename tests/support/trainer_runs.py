@@ -71,7 +71,7 @@ def _loss(value: float | dict[str, float]) -> float:
 
 
 def assert_loads_in_stock(result: Result, tmp_path: Path) -> PreTrainedModel:
-    """What save_model wrote is what stock itself writes for these weights, bit by bit."""
+    """save_model has written what stock writes for these weights, bit by bit."""
     folder = result.values["save"]
     loaded = load_stock(folder)
     stock = tiny(dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What is run of TRL, as data: the tests run these cases, tests/README.md has a table of them."""
+"""The runs of TRL's trainers that the tests compare with stock, as data."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,13 +109,3 @@ PREFERENCES = [
 # With `generate` of the model in training: a trainer, options of tests/support/jobs/online.py
 GENERATING = ("grpo", "grpo, LoRA", "grpo, LoRA, greedy", "rloo, greedy", "rloo, LoRA")
 GENERATING_EP = (2, 4)
-
-
-def generating() -> list[Case]:
-    """The same as cases."""
-    found = []
-    for run in GENERATING:
-        trainer, *options = run.split(", ")
-        lora = "TRL's" if "LoRA" in options else ""
-        found += [Case(run, trainer.upper(), lora=lora, ep=ep) for ep in GENERATING_EP]
-    return found

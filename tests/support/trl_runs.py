@@ -85,7 +85,7 @@ def _policy(case: Case, seed: int = 0) -> nn.Module:
 
 
 def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | None) -> Log:
-    """One training; `prepare` is what a script of ours does to a model beside stock's."""
+    """Train once; `prepare` is what our script does to a model and stock's does not."""
     import trl
     from datasets import Dataset, load_from_disk
     from trl.experimental import gkd
@@ -163,7 +163,7 @@ def run(case: Case, folder: Path, processes: int, prepare: Callable[..., Any] | 
 
 
 def run_on_ranks(case: Case, rank: int, world: int, folder: str) -> tuple[Log | str, Log]:
-    """What a rank logs, or the error that it was refused with; and what it logs in stock."""
+    """Return a rank's log, or the error that refused it, and the log of stock."""
     theirs = run(case, Path(folder), world, None) if case.each_rank else []
     AcceleratorState._reset_state(True)
     with launched():
@@ -201,7 +201,7 @@ def checks(cases: list[Case]) -> list[Any]:
 
 
 def assert_equals_stock(case: Case, found: tuple[Log | str, Log], stock: Stock) -> None:
-    """What rank 0 logged is what stock logs, or what the error says is what the case says."""
+    """Compare rank 0's log with stock's, or its error with the words of the case."""
     got, theirs = found
     if case.refused:
         assert isinstance(got, str) and case.refused in got

@@ -50,7 +50,7 @@ def experts_alone(name: str, seed: int) -> PeftModel:
 
 
 def beside_a_whole_projector(name: str, seed: int) -> PeftModel:
-    """What joins a tower to the text is trained as it is, in a copy of PEFT's."""
+    """PEFT trains a copy of the module that joins a tower to the text."""
     model = build(name)
     *_, projector = parts(model)
     return _adapted(model, seed, modules_to_save=[projector.rpartition(".")[2]])

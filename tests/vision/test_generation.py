@@ -28,7 +28,7 @@ from support.architectures.precision import budget
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close
 from support.needs import TOWER_IN_BLOCKS
-from support.parity import full_tensor
+from support.parity import assert_same_gradients
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2
@@ -69,7 +69,7 @@ def without_a_cache(name: str, rank: int, world: int) -> None:
 
 
 def of_every_kind(name: str, rank: int, world: int) -> None:
-    """Images beside videos; then both in one prompt, and sound where a model hears."""
+    """Images and videos in different prompts, then both in one, and sound where a model has it."""
     model, stock = sharded(name, rank)
     makes = [(video, images), (both, text)]
     if takes_sound(stock):
@@ -92,13 +92,7 @@ def between_steps_of_training(name: str, rank: int, world: int) -> None:
     assert_generates(model.eval(), stock, prompt(by_rank[rank], stock, 9), rank)
     for one in everyone:
         loss_of(stock.train(), one).backward()
-    ours = dict(model.named_parameters())
-    for key, parameter in stock.named_parameters():
-        grad = full_tensor(ours[key].grad)
-        if grad is None or parameter.grad is None:
-            assert grad is None and parameter.grad is None, f"one gradient of {key}"
-            continue
-        assert_close(f"grad of {key}", grad, parameter.grad, max(budget(name, key), FP32_INSIDE))
+    assert_same_gradients(name, model, stock, lambda key: max(budget(name, key), FP32_INSIDE))
 
 
 def pictures_that_fit_no_grid_stop_every_rank(rank: int, world: int) -> None:

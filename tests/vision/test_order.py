@@ -1,8 +1,8 @@
-"""Ranks give the gradients of their towers away in one order, whatever each of them has to see.
+"""Ranks reduce the gradients of their towers in one order, whatever inputs each of them has.
 
-FSDP2 reduces unit by unit and passes over those in which a rank has no gradient. So one rank with
-sound beside one with pictures must both have gradients of both towers, and under reentrant
-checkpointing nobody sees in front of the backward what a tower is about to use.
+FSDP2 reduces unit by unit and skips units in which a rank has no gradient. So if one rank has sound
+and another one pictures, both must have gradients of both towers. Under reentrant checkpointing the
+code before the backward cannot see what a tower is about to use.
 """
 
 import warnings
@@ -27,6 +27,7 @@ from support.architectures.mixes import (
 )
 from support.architectures.pictures import takes_sound
 from support.checks import Check, Found
+from support.parity import checkpointing
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
@@ -44,7 +45,7 @@ STEPS: list[tuple[Make, Make]] = [
 
 
 class Note:
-    """In the place of one unit's reduce-scatter: notes its name, and waits for nobody."""
+    """Replace a unit's reduce-scatter: note the unit's name and wait for no rank."""
 
     def __init__(self, name: str, noted: list[tuple[str, int]]) -> None:
         self.name, self.noted = name, noted
@@ -60,15 +61,9 @@ def not_checkpointed(model: nn.Module) -> None:
     """Every node of a tower is in the graph."""
 
 
-def checkpointed(use_reentrant: bool, model: Any) -> None:
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
-    )
-
-
 def checkpointed_behind_a_function(model: Any) -> None:
-    """As a user's own checkpointing may: which module it runs is not to be seen."""
-    checkpointed(True, model)
+    """A user's own checkpointing may hide which module it runs."""
+    checkpointing(model, use_reentrant=True)
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             module._gradient_checkpointing_func = _checkpoint
@@ -80,8 +75,8 @@ def _checkpoint(run: Callable[..., Any], *args: Any) -> Any:
 
 WAYS: dict[str, Callable[[Any], None]] = {
     "no checkpoint": not_checkpointed,
-    "checkpoint": partial(checkpointed, False),
-    "reentrant": partial(checkpointed, True),
+    "checkpoint": partial(checkpointing, use_reentrant=False),
+    "reentrant": partial(checkpointing, use_reentrant=True),
     "reentrant function": checkpointed_behind_a_function,
 }
 
@@ -93,7 +88,7 @@ def one_order(name: str, way: str, rank: int, world: int) -> None:
 
 
 def fewer_layers_than_features(name: str, way: str, rank: int, world: int) -> None:
-    """The tower has features for two layers, the decoder has one: nobody waits for the others."""
+    """The tower has features for two layers and the decoder has one layer. No rank waits."""
     options = {"num_hidden_layers": 1, "mlp_only_layers": [], "output_router_logits": False}
     model = tiny(name, **options)
     WAYS[way](model)
@@ -104,9 +99,8 @@ def fewer_layers_than_features(name: str, way: str, rank: int, world: int) -> No
 def _assert_one_order(
     model: Any, rank: int, steps: list[tuple[Make, Make]], *, unused: bool
 ) -> None:
-    """Compare over ranks which units are reduced, in which order, and how much of each.
-
-    With `unused` a tower that nobody has used must have no gradient: weight decay would move it.
+    """Compare over ranks which units are reduced, in which order, and how much of each. With
+    `unused`, an unused tower must have no gradient, because weight decay would move it.
     """
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # views: nobody writes them
     towers = parts(model)
@@ -153,7 +147,7 @@ def test_ranks_reduce_towers_in_one_order(found: Found, claim: Check) -> None:
 
 
 class Tower(nn.Module):
-    """Two layers, and one that nobody runs."""
+    """Two layers that run, and one that does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +173,7 @@ def _hide(run: Any, x_BH: Tensor) -> Tensor:
     ids=["module", "method", "partial of a method", "partial of a function", "function"],
 )
 def test_a_reentrant_checkpoint_may_use_what_its_modules_hold(run: Any, hides: str) -> None:
-    """Neither a tower beside it, nor what is in sight of the graph, is hidden in it."""
+    """Neither a tower of the module nor a tensor of the graph is hidden from it."""
     tower, other, before = Tower(), Tower(), nn.Linear(3, 3)
     out_BH = _hide(run(tower), before(torch.ones(2, 3)))
     everything = [*before.parameters(), *tower.parameters(), *other.parameters()]

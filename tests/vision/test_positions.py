@@ -48,7 +48,7 @@ def test_outputs_equal_stock(rows: str, left: bool) -> None:
 
 
 def test_positions_by_hand() -> None:
-    """Two tokens of text, a picture of 2 x 2 tokens, text again; the second row is shorter."""
+    """Two text tokens, a picture of 2 x 2 tokens, text again. The second row is shorter."""
     model = tiny(**MODEL)
     batch = vision_batch(model, [[2, (4, 4), 1], [3]])
     got = PositionCollator(model, first)([batch])["position_ids"]

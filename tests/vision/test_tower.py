@@ -48,7 +48,7 @@ EDGES: dict[str, tuple[list[Row], ...]] = {
 
 
 def packed(model: nn.Module, rank: int, world: int, step: int) -> list[Batch]:
-    """Three documents in one row, two of them with images, told apart by their positions."""
+    """Three documents in one row, two of them with images, separated by their positions."""
     rows: list[Row] = [IMAGE, [5 + rank], [2, (2, 4), 3]]
     parts = [vision_batch(model, [row], seed=10 * step + i) for i, row in enumerate(rows)]
     positions = []
@@ -175,7 +175,7 @@ def test_more_layouts_and_pictures_equal_one_process(found: Found, claim: Check)
 
 
 def _sixty_steps(rank: int, world: int) -> None:
-    """Another modality on every rank in every step, nobody's now and then."""
+    """In every step each rank has another modality, and sometimes no rank has one."""
     model, reference = tiny(seed=rank, **MODEL), tiny(seed=0, **MODEL)
     apply_ep_fsdp2(model, ep_size=2)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]

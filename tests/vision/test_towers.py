@@ -1,8 +1,9 @@
-"""Every MoE type with pictures or sound, any mix of them over ranks, equals stock in one process.
+"""Every MoE type with pictures or sound equals stock in one process, with any mix of them over
+ranks.
 
-Tiny models in fp64 (what stock computes in fp32: `support.architectures.precision`), 2 ranks,
-experts split over them. One model goes through all mixes; a gradient that stock has none of is none
-here, so that weight decay moves no tower that nobody has used.
+Tiny models in fp64 (`support.architectures.precision` lists what stock computes in fp32) on 2
+ranks, with experts split over them. One model runs all mixes. A gradient that is None in stock is
+None here, so weight decay moves no unused tower.
 """
 
 import warnings
@@ -29,7 +30,7 @@ from support.architectures.mixes import (
 from support.architectures.precision import budget
 from support.checks import Check, Found, on_ranks
 from support.close import assert_close
-from support.parity import full_tensor
+from support.parity import assert_same_gradients, checkpointing, full_tensor
 from torch import nn
 
 from hf_moe_ep import apply_ep_fsdp2, patch
@@ -64,13 +65,7 @@ def assert_equals_stock(
         want = torch.stack([loss_of(stock, one) for one in everyone]).sum()
         want.backward()
         errors.append(assert_close(f"{where}: loss", sum_over_ranks(loss), want, budget(name)))
-        for key, parameter in stock.named_parameters():
-            grad = full_tensor(ours[key].grad)
-            if grad is None or parameter.grad is None:
-                assert grad is None and parameter.grad is None, f"{where}: one gradient of {key}"
-                continue
-            rounded = budget(name, key)
-            errors.append(assert_close(f"{where}: grad of {key}", grad, parameter.grad, rounded))
+        errors += assert_same_gradients(where, model, stock, partial(budget, name))
         for one in (model, stock) if step < len(steps) - 1 else ():
             one.zero_grad()
     for one in (model, stock):
@@ -82,19 +77,13 @@ def assert_equals_stock(
     return errors
 
 
-def checkpointed(use_reentrant: bool, model: Any) -> None:
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
-    )
-
-
 def frozen_towers(model: nn.Module) -> None:
     for name in parts(model):
         model.get_submodule(name).requires_grad_(False)
 
 
 def frozen_towers_before_a_trained_projector(model: nn.Module) -> None:
-    """As in the first stage of many recipes: the language model is frozen, too."""
+    """In the first stage of many recipes the language model is frozen, too."""
     model.requires_grad_(False)
     *_, projector = parts(model)
     model.get_submodule(projector).requires_grad_(True)
@@ -107,7 +96,7 @@ def frozen_text(model: nn.Module) -> None:
 
 
 def with_input_gradients(model: Any) -> None:
-    """What PEFT asks of a model under reentrant checkpointing."""
+    """PEFT needs this under reentrant checkpointing."""
     frozen_towers(model)
     model.enable_input_require_grads()
 
@@ -127,11 +116,8 @@ def two_forwards_before_backward(rank: int, world: int) -> None:
     for batches in everyone:
         for one in batches:
             loss_of(stock, one).backward()
-    ours = dict(model.named_parameters())
-    for key, parameter in stock.named_parameters():
-        want = parameter.grad
-        grad = full_tensor(ours[key].grad)
-        assert_close(key, grad, want, budget("deepseek_v3", key))
+    assert all(parameter.grad is not None for parameter in stock.parameters())
+    assert_same_gradients("two forwards", model, stock, partial(budget, "deepseek_v3"))
 
 
 def towers_are_whole_only_while_they_are_needed(rank: int, world: int) -> None:
@@ -177,9 +163,8 @@ def towers_that_nobody_found_refuse_ranks_that_differ(rank: int, world: int) -> 
     (loss_of(model, everyone[rank]) * world).backward()
     for one in everyone:
         loss_of(stock, one).backward()
-    ours = dict(model.named_parameters())
-    for key, parameter in stock.named_parameters():
-        assert_close(key, full_tensor(ours[key].grad), parameter.grad, budget("deepseek_v3", key))
+    assert all(parameter.grad is not None for parameter in stock.parameters())
+    assert_same_gradients("ranks alike", model, stock, partial(budget, "deepseek_v3"))
     given = {name: x for name, x in everyone[rank].items() if name != "labels"}
     options = {"max_new_tokens": 3 + rank, "do_sample": False}
     assert torch.equal(model.generate(**given, **options), stock.generate(**given, **options))
@@ -192,8 +177,8 @@ ON_TWO_RANKS = [
     towers_that_nobody_found_refuse_ranks_that_differ,
 ]
 WAYS = {
-    "checkpoint": partial(checkpointed, False),
-    "reentrant": partial(checkpointed, True),
+    "checkpoint": partial(checkpointing, use_reentrant=False),
+    "reentrant": partial(checkpointing, use_reentrant=True),
     "frozen towers": frozen_towers,
     "input gradients": with_input_gradients,
 }

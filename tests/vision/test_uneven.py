@@ -16,7 +16,7 @@ from support.architectures.pictures import mixed_batch
 from support.architectures.precision import budget
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, assert_close
-from support.parity import full_tensor
+from support.parity import assert_same_gradients, checkpointing, full_tensor
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -40,12 +40,6 @@ def as_it_is(model: nn.Module) -> None:
     """Every parameter is trained, in fp64."""
 
 
-def checkpointed(use_reentrant: bool, model: Any) -> None:
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
-    )
-
-
 def frozen_tower(model: nn.Module) -> None:
     for name in parts(model):
         model.get_submodule(name).requires_grad_(False)
@@ -66,7 +60,6 @@ def adds_up(name: str, rank: int, world: int, prepare: Prepare = as_it_is, **con
     for one in (model, stock):
         prepare(one)
     apply_ep_fsdp2(model, **({"ep_size": 2} | config))
-    ours = dict(model.named_parameters())
     for number, micro_batches in enumerate(ROUNDS):
         losses = []
         for step, makes in enumerate(micro_batches):
@@ -80,13 +73,8 @@ def adds_up(name: str, rank: int, world: int, prepare: Prepare = as_it_is, **con
         for got, want in losses:  # of fp32, in the order of the ranks
             assert_close(f"{name}, round {number}: loss", got, want, FP32_INSIDE)
         fp32 = FP32_INSIDE if "fp32" in getattr(prepare, "__name__", "") else 0.0
-        for key, parameter in stock.named_parameters():
-            grad = full_tensor(ours[key].grad)
-            if grad is None or parameter.grad is None:
-                assert grad is None and parameter.grad is None, f"{number}: one gradient of {key}"
-                continue
-            allowed = max(10 * fp32, budget(name, key))
-            assert_close(f"round {number}: grad of {key}", grad, parameter.grad, allowed)
+        where = f"round {number}"
+        assert_same_gradients(where, model, stock, lambda k: max(10 * fp32, budget(name, k)))  # noqa: B023
         for one in (model, stock):
             one.zero_grad()
 
@@ -131,8 +119,8 @@ def low_precision_in_front_of_generate(name: str, rank: int, world: int) -> None
 
 PREPARED: dict[str, Prepare] = {
     "as it is": as_it_is,
-    "checkpoint": partial(checkpointed, False),
-    "reentrant": partial(checkpointed, True),
+    "checkpoint": partial(checkpointing, use_reentrant=False),
+    "reentrant": partial(checkpointing, use_reentrant=True),
     "frozen tower": frozen_tower,
     "tower in fp32": tower_in_fp32,
     "frozen tower in fp32": frozen_tower_in_fp32,

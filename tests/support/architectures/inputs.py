@@ -1,4 +1,4 @@
-"""What a tiny model is trained on, and its loss."""
+"""The training batch of a tiny model, and its loss."""
 
 from inspect import signature
 

@@ -97,7 +97,7 @@ def _names_of_inputs(model: nn.Module) -> set[str]:
 
 
 def mixes(model: nn.Module) -> list[tuple[Make, Make]]:
-    """What rank 0 and rank 1 have, step by step."""
+    """Return the inputs of rank 0 and rank 1, step by step."""
     found: list[tuple[Make, Make]] = [(text, text), (text, images), (image, text), (image, images)]
     if "pixel_values_videos" in _names_of_inputs(model):
         found.append((video, image))
@@ -153,9 +153,9 @@ SHARED_BY_EXPERTS = "post_expert_norm"
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """A tiny model without a load-balancing loss, which is one of the whole batch.
+    """Build a tiny model whose load-balancing loss, which depends on the whole batch, is off.
 
-    What all experts of a layer share is frozen.
+    Modules that all experts of a layer share are frozen.
     """
     if name in COMPOSITES:
         return COMPOSITES[name](seed)
@@ -169,7 +169,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 
 def parts(model: nn.Module) -> tuple[str, ...]:
-    """Names of what stands beside the decoder, in a model that is not sharded."""
+    """Return the names of the modules next to the decoder, in a model that is not sharded."""
     plan = derive_plan(model)
     names = plan.encoders or (plan.vision.tower,)
     return tuple(n for n, _ in model.named_modules() if any(n.endswith(name) for name in names))

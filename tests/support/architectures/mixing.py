@@ -1,4 +1,5 @@
-"""What mixes tokens along a sequence, found by changing one token: no code is read, no name known.
+"""Find modules that mix tokens along a sequence by changing one token, without reading code or
+names.
 
 Each module of a decoder layer runs again on what it was given in a forward, with other numbers at
 one token's place. What then changes at the places of other tokens mixes:
@@ -43,7 +44,7 @@ def mixing(model: PreTrainedModel, layers: list[str]) -> set[tuple[str, str]]:
 
 
 def _given_in_a_forward(model: PreTrainedModel, prefixes: tuple[str, ...]) -> dict[str, Given]:
-    """What a forward gives to the modules of these names, by name."""
+    """Return the arguments of the named modules in a forward, by name."""
     found: dict[str, Given] = {}
 
     def keeps(name: str) -> Callable[..., None]:

@@ -1,9 +1,9 @@
-"""What stock computes in fp32 even in a model of fp64, so that a test's budget is 1e-6 there.
+"""Gradients that stock computes in fp32 even in an fp64 model, which get a tolerance of 1e-6.
 
-Stock casts some weights to fp32 on their way, so that their gradients are sums over tokens in
-fp32: ranks that see other tokens, or the same in another order, round them otherwise. All other
-gradients of such a type stay fp64. Of some types the hidden states themselves go through sums in
-fp32, and everything behind rounds. Measured: the same rows one by one and at once.
+Stock casts some weights to fp32, so that their gradients are sums over tokens in fp32. Ranks that
+see other tokens, or the same tokens in another order, round these sums differently. All other
+gradients of such a type stay fp64. In some types the hidden states themselves are summed in fp32,
+and everything after them rounds. Measured by running the same rows one by one and together.
 """
 
 import re

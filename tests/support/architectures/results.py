@@ -1,4 +1,4 @@
-"""What tests found of each architecture, for ARCHITECTURES.md: lines of JSON, one per finding.
+"""Results of tests for each architecture, for ARCHITECTURES.md: lines of JSON, one per result.
 
     with recording("mixtral", "ep") as errors:         what fails in here is recorded as failed,
         errors.append(max_error(loss, want))           else the largest of these errors

@@ -121,7 +121,7 @@ def _cell(found: Mapping[str, Any] | None, reasons: Mapping[str, int]) -> str:
 
 
 def read_data() -> dict[str, Any]:
-    """What was recorded until now."""
+    """Return the results that are recorded so far."""
     data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
     return data
 

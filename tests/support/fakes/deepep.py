@@ -237,7 +237,7 @@ class Buffer:
         return *empty, EventOverlap(arrive)
 
     def _together(self, name: str, tensors: Any) -> list[Any]:
-        """What every rank of the group brings to the same call."""
+        """Return the arguments of the same call on every rank of the group."""
         told: list[Any] = [None] * self.group_size
         if isinstance(tensors, tuple):
             tensors = tuple(None if t is None else t.detach() for t in tensors)

@@ -12,7 +12,6 @@ all_results.json.
 
 import math
 import os
-import signal
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,6 @@ from transformers import (
     EvalPrediction,
     HfArgumentParser,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     default_data_collator,
     set_seed,
@@ -44,18 +42,6 @@ class ModelArguments:
 class DataArguments:
     max_train_samples: int = 32
     max_eval_samples: int = 12
-    die_at: int | None = None
-
-
-class Die(TrainerCallback):
-    """Kill the process behind a step's checkpoint."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def most_likely(logits: Any, labels: Tensor) -> Tensor:
@@ -93,7 +79,6 @@ def main() -> None:
         data_collator=default_data_collator,
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=most_likely,
-        callbacks=[Die(data_options.die_at)] if data_options.die_at else None,
     )
     if training.do_train:
         result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)

@@ -1,4 +1,4 @@
-"""What crosses between nodes, by both dispatchers; and what a model computes.
+"""Bytes between nodes for both dispatchers, and the gradients of a model.
 
     torchrun ... tests/support/jobs/crossing.py FOLDER
 
@@ -89,10 +89,9 @@ def pairs(kind: str, router: str, machines: Machines) -> list[list[int]]:
 
 
 def want(kind: str, router: str, machines: Machines, node: int) -> tuple[int, int]:
-    """Bytes that a node's ranks have for others, and get: there and back, forward and backward.
-
-    A row out for each token and destination, one home of each that came, and of both the gradient;
-    beside rows weights and ids, and home the weights' gradient.
+    """Return the bytes that a node's ranks send and receive, there and back, forward and backward.
+    For each token and destination a row goes out, and one returns for each received row;
+    gradients do the same. Weights and ids go with the rows, and the weights' gradient returns.
     """
     rows = pairs(kind, router, machines)
     out, came = sum(rows[node]), sum(of_node[node] for of_node in rows)

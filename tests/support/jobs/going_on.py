@@ -1,4 +1,4 @@
-"""Training that is started again and again: it goes on from the newest complete checkpoint.
+"""Training that resumes from the newest complete checkpoint whenever it is started.
 
     torchrun ... tests/support/jobs/going_on.py FOLDER --steps 8              a loop of its own
     accelerate launch ... tests/support/jobs/going_on.py FOLDER --steps 8 --trainer --use_cpu

@@ -37,7 +37,7 @@ MOST_TOKENS = 12
 
 
 def prompts() -> Dataset:
-    """Of 1 to 7 words: those of one batch are padded."""
+    """Prompts of 1 to 7 words, so that a batch has padding."""
     rows = [[3 + (index + place) % 11 for place in range(1 + index % 7)] for index in range(24)]
     return Dataset.from_list([{"prompt": text(row)} for row in rows])
 

@@ -47,7 +47,7 @@ class Run:
 
 
 def build(kind: str, seed: int, **options: Any) -> nn.Module:
-    """A stock model; "lora", whose frozen base is never saved, and "vision" beside "full"."""
+    """Build a stock model: "full", "lora" (its frozen base is never saved) or "vision"."""
     if kind == "lora":
         return with_lora(tiny(seed=0, **options), r=3, seed=seed)
     return tiny("qwen3_vl_moe" if kind == "vision" else "qwen3_moe", seed=seed, **options)

@@ -94,7 +94,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What one rank found; whole tensors (`params`, `grads`, `params_at`) on rank 0 only.
+    """The results of one rank; whole tensors (`params`, `grads`, `params_at`) on rank 0 only.
 
     Attributes:
         log: the Trainer's log_history.
@@ -228,7 +228,7 @@ def _generate(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
 
 
 def _inspect(trainer: Trainer, folder: Path) -> dict[str, Any]:
-    """Whether what a case asks for is there at all: equal losses alone would not show it."""
+    """Report whether the options of a case took effect. Equal losses alone would not show it."""
     modules = [trainer.model, *trainer.model.modules()]
     units = [module for module in modules if isinstance(module, FSDPModule)]
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]

@@ -1,4 +1,4 @@
-"""Each check of a shared spawn is reported alone, whatever the others beside it do."""
+"""Each check of a shared spawn is reported alone, whatever the other checks do."""
 
 import os
 import time

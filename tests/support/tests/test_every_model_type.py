@@ -124,7 +124,7 @@ def _check(model_type: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_step_of_stock(model_type: str) -> None:
-    """fp64 forward and backward reach every parameter and expert, twice the same, without ties."""
+    """fp64 reaches every parameter and expert, twice with one result, without ties."""
     _check(model_type)
 
 
@@ -134,9 +134,8 @@ def test_a_step_of_stock_of_eight_families(model_type: str) -> None:
 
 
 def test_no_type_is_missing() -> None:
-    """Types are found in Transformers' own files and auto classes; this names those of 5.23.
-
-    Types that came later are new until a test has looked at them, and nothing has to name them.
+    """Types are found in Transformers' own files and auto classes, and this test names those of
+    5.23. Later types are new until a test has looked at them, and nothing has to name them.
     """
     if Version(transformers.__version__) >= Version("5.23"):
         assert set(MODEL_TYPES) == set(_KNOWN.split())
@@ -145,7 +144,7 @@ def test_no_type_is_missing() -> None:
 
 
 def _gradients(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Of a loss in fp64: stock's own casts logits to fp32."""
+    """Return the gradients of an fp64 loss; stock's own loss casts logits to fp32."""
     model.zero_grad()
     for inputs in batches:
         labels = inputs["labels"]
@@ -167,7 +166,7 @@ def _gradients(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> dict
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_what_rounds_in_fp32(model_type: str) -> None:
-    """Rows at once and one by one have the same gradients but for sums that stock does in fp32."""
+    """Rows together and one by one differ only in sums that stock makes in fp32."""
     model = tiny(model_type)
     whole = batch(model, 4, 16, pad=4)
     rows = [{name: value[i : i + 1] for name, value in whole.items()} for i in range(4)]
@@ -181,7 +180,7 @@ def test_what_rounds_in_fp32(model_type: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_BUILT_UPSTREAM)
 def test_classes_that_their_own_configs_do_not_build(name: str) -> None:
-    """A missing field in Transformers itself; when this fails, the class has come to life."""
+    """Transformers itself lacks a field. If this fails, the class can be built again."""
     found = getattr(transformers, name)
     with torch.device("meta"), pytest.raises(AttributeError, match=NOT_BUILT_UPSTREAM[name]):
         found(found.config_class())

@@ -1,4 +1,4 @@
-"""What watches memory sees what is made inside a block, and not what was there before."""
+"""A memory watch counts tensors made inside its block, and none that existed before."""
 
 from pathlib import Path
 

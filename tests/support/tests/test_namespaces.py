@@ -51,7 +51,7 @@ def _spaces() -> str:
 
 
 def test_a_node_reaches_another_by_name_at_the_rate_and_is_counted(tmp_path: Path) -> None:
-    """Counted with headers: between one for all of a kernel's packet and one a segment."""
+    """Headers are counted: between one per packet of the kernel and one per segment."""
     said = [tmp_path / "served.txt", tmp_path / "sent.txt"]
     with Nodes(2, rate="200mbit") as nodes:
         server = nodes.start(0, sys.executable, "-c", SERVE, output=said[0])

@@ -1,4 +1,5 @@
-"""What transformers' Trainer calls, and what that binds to a model, or puts into its module.
+"""The functions of Liger that transformers' Trainer calls, and what they do to a model or its
+module.
 
 As the original does: norms and experts of an instance get new forwards and names, its root the
 fused head's; the classes from which later models are built, and the rotary embedding, are replaced
@@ -69,7 +70,8 @@ def lce_forward(
     skip_logits: bool | None = None,
     **kwargs: Any,
 ) -> MoeCausalLMOutputWithPast:
-    """In training the loss from hidden states and the head's weight, without the head's forward.
+    """In training, compute the loss from hidden states and the head's weight, without the head's
+    forward.
 
     Without labels, and in evaluation where nobody asks for the loss alone, there are logits.
     """
