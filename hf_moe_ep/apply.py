@@ -159,7 +159,8 @@ def from_pretrained(
         config: as in `patch`; its fields may also be given by name, such as `ep_size=8`.
         peft_config: a LoraConfig; the adapters it describes are attached before sharding. Other
             adapters, and those whose first values come from the weights, need a loaded model.
-        mp_policy, offload_policy: as in `apply_ep_fsdp2`.
+        mp_policy: as in `apply_ep_fsdp2`.
+        offload_policy: as in `apply_ep_fsdp2`.
         options: as in transformers' `from_pretrained`: `dtype` (by default that of the checkpoint),
             `attn_implementation`, `revision`, `token`, `cache_dir`, .., and fields of its config.
 
