@@ -1,10 +1,10 @@
 """MkDocs hook: add the pages that are generated, and the files that lie outside docs/.
 
-    architectures.md   a copy of ARCHITECTURES.md
-    api.md             one mkdocstrings entry for each public name of hf_moe_ep
-    command-line.md    the help text of every command
-    notebooks/         the notebooks of the repository
-    results/           the pictures of benchmarks/results/
+architectures.md   a copy of ARCHITECTURES.md
+api.md             one mkdocstrings entry for each public name of hf_moe_ep
+command-line.md    the help text of every command
+notebooks/         the notebooks of the repository
+results/           the pictures of benchmarks/results/
 """
 
 import ast
