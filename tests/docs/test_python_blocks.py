@@ -266,7 +266,7 @@ def test_a_block_on_two_ranks(found: Found, claim: Check) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL still says gradient_checkpointing
 def test_grpo(tmp_path: Path) -> None:
     """One process: TRL's trainer itself, with a model of two layers and three steps."""
-    trl = pytest.importorskip("trl")
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     small = partial(
         trl.GRPOConfig,
         per_device_train_batch_size=4,
@@ -281,6 +281,7 @@ def test_grpo(tmp_path: Path) -> None:
         disable_tqdm=True,
     )
     model = tiny(dtype=torch.float32)
+    rows = [{"prompt": text(list(range(3, 4 + index % 4)))} for index in range(8)]
     words = tokenizer(model.config.vocab_size)
     stand_in = partial(trl.GRPOTrainer, processing_class=words)
     with (
@@ -293,6 +294,6 @@ def test_grpo(tmp_path: Path) -> None:
             *GRPO,
             model=model,
             reward=lambda completions, **_: [float(len(one)) for one in completions],
-            prompts=[{"prompt": text(list(range(3, 4 + index % 4)))} for index in range(8)],
+            prompts=datasets.Dataset.from_list(rows),
         )
     assert names["trainer"].state.global_step == 2
