@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from accelerate.state import AcceleratorState
 from support import pages
 from transformers import HfArgumentParser
 
@@ -61,6 +62,8 @@ def script(name: str, *options: str) -> None:
     if name == "train.py":
         assert not options
         return
+    if "--bf16" in options:
+        options += ("--use_cpu",)  # TrainingArguments refuse bf16 where they see neither
     module = importlib.import_module(Path(name).stem)
     assert Path(str(module.__file__)) == ROOT / name
 
@@ -79,6 +82,7 @@ def script(name: str, *options: str) -> None:
         pytest.raises(_Parsed),
     ):
         module.main()
+    AcceleratorState._reset_state(True)  # TrainingArguments have made one
 
 
 def pip(*words: str) -> None:
