@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support import pages
@@ -17,16 +18,17 @@ MESSAGES = [
 ]
 
 
-def _texts(tree: ast.AST) -> Iterator[str]:
-    """Every string of a source file; what an f-string fills in is a null byte."""
+def _texts(tree: Any) -> Iterator[str]:
+    """Every string of a source file; a null byte is what an f-string fills in."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(
-                str(getattr(part, "value", "")) if isinstance(part, ast.Constant) else "\0"
-                for part in node.values
-            )
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield "".join(part.value if _is_text(part) else "\0" for part in node.values)
+        elif _is_text(node):
             yield node.value
+
+
+def _is_text(node: Any) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 @pytest.fixture(scope="module")

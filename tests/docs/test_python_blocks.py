@@ -27,7 +27,7 @@ from support.words import text, tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from hf_moe_ep import apply_ep_fsdp2, describe, expert_load
+from hf_moe_ep import apply_ep_fsdp2, describe, expert_load, patch
 
 BLOCKS = {
     (block.page, block.number): block
@@ -100,6 +100,18 @@ def stock_loading(page: str, number: int, rank: int, world: int, folder: str) ->
         names = _run(page, number)
         assert names["model"].dtype == torch.bfloat16
         assert "ep_size 2" in describe(names["model"])
+
+
+def described_when_loaded(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _in(folder), mock.patch("builtins.print") as printed:
+        _run(page, number)
+    assert f"experts {4 * rank} .. {4 * rank + 3}" in str(printed.call_args.args[0])
+
+
+def described(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with mock.patch("builtins.print") as printed:
+        _run(page, number, model=patch(tiny(), ep_size=2))
+    assert "not sharded yet; asks for ep_size 2" in str(printed.call_args.args[0])
 
 
 def accelerate_loop(page: str, number: int, rank: int, world: int, folder: str) -> None:
@@ -235,7 +247,10 @@ def engine_arrays(page: str, number: int, rank: int, world: int, folder: str) ->
 RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("README.md", 0): trainer,
     ("README.md", 1): stock_loading,
+    ("docs/index.md", 0): described_when_loaded,
     ("docs/quickstart.md", 0): trainer,
+    ("docs/quickstart.md", 1): stock_loading,
+    ("docs/quickstart.md", 2): described,
     ("docs/training.md", 0): accelerate_loop,
     ("docs/training.md", 1): own_loop,
     ("docs/checkpoints.md", 0): checkpoints,
