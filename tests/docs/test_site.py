@@ -28,7 +28,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, **own},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     assert "WARNING" not in done.stderr
