@@ -244,6 +244,14 @@ def engine_arrays(page: str, number: int, rank: int, world: int, folder: str) ->
     assert (ids[0, :2] == -1).all() and (ids[:, 6] == -1).all()
 
 
+def replaced_functions(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """The forkserver has imported the Trainer, so a patched model replaces its functions."""
+    patch(tiny())
+    with mock.patch("builtins.print") as printed:
+        _run(page, number)
+    assert "accelerate.accelerator:Accelerator.prepare" in {c.args[0] for c in printed.mock_calls}
+
+
 RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("README.md", 0): trainer,
     ("README.md", 1): stock_loading,
@@ -259,6 +267,7 @@ RUNS: dict[tuple[str, int], Callable[..., None]] = {
     ("docs/lora.md", 0): qlora,
     ("docs/balance.md", 0): load,
     ("docs/balance.md", 1): balance,
+    ("docs/upstream.md", 0): replaced_functions,
     ("docs/rl.md", 1): record_and_replay,
     ("docs/rl.md", 2): engine_arrays,
 }
