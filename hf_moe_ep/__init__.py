@@ -5,10 +5,10 @@
     model = AutoModelForCausalLM.from_pretrained(...)
     patch(model, ep_size=8)          # then Trainer(model=model) or accelerator.prepare(...)
 
-Importing this package changes nothing and imports nothing else; `patch` does. A public name is
-imported when it is first used, so that `hf-moe-ep --help` does not wait for torch. If another
-package is broken, or its version lacks something that we need, the first use of a name raises an
-ImportError, and `hf-moe-ep doctor`, which is in this package too, can still start.
+The import of this package changes nothing and imports no other package. A public name is imported
+when it is first used, so `hf-moe-ep --help` does not wait for torch. If a required package is
+broken or has an unsuitable version, the first use of a name raises an ImportError, and the command
+`hf-moe-ep doctor` can still start and examine the installation.
 """
 
 import sys
@@ -103,11 +103,11 @@ __all__ = [
 
 
 class _Package(ModuleType):
-    """This package as a module that imports its public names when they are first used.
+    """The class of this package, which imports a public name when it is first used.
 
-    Module-level __getattr__ would not be enough. `patch` and `describe` are functions and also
-    names of submodules, and importing a submodule sets it as an attribute of its package:
-    `from hf_moe_ep import patch` would return the module once anything had imported it.
+    A module-level __getattr__ would not be enough. `patch` and `describe` are functions and also
+    names of submodules, and Python sets an imported submodule as an attribute of its package. After
+    an import of the submodule, `from hf_moe_ep import patch` would return the module.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -118,7 +118,7 @@ class _Package(ModuleType):
         except Exception as error:  # a broken package may raise anything at import
             raise ImportError(
                 f"hf_moe_ep cannot be used: {type(error).__name__}: {error}; "
-                f"`hf-moe-ep doctor` says which versions are wrong, or which package is broken"
+                f"`hf-moe-ep doctor` shows which package is broken or has a wrong version"
             ) from error
         setattr(self, name, value)
         return value

@@ -1,11 +1,12 @@
-"""A sharded model in one call.
+"""Shard a model in one call, with or without loading it first.
 
-    apply_ep_fsdp2(model)                  a model that from_pretrained has loaded
-    apply_ep_fsdp2(model, weights=folder)  one on the meta device: each rank reads its shards
-    from_pretrained(name, ep_size=8)       builds that model from the folder's config first
+    apply_ep_fsdp2(model)                  shards a model that stock's from_pretrained has loaded
+    apply_ep_fsdp2(model, weights=folder)  shards a model on the meta device, then each rank reads
+                                           its shards from the folder
+    from_pretrained(name, ep_size=8)       builds the model on the meta device, then the same
 
-With Accelerate or the Trainer none of them is needed, as a model is sharded in `prepare`; the last
-one saves memory there too.
+Accelerate and the Trainer shard a patched model in `prepare`, so they need none of these calls.
+`from_pretrained` saves memory with them too.
 """
 
 from __future__ import annotations
@@ -49,25 +50,27 @@ def apply_ep_fsdp2(
     offload_policy: OffloadPolicy | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """Shard a model over all ranks of the default process group, in place; returns it.
+    """Shard a model over all ranks of the default process group, in place, and return it.
 
-    For a training loop of your own. Create the optimizer afterwards: parameters are replaced.
+    This function is for a training loop of your own. Create the optimizer afterwards, because the
+    parameters are replaced.
 
     Args:
-        model: patched, or a stock model, which is patched first with `config` and `overrides`.
+        model: a patched model, or a stock model, which is first patched with `config` and
+            `overrides`.
         weights: a folder with a safetensors checkpoint, for a model with parameters on the meta
-            device: each rank reads its part of those alone. Others, such as adapters attached to
-            such a model, start with rank 0's values.
-        mp_policy: FSDP2's policy; None computes in the dtype the model was loaded in, with fp32
-            masters and fp32 gradient reduction where that is bf16 or fp16.
-        offload_policy: FSDP2's policy; None keeps parameters on the device.
+            device. Each rank reads its shards of these parameters. All other parameters, such as
+            those of adapters, start with the values of rank 0.
+        mp_policy: FSDP2's policy. None computes in the dtype in which the model was loaded. If that
+            is bf16 or fp16, master weights and the reduction of gradients are fp32.
+        offload_policy: FSDP2's policy. None keeps the parameters on the device.
 
     Raises:
-        ValueError: no process group; sizes that do not fit the world; ranks that disagree, or
-            would share a GPU; missing weights; a checkpoint that is not whole or does not fit; and
-            all that `patch` raises.
+        ValueError: no process group; sizes that do not fit the number of ranks; ranks that disagree
+            or share a GPU; missing weights; a checkpoint that is incomplete or does not fit the
+            model; and every ValueError of `patch`.
     """
-    # First: under NCCL no other collective gets through where ranks share a GPU.
+    # This check comes first: if ranks share a GPU, all collectives of NCCL fail.
     device = default_device() if is_distributed() else torch.device("cpu")
 
     def prepare() -> tuple[ModelState, ShardOptions, list[str]]:
@@ -78,7 +81,7 @@ def apply_ep_fsdp2(
             _prepare_to_read(model, weights, empty)
         return state, _options(model, state, empty.values(), mp_policy, offload_policy), [*empty]
 
-    # What is wrong on one rank alone, such as a package that it lacks, is told to all.
+    # If one rank fails, for example because it lacks a package, all ranks raise its error.
     state, options, empty = together("apply_ep_fsdp2", prepare)
     if weights is None:
         return shard_model(model, state, options, device)
@@ -128,10 +131,11 @@ def _prepare_to_read(
 ) -> None:
     if not empty:
         raise ValueError(
-            f"weights={os.fspath(weights)!r} is for a model on the meta device, and every "
-            f"parameter of this one has values; leave it out to train on with those"
+            f"weights={os.fspath(weights)!r} is for a model on the meta device, but every "
+            f"parameter of this model has values; leave out weights= to train with these values"
         )
-    # A config that a folder was read into by hand; what is quantized there is read decoded.
+    # A config that the user has read from the folder may say that weights are quantized. They are
+    # decoded when they are read.
     config_of_model = getattr(without_adapters(model), "config", None)
     forget_quantization(config_of_model, os.fspath(weights))
 
@@ -146,30 +150,31 @@ def from_pretrained(
     offload_policy: OffloadPolicy | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Load a model sharded: each rank reads, from a folder that all of them see, its shards alone.
+    """Load a sharded model: each rank reads only its own shards.
 
-    Beside its shards a rank needs memory for one part of one tensor, and with `experts_dtype` for
-    one matrix of one expert. Accelerate and the Trainer take the model as it is; make the
-    Accelerator or TrainingArguments first: the process group.
+    Besides its shards, a rank needs memory for a part of one tensor, and with `experts_dtype` for
+    one matrix of one expert. The model can be passed to Accelerate or the Trainer. Create the
+    Accelerator or TrainingArguments before, because they initialise the process group.
 
     Args:
-        name_or_dir: a folder, or a model of the hub, which the first rank of each machine downloads
-            into the cache.
-        model_class: of transformers; None is the one that the folder's config names.
-        config: as in `patch`; its fields may also be given by name, such as `ep_size=8`.
-        peft_config: a LoraConfig; the adapters it describes are attached before sharding. Other
-            adapters, and those whose first values come from the weights, need a loaded model.
+        name_or_dir: a folder that all ranks can read, or the name of a model of the hub, which the
+            first rank of each machine downloads into its cache.
+        model_class: a model class of transformers; None takes the class that the config names.
+        config: as in `patch`; its fields may also be passed by name, such as `ep_size=8`.
+        peft_config: a LoraConfig, whose adapters are attached before sharding. Other kinds of
+            adapters, and initial values that are computed from the weights, need a model that
+            stock has loaded.
         mp_policy: as in `apply_ep_fsdp2`.
         offload_policy: as in `apply_ep_fsdp2`.
-        options: as in transformers' `from_pretrained`: `dtype` (by default that of the checkpoint),
-            `attn_implementation`, `revision`, `token`, `cache_dir`, .., and fields of its config.
+        options: as in transformers' `from_pretrained`: `dtype` (default: that of the checkpoint),
+            `attn_implementation`, `revision`, `token`, `cache_dir`, ..., and fields of the config.
 
     Raises:
-        ValueError: as `apply_ep_fsdp2`.
+        ValueError: as in `apply_ep_fsdp2`.
     """
     _check_group("from_pretrained")
-    sizes = {f.name for f in fields(ParallelConfig)}
-    overrides = {name: options.pop(name) for name in sizes & options.keys()}
+    settings = {f.name for f in fields(ParallelConfig)}
+    overrides = {name: options.pop(name) for name in settings & options.keys()}
 
     download = download_options(options)
     what = f"from_pretrained({os.fspath(name_or_dir)!r})"
@@ -183,13 +188,13 @@ def from_pretrained(
     def build() -> tuple[Path, nn.Module]:
         folder = fetched or local_folder(name_or_dir, download, after_another=True)
         model = empty_model(folder, model_class, partial(dtype_of_weights, folder), options)
-        # The name, not the folder in the cache: PEFT writes it into the config of an adapter.
+        # The name and not the folder of the cache, because PEFT writes it into adapter configs.
         set_source(model, os.fspath(name_or_dir))
         if peft_config is not None:
             model = attach_adapters(model, peft_config)
         return folder, model
 
-    # 512 ranks that ask the hub at once would be refused by it.
+    # The hub would refuse the requests of 512 ranks at the same time.
     fetched = together(what, fetch)
     folder, model = together(what, build)
     return apply_ep_fsdp2(
@@ -205,6 +210,7 @@ def from_pretrained(
 def _check_group(caller: str) -> None:
     if not is_distributed():
         raise ValueError(
-            f"{caller} shards over a process group and there is none; start the script with "
-            "torchrun or accelerate launch and call torch.distributed.init_process_group()"
+            f"{caller} needs a process group, but torch.distributed is not initialised; start the "
+            "script with torchrun or accelerate launch, and call "
+            "torch.distributed.init_process_group() first"
         )

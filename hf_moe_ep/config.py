@@ -1,11 +1,12 @@
-"""What the user asks for: `ParallelConfig`, and the environment variables that may fill it.
+"""The user's settings: `ParallelConfig`, and the environment variables that can fill its sizes.
 
     ParallelConfig(ep_size=8)                 experts split over 8 consecutive ranks
-    HF_MOE_EP_EP_SIZE=8 python train.py       the same without touching the script
+    HF_MOE_EP_EP_SIZE=8 python train.py       the same without a change of the script
 
-A size left at None is filled from the environment by `resolve_config` and counts as 1 after that.
-Sizes that depend on the model or on the world are checked where those are known: by the wings when
-the model is patched, and in `ranks/mesh.py`. This file is the only reader of environment variables.
+`resolve_config` replaces a size of None by the value of the environment, or by 1. This file checks
+only what it can check without a model and without ranks. `patch` compares the sizes with the model,
+and `ranks/mesh.py` compares them with the number of ranks. Environment variables are read in this
+file alone, apart from the switch of the progress bars (`cli/progress.py`).
 """
 
 from __future__ import annotations
@@ -30,51 +31,60 @@ class ParallelConfig:
         patch(model, config)             # the same as patch(model, ep_size=8, sp_size=2, ...)
 
     Args:
-        ep_size: ranks that split the experts of a layer between them; divides the number of
-            experts and `world / dp_replicate_size`. None = 1, or HF_MOE_EP_EP_SIZE.
-        sp_size: ranks that split each sequence of one batch between them; divides the attention
-            heads and `world / dp_replicate_size`. None = 1, or HF_MOE_EP_SP_SIZE.
-        dp_replicate_size: copies of the sharded model (HSDP). None = 1.
-        experts_backend: "auto" takes the Triton kernels where they can run and the plugin's torch
-            path elsewhere, as `describe(model)` says; "triton" and "torch" insist; "eager" is the
-            model's own loop (`ep_size` 1 only).
-        experts_dtype: how frozen experts (under LoRA) are held, and gathered, from sharding on:
-            "nf4", bitsandbytes' 4-bit codes (0.57 bytes per parameter with their scales), or "fp8",
-            e4m3 with scales of 128 x 128 blocks (1.01). Dequantised where they are computed, by
-            experts, or by tiles in the Triton kernels. None = as loaded.
-        experts_double_quant: with "nf4", quantise the scales too (0.52 bytes per parameter).
-        recompute_activations: experts keep their input for backward and nothing of size F: at
-            Qwen3-30B's shape 4.2 kB per token and layer instead of 28.8, for one matrix product
-            more in backward.
-        dispatcher: "all_to_all" runs everywhere and sends a token to each rank at most once;
-            "hierarchical" to each node at most once and there to each rank, for an ep group on
-            several nodes (on one it is "all_to_all"); "deepep" takes DeepEP's kernels (NVIDIA GPUs,
-            bf16) and wants that package installed.
-        node_size: consecutive ranks that "hierarchical" takes for a node; every ep group must have
-            equally many ranks on each of its nodes. None = the launcher's LOCAL_WORLD_SIZE.
-        deepep_num_sms: streaming multiprocessors that DeepEP may use, even; None = its default.
-        dispatch_chunks: parts in which a MoE layer's tokens travel, so that one part is on its way
-            while another is computed; each costs kernel launches and one more message. 1 = no
-            overlap of rows and experts.
-        max_tokens_per_rank: rows that a rank may receive in one MoE layer (a token counts once
-            however many of its experts are there). Where the router sends more, every rank of the
-            ep group raises before it allocates, instead of one running out of memory. None = no
-            limit: at worst ep_size times the tokens of a rank.
-        ep_outside: consecutive ranks share an ep_fsdp group instead of an ep group.
-        expert_shard_dim: tensor dimension of the expert weights that FSDP2 splits: 0, 1 or
-            "auto", which is 0 where the experts of a rank divide evenly, else 1 where that does.
+        ep_size: the number of ranks that share the experts of each layer. It must divide the number
+            of experts and `world_size / dp_replicate_size`. None: HF_MOE_EP_EP_SIZE, or 1.
+        sp_size: the number of ranks that share each sequence of one batch. It must divide the
+            attention heads and `world_size / dp_replicate_size`. None: HF_MOE_EP_SP_SIZE, or 1.
+        dp_replicate_size: the number of copies of the sharded model (HSDP). None: 1.
+        experts_backend: the code that computes the experts. "triton" is this package's Triton
+            kernels, "torch" its PyTorch code, and "eager" the model's own loop (only with
+            `ep_size` 1). "auto" chooses "triton" where the kernels can run, otherwise "torch";
+            `describe(model)` shows the choice.
+        experts_dtype: the format in which frozen experts (under LoRA) are stored and all-gathered
+            once the model is sharded: "nf4", the 4-bit codes of bitsandbytes (0.57 bytes per
+            parameter, scales included), or "fp8", e4m3 with one scale per 128 x 128 block (1.01
+            bytes). The experts are dequantised during the computation, one expert at a time, or one
+            tile at a time in the Triton kernels. None: the dtype in which they were loaded.
+        experts_double_quant: with "nf4", quantise the scales as well (0.52 bytes per parameter).
+        recompute_activations: save only the input of the experts for backward, and recompute all
+            activations of size F (the hidden size of an expert). At Qwen3-30B's shape backward then
+            needs 4.2 kB per token and layer instead of 28.8 kB, and one more matrix product.
+        dispatcher: how tokens reach the ranks of their experts. "all_to_all" runs everywhere and
+            sends a token at most once to each rank. "hierarchical" is for an ep group on several
+            nodes: it sends a token at most once to each node, which passes it on to its ranks (on a
+            single node it is the same as "all_to_all"). "deepep" calls the kernels of DeepEP,
+            which must be installed (NVIDIA GPUs, bf16).
+        node_size: the number of consecutive ranks that "hierarchical" treats as one node. Every ep
+            group must have equally many ranks on each of its nodes. None: LOCAL_WORLD_SIZE, which
+            the launcher sets.
+        deepep_num_sms: the number of streaming multiprocessors that DeepEP may use; it must be
+            even. None: DeepEP's default.
+        dispatch_chunks: the number of chunks into which the tokens of a MoE layer are split, so
+            that one chunk is transferred while another one is computed. Each chunk costs kernel
+            launches and one more message. 1: transfers and experts do not overlap.
+        max_tokens_per_rank: the most rows that a rank may receive in one MoE layer. A token is one
+            row, however many of its experts are on that rank. If the router sends more, all ranks
+            of the ep group raise an error before they allocate memory. None: no limit, so that a
+            rank receives at most ep_size times the tokens of one rank.
+        ep_outside: if True, consecutive ranks form an ep_fsdp group instead of an ep group.
+        expert_shard_dim: the dimension along which FSDP2 shards the expert weights: 0, 1 or "auto".
+            "auto" is 0 if the experts of a rank divide evenly, otherwise 1 if that dimension does,
+            otherwise 0.
         reshard_after_forward: as in `torch.distributed.fsdp.fully_shard`.
-        bias_update_rate: by how much the correction bias of a router moves after each optimizer
-            step, towards experts with few tokens (`update_router_bias`); DeepSeek-V3 has 0.001.
-            Accelerate and the Trainer do it by themselves. None = not at all, as stock.
-        aux_loss_per_layer: the router's load-balancing loss is the mean of each layer's own
-            (`output_router_logits=True` in the model's config switches it on, as in stock), and the
-            routers alone learn from it. False = stock's formula over all layers together, which
-            knows no single layer; whatever feeds the routers learns from it too.
-        gather_logits: with sp_size > 1, whole logits beside a loss; else they are None there.
+        bias_update_rate: the amount by which each optimizer step moves the correction biases of the
+            routers, in favour of experts that received few tokens (`update_router_bias`).
+            DeepSeek-V3 uses 0.001. With Accelerate or the Trainer the update is automatic. None:
+            the biases stay as they are, as in stock.
+        aux_loss_per_layer: if True, the router's load-balancing loss is the mean of the losses of
+            the single layers, and its gradient reaches the routers alone. If False, it is stock's
+            loss, which adds up the loads of all layers first, and whose gradient also reaches the
+            layers in front of a router. Both need `output_router_logits=True` in the model's
+            config, as in stock.
+        gather_logits: with sp_size > 1, return the logits of the whole sequence together with a
+            loss. Without it `outputs.logits` is None where there is a loss.
 
     Raises:
-        ValueError: a field has a value that no model and no world could make valid.
+        ValueError: a value that is invalid for every model and every number of ranks.
     """
 
     ep_size: int | None = None
@@ -106,9 +116,7 @@ class ParallelConfig:
             "deepep_num_sms",
         ):
             _check_size(name, getattr(self, name))
-        if self.dispatch_chunks is None:
-            raise ValueError("dispatch_chunks must be a whole number >= 1, got None; try 1")
-        _check_size("dispatch_chunks", self.dispatch_chunks)
+        _check_size("dispatch_chunks", self.dispatch_chunks, may_be_none=False)
         for name in (
             "aux_loss_per_layer",
             "ep_outside",
@@ -125,17 +133,18 @@ class ParallelConfig:
         check_choice("expert_shard_dim", self.expert_shard_dim, _SHARD_DIMS)
         if self.node_size is not None and self.dispatcher != "hierarchical":
             raise ValueError(
-                f"node_size={self.node_size} is for dispatcher='hierarchical', and dispatcher is "
-                f"{self.dispatcher!r}, which knows no nodes; leave one of them out"
+                f"node_size={self.node_size} is for dispatcher='hierarchical', but the dispatcher "
+                f"is {self.dispatcher!r}, which does not use nodes; leave out node_size, or set "
+                f"dispatcher='hierarchical'"
             )
         if (self.deepep_num_sms or 0) % 2:
             raise ValueError(
-                f"deepep_num_sms must be even, DeepEP moves rows by pairs of SMs; got "
+                f"deepep_num_sms must be even, because DeepEP uses pairs of SMs; got "
                 f"{self.deepep_num_sms}, try {(self.deepep_num_sms or 0) + 1}"
             )
         if self.experts_backend == "eager" and (self.ep_size or 1) > 1:
             raise ValueError(
-                f"experts_backend='eager' indexes all experts on every rank and cannot run with "
+                f"experts_backend='eager' needs all experts on every rank and cannot run with "
                 f"ep_size={self.ep_size}; use experts_backend='auto', or ep_size=1"
             )
         self._check_experts_dtype()
@@ -143,28 +152,28 @@ class ParallelConfig:
     def _check_experts_dtype(self) -> None:
         if self.experts_double_quant and self.experts_dtype != "nf4":
             raise ValueError(
-                f"experts_double_quant=True quantises the scales of experts_dtype='nf4', and "
-                f"experts_dtype is {self.experts_dtype!r}; write experts_dtype='nf4' beside it"
+                f"experts_double_quant=True quantises the scales of experts_dtype='nf4', but "
+                f"experts_dtype is {self.experts_dtype!r}; set experts_dtype='nf4' as well"
             )
         if self.experts_dtype is not None and self.experts_backend == "eager":
             raise ValueError(
-                f"experts_backend='eager' does not compute experts that are held in "
+                f"experts_backend='eager' cannot compute experts that are stored in "
                 f"{self.experts_dtype}; use experts_backend='auto', or experts_dtype=None"
             )
 
     @property
     def needs_sharding(self) -> bool:
-        """True where training without `apply_ep_fsdp2` would silently ignore what is asked for."""
+        """True if these settings would have no effect on a model that is not sharded."""
         sizes = (self.ep_size or 1, self.sp_size or 1, self.dp_replicate_size or 1)
         return max(sizes) > 1 or self.experts_dtype is not None
 
 
 def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> ParallelConfig:
-    """`config` with `overrides` applied and None filled from the environment, then with 1."""
+    """Apply `overrides` to `config`, and fill sizes of None from the environment or with 1."""
     known = {field.name for field in fields(ParallelConfig)}
     unknown = sorted(set(overrides) - known)
     if unknown:
-        raise ValueError(f"unknown option {unknown[0]}; known are: {', '.join(sorted(known))}")
+        raise ValueError(f"unknown option {unknown[0]}; options are: {', '.join(sorted(known))}")
     if config is not None and not isinstance(config, ParallelConfig):
         raise ValueError(
             f"config must be a ParallelConfig, got {type(config).__name__}; "
@@ -182,32 +191,33 @@ def resolve_config(config: ParallelConfig | None, overrides: dict[str, Any]) -> 
 
 
 def launched_world_size() -> int:
-    """Number of processes that the launcher started; 1 without a launcher."""
+    """Return the number of processes that the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launched_rank() -> int:
-    """Rank that the launcher gave to this process; 0 without a launcher."""
+    """Return the rank that the launcher gave to this process; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def launched_local_rank() -> int | None:
-    """Number of this process on its machine; None without a launcher that says it."""
+    """Return the rank of this process on its machine; None if the launcher did not set it."""
     text = os.environ.get("LOCAL_RANK", "")
     return int(text) if text else None
 
 
 def launched_local_world_size() -> int | None:
-    """Number of processes on this machine; None without a launcher that says it."""
+    """Return the number of processes on this machine; None if the launcher did not set it."""
     return _size_from_environment("LOCAL_WORLD_SIZE")
 
 
 def launched_with_fsdp() -> bool:
-    """True under `accelerate launch` with `distributed_type: FSDP`."""
+    """Return True under `accelerate launch` with `distributed_type: FSDP`."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-# What decides how ranks start and what this package makes of them; `hf-moe-ep doctor` shows them.
+# Variables that determine how the ranks start and what this package does; `hf-moe-ep doctor` prints
+# them.
 _LAUNCH_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -225,21 +235,21 @@ _OURS = ("HF_MOE_EP_EP_SIZE", "HF_MOE_EP_SP_SIZE")
 
 
 def gloo_interfaces() -> list[str]:
-    """Return the network interfaces that GLOO_SOCKET_IFNAME names; none where it is not set."""
+    """Return the network interfaces that GLOO_SOCKET_IFNAME names; empty if it is not set."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
 def launch_environment() -> dict[str, str]:
-    """Return the variables of a launch that are set, and all that begin with HF_MOE_EP_."""
+    """Return the launch variables that are set, and all variables that begin with HF_MOE_EP_."""
     ours = sorted(name for name in os.environ if name.startswith("HF_MOE_EP_"))
     return {name: os.environ[name] for name in (*_LAUNCH_VARIABLES, *ours) if name in os.environ}
 
 
 def check_environment() -> None:
-    """Raise ValueError where a variable of ours has a value or a name that means nothing."""
+    """Raise ValueError if a variable HF_MOE_EP_... has an unknown name or an invalid value."""
     for name in launch_environment():
         if name.startswith("HF_MOE_EP_") and name not in _OURS:
-            raise ValueError(f"{name} is set and is none of {', '.join(_OURS)}; correct its name")
+            raise ValueError(f"{name} is set, but only {', '.join(_OURS)} exist; correct its name")
     for name in _OURS:
         _size_from_environment(name)
 
@@ -249,14 +259,16 @@ def _size_from_environment(variable: str) -> int | None:
     if not text:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{variable}={text!r} is no positive whole number; try {variable}=8")
+        raise ValueError(f"{variable}={text!r} is not a positive whole number; try {variable}=8")
     return int(text)
 
 
-def _check_size(name: str, size: int | None) -> None:
-    whole = isinstance(size, int) and not isinstance(size, bool)
-    if size is not None and not (whole and size >= 1):
-        raise ValueError(f"{name} must be None or a whole number >= 1, got {size!r}; try {name}=1")
+def _check_size(name: str, size: int | None, *, may_be_none: bool = True) -> None:
+    if size is None and may_be_none:
+        return
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        allowed = "None or a whole number" if may_be_none else "a whole number"
+        raise ValueError(f"{name} must be {allowed} >= 1, got {size!r}; try {name}=1")
 
 
 def _check_rate(name: str, rate: float | None) -> None:
@@ -266,8 +278,8 @@ def _check_rate(name: str, rate: float | None) -> None:
 
 
 def check_choice(name: str, value: object, allowed: Iterable[Any]) -> None:
-    """Raise ValueError where `value` is none of `allowed`; True is not 1."""
+    """Raise ValueError if `value` is not one of `allowed`; True does not count as 1."""
     allowed = tuple(allowed)
     if not any(value == choice and type(value) is type(choice) for choice in allowed):
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{name}={value!r} is not known; use {choices}")
+        raise ValueError(f"{name}={value!r} is unknown; use {choices}")

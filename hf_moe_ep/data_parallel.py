@@ -1,4 +1,4 @@
-"""What an own training loop asks: how many tokens count, and which batch a rank is to be given."""
+"""Numbers for a training loop of your own: tokens of all ranks, and the batch of each rank."""
 
 from __future__ import annotations
 
@@ -15,33 +15,37 @@ from hf_moe_ep.upstream.models import IGNORED_LABEL
 
 
 def global_token_count(model: nn.Module, labels: Tensor | Iterable[Tensor]) -> Tensor:
-    """Count the tokens that the causal loss counts, over all ranks (an int64 scalar).
+    """Return the number of tokens in the causal loss of all ranks, as an int64 scalar.
+
+        num_items = global_token_count(model, labels)
+        loss = model(input_ids, labels=labels, num_items_in_batch=num_items).loss
+        (loss * data_parallel_size(model)).backward()
+
+    The factor is needed because FSDP2 averages gradients over ranks. A loop that takes the mean
+    loss of each rank instead would weigh the tokens of a short batch more than those of a long one.
 
     Args:
-        model: the model that `labels` are for.
-        labels: (B, S), not shifted, -100 where ignored; or the micro-batches of one step.
-
-    Pass it as `num_items_in_batch` and multiply the loss by `data_parallel_size(model)`, because
-    FSDP2 averages gradients: a loop that takes the mean per rank weighs the tokens of a short
-    batch more than those of a long one.
+        model: the model to which the labels are passed.
+        labels: (B, S), not shifted, -100 for tokens without loss; or a list of such tensors, the
+            micro-batches of one optimizer step.
     """
     parts = [labels] if isinstance(labels, Tensor) else list(labels)
     if not parts:
         raise ValueError("labels is empty: pass the labels of at least one micro-batch")
     counts = torch.stack([(part[..., 1:] != IGNORED_LABEL).sum() for part in parts])
-    # Ranks of an sp group have the same labels.
+    # All ranks of an sp group have the same labels.
     meshes = _meshes(model)
     return sum_over_ranks(counts.sum()) // (1 if meshes is None else meshes.sp_size)
 
 
 def data_parallel_size(model: nn.Module) -> int:
-    """Count the ranks that are to be given different batches: all of them, or one per sp group."""
+    """Return the number of different batches per step: one per rank, or one per sp group."""
     meshes = _meshes(model)
     return 1 if meshes is None else meshes.data_parallel_size
 
 
 def data_parallel_rank(model: nn.Module) -> int:
-    """Return which of `data_parallel_size(model)` batches this rank is to be given."""
+    """Return the number of the batch for this rank, from 0 to `data_parallel_size(model) - 1`."""
     meshes = _meshes(model)
     return 0 if meshes is None else dist.get_rank() // meshes.sp_size
 

@@ -1,20 +1,24 @@
-"""`derive_plan`: a plan read off a model that somebody has built, whatever its architecture.
+"""`derive_plan`: derive the plan of a model from its modules, whatever its architecture.
 
-    experts      modules of transformers' experts interface
-    layers       the nearest module above each of them that can be checkpointed, in its list
-    attention    what calls the attention interface within a layer
-    mixers       what is handed positions, masks or caches there, and does not; convolutions
-    router       beside the experts: what chooses by topk, or has a row of weights per expert
-    final norm   behind the list of layers
-    aux loss     whether the head's forward calls the load-balancing loss, and who has its weight
-    encoders     beside the decoder, in the model whose forward takes pictures or sound
-    tower        the same, where its blocks can be units of their own
+    experts      the modules that use transformers' experts interface
+    layers       the list of modules around the experts; if there are several lists, the innermost
+                 one whose elements transformers can checkpoint
+    attention    the modules in a layer that call transformers' attention interface
+    mixers       the modules in a layer that take positions, masks or caches without calling that
+                 interface, and convolutions
+    router       a module in the block of the experts that calls topk; if there is none, a module
+                 with a weight of one row per expert
+    final norm   the norm that follows the list of layers
+    aux loss     exists if the forward of the head's module calls the load-balancing loss; the plan
+                 names the attribute that holds its coefficient
+    encoders     the other modules of the model whose forward takes pictures or sound
+    tower        the only encoder, if its blocks can be FSDP2 units
 
-Only what a model has is asked: no list of architectures, and of the config only numbers to compare
-with. Where two answers are possible there is an error that shows them both.
+There is no list of architectures, and the config only provides numbers to compare with. If two
+answers are possible, an error shows both.
 
-Names are those that modules had before anything wrapped them (`upstream/module_names.py`), behind
-the prefix of the base model: "layers.*", not "model.layers.*".
+The names of a plan are those from before the modules were wrapped (`upstream/module_names.py`),
+without the prefix of the base model: "layers.*", not "model.layers.*".
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from hf_moe_ep.upstream.models import (
 from hf_moe_ep.upstream.modules import own_children
 from hf_moe_ep.upstream.towers import input_names, runs_in_blocks
 
-# What only a module that looks along the sequence is handed.
+# Arguments that only a module takes which mixes the tokens of a sequence.
 _SEQUENCE_ARGUMENTS = (
     "attention_mask",
     "position_embeddings",
@@ -50,34 +54,36 @@ _SEQUENCE_ARGUMENTS = (
     "cu_seqlens",
 )
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Fields of configs that say how many experts a layer has.
+# Fields of configs that hold the number of experts per layer.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-_REMEDY = "say where they are: patch(model, plan=ModelPlan(...))"
+_REMEDY = "name the right one with patch(model, plan=ModelPlan(...))"
 
 
 def derive_plan(model: nn.Module, modules: Mapping[str, nn.Module] | None = None) -> ModelPlan:
     """Derive the plan of a model that is not sharded.
 
     Args:
-        model: stock, or within the wrappers of PEFT, torch.compile or checkpointing.
-        modules: its modules by their stock names, without wrappers; those of `model` where left
-            out.
+        model: stock, or wrapped by PEFT, torch.compile or activation checkpointing.
+        modules: the modules by their stock names, without wrappers. None: `model.named_modules()`.
 
     Raises:
-        ValueError: no stacked experts; parts that cannot be told apart, or that are not where the
-            config says; each with what was found and what to do.
+        ValueError: no stacked experts; several modules fit one part of the plan; the config expects
+            another number of layers or experts. The error says what was found and what to do.
     """
     return _Derivation(model, dict(model.named_modules()) if modules is None else modules).plan()
 
 
 def stacked_experts(experts: nn.Module, plan: ModelPlan) -> int:
-    """Count the experts that a module holds."""
+    """Return the number of experts of an experts module."""
     return int(getattr(experts, plan.expert_weights[0]).shape[0])
 
 
 class _Derivation:
-    """One model on its way to a plan."""
+    """Derives the plan of one model.
+
+    `stack` is the name of the nn.ModuleList of the decoder layers, `decoder` the name of its owner.
+    """
 
     def __init__(self, model: Any, modules: Mapping[str, nn.Module]) -> None:
         self.model, self.modules = model, modules
@@ -114,62 +120,62 @@ class _Derivation:
     def _refuse_without_experts(self) -> NoReturn:
         kinds = sorted({type(module).__name__ for module in self.modules.values()})
         searches = ([k for k in kinds if re.search(word, k)] for word in ("Expert", "MoE|Moe$"))
-        alike = next(filter(None, searches), [])
-        if alike and is_quantized(self.model):
+        similar = next(filter(None, searches), [])
+        if similar and is_quantized(self.model):
             raise ValueError(
-                f"this {self.kind} was loaded with quantized experts ({', '.join(alike)}), which "
+                f"this {self.kind} was loaded with quantized experts ({', '.join(similar)}), which "
                 f"cannot be trained here; load it in bf16: hf_moe_ep.from_pretrained(...) reads "
-                f"MXFP4 and FP8 as that, and stock's with quantization_config="
+                f"MXFP4 and FP8 checkpoints as bf16, and so does stock with quantization_config="
                 f"Mxfp4Config(dequantize=True) or FineGrainedFP8Config(dequantize=True)"
             )
         raise ValueError(
             f"unknown architecture {getattr(self.config, 'model_type', None)!r} ({self.kind}): "
-            f"none of its modules is of transformers' experts interface "
+            f"none of its modules uses transformers' experts interface "
             f"(use_experts_implementation)"
-            + (f"; it has {', '.join(alike)}" if alike else "")
-            + ". Only stacked experts behind that interface can be split over ep; a model with "
-            "experts of another making trains under FSDP2 without hf_moe_ep"
+            + (f"; it has {', '.join(similar)}" if similar else "")
+            + ". Only stacked experts behind that interface can be split over ranks; a model with "
+            "other experts can be trained with FSDP2 alone, without hf_moe_ep"
         )
 
     def _check_number_of_layers(self, stack: str, experts: Collection[str]) -> None:
-        """Raise where the config says another number of layers, or of layers with experts."""
+        """Raise ValueError if the config expects other numbers of layers or MoE layers."""
         if self.config is None:
             return
         config = text_config(self.config)
         layers = len(self._children(stack))
         with_experts = len({name[len(stack) + 1 :].partition(".")[0] for name in experts})
-        said = getattr(config, "num_hidden_layers", layers)
-        expected = _expected_moe_layers(config)
-        places = set(map(as_pattern, experts))
-        foreign = [n for n in self.modules if as_pattern(n) in places and n not in experts]
-        others = f" (not of transformers' experts interface: {', '.join(foreign)})"
-        for kind, found, wanted in (
-            ("decoder layers", layers, said),
-            ("layers with experts", with_experts, expected),
+        expected_layers = getattr(config, "num_hidden_layers", layers)
+        patterns = set(map(as_pattern, experts))
+        foreign = [n for n in self.modules if as_pattern(n) in patterns and n not in experts]
+        others = f" (without transformers' experts interface: {', '.join(foreign)})"
+        for kind, found, expected in (
+            ("decoder layers", layers, expected_layers),
+            ("layers with experts", with_experts, _expected_moe_layers(config)),
         ):
-            if wanted is not None and found != wanted:
+            if expected is not None and found != expected:
                 raise ValueError(
                     f"found {found} {kind} in this {self.kind}{others if foreign else ''}, "
-                    f"expected {wanted} from its config; patch() wants the model as "
+                    f"expected {expected} from its config; pass the model to patch() as "
                     f"from_pretrained returns it"
                 )
 
     def _stack_of_layers(self, experts: Iterable[str]) -> str:
-        """Name the list whose elements are decoder layers."""
+        """Return the name of the nn.ModuleList of the decoder layers."""
         stacks = list(dict.fromkeys(self._list_around(name) for name in experts))
         if len(stacks) > 1:
-            # Experts in a tower as well: those are computed as they stand.
+            # If a tower has experts as well, stock's code computes them.
             decoders = [name for name in stacks if self._is_in_decoder(name)]
             if len(decoders) != 1:
                 raise ValueError(
-                    f"experts of this {self.kind} stand in several lists of layers, "
-                    f"{', '.join(map(repr, stacks))}, and nothing says which is the decoder; "
-                    f"{_REMEDY}"
+                    f"this {self.kind} has experts in several lists of layers, "
+                    f"{', '.join(map(repr, stacks))}, and it is unclear which belongs to the "
+                    f"decoder; {_REMEDY}"
                 )
             stacks = decoders
         return stacks[0]
 
     def _list_around(self, experts: str) -> str:
+        """Return the name of the list that holds the layer of an experts module."""
         parts = experts.split(".")
         lists = [
             ".".join(parts[:end])
@@ -195,32 +201,40 @@ class _Derivation:
         sizes = {name: _rows_of_stack(self.modules[name]) for name in experts}
         without = [name for name, size in sizes.items() if not size]
         if without:
-            raise ValueError(f"{without[0]} of this {self.kind} has no weights [experts, ., .]")
+            raise ValueError(
+                f"{without[0]} of this {self.kind} has no weight of shape [experts, ., .]; "
+                f"{_REMEDY}"
+            )
         if len(set(sizes.values())) > 1:
             few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
             raise ValueError(
                 f"layers of this {self.kind} have different numbers of experts, {sizes[few]} in "
-                f"{few} and {sizes[many]} in {many}; ep wants one number"
+                f"{few} and {sizes[many]} in {many}; expert parallelism needs the same number in "
+                f"all layers"
             )
         return next(iter(sizes.values()))
 
     def _field_of_num_experts(self, experts: str, num_experts: int) -> str | None:
-        """Name the field of the config that says so, as the code of the experts calls it."""
+        """Return the field of the text config that holds the number of experts, if there is one.
+
+        If several fields hold that number, the one that the code of the experts reads comes first.
+        """
         if self.config is None:
             return None
         config = text_config(self.config)
-        said = {name: getattr(config, name, None) for name in _EXPERT_COUNTS}
-        said = {name: value for name, value in said.items() if isinstance(value, int)}
-        found = [name for name, value in said.items() if value == num_experts]
-        if said and not found:
-            field, value = next(iter(said.items()))
+        counts = {name: getattr(config, name, None) for name in _EXPERT_COUNTS}
+        counts = {name: count for name, count in counts.items() if isinstance(count, int)}
+        found = [name for name, count in counts.items() if count == num_experts]
+        if counts and not found:
+            field, count = next(iter(counts.items()))
             raise ValueError(
-                f"the experts of this {self.kind} are {num_experts} and its config says {field} "
-                f"= {value}; patch() wants the model as from_pretrained returns it"
+                f"each layer of this {self.kind} has {num_experts} experts, but its config says "
+                f"{field} = {count}; pass the model to patch() as from_pretrained returns it"
             )
-        # The module's own attribute is called num_experts too, which says nothing.
-        kind = self.modules[experts]
-        found.sort(key=lambda name: (not calls(kind, name), name == _EXPERT_COUNTS[0]))
+        # Experts modules have an attribute `num_experts` too. Code that uses this name may not read
+        # the field, so this field comes last among those that the code uses.
+        module = self.modules[experts]
+        found.sort(key=lambda name: (not calls(module, name), name == _EXPERT_COUNTS[0]))
         return found[0] if found else None
 
     def _expert_weights(self, experts: str, num_experts: int) -> tuple[str, ...]:
@@ -228,63 +242,68 @@ class _Derivation:
         return tuple(n for n, p in parameters if p.dim() > 1 and p.shape[0] == num_experts)
 
     def _router(self, plan: ModelPlan, stack: str, experts: Iterable[str], num_experts: int) -> str:
-        """Name what chooses: beside the experts it calls topk, else it has a row for each."""
+        """Return the pattern of the routers: modules in the blocks of the experts.
+
+        A router calls topk. If no module does, it is the module with one row per expert.
+        """
         blocks = {name.rpartition(".")[0] for name in experts}
-        beside = {
+        candidates = {
             name: module
             for name, module in self._within_layers(stack).items()
             if any(name.startswith(f"{block}.") for block in blocks)
             and not any(f"{name}.".startswith(f"{other}.") for other in experts)
         }
-        # Where experts stand in the decoder layer itself, attention is beside them too.
-        beside = {n: m for n, m in beside.items() if not _looks_along_the_sequence(m)}
-        choosing = {as_pattern(n): n for n, m in beside.items() if calls(m, "topk")}
-        holding = {
-            as_pattern(name): name
-            for name, module in beside.items()
+        # If the decoder layer is the block of the experts, its attention is a candidate too.
+        candidates = {n: m for n, m in candidates.items() if not _takes_a_sequence(m)}
+        with_topk = dict.fromkeys(as_pattern(n) for n, m in candidates.items() if calls(m, "topk"))
+        with_rows = dict.fromkeys(
+            as_pattern(name)
+            for name, module in candidates.items()
             if any(_has_rows(p, num_experts) for p in module.parameters(recurse=False))
-        }
-        return self._one_router(plan, choosing or holding, len(set(map(as_pattern, experts))))
+        )
+        return self._one_router(plan, with_topk or with_rows, len(set(map(as_pattern, experts))))
 
-    def _one_router(self, plan: ModelPlan, found: Mapping[str, str], sets_of_experts: int) -> str:
+    def _one_router(self, plan: ModelPlan, found: Collection[str], sets_of_experts: int) -> str:
         if not found:
             return ""
-        # One for each of several sets of experts in a layer is one pattern.
+        # A layer may have several sets of experts, each with a router. These are one pattern.
         joined = next(iter(found)) if len(found) == 1 else _joined(found)
         if joined is None or len(found) > sets_of_experts:
             raise ValueError(
                 f"this {self.kind} has several modules that could be the router: "
-                f"{', '.join(repr(self._relative(name)) for name in found)}; say which: "
+                f"{', '.join(repr(self._relative(name)) for name in found)}; choose one: "
                 f"patch(model, plan={_as_code(plan, 'router')})"
             )
         return self._relative(joined)
 
     def _attention(self, stack: str) -> str:
-        # Inkling2's residuals attend too, but to earlier layers: they are told of no sequence.
+        # Inkling2 has modules that attend to earlier layers; they take no argument of a sequence.
         names = [
             name
             for name, module in self._within_layers(stack).items()
-            if is_attention(module) and _looks_along_the_sequence(module)
+            if is_attention(module) and _takes_a_sequence(module)
         ]
         return self._pattern(names) if names else ""
 
     def _mixers(self, stack: str) -> set[str]:
-        """Name, with stars, what mixes tokens of a sequence past the attention interface."""
+        """Return the patterns of the modules in layers that `is_mixer` finds.
+
+        A mixer inside another mixer is left out.
+        """
         found = {name for name, module in self._within_layers(stack).items() if is_mixer(module)}
-        # The outermost of a layer alone: what is in a mixer belongs to it.
-        return {as_pattern(name) for name in found if found.isdisjoint(_above(name))}
+        return {as_pattern(name) for name in found if found.isdisjoint(_owners(name))}
 
     def _final_norm(self, decoder: str, stack: str) -> str:
-        behind = False
+        follows_layers = False
         norms = []
         for name in self._children(decoder):
             full = f"{decoder}.{name}".lstrip(".")
-            behind = behind or full == stack
-            if behind and "norm" in type(self.modules[full]).__name__.lower():
+            follows_layers = follows_layers or full == stack
+            if follows_layers and "norm" in type(self.modules[full]).__name__.lower():
                 norms.append(full)
         if len(norms) > 1:
             raise ValueError(
-                f"behind the layers of this {self.kind} stand several norms, "
+                f"several norms follow the layers of this {self.kind}, "
                 f"{', '.join(map(repr, norms))}; {_REMEDY}"
             )
         return self._relative(norms[0]) if norms else ""
@@ -295,7 +314,11 @@ class _Derivation:
         return None if head is None or owner is None else aux_loss_coefficient(owner)
 
     def _encoders(self, decoder: str) -> list[str]:
-        """Name what holds parameters beside the decoder, where pictures or sound come in."""
+        """Return the names of the encoders, all with parameters.
+
+        They are the siblings of the decoder (or of its owner) in the module whose forward takes
+        pictures or sound.
+        """
         owner, inner = decoder.rpartition(".")[0], decoder
         while inner and not input_names(self.modules[owner]):
             owner, inner = owner.rpartition(".")[0], owner
@@ -307,18 +330,18 @@ class _Derivation:
             name
             for child in children
             if child != inner
-            for name in self._that_run(child)
+            for name in self._with_forward(child)
             if self.modules[name] not in others and _has_parameters(self.modules[name])
         ]
 
-    def _that_run(self, name: str) -> list[str]:
-        """Name the module, or of a list or dict, which has no forward, what is in there."""
+    def _with_forward(self, name: str) -> list[str]:
+        """Return the name itself; for a list or dict of modules, the names of its elements."""
         if not isinstance(self.modules[name], nn.ModuleList | nn.ModuleDict):
             return [name]
-        return [m for child in self._children(name) for m in self._that_run(f"{name}.{child}")]
+        return [m for child in self._children(name) for m in self._with_forward(f"{name}.{child}")]
 
     def _vision(self, encoders: list[str]) -> VisionPlan | None:
-        """Find the one tower, if the forward around it takes its outputs and it has blocks."""
+        """Describe the tower, if it is the only encoder and its blocks can be FSDP2 units."""
         if len(encoders) != 1:
             return None
         tower = encoders[0]
@@ -334,8 +357,7 @@ class _Derivation:
             for name, module in self.modules.items()
             if name.startswith(f"{tower}.") and is_attention(module)
         ]
-        unlike = [len(set(map(as_pattern, names))) > 1 for names in (blocks, attention)]
-        if not blocks or any(unlike):
+        if not blocks or any(len(set(map(as_pattern, x))) > 1 for x in (blocks, attention)):
             return None
         return VisionPlan(
             tower=self._relative(tower),
@@ -352,7 +374,7 @@ class _Derivation:
         return [self.modules[f"{name}.{child}"] for child in self._children(name)]
 
     def _within_layers(self, stack: str) -> dict[str, nn.Module]:
-        """Modules in decoder layers, without the layers themselves."""
+        """Return the modules inside decoder layers by name, without the layers themselves."""
         depth = stack.count(".") + 2
         return {
             name: module
@@ -361,12 +383,12 @@ class _Derivation:
         }
 
     def _pattern(self, names: Iterable[str]) -> str:
-        """Turn names that differ in the number of a layer, or in one more part, into one."""
+        """Return one pattern for names that differ in numbers and at most one other component."""
         starred = list(dict.fromkeys(map(as_pattern, names)))
         joined = starred[0] if len(starred) == 1 else _joined(starred)
         if joined is None:
             raise ValueError(
-                f"modules of one kind have unlike names in this {self.kind}, "
+                f"no pattern fits all modules of one kind in this {self.kind}, "
                 f"{', '.join(map(repr, starred))}; {_REMEDY}"
             )
         return self._relative(joined)
@@ -377,10 +399,11 @@ class _Derivation:
 
 
 def _expected_moe_layers(config: Any) -> int | None:
-    """Say how many layers have experts by fields that more than one architecture has.
+    """Return the number of MoE layers that a config describes; None if it is not known.
 
-    A field counts only where the class of the config declares it. A config.json may hold fields of
-    another architecture, which transformers keeps and its model never reads.
+    Only fields that several architectures have are read, and only if the class of the config
+    declares them. A config.json may hold fields of another architecture, which transformers keeps
+    and the model never reads.
     """
 
     def declared(name: str) -> Any:
@@ -401,19 +424,19 @@ def _expected_moe_layers(config: Any) -> int | None:
 
 
 def _as_code(plan: ModelPlan, unknown: str) -> str:
-    """Write a plan as its user would, with one field left to fill in."""
-    said = [repr(plan.model_type)]
+    """Return the code of a plan, for an error, with "..." as the value of the field `unknown`."""
+    arguments = [repr(plan.model_type)]
     for field in fields(plan):
         value = getattr(plan, field.name)
         if field.name == unknown:
-            said.append(f"{unknown}=...")
+            arguments.append(f"{unknown}=...")
         elif field.name not in ("model_type", "origin") and value not in (field.default, {}):
-            said.append(f"{field.name}={value!r}")
-    return f"ModelPlan({', '.join(said)})"
+            arguments.append(f"{field.name}={value!r}")
+    return f"ModelPlan({', '.join(arguments)})"
 
 
-def _above(name: str) -> Iterator[str]:
-    """Name all modules that hold one."""
+def _owners(name: str) -> Iterator[str]:
+    """Yield the names of all modules that contain the module `name`, the innermost first."""
     while name := name.rpartition(".")[0]:
         yield name
 
@@ -424,18 +447,19 @@ def _rows_of_stack(experts: nn.Module) -> int:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module calls transformers' attention interface."""
+    """Return True if a module calls transformers' attention interface."""
     return calls(module, _ATTENTION_INTERFACE)
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module mixes tokens of a sequence past the attention interface."""
+    """Return True if a module mixes the tokens of a sequence without the attention interface."""
     if any(isinstance(one, _CONVOLUTIONS) for one in (module, *own_children(module))):
         return True
-    return _looks_along_the_sequence(module) and not any(map(is_attention, module.modules()))
+    return _takes_a_sequence(module) and not any(map(is_attention, module.modules()))
 
 
-def _looks_along_the_sequence(module: nn.Module) -> bool:
+def _takes_a_sequence(module: nn.Module) -> bool:
+    """Return True if the forward of a module takes masks, positions or caches of a sequence."""
     return not forward_arguments(module).isdisjoint(_SEQUENCE_ARGUMENTS)
 
 
@@ -448,7 +472,7 @@ def _has_rows(parameter: nn.Parameter, rows: int) -> bool:
 
 
 def _joined(names: Iterable[str]) -> str | None:
-    """Return the pattern of names that differ in one part alone; None where there is none."""
+    """Return the pattern of names that differ in exactly one component; otherwise None."""
     parts = [name.split(".") for name in names]
     if len({len(p) for p in parts}) != 1:
         return None

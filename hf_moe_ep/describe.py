@@ -1,4 +1,4 @@
-"""`describe(model)`: what was replaced, how it is laid out, what precision it trains in."""
+"""`describe(model)`: a report on the experts, the layout and the precision of a patched model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 
 
 def describe(model: nn.Module) -> str:
-    """Return a report on a patched model, a few lines to print.
+    """Return a report of a few lines on a patched model.
 
-    What is said of "this rank" differs between ranks.
+    The experts, groups and numbers of "this rank" differ between ranks.
 
         >>> print(describe(patch(model, ep_size=2)))
         MyMoeForCausalLM (my_moe), patched by hf_moe_ep; plan derived
@@ -44,14 +44,14 @@ def describe(model: nn.Module) -> str:
 
 
 def _header(model: nn.Module, state: ModelState) -> str:
-    """Return the first line: the model's class, without what FSDP2 puts before it, and its type."""
+    """Return the first line: the class of the model, its type, and the origin of its plan."""
     name = type(model).__name__.removeprefix("FSDP")
     origin = state.plan.origin
     return f"{name} ({state.plan.model_type}), patched by hf_moe_ep; plan {origin}"
 
 
 def _experts(model: nn.Module, state: ModelState) -> str:
-    """Return the line of the layers with experts, and of what computes them."""
+    """Return the line of the MoE layers and of the backend that computes them."""
     layers = {
         canonical_name(name): layer
         for name, module in model.named_modules()
@@ -60,20 +60,20 @@ def _experts(model: nn.Module, state: ModelState) -> str:
     names = list(layers)
     return (
         f"  experts    {len(names)} layers of {state.num_experts} ({names[0]} .. {names[-1]}), "
-        f"backend {_backend(layers[names[0]].compute)}{_held(model, state)}"
+        f"backend {_backend(layers[names[0]].compute)}{_experts_dtype(model, state)}"
     )
 
 
-def _held(model: nn.Module, state: ModelState) -> str:
-    """Return in what the experts' matrices are held, and the bytes per parameter; "" as loaded."""
+def _experts_dtype(model: nn.Module, state: ModelState) -> str:
+    """Return the format of quantised experts and their bytes per parameter; "" for all others."""
     config = state.config
     if config.experts_dtype is None:
         return ""
     nested = ", double quantisation" if config.experts_double_quant else ""
     num_bytes = num_values = 0
-    for name, held, quantisation in quantised_matrices(model):
-        num_bytes += sum(tensor.nbytes for tensor in held.by_name(name).values())
-        num_values += quantisation.num_values(held.values)
+    for name, stored, quantisation in quantised_matrices(model):
+        num_bytes += sum(tensor.nbytes for tensor in stored.by_name(name).values())
+        num_values += quantisation.num_values(stored.values)
     if not num_values:
         return f"; to be held in {config.experts_dtype}{nested} when it is sharded"
     per_value = num_bytes / num_values
@@ -81,7 +81,7 @@ def _held(model: nn.Module, state: ModelState) -> str:
 
 
 def _backend(compute: Compute | None) -> str:
-    """Return the name of what computes the experts, and why it was chosen."""
+    """Return the name of the experts' backend, and why it was chosen."""
     if compute is None:
         return "eager"
     if compute.reason:
@@ -95,7 +95,7 @@ def _backend(compute: Compute | None) -> str:
 
 
 def _layout(state: ModelState) -> str:
-    """Return the line of how ranks share the model, and which experts this rank owns."""
+    """Return the line of the sizes and groups of ranks, and of the experts of this rank."""
     meshes, config = state.meshes, state.config
     if meshes is None:
         return (
@@ -114,7 +114,7 @@ def _layout(state: ModelState) -> str:
 
 
 def _nodes(state: ModelState) -> str:
-    """Return how the ep group lies on nodes, where that decides how tokens travel."""
+    """Return how the ep group is spread over nodes; "" without hierarchical dispatch."""
     meshes = state.meshes
     if meshes is None or state.config.dispatcher != "hierarchical" or meshes.ep_size == 1:
         return ""
@@ -126,40 +126,37 @@ def _nodes(state: ModelState) -> str:
 
 
 def _balance(state: ModelState) -> list[str]:
-    """Return the line of what keeps experts evenly loaded, where that was asked for."""
-    asked = []
+    """Return the line of the methods that balance the load of experts; none if none is used."""
+    methods = []
     if (rate := state.config.bias_update_rate) is not None:
         layers = sum(layer.correction is not None for layer in state.moe_layers)
-        asked.append(f"biases of {layers} routers move by {rate:g} after each optimizer step")
+        methods.append(f"biases of {layers} routers move by {rate:g} after each optimizer step")
     if state.config.aux_loss_per_layer:
         weight = state.plan.aux_loss_coef
-        asked.append(f"aux loss of each layer, felt by routers alone, mean weighed by {weight}")
+        methods.append(f"mean of the layers' aux losses, for routers alone, times {weight}")
     if placed := sum(layer.placement is not None for layer in state.moe_layers):
-        asked.append(
-            f"experts of {placed} layers lie where balance_experts has put them, not in the order "
-            f"of their numbers"
-        )
-    return [f"  balance    {'; '.join(asked)}"] if asked else []
+        methods.append(f"experts of {placed} layers are in the order of balance_experts")
+    return [f"  balance    {'; '.join(methods)}"] if methods else []
 
 
 def _memory(model: nn.Module) -> str:
-    """Return the line of how many numbers all parameters have, and those on this rank."""
-    # Bytes count as the numbers that they stand for, their scales as none.
+    """Return the line of the numbers of parameters in the model and on this rank."""
+    # Quantised weights count as the values that their bytes encode; scales do not count.
     values_each: dict[int, int] = {}
     for name, stored, quantisation in quantised_matrices(model):
         values_each |= {id(tensor): 0 for tensor in stored.by_name(name).values()}
         values_each[id(stored.values)] = quantisation.values_per_byte
     whole = local = 0
     for parameter in model.parameters():
-        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         each = values_each.get(id(parameter), 1)
         whole += parameter.numel() * each
-        local += held.numel() * each
+        local += shard.numel() * each
     return f"  parameters {whole:,} in the model, {local:,} on this rank"
 
 
 def _precision(model: nn.Module, state: ModelState) -> str:
-    """Return the line of dtypes: of parameters, of compute, of what gradients are reduced in."""
+    """Return the line of the dtypes of parameters, computation and gradient reduction."""
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
     policy = state.policy

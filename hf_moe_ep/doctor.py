@@ -35,8 +35,8 @@ from hf_moe_ep.upstream.requirements import (
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
 
-# What a missing optional package costs. A broken one is a failure if transformers or torch import
-# it by themselves (_IMPORTED_BY_OTHERS); else it does nothing until a feature needs it.
+# The effect of a missing optional package. A broken package is a failure if transformers or torch
+# import it by themselves (_IMPORTED_BY_OTHERS), otherwise only if a feature needs the package.
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
     "bitsandbytes": "experts_dtype='nf4': not available, pip install 'hf_moe_ep[quant]'",
@@ -230,7 +230,7 @@ def _flash_attention() -> Finding:
         text = "not installed: models are loaded with attn_implementation='sdpa' (the default)"
         return Finding(NOTE, name, text)
     _, error = _attempt(lambda: importlib.import_module("flash_attn"))
-    if error:  # transformers imports it wherever it is
+    if error:  # transformers imports flash-attn if it is installed.
         return Finding(FAIL, name, f"broken: {error}; {_REINSTALL}")
     version = installed_version("flash_attn") or ""
     return Finding(OK, name, f"{version} attn_implementation='flash_attention_2' may run")
@@ -273,7 +273,7 @@ def _next_launch() -> Finding:
     name = "next launch"
     found, error = _attempt(default_launch_config)
     if error:
-        fix = "mend the file, or remove it and name another with --config_file"
+        fix = "repair the file, or remove it and name another one with --config_file"
         return Finding(FAIL, name, f"the default accelerate config cannot be read: {error}; {fix}")
     if found is None:
         text = "no default accelerate config; name a file: accelerate launch --config_file FILE"

@@ -11,56 +11,69 @@ and only then each feature attaches itself:
     vision     a tower runs on every rank or on none                       (`vision/attach.py`)
     bias       with bias_update_rate the routers' biases are found          (`routing/bias.py`)
 
-A new feature is a folder or a file with the functions `check` and `attach`, and one word in
+A new feature is a folder or a file with the functions `check` and `attach`, and one line in
 `FEATURES`. A feature attaches hooks that inherit `Ours`, and attributes that are set by
 `ModelState.replace`, so that `unpatch` finds both. Adapters (`lora/`) are attached by PEFT, and
 `integrations/install.py` wraps PEFT's functions for them. The same module arranges that Accelerate
 and the Trainer recognise the model when they are given it.
 
-`patch` checks the model only. `sharding/` checks the sizes against the world when the model is
-sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `integrations/`.
+`patch` checks the model only. `sharding/` compares the sizes with the number of ranks when the
+model is sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `integrations/`.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_moe_ep.architectures import Parts, find_parts
-from hf_moe_ep.config import ParallelConfig, launched_rank, resolve_config
+from hf_moe_ep.config import (
+    ParallelConfig,
+    launched_local_world_size,
+    launched_rank,
+    launched_world_size,
+    resolve_config,
+)
 from hf_moe_ep.integrations.install import install
 from hf_moe_ep.moe import attach as moe
 from hf_moe_ep.moe.recompute import unwatch_checkpoints
 from hf_moe_ep.plan import ModelPlan
+from hf_moe_ep.ranks.together import is_distributed
 from hf_moe_ep.routing import bias
 from hf_moe_ep.sequence import attach as sequence
 from hf_moe_ep.state import STATE, ModelState, MoELayer, Ours
 from hf_moe_ep.upstream.modules import remove_hooks
 from hf_moe_ep.upstream.requirements import warn_of_versions
-from hf_moe_ep.upstream.sharded_models import is_distributed_by_transformers, is_fsdp1
+from hf_moe_ep.upstream.sharded_models import (
+    is_distributed_by_transformers,
+    is_fsdp1,
+    loads_on_one_rank_per_host,
+)
 from hf_moe_ep.vision import attach as vision
 
 _logger = logging.getLogger("hf_moe_ep")
 
 
-class Feature(Protocol):
-    """The functions of a feature's `attach.py`."""
+# The two functions of each feature. `check(parts, state)` raises ValueError if the model cannot do
+# what the config asks for, and changes no module. `attach(parts, state)` changes the modules and
+# must not fail. Hooks run in this order: `sequence` slices the batch before other hooks use it.
+FEATURES = (
+    (sequence.check, sequence.attach),
+    (moe.check, moe.attach),
+    (vision.check, vision.attach),
+    (bias.check, bias.attach),
+)
 
-    def check(self, parts: Parts, state: ModelState) -> None:
-        """Raise ValueError if the model cannot do what the config asks for; change no module."""
-
-    def attach(self, parts: Parts, state: ModelState) -> None:
-        """Change the modules; this must not fail."""
-
-
-# Hooks run in this order: `sequence` slices the batch, and later hooks use the slice.
-FEATURES: tuple[Feature, ...] = (sequence, moe, vision, bias)
+# `patch` warns if each of several processes holds more bytes of parameters than this.
+LARGE_MODEL_BYTES = 8 * 2**30
 
 
 def patch(
@@ -70,28 +83,30 @@ def patch(
     plan: ModelPlan | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """Prepare a stock MoE model, in place, for expert parallelism; returns it.
+    """Prepare a stock MoE model in place for expert parallelism, and return it.
 
         model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B")
         patch(model, ep_size=8)
         trainer = Trainer(model=model, ...)              # shards it, under `accelerate launch`
 
-    or, in an own loop, `apply_ep_fsdp2(model)` instead of the last line.
+    In a training loop of your own, call `apply_ep_fsdp2(model)` instead of the last line. If a
+    large model is loaded whole in each of several processes, a warning names the memory that
+    `hf_moe_ep.from_pretrained` would save.
 
     Args:
         model: a Transformers model with stacked experts (transformers' experts interface), as
-            `from_pretrained` returns it. Not sharded, not wrapped in DDP.
-        config: sizes and choices; `overrides` are its fields by name.
-        plan: the paths of the model's parts, for an architecture whose plan cannot be derived.
+            `from_pretrained` returns it; neither sharded nor wrapped in DDP.
+        config: the settings; `overrides` are its fields by name.
+        plan: the names of the model's modules, for an architecture whose plan cannot be derived.
 
     Patching a patched model again with the same config changes nothing. With another config the
     model is unpatched and patched anew.
 
     Raises:
-        ValueError: an architecture without stacked experts, or one whose parts are ambiguous; other
-            numbers of layers or experts than in the model's config; `ep_size` does not divide
-            the number of experts; a gate that no backend computes, or
-            `experts_backend="triton"` where it cannot run; a model that is sharded already.
+        ValueError: an architecture without stacked experts, or one whose parts are ambiguous; a
+            number of layers or experts that differs from the model's config; `ep_size` does not
+            divide the number of experts; a gate that no backend computes;
+            `experts_backend="triton"` on a machine that cannot run it; a model that is sharded.
         ImportError: `dispatcher="deepep"` without DeepEP.
     """
     config = resolve_config(config, overrides)
@@ -105,15 +120,16 @@ def patch(
     ):
         return model
     check_unsharded(model)
+    _warn_of_whole_model(model)
     parts = find_parts(model, plan)
     state = ModelState(config, parts.plan, parts.num_experts)
     state.patch_alike = partial(patch, config=config, plan=plan)
-    for feature in FEATURES:
-        feature.check(parts, state)
+    for check, _ in FEATURES:
+        check(parts, state)
     if before is not None:
         unpatch(model)
-    for feature in FEATURES:
-        feature.attach(parts, state)
+    for _, attach in FEATURES:
+        attach(parts, state)
     setattr(parts.root, STATE, state)
     install(model, state)
     _log(parts, state)
@@ -121,13 +137,13 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> nn.Module:
-    """Undo `patch`, in place; returns the model.
+    """Undo `patch` in place, and return the model.
 
         patch(model, experts_backend="torch")
         unpatch(model)                                   # stock code again, to the last hook
 
     Raises:
-        ValueError: the model was not patched, or was sharded since.
+        ValueError: the model is not patched, or it is sharded.
     """
     state: ModelState | None = getattr(model, STATE, None)
     if state is None:
@@ -150,25 +166,48 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 def check_unsharded(model: nn.Module) -> None:
     """Raise ValueError if the model, or a part of it, is sharded or wrapped already."""
-    sharded = "pass the model as from_pretrained returns it, patch it, then shard it once"
+    fix = "pass the model as from_pretrained returns it, patch it, then shard it once"
     if isinstance(model, DistributedDataParallel):
-        raise ValueError(f"the model is wrapped in DistributedDataParallel; {sharded}")
+        raise ValueError(f"the model is wrapped in DistributedDataParallel; {fix}")
     if is_distributed_by_transformers(model):
-        raise ValueError(f"transformers sharded this model when it loaded it; {sharded}")
+        raise ValueError(f"transformers sharded this model when it loaded it; {fix}")
     state: ModelState | None = getattr(model, STATE, None)
     if state is not None and state.meshes is not None:
-        raise ValueError(f"the model is sharded by hf_moe_ep already; {sharded}")
+        raise ValueError(f"the model is sharded by hf_moe_ep already; {fix}")
     parts = [m for m in model.modules() if isinstance(getattr(m, STATE, None), MoELayer)]
     if any(getattr(part, STATE).model is not state for part in parts):
         raise ValueError(
             f"this {type(model).__name__} is part of a patched model; patch or unpatch the whole"
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ValueError(f"FSDP2 shards parts of this model already; {sharded}")
+        raise ValueError(f"FSDP2 shards parts of this model already; {fix}")
     if is_fsdp1(model):
-        raise ValueError(f"FSDP1 wraps parts of this model; {sharded}")
+        raise ValueError(f"FSDP1 wraps parts of this model; {fix}")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError(f"the model has DTensor parameters already; {sharded}")
+        raise ValueError(f"the model has DTensor parameters already; {fix}")
+
+
+def _warn_of_whole_model(model: nn.Module) -> None:
+    """Warn on rank 0 if each of several processes has loaded a large model as a whole.
+
+    Parameters on the meta device need no memory, so the warning is not given for a model of
+    `hf_moe_ep.from_pretrained`.
+    """
+    world_size = dist.get_world_size() if is_distributed() else launched_world_size()
+    rank = dist.get_rank() if is_distributed() else launched_rank()
+    num_bytes = sum(p.nbytes for p in model.parameters() if not p.is_meta)
+    if world_size == 1 or rank != 0 or num_bytes <= LARGE_MODEL_BYTES:
+        return
+    if loads_on_one_rank_per_host():
+        return
+    processes = launched_local_world_size() or world_size
+    each = num_bytes / 2**30
+    warnings.warn(
+        f"every process holds the whole {type(model).__name__}: {each:.1f} GiB x {processes} "
+        f"processes on this host = {each * processes:.1f} GiB of memory. Load it with "
+        f"hf_moe_ep.from_pretrained(...) instead: each rank then reads only its own shards",
+        stacklevel=3,
+    )
 
 
 def _log(parts: Parts, state: ModelState) -> None:

@@ -1,8 +1,8 @@
-"""`ModelPlan`: what an architecture declares about itself. Data; what acts on it is elsewhere.
+"""`ModelPlan`: the description of an architecture, as data.
 
-Names are patterns over dotted module names, matched at their end and by component, `*` for one
-component: "layers.*.mlp.experts" finds `model.layers.3.mlp.experts` and, under PEFT,
-`base_model.model.model.layers.3.mlp.experts`.
+A plan names modules by patterns. A pattern matches the last components of a dotted module name, and
+`*` stands for one component: "layers.*.mlp.experts" matches `model.layers.3.mlp.experts` and, under
+PEFT, `base_model.model.model.layers.3.mlp.experts`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from functools import cache
 
 @dataclass(frozen=True)
 class VisionPlan:
-    """The vision tower, and its blocks; each one FSDP2 unit.
+    """A vision tower whose blocks are FSDP2 units, all fields as patterns.
 
     Attributes:
-        attention: modules in blocks that call transformers' attention interface.
+        tower: the tower.
+        blocks: the blocks of the tower, each one FSDP2 unit.
+        attention: the modules in blocks that call transformers' attention interface.
     """
 
     tower: str
@@ -28,12 +30,13 @@ class VisionPlan:
 
 @dataclass(frozen=True)
 class Stored:
-    """How checkpoints of the hub hold a stacked weight, which is [E, out, in] in memory.
+    """The layout in hub checkpoints of a stacked weight, which is [E, out, in] in memory.
 
     Attributes:
-        parts: the tensors of one expert, [out / len(parts), in] each, one behind the other along
-            out; "{}" is the expert. Empty: one tensor of all experts, by the weight's own name.
-        transposed: that one tensor is [E, in, out].
+        parts: the names of the tensors of one expert, where "{}" is the number of the expert. Each
+            is [out / len(parts), in]; concatenated along `out` they are the expert's matrix. If
+            empty, the checkpoint has one tensor for all experts, under the name of the weight.
+        transposed: True if this one tensor is [E, in, out].
     """
 
     parts: tuple[str, ...] = ()
@@ -42,32 +45,39 @@ class Stored:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One architecture: derived from a model, or given for one that cannot be derived.
+    """The description of one architecture. Most are derived; `patch(model, plan=...)` takes others.
 
-    The defaults are what most architectures have.
+    The defaults fit most architectures.
 
     Attributes:
         model_type: `config.model_type` of the Hugging Face config.
-        prefix: put in front of `layers`, `experts`, `router`, `attention` and `final_norm`, where
-            they are not the only modules of such a name: "language_model." beside a vision tower.
-        layers: decoder layers, each one FSDP2 unit.
-        experts: modules that hold the stacked expert weights, each one FSDP2 unit over ep_fsdp.
-        router: modules that choose a token's experts; empty where none is one of its own.
-        attention: modules in decoder layers that call transformers' attention interface. Others
-            of the same name do not count.
-        final_norm: the outermost module of this name is the norm in front of the head, one unit
-            with it, kept gathered; empty where there is none.
-        mixers: modules in decoder layers that mix along the sequence outside that interface.
-        sequence_parallel: whether sp_size > 1 was compared with stock; never with `mixers`.
-        num_experts: field of the text config that holds the experts per layer, if it has one.
-        expert_weights: parameters of an experts module that are stacked over experts (dim 0).
-        stored: how the hub holds them, by name; as in memory where nothing is said.
-        aux_loss_coef: attribute of the causal LM that weighs the router's load-balancing loss,
-            dotted where its config holds it; None without such a loss.
-        vision: a tower whose blocks are units of their own; None for a model of text alone, or
-            one whose towers are `encoders`.
-        encoders: modules beside the decoder that make embeddings of pictures or sound: towers and
-            what is behind them, each one FSDP2 unit, whole where some rank has input for any.
+        prefix: is put in front of `layers`, `experts`, `router`, `attention` and `final_norm`. A
+            model with a vision tower needs "language_model." if the tower has modules of the same
+            names.
+        layers: the decoder layers, each one FSDP2 unit.
+        experts: the modules with the stacked expert weights, each one FSDP2 unit over ep_fsdp.
+        router: the modules that choose the experts of a token; empty if no separate module does.
+        attention: the modules in decoder layers that call transformers' attention interface. Other
+            modules whose name matches are ignored, if the plan was derived.
+        final_norm: the norm in front of the head; empty if there is none. If several modules match,
+            the one with the shortest name is the norm. Norm and head are one FSDP2 unit, which
+            stays all-gathered between forward and backward.
+        mixers: the modules in decoder layers that mix the tokens of a sequence without calling
+            the attention interface.
+        sequence_parallel: True if sp_size > 1 was tested against stock. An architecture with
+            `mixers` never has it.
+        num_experts: the field of the text config with the number of experts per layer; None if
+            there is no such field.
+        expert_weights: the parameters of an experts module that are stacked over experts (dim 0).
+        stored: the layout of these parameters in hub checkpoints, by name. A parameter that is not
+            listed has the same layout as in memory.
+        aux_loss_coef: the attribute of the causal LM that holds the coefficient of the router's
+            load-balancing loss, for example "config.router_aux_loss_coef"; None if the model has no
+            such loss.
+        vision: a vision tower whose blocks are FSDP2 units; None for other models.
+        encoders: the modules outside of the decoder that compute embeddings of pictures or sound:
+            towers and projectors. Each is one FSDP2 unit, and is all-gathered as a whole if any
+            rank has input for it.
         origin: where the plan comes from, for `describe`.
     """
 
@@ -93,7 +103,7 @@ class ModelPlan:
             object.__setattr__(self, name, prefix + getattr(self, name))
 
 
-# One key per expert and projection, as most published checkpoints have it.
+# One tensor per expert and projection, as in most published checkpoints.
 PER_EXPERT: Mapping[str, Stored] = {
     "gate_up_proj": Stored(("{}.gate_proj.weight", "{}.up_proj.weight")),
     "down_proj": Stored(("{}.down_proj.weight",)),
@@ -101,12 +111,12 @@ PER_EXPERT: Mapping[str, Stored] = {
 
 
 def matches(pattern: str, module_name: str) -> bool:
-    """Tell whether `module_name` ends in `pattern` (whole components; `*` stands for one)."""
+    """Return True if the last components of `module_name` match `pattern`."""
     return _compiled(pattern).search(module_name) is not None
 
 
 def as_pattern(module_name: str) -> str:
-    """Return the pattern of a name and of all that differ from it in numbers of elements alone."""
+    """Replace the numbers in a name: "layers.3.mlp" becomes "layers.*.mlp"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module_name)
 
 

@@ -1,100 +1,100 @@
-"""What a patched model remembers, and every place where this package keeps or changes state.
+"""The state of a patched model, and a table of all state that this package keeps or changes.
 
-`patch` hangs one `ModelState` on the root and one `MoELayer` on every experts module, as the plain
-attribute `STATE`: a deep copy of the model copies both consistently, and nothing is global.
+`patch` sets the attribute `STATE`: a `ModelState` on the root, and a `MoELayer` on every experts
+module. A deep copy of the model therefore copies the state as well, and no state is global.
 
-Whatever outlives a function call, or is seen by code of others, is in this table; a test reads the
-source and fails where a place is missing here. NAMES are the attributes (or the class, function or
-keyword) to search for in FILE.
+The table lists all state that outlives a function call or that other code can see. A test reads the
+source and fails if a row is missing. NAMES are the attributes, functions, classes or keywords to
+search for in FILE.
 
-    file | names | what, and how long
-    -- what patch hangs on a model, until unpatch --
-    state.py | _hf_moe_ep replace restore | attributes of stock modules, what was there is kept
+    file | names | content, and lifetime
+    -- set by patch on a model, until unpatch --
+    state.py | _hf_moe_ep replace restore | attributes of stock modules; the old values are kept
     patch.py | STATE patch_alike | the model's ModelState, on its root
     moe/attach.py | STATE | a MoELayer on every experts module
     moe/recompute.py | _gradient_checkpointing_func checkpoint_fn | wrapped at a forward
     moe/aux_loss.py | load_balancing_loss_func | a switch, in the file of the model's forward
-    upstream/experts_interface.py | _experts_implementation_internal register | a copied config
+    upstream/experts_interface.py | _experts_implementation_internal register | in a copied config
     upstream/attention_interface.py | _attn_implementation_internal _hf_moe_ep_stock register | same
-    -- what a ModelState or MoELayer is told later --
+    -- set later in a ModelState or MoELayer --
     sharding/shard.py | meshes policy dtypes dispatcher encoders grad_divisor | from sharding on
-    moe/layer.py | forward_number | counts forwards
-    placement/move.py | placement | where experts lie, from the first balance_experts on
+    moe/layer.py | forward_number | the number of forwards so far
+    placement/move.py | placement | positions of the experts, from the first balance_experts on
     placement/hub_order.py | guards_state_dicts optimizers_in_order | until unpatch; in a block
     placement/hub_order.py | _hf_moe_ep_guarded | on parameters of experts and their optimizers
-    moe/counting.py | choice_counts | how many tokens chose each expert, from the first one on
-    moe/counting.py | leads_to_gradients | of the forward that runs
-    routing/bias.py | correction data | the bias of a layer's router; in fp32 from patch on
-    moe/forwards.py | function | the forward of a module, where ours took Liger's place
-    moe/recompute.py | frame | the checkpointed layer that runs, during its run
-    routing/sessions.py | routing | the record or replay that is open
-    routing/recording.py | ids | of the routes of an open record, anew at each forward
-    lora/computed.py | adapters | the active ones, one forward
-    integrations/shared_batches.py | sums_losses gather_logits | a Trainer; one prediction
+    moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
+    moe/counting.py | leads_to_gradients | during a forward
+    routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
+    moe/forwards.py | function | the forward of a module on which ours has replaced Liger's
+    moe/recompute.py | frame | the checkpointed layer that runs, during its forward
+    routing/sessions.py | routing | the open record or replay
+    routing/recording.py | ids | the routes of an open record, replaced at each forward
+    lora/computed.py | adapters | the active adapters, during a forward
+    integrations/shared_batches.py | sums_losses gather_logits | during a Trainer; a prediction
     checkpoints/training/save.py | saver | from the first save in the background on
-    checkpoints/training/base.py | known_sums | of bytes that were hashed, until they change
-    -- what travels with one forward or backward --
+    checkpoints/training/base.py | known_sums | checksums of frozen parameters, until they change
+    -- for one forward or backward --
     sequence/slices.py | hf_moe_ep_slice | a keyword argument through the whole model
-    sequence/split.py | positions | of a slice: those of the whole sequence, for attention
-    vision/encoders.py | gathered in_graph | units of encoders, from their run to the decoder
+    sequence/split.py | positions | in a slice: the positions of the whole sequence, for attention
+    vision/encoders.py | gathered in_graph | units of encoders, from the encoders to the decoder
     vision/branches.py | _hf_moe_ep_others_see | on the tensor of token types, through the decoder
     moe/chosen_topk.py | ChosenTopK | torch.topk repeats a choice, while a layer is recomputed
     moe/aux_loss.py | forward learns undivided returned | of a forward, which marks its logits
-    moe/routers_alone.py | _recorded | logits of the routers' second runs, during a forward
-    moe/dispatch/async_exchange.py | received_grads needs | gradients that pass autograd's edges by
-    ops/expert_mlp.py | finish | weight gradients that a backward left for later
-    -- what sharding leaves on a model, for its life --
+    moe/routers_alone.py | _recorded | logits of the second run of the routers, during a forward
+    moe/dispatch/async_exchange.py | received_grads needs | gradients outside of autograd's edges
+    ops/expert_mlp.py | finish | computes weight gradients that a backward has postponed
+    -- set by sharding on a model, for its life --
     sharding/values.py | data setattr | parameters become DTensors, in place
-    upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks that others read
-    upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers stay packed as they are
-    upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 made
-    upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward is done
+    upstream/sharded_models.py | _is_fsdp_managed_module _get_name | marks for transformers
+    upstream/models.py | support_avx512bf16_for_cpu | bitsandbytes' layers must not repack weights
+    upstream/sharded_models.py | _CAN_RECORD_REGISTRY | names of classes that FSDP2 created
+    upstream/sharded_models.py | _training_state | FSDP2's, of a unit whose backward has ended
     integrations/optimizers.py | setattr | `step` of an optimizer that Accelerate prepared
-    integrations/optimizers.py | _hf_moe_ep_followed | whose biases move with Accelerate's steps
-    -- what belongs to the process --
-    upstream/wrap.py | _hf_moe_ep_wrapper _hf_moe_ep_rows | what `integrations/install.py` lists
+    integrations/optimizers.py | _hf_moe_ep_followed | models whose biases follow that step
+    -- of the process --
+    upstream/wrap.py | _hf_moe_ep_wrapper _hf_moe_ep_rows | the table of `integrations/install.py`
     upstream/wrap.py | __class__ setattr | of an Accelerator or Trainer: a subclass of ours
-    upstream/wrap.py | _missing _checked _in_force _specialised | which wraps there are, and lack
-    upstream/wrap.py | exec_module meta_path | calls us after the import of a module
+    upstream/wrap.py | _missing _checked _in_force _specialised | wraps that exist or are missing
+    upstream/wrap.py | exec_module meta_path | calls a function after the import of a module
     upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use
     placement/hub_order.py | _watch_new_optimizers | a hook of torch, from balance_experts on
     integrations/prepare.py | fsdp_plugin | Accelerate's state, for FSDP on CPU ranks
     upstream/training_frameworks.py | distributed_type | the same
     ranks/interpreter_end.py | register | a short wait at the interpreter's end
-    ops/self_check.py | check_both_sizes check_once warn_once | whether kernels run here
-    ops/sum_check.py | check_sums_once | whether compiled sums are right here
-    ops/quantised.py | _nested_codes | what bytes of nested scales stand for, by device
+    ops/self_check.py | check_both_sizes check_once warn_once | do the kernels work here?
+    ops/sum_check.py | check_sums_once | are compiled sums correct here?
+    ops/quantised.py | _nested_codes | values of the bytes of nested scales, by device
     plan.py | _compiled | patterns of module names
-    upstream/code.py | _names_used _arguments | what the code of a class says
+    upstream/code.py | _names_used _arguments | names and arguments in the code of a class
     __init__.py | __class__ | the package: its names are imported at first use
-    -- what Accelerate and the Trainer are told, for a run --
-    integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | how many ranks share a batch
-    upstream/grpo.py | setattr | functions of one GRPO trainer and its engine, which replay routing
+    -- in objects of Accelerate and the Trainer, for a run --
+    integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
+    upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
     integrations/install.py | setattr | compute_ref_log_probs of one trainer of TRL
-    upstream/training_frameworks.py | gather_function | of one Trainer: its Accelerator's, again
-    integrations/references.py | _hf_moe_ep_policy meshes_beside | what a reference stands beside
+    upstream/training_frameworks.py | gather_function | of one Trainer: its Accelerator's method
+    integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
     integrations/shared_batches.py | num_input_tokens_seen | counted once per data rank
     upstream/hub.py | generation_config data | of a model loaded by `from_pretrained`
     upstream/models.py | name_or_path _name_or_path | the same
-    -- swapped for one call, and put back --
+    -- replaced during one call --
     integrations/prepare.py | auto_wrap_policy | the user's, while Accelerate prepares
     integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
-    upstream/adapters.py | named_modules | of a model, while PEFT saves it
-    upstream/sharded_models.py | nn | what FSDP2 makes parameters with, while it takes bytes
-    upstream/gloo.py | ProcessGroupGloo | torch's class, while groups of ours are created
+    upstream/adapters.py | named_modules | of a model, while PEFT collects what it saves
+    upstream/sharded_models.py | nn | FSDP2's, while it creates parameters of bytes
+    upstream/gloo.py | ProcessGroupGloo | torch's class, while process groups are created
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
     checkpoints/hub/configs.py | architectures dtype | of a config, while it is written
-    checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate makes to save
+    checkpoints/storage/planner.py | DefaultSavePlanner | torch's, which Accelerate saves with
     checkpoints/convert.py | read_metadata | of one reader, for its life
-    planner/fake.py | setattr | who gathers counts, blocks and codes, torch.chunk: in a plan
-    planner/count.py | resize_ | torch's, for storages, while tensors are counted
-    upstream/host_copies.py | to | torch's, for tensors, while those on the host are counted
+    planner/fake.py | setattr | functions that need real ranks or memory, during a plan
+    planner/count.py | resize_ | of torch's storages, while tensors are counted
+    upstream/host_copies.py | to | of torch's tensors, while copies to the host are counted
     -- threads --
-    ranks/background.py | _SaveThread | the list of threads tells which saves still run
+    ranks/background.py | _SaveThread | the list of threads shows which saves still run
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,65 +121,72 @@ STATE = "_hf_moe_ep"
 
 
 class WasAbsent:
-    """Marks an attribute that a module did not have; a class, because copies keep its identity."""
+    """Stands for the old value of an attribute that did not exist.
+
+    It is a class and not an object, because a deep copy of a model must keep its identity.
+    """
 
 
 @dataclass
 class ModelState:
-    """What a patched model remembers; one object, shared by the model and its MoE layers."""
+    """The state of a patched model: one object, shared by the model and its MoE layers."""
 
     config: ParallelConfig
     plan: ModelPlan
     num_experts: int
     meshes: Meshes | None = None
     policy: MixedPrecisionPolicy | None = None
-    # Of parameters before fp32 masters were made, by name: what they are saved in.
+    # The dtypes of the parameters before fp32 masters replaced them, by name. Saved weights have
+    # these dtypes.
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     forward_number: int = 0
-    # Whether gradients were enabled where the forward that runs was called.
+    # True if gradients were enabled when the current forward was called.
     leads_to_gradients: bool = False
-    # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None at first.
+    # [layers, E], how often this rank's tokens chose each expert (moe/counting.py); None before the
+    # first counted forward.
     choice_counts: Tensor | None = None
-    # By who reads them: these counts as they were when its own began.
+    # The counts at the last reading of each reader, by the reader's name.
     counted: dict[str, Tensor] = field(default_factory=dict)
-    # Whether a loss with num_items_in_batch is added up over data ranks, or is a rank's own mean.
+    # True if losses computed with num_items_in_batch are summed over data ranks; False if such a
+    # loss is the mean of one rank.
     sums_losses: bool = True
-    # Besides config.gather_logits: while the Trainer predicts.
+    # True while the Trainer predicts: logits are gathered whatever config.gather_logits says.
     gather_logits: bool = False
-    # Units of FSDP2 that make embeddings of pictures and sound; from sharding on.
+    # The FSDP2 units that compute embeddings of pictures and sound. Set by sharding.
     encoders: list[Any] = field(default_factory=list)
-    # Set when sharded with ep_size > 1.
+    # Set by sharding with ep_size > 1.
     dispatcher: Dispatcher | None = None
     # The `Frame` (moe/recompute.py) of the checkpointed layer that runs now, or None.
     frame: Any = None
-    # While a `record` or `replay` of routing is open.
+    # The open `record` or `replay` of routing.
     routing: RoutingSession | None = None
-    # Of saves in the background, from the first one on.
+    # Runs saves in the background. Set by the first such save.
     saver: Saver | None = None
-    # Whether state dicts are refused while experts lie elsewhere than in hub order.
+    # True if state dicts are refused while the experts are not in hub order.
     guards_state_dicts: bool = False
-    # Optimizers whose state is in hub order, inside of `experts_in_hub_order`; None outside.
+    # The optimizers whose state is in hub order, inside `experts_in_hub_order`; None outside.
     optimizers_in_order: list[Any] | None = None
-    # Of experts that are held quantised, by name.
+    # Checksums of the bytes of quantised experts, by parameter name.
     known_sums: dict[str, KnownSums] = field(default_factory=dict)
-    # `patch` with this config, for a model that is to stand beside this one.
+    # `patch` with the same config. A reference model is patched with it.
     patch_alike: Callable[[nn.Module], nn.Module] | None = None
-    # Of a model beside this one: process groups to share where both are laid out alike.
+    # In the state of a reference model: the meshes of the policy. The reference shares the process
+    # groups if its layout is the same.
     meshes_beside: Meshes | None = None
-    # One per experts module, in order; each of them has its own as STATE.
+    # One per experts module, in order. Each experts module has its own as attribute STATE.
     moe_layers: list[MoELayer] = field(default_factory=list)
-    # Forwards that must stay what they are: see moe/forwards.py.
+    # The forwards that nobody may replace (moe/forwards.py).
     relied_on: list[ReliedOn] = field(default_factory=list)
     # (module, attribute, the value before; `WasAbsent` if the module had no such attribute)
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def replace(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of a module until `unpatch`, which puts back what was there."""
+        """Set an attribute of a module; `unpatch` restores the old value."""
         self.undo.append((module, name, vars(module).get(name, WasAbsent)))
         setattr(module, name, value)
 
     def restore(self) -> None:
-        """Put back whatever `replace` replaced."""
+        """Restore all attributes that `replace` has set."""
         while self.undo:
             module, name, value = self.undo.pop()
             if value is WasAbsent:
@@ -189,40 +196,41 @@ class ModelState:
 
     @property
     def device(self) -> torch.device:
-        """Where a rank computes; the host for a model that is not sharded."""
+        """The device on which this rank computes; the CPU if the model is not sharded."""
         return torch.device("cpu") if self.meshes is None else self.meshes.device
 
     def check_ready(self) -> None:
-        """Raise where training would silently ignore what the config asks for."""
+        """Raise ValueError if training would silently ignore a setting of the config."""
         if self.meshes is None and self.config.needs_sharding:
-            held = self.config.experts_dtype
-            asked, so = "", ""
-            if held is not None:
-                asked, so = f", experts_dtype={held!r}", ", and experts stay as they were loaded"
+            setting, effect = "", ""
+            if self.config.experts_dtype is not None:
+                setting = f", experts_dtype={self.config.experts_dtype!r}"
+                effect = ", and experts would not be quantised"
             raise ValueError(
                 f"this model was patched with ep_size={self.config.ep_size}, "
                 f"sp_size={self.config.sp_size}, "
-                f"dp_replicate_size={self.config.dp_replicate_size}{asked} but never sharded: "
-                f"every process would train alone{so}. Launch with `accelerate launch "
+                f"dp_replicate_size={self.config.dp_replicate_size}{setting} but never sharded: "
+                f"every process would train alone{effect}. Launch with `accelerate launch "
                 f"--config_file` and `distributed_type: FSDP`, `fsdp_version: 2` "
                 f"(examples/accelerate/), or call apply_ep_fsdp2(model) in your own loop"
             )
         if inside_ddp_forward():
             raise ValueError(
-                "this patched model sits inside DistributedDataParallel, which knows nothing of "
-                "its experts. Launch with `distributed_type: FSDP`, `fsdp_version: 2` "
+                "this patched model is wrapped in DistributedDataParallel, which does not shard "
+                "experts. Launch with `distributed_type: FSDP`, `fsdp_version: 2` "
                 "(examples/accelerate/) instead of MULTI_GPU or MULTI_CPU"
             )
 
 
 @dataclass(frozen=True)
 class KnownSums:
-    """Sums of this rank's part of a frozen parameter, and what it was when they were formed.
+    """Checksums of this rank's shard of a frozen parameter, and the version that they belong to.
 
     Attributes:
-        parameter, address: itself, and where this rank's part of it lies.
-        written: how often both had been written in place.
-        sums: as `checkpoints/training/base.py` forms them.
+        parameter: the parameter.
+        address: the memory address of this rank's shard.
+        written: how often the parameter and its shard had been written in place (`times_written`).
+        sums: the checksums of `checkpoints/training/base.py`.
     """
 
     parameter: weakref.ref[Tensor]
@@ -231,7 +239,7 @@ class KnownSums:
     sums: Tensor
 
     def still_hold(self, parameter: Tensor, part: Tensor, written: tuple[int, ...]) -> bool:
-        """Tell whether all is as it was."""
+        """Return True if neither the parameter nor its shard has changed."""
         same = self.parameter() is parameter and self.address == part.data_ptr()
         return same and self.written == written
 
@@ -241,13 +249,14 @@ class Compute:
     """How one experts module is computed.
 
     Attributes:
-        formula: what an expert computes between its two matrices.
-        transposed: whether the module keeps the transposes of its matrices.
+        formula: the computation of an expert between its two matrices.
+        transposed: True if the module stores the transposes of its matrices.
         backend: "torch" or "triton".
-        reason: why not triton; empty where it is.
-        required: asked for by name, so tensors that Triton cannot take are an error.
-        recompute: pre-activations are computed again in backward.
-        quantisation: how the matrices are held from sharding on; None as they were loaded.
+        reason: why the backend is not "triton"; empty if it is.
+        required: True if the user named the backend. Tensors that Triton cannot take are then an
+            error.
+        recompute: True if backward recomputes the pre-activations.
+        quantisation: the format of the matrices from sharding on; None if they are not quantised.
     """
 
     formula: ExpertFormula
@@ -260,27 +269,18 @@ class Compute:
 
     @property
     def parameters(self) -> tuple[str, str]:
-        """The stacked matrices of the module: up (gate and up in one) and down."""
+        """The names of the stacked matrices: up (or gate and up in one), and down."""
         return "gate_up_proj" if self.formula.gated else "up_proj", "down_proj"
-
-
-class ActiveAdapter(Protocol):
-    """An adapter on a stacked parameter, as `lora/` leaves it for the time of a forward."""
-
-    @property
-    def scale(self) -> float:
-        """What the product of its factors is multiplied by."""
-
-    def of_experts(self, mine: slice) -> tuple[Tensor, Tensor]:
-        """Factors a_LPI and b_LOP of some of the experts."""
 
 
 @dataclass
 class CorrectionBias:
-    """What a router adds to its scores for the choice alone; sharding replaces the tensor.
+    """The bias that a router adds to its scores to choose experts, but not to weigh them.
+
+    Sharding replaces the tensor, so the tensor is looked up by name.
 
     Attributes:
-        owner, name: the module that holds the tensor, and the tensor's name there.
+        owner, name: the module that owns the tensor, and the name of the tensor in that module.
         stock_dtype: the dtype before `patch`, which `unpatch` restores.
     """
 
@@ -290,7 +290,7 @@ class CorrectionBias:
 
     @property
     def tensor(self) -> Tensor:
-        """The bias as it is now: as many numbers as experts, whole on every rank."""
+        """The bias: one number per expert, the same on every rank."""
         bias = getattr(self.owner, self.name)
         assert isinstance(bias, Tensor)
         return bias
@@ -298,20 +298,25 @@ class CorrectionBias:
 
 @dataclass
 class MoELayer:
-    """One experts module's place in its model.
+    """The state of one experts module.
 
     Attributes:
-        compute: None for the model's own loop.
-        adapters: by the parameter that they adapt, while a forward runs; empty between forwards.
-        grad_divisor: what our backward divides the experts' gradients by (`sharding/options.py`).
-        correction: the router's bias, where it is to be updated.
-        placement: [E] int64, where each expert lies in its stacked tensors; None is in hub order.
+        index: the number of the module among all experts modules of the model.
+        model: the state of the model.
+        compute: how the experts are computed; None for the model's own loop.
+        adapters: the active adapters (`lora.factors.Adapter`) by the name of the parameter that
+            they adapt, during a forward; empty between forwards.
+        grad_divisor: our backward divides the gradients of the experts by this number
+            (`sharding/options.py`).
+        correction: the bias of the router, if `bias_update_rate` is set.
+        placement: [E] int64, the position of each expert in the stacked tensors; None if experts
+            are in hub order.
     """
 
     index: int
     model: ModelState
     compute: Compute | None
-    adapters: dict[str, Sequence[ActiveAdapter]] = field(default_factory=dict)
+    adapters: dict[str, Sequence[Any]] = field(default_factory=dict)
     grad_divisor: int = 1
     correction: CorrectionBias | None = None
     placement: Tensor | None = None
@@ -319,7 +324,7 @@ class MoELayer:
 
 @dataclass
 class ReliedOn:
-    """A module whose forward must stay `function`, or wrap it."""
+    """A module whose forward must be `function`, or a wrapper of that function."""
 
     name: str
     module: nn.Module
@@ -331,7 +336,7 @@ class RoutingSession:
     """An open `record` or `replay` of `routing/`.
 
     Attributes:
-        route_source: where the expert ids of the present forward come from.
+        route_source: where the expert ids of the current forward come from.
         refusal: the error of routes that cannot be replayed. It is raised after the other ranks
             have received `route_source`, so that all ranks raise an error.
     """
@@ -352,13 +357,14 @@ class RoutingSession:
 
 
 class Ours:
-    """Marks a hook on a module as one of ours: `unpatch` takes off whatever inherits it."""
+    """Base class of all hooks of this package. `unpatch` removes the hooks that inherit it."""
 
 
 class ShardedOnly(Ours):
-    """A hook with nothing to do on a model that is not sharded.
+    """A hook that does nothing on a model that is not sharded.
 
-    torch.compile traces through it there, and leaves `run` out of its graphs otherwise.
+    torch.compile can trace such a model through the hook. On a sharded model the hook calls `run`,
+    which is not traced.
     """
 
     state: ModelState
@@ -367,7 +373,7 @@ class ShardedOnly(Ours):
         return None if self.state.meshes is None else _not_traced(self.run, *args)
 
     def run(self, *args: Any) -> Any:
-        """Do what the hook is for; called and answered as torch calls the hook."""
+        """Run the hook. Arguments and return value are those of torch's hooks."""
         raise NotImplementedError
 
 
@@ -377,7 +383,7 @@ def _not_traced(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def find_state(model: nn.Module) -> ModelState | None:
-    """Find the state of a patched model, also behind torch.compile's or PEFT's wrapper."""
+    """Return the state of a patched model, wrapped or not; None if the model is not patched."""
     for module in model.modules():
         state = getattr(module, STATE, None)
         if isinstance(state, MoELayer):
@@ -388,7 +394,7 @@ def find_state(model: nn.Module) -> ModelState | None:
 
 
 def quantised_matrices(model: nn.Module) -> Iterator[tuple[str, Quantised, Quantisation]]:
-    """Yield the stacked matrices that a sharded model holds as bytes, each with its name."""
+    """Yield (name, tensors, format) of the quantised stacked matrices of a sharded model."""
     for path, module in model.named_modules():
         layer = vars(module).get(STATE)
         compute = layer.compute if isinstance(layer, MoELayer) else None
@@ -396,15 +402,15 @@ def quantised_matrices(model: nn.Module) -> Iterator[tuple[str, Quantised, Quant
             continue
         for name in compute.parameters:
             scale = getattr(module, name + BLOCK_SCALE, None)
-            # Without one it is not sharded yet.
+            # Sharding quantises the matrices and adds the scales.
             if scale is not None:
                 nested = getattr(module, name + NESTED_SCALE, None)
-                held = Quantised(getattr(module, name), scale, nested)
-                yield f"{path}.{name}", held, compute.quantisation
+                stored = Quantised(getattr(module, name), scale, nested)
+                yield f"{path}.{name}", stored, compute.quantisation
 
 
 def patched_state(model: nn.Module) -> ModelState:
-    """Find the state of a model; ValueError where it is not patched."""
+    """Return the state of a model; raise ValueError if the model is not patched."""
     state = find_state(model)
     if state is None:
         raise ValueError("this model is not patched; call patch(model) or apply_ep_fsdp2(model)")

@@ -27,19 +27,22 @@ from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.adapters import adapter_layers
 from hf_moe_ep.upstream.grpo import GRPO, engine_of, replaced, routes_of_engine
 
-# The entry of a generation batch that holds routes: [B, S, L, K].
+# The entry of a generation batch with the routes: [B, S, L, K].
 ROUTES = "hf_moe_ep_routes"
 
 
 def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
-    """Let a GRPOTrainer replay the routing of its policy; returns the `RoutingReplay`.
+    """Make a GRPOTrainer replay the routing of its policy, and return the `RoutingReplay`.
+
+    Call this function before `trainer.train()`.
 
     Args:
-        trainer: trl.GRPOTrainer, made with a patched model; before `train()`.
-        mode: "R2" replays in the update the experts of the forward for old log-probabilities. TRL
-            skips that forward if the update itself would repeat it; nothing is replayed then.
-            "R3" replays in both forwards the experts that the rollout engine chose. R3 needs vLLM
-            in colocate mode with `enable_return_routed_experts`, as TRL's server sends no routes.
+        trainer: a trl.GRPOTrainer that was created with a patched model.
+        mode: "R2" records the experts in the forward for old log-probabilities, and replays them in
+            the update. If the update would repeat that forward exactly, TRL skips the forward, and
+            no routes are replayed. "R3" replays in both forwards the experts that the rollout
+            engine chose. R3 needs vLLM in colocate mode with `enable_return_routed_experts`,
+            because TRL's server does not send routes.
 
     The load-balancing loss counts the experts that the router chooses in the update itself.
 
@@ -53,7 +56,7 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
     missing = [name for name in GRPO if not hasattr(trainer, name)]
     if missing:
         raise ValueError(
-            f"{type(trainer).__name__} is no GRPOTrainer of TRL 1.15 or newer: it has no "
+            f"{type(trainer).__name__} is not a GRPOTrainer of TRL 1.15 or newer: it has no "
             f"{', '.join(missing)}; use RoutingReplay in a loop of your own"
         )
     replaying = _ReplayingTrainer(trainer, RoutingReplay(trainer.model), strict=mode == "R3")
@@ -61,8 +64,8 @@ def replay_routing(trainer: Any, mode: str = "R2") -> RoutingReplay:
         engine = engine_of(trainer)
         if engine is None:
             raise ValueError(
-                "mode='R3' takes routes from vLLM in this process; this trainer has none "
-                "(use_vllm=True, vllm_mode='colocate'), so use mode='R2'"
+                "mode='R3' reads routes from vLLM in this process, but this trainer has no engine; "
+                "create it with use_vllm=True and vllm_mode='colocate', or use mode='R2'"
             )
         replaced(engine, "generate", replaying.generate)
     score, logps, loss = GRPO
@@ -171,7 +174,7 @@ class _ReplayingTrainer:
 
 
 class _Replayed:
-    """A model for TRL to call with one part of a batch after another; it replays routes."""
+    """Replays routes while TRL calls the model with one part of a batch after another."""
 
     def __init__(self, model: Any, replay: RoutingReplay, routes: Routes, strict: bool) -> None:
         self._model, self._replay, self._routes = model, replay, routes
@@ -184,7 +187,7 @@ class _Replayed:
 
 
 class _Recorded:
-    """A model for TRL to call with one part of a batch after another; it records routes."""
+    """Records routes while TRL calls the model with one part of a batch after another."""
 
     def __init__(self, model: Any, replay: RoutingReplay, kept: list[Routes]) -> None:
         self._model, self._replay, self._kept = model, replay, kept

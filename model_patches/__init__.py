@@ -1,7 +1,8 @@
-"""What no model says of itself: `standard.py`, and a file for each architecture that differs.
+"""Facts about architectures that cannot be derived from a model.
 
-A file is named after the `config.model_type`. It may have
+`standard.py` lists what was tested for each architecture. An architecture whose derived plan is not
+right has a file, named after its `config.model_type`, with one of these names:
 
-    DIFFERS    fields of ModelPlan that take the place of the derived ones
-    REFUSED    why models of this architecture cannot be patched, and what would work
+    DIFFERS    the fields of ModelPlan that replace the derived ones
+    REFUSED    the reason why models of this architecture cannot be patched, and the alternative
 """

@@ -1,8 +1,8 @@
-"""DiffusionGemma, whole: the same layers twice, as an encoder and as a decoder."""
+"""DiffusionGemma, whose encoder and decoder are the same layers."""
 
 from __future__ import annotations
 
 REFUSED = (
-    "its encoder and its decoder share the parameters of every layer, and FSDP2 splits a parameter "
-    "for one of the two alone; its text model (diffusion_gemma_text) can be patched"
+    "its encoder and its decoder share the parameters of every layer, and FSDP2 cannot shard a "
+    "parameter that two modules share; its text model (diffusion_gemma_text) can be patched"
 )

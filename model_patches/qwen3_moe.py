@@ -1,4 +1,4 @@
-"""Qwen3-MoE: hub files hold one tensor per expert and projection."""
+"""Qwen3-MoE, whose hub checkpoints have one tensor per expert and projection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE: hub files hold stacked experts transposed."""
+"""Qwen3-VL-MoE, whose hub checkpoints have stacked and transposed expert matrices."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What was tested against stock, by `config.model_type`; everything else is derived."""
+"""The architectures that were tested against stock, by `config.model_type`."""
 
 from __future__ import annotations
 
-# Sequence parallelism: every mixer of the decoder goes through transformers' attention interface.
+# sp_size > 1 gives stock's numbers. All mixing of tokens in these decoders is done by attention
+# modules that call transformers' attention interface.
 SEQUENCE_PARALLEL = frozenset(
     {
         "afmoe",
@@ -42,8 +43,8 @@ SEQUENCE_PARALLEL = frozenset(
     }
 )
 
-# Adapters on stacked experts that are written as adapters on gate_proj, up_proj and down_proj of
-# every expert, and back: where such experts stand.
+# Adapters on stacked experts can be exported as adapters on gate_proj, up_proj and down_proj of
+# each expert, and read back. The value is the pattern of the experts modules.
 SINGLE_EXPERTS = {
     "qwen3_moe": "layers.*.mlp.experts",
     "qwen3_vl_moe": "language_model.layers.*.mlp.experts",

@@ -45,9 +45,11 @@ def _named(rank: int, world: int, folder: str) -> tuple[str, str]:
         patches.setattr(hub, "snapshot_download", lambda *_, **__: folder)
         model = from_pretrained("owner/model", dtype="bfloat16")
     assert model.config.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"dtype 'bf16' is none of torch's; take 'bfloat16'"):
+    with pytest.raises(ValueError, match=r"torch has no dtype 'bf16'; use 'bfloat16'"):
         from_pretrained(folder, dtype="bf16")
-    with pytest.raises(ValueError, match=r"quantized by gptq, which cannot be trained here; take"):
+    with pytest.raises(
+        ValueError, match=r"quantized by gptq, which cannot be trained here; use a bf16"
+    ):
         from_pretrained(f"{folder}/../gptq")
     return model.name_or_path, model.config.name_or_path
 
@@ -141,7 +143,7 @@ def test_a_damaged_index_of_the_hub_is_named(
 ) -> None:
     _repository(tmp_path / "repository", 3)
     index = "model.safetensors.index.json"
-    for text, words in (("{", "is no JSON or damaged"), ('{"weight_map": []}', "is no index")):
+    for text, words in (("{", "is damaged or not JSON"), ('{"weight_map": []}', "is not an index")):
         (tmp_path / "repository" / index).write_text(text)
         monkeypatch.setattr(
             hub, "snapshot_download", FakeHub(tmp_path / "repository", tmp_path / "cache")

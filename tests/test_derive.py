@@ -114,7 +114,7 @@ NOT_DERIVED: dict[Callable[[Any], None], tuple[str, ...]] = {
     _no_list: ("model.first.mlp.experts", "no list of decoder layers", "plan=ModelPlan"),
     _second_norm: ("'model.norm', 'model.other_norm'", "plan=ModelPlan"),
     _unlike_experts: ("different numbers of experts, 6", "8 in model.layers.0"),
-    _more_experts_in_config: ("are 8", "num_experts = 16", "as from_pretrained returns it"),
+    _more_experts_in_config: ("has 8 experts", "num_experts = 16", "as from_pretrained returns it"),
     _more_layers_in_config: ("found 2 decoder layers", "expected 4"),
     _layer_without_experts: ("found 1 layers with experts", "expected 2"),
 }
@@ -163,20 +163,20 @@ def test_a_given_plan_does_what_derivation_cannot() -> None:
 # A field of a given plan that does not fit, and what the error says.
 NOT_FITTING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"layers": "h.*"}, ("layers='h.*'", "model.layers.*", "ModelPlan(layers=...)")),
-    ({"layers": "layers"}, ("num_hidden_layers = 2", "has 1")),
+    ({"layers": "layers"}, ("num_hidden_layers = 2", "matches 1 modules")),
     (
         {"experts": "layers.*.moe.experts"},
         ("experts='layers.*.moe.experts'", "model.layers.*.mlp.experts", "ModelPlan(experts=...)"),
     ),
     (
         {"experts": "layers.*.mlp.gate"},
-        ("not of transformers' experts interface", "model.layers.0.mlp.gate"),
+        ("do not use transformers' experts interface", "model.layers.0.mlp.gate"),
     ),
     ({"router": "layers.*.mlp.router"}, ("model.layers.*.mlp", "router='' if it has none")),
     ({"attention": "layers.*.attn"}, ("model.layers.*.self_attn", "attention=''")),
     ({"final_norm": "ln_f"}, ("final_norm='ln_f'", "has no such module")),
     ({"expert_weights": ("w1", "w2")}, ("('w1', 'w2')", "gate_up_proj, down_proj")),
-    ({"num_experts": "num_experts_per_tok"}, ("holds 8", "num_experts_per_tok = 2")),
+    ({"num_experts": "num_experts_per_tok"}, ("has 8 experts", "num_experts_per_tok = 2")),
 ]
 
 
@@ -234,7 +234,7 @@ def test_a_gate_that_no_backend_computes_runs_as_it_is_without_ep() -> None:
 
 
 def test_the_derived_plan_of_qwen3_moe_is_the_one_that_was_typed() -> None:
-    plan, _ = find_plan(tiny(num_hidden_layers=3, mlp_only_layers=[1]))
+    plan = find_plan(tiny(num_hidden_layers=3, mlp_only_layers=[1]))
     assert (plan.layers, plan.experts) == ("layers.*", "layers.*.mlp.experts")
     assert (plan.router, plan.attention) == ("layers.*.mlp.gate", "layers.*.self_attn")
     assert (plan.final_norm, plan.num_experts) == ("norm", "num_experts")
@@ -245,7 +245,7 @@ def test_the_derived_plan_of_qwen3_moe_is_the_one_that_was_typed() -> None:
 
 @needs_tower_in_blocks
 def test_the_derived_plan_of_qwen3_vl_moe_is_the_one_that_was_typed() -> None:
-    plan, _ = find_plan(tiny("qwen3_vl_moe"))
+    plan = find_plan(tiny("qwen3_vl_moe"))
     typed = ModelPlan("qwen3_vl_moe", prefix="language_model.")
     for name in ("layers", "experts", "router", "attention", "final_norm", "expert_weights"):
         assert getattr(plan, name) == getattr(typed, name), name

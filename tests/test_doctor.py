@@ -240,7 +240,7 @@ def test_the_launch_as_seen(
     ("name", "value", "fix"),
     [
         ("HF_MOE_EP_EP_SIZE", "eight", "try HF_MOE_EP_EP_SIZE=8"),
-        ("HF_MOE_EP_EPSIZE", "8", "none of HF_MOE_EP_EP_SIZE, HF_MOE_EP_SP_SIZE"),
+        ("HF_MOE_EP_EPSIZE", "8", "only HF_MOE_EP_EP_SIZE, HF_MOE_EP_SP_SIZE exist"),
     ],
 )
 def test_a_variable_of_ours_that_means_nothing(

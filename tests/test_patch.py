@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 from support.architectures import tiny as tiny_of_type
 from support.close import assert_close, max_error
+from support.ranks import run_ranks
 from support.tiny_models import batch, tiny
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
-from hf_moe_ep import ModelPlan, ParallelConfig, describe, patch, unpatch
+from hf_moe_ep import ModelPlan, ParallelConfig, describe, from_pretrained, patch, unpatch
 from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.slices import SLICE, Slice
 from hf_moe_ep.sequence.split import TakeSlice
@@ -193,7 +195,7 @@ def test_describe_says_which_backend_and_why() -> None:
 def test_describe_says_what_balances() -> None:
     assert "balance" not in describe(patch(tiny(**SIZES["aux loss"])))
     by_loss = describe(patch(tiny(**SIZES["aux loss"]), aux_loss_per_layer=True))
-    want = "balance    aux loss of each layer, felt by routers alone, mean weighed by "
+    want = "balance    mean of the layers' aux losses, for routers alone, times "
     assert f"{want}router_aux_loss_coef" in by_loss
     by_bias = describe(patch(tiny_of_type("deepseek_v3"), bias_update_rate=0.001))
     assert "balance    biases of 3 routers move by 0.001 after each optimizer step" in by_bias
@@ -233,7 +235,7 @@ def test_another_experts_implementation_is_refused_and_taken_after_unpatch() -> 
     model = copy.deepcopy(patch(tiny()))
     for one in (model, model.model):
         with pytest.raises(
-            ValueError, match=r"set_experts_implementation\('batched_mm'\): the exp"
+            ValueError, match=r"set_experts_implementation\('batched_mm'\) would have no"
         ):
             one.set_experts_implementation("batched_mm")
     model.set_experts_implementation(model.get_experts_implementation())
@@ -524,6 +526,101 @@ once = seen()[:5]
 hf_moe_ep.patch(tiny())
 assert seen()[:5] == once, "a second model wrapped the functions again"
 """
+
+
+def _tiny_of_12_gib() -> Qwen3MoeForCausalLM:
+    """A tiny model with a parameter of 12 GiB that repeats one number, so it needs no memory."""
+    model = tiny()
+    model.register_parameter("large", nn.Parameter(torch.zeros(1).expand(3 * 2**30)))
+    return model
+
+
+def _launch_with(patches: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        patches.setenv(name, value)
+
+
+TWO_RANKS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
+
+
+def test_a_large_model_that_each_process_holds_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning names the GiB of a process, the processes of the host, and the lean load."""
+    _launch_with(monkeypatch, TWO_RANKS)
+    with pytest.warns(UserWarning, match="every process holds the whole") as warned:
+        model = patch(_tiny_of_12_gib(), ep_size=2)
+    patch(model, ep_size=2)
+    (warning,) = warned
+    assert "12.0 GiB x 2 processes on this host = 24.0 GiB" in str(warning.message)
+    assert "hf_moe_ep.from_pretrained(...)" in str(warning.message)
+    assert warning.filename == __file__
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.warns(UserWarning, match=r"12\.0 GiB x 4 processes on this host = 48\.0 GiB"):
+        patch(_tiny_of_12_gib())
+
+
+# How a process was launched, and whether its large parameter is on meta.
+NO_WARNING: dict[str, tuple[dict[str, str], bool]] = {
+    "one process": ({}, False),
+    "another rank": (TWO_RANKS | {"RANK": "1"}, False),
+    "on meta": (TWO_RANKS, True),
+}
+
+
+@pytest.mark.parametrize("case", NO_WARNING)
+def test_no_warning_of_a_whole_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, on_meta = NO_WARNING[case]
+    _launch_with(monkeypatch, variables)
+    model = _tiny_of_12_gib()
+    if on_meta:
+        model.large = nn.Parameter(torch.empty(3 * 2**30, device="meta"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch(model)
+
+
+def test_a_small_model_may_be_whole_on_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit itself is still small; one byte more is large."""
+    _launch_with(monkeypatch, TWO_RANKS)
+    num_bytes = sum(parameter.nbytes for parameter in tiny().parameters())
+    module = sys.modules["hf_moe_ep.patch"]
+    assert vars(module)["LARGE_MODEL_BYTES"] == 8 * 2**30
+    monkeypatch.setattr(module, "LARGE_MODEL_BYTES", num_bytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch(tiny())
+    monkeypatch.setattr(module, "LARGE_MODEL_BYTES", num_bytes - 1)
+    with pytest.warns(UserWarning, match="every process holds the whole"):
+        patch(tiny())
+
+
+def _warnings_of_loads(rank: int, world: int, folder: str) -> list[list[str]]:
+    """With a limit of 0 bytes: stock's load, ours, and stock's where rank 0 alone reads weights."""
+    heard = []
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(sys.modules["hf_moe_ep.patch"], "LARGE_MODEL_BYTES", 0)
+        for load in (
+            lambda: patch(Qwen3MoeForCausalLM.from_pretrained(folder), ep_size=2),
+            lambda: from_pretrained(folder, ep_size=2),
+            lambda: patch(_load_on_one_rank(patches, folder), ep_size=2),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                load()
+            heard.append([w for w in map(str, (c.message for c in caught)) if "holds the" in w])
+    return heard
+
+
+def _load_on_one_rank(patches: pytest.MonkeyPatch, folder: str) -> nn.Module:
+    _launch_with(patches, {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"})
+    return Qwen3MoeForCausalLM.from_pretrained(folder)
+
+
+def test_the_lean_load_gets_no_warning(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    first, second = run_ranks(_warnings_of_loads, 2, str(tmp_path))
+    stock, *others = first
+    assert len(stock) == 1 and "GiB x 2 processes on this host" in stock[0]
+    assert others == [[], []] and second == [[], [], []]
 
 
 def test_import_has_no_side_effects() -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_moe_ep.state import ActiveAdapter
 from hf_moe_ep.upstream.adapters import parameter_factors
 from hf_moe_ep.upstream.module_names import canonical_name
 
@@ -42,7 +41,7 @@ class Adapter:
         return a_EPI[mine], b_EOP[mine].contiguous()
 
 
-def join(adapters: Sequence[ActiveAdapter], mine: slice) -> tuple[Tensor, Tensor, float]:
+def join(adapters: Sequence[Adapter], mine: slice) -> tuple[Tensor, Tensor, float]:
     """Join active adapters into one (a_LPI, b_LOP, scale), whose rank is the sum of their ranks."""
     parts = [(*adapter.of_experts(mine), adapter.scale) for adapter in adapters]
     if len(parts) == 1:

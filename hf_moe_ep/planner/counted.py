@@ -145,7 +145,7 @@ def _count_copies(
 ) -> AbstractContextManager[Any]:
     """Make FSDP2's copies between host and device, and count them as copies."""
 
-    def copy(x: Tensor, *, to_host: bool) -> Tensor:
+    def copy(x: Tensor, to_host: bool) -> Tensor:
         out: Tensor = work.run_uncounted(memory.copy, x, to_host=to_host)
         work.note_copy(x.nbytes)
         record = memory.record_of(out)

@@ -1,34 +1,35 @@
-"""Every name of torch, transformers, accelerate, peft and trl that is not public API.
+"""All names of torch, transformers, accelerate, peft and trl that are not public API.
 
-Here: one file per topic, each naming the upstream files that it leans on, and every version check.
-When an upgrade breaks, this is the folder to read, and the table in `integrations/install.py` that
-names what is wrapped, as strings. Never: a decision of ours.
+This folder has one file per topic, and contains every version check. Each file lists the upstream
+files that it depends on. If an upgrade of another project breaks something, read this folder, and
+the table of `integrations/install.py`, which names the wrapped functions as strings. Never in this
+folder: decisions of this package.
 
-    attention_interface   transformers' attention and mask functions, and configs that select ours
-    experts_interface     the same of its experts
-    models                what a model knows of itself: parts, config, forward, buffers
-    code                  what the code of a module says: which functions it calls, what it takes
-    towers                vision towers, and what a forward takes of them
-    graph                 what the graph of a tensor reaches
-    module_names          names of modules without what wrappers put in
-    modules               what torch.nn.Module keeps: buffers, children, hooks
+    attention_interface   transformers' attention and mask interfaces, configs that select ours
+    experts_interface     transformers' experts interface, configs that select ours
+    models                the parts, the config, the forward and the buffers of a model
+    code                  names that the code of a module uses, arguments of its forward
+    towers                vision towers, and the arguments of a forward for pictures and sound
+    graph                 the parameters that the autograd graph of a tensor reaches
+    module_names          module names without the components that wrappers add
+    modules               buffers, children and hooks of a torch.nn.Module
     norms                 norms of many tensors in one operator call
-    replaced_forwards     who computes a module: its class, Liger, another patcher
-    sharded_models        marks of FSDP, DDP and transformers on a model over ranks
-    process_groups        the default store, a mesh of one axis over several, a group that is fake
-    gloo                  groups of gloo with one worker thread
-    dispatch_modes        what sees every operator; tensors without memory
-    host_copies           what FSDP2 copies between host and device
-    operators             what an operator computes, reads, writes and sends
-    autograd_modes        the backward and the checkpoint that run now
-    checkpoint_files      files of torch.distributed.checkpoint
+    replaced_forwards     the function that computes a module: its class's, Liger's, or another one
+    sharded_models        private state of FSDP2, FSDP, DDP and transformers on a sharded model
+    process_groups        the default store, timeouts, flattened meshes, fake groups
+    gloo                  process groups of gloo with one worker thread
+    dispatch_modes        modes that see every operator, and tensors without memory
+    host_copies           copies between host and device that FSDP2 makes
+    operators             FLOPs, bytes and collectives of an operator
+    autograd_modes        the state of autograd: backward, dispatch modes, views
+    checkpoint_files      files and planner of torch.distributed.checkpoint
     hub                   folders of the hub, and the model that a config describes
-    conversion            a model's tensors into those of the hub, and their names
-    adapters              PEFT: adapters, their factors, what it would save
-    adapter_files         PEFT: an adapter's folder over a model without values
-    training_frameworks   what Accelerate and the Trainer keep to themselves
-    grpo                  functions of a GRPO trainer, and its engine
-    requirements          which versions of other packages are allowed, and which are installed
-    launch_config         the config file that `accelerate launch` takes by itself
-    wrap                  how one of our functions gets in front of one of theirs
+    conversion            conversion of a model's tensors to those of a hub checkpoint
+    adapters              PEFT: adapters, their factors, and the tensors that PEFT saves
+    adapter_files         PEFT: an adapter's folder, attached to a model on meta
+    training_frameworks   private names of Accelerate, the Trainer and TRL
+    grpo                  methods of TRL's GRPO trainer, and its rollout engine
+    requirements          allowed and installed versions of other packages
+    launch_config         the default config file of `accelerate launch`
+    wrap                  ways to call our function around a function of another project
 """

@@ -1,7 +1,7 @@
-"""PEFT: a LoRA adapter's folder, laid over a model without values.
+"""PEFT: read the config of a LoRA adapter, and attach the adapter to a model on meta.
 
-peft/config.py, peft/mapping_func.py, peft/tuners/lora/config.py and layer.py (the first values of
-factors), peft/utils/save_and_load.py; transformers saves adapters with the same keys.
+peft/config.py, peft/mapping_func.py, peft/tuners/lora/config.py and layer.py (the initial values of
+factors), peft/utils/save_and_load.py. transformers saves adapters with the same keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, no_lean_adapters
 
 _PREFIX = "base_model.model."
-# Fields of a LoraConfig that make something else of it than W + scale * B A of the base's W.
+# Fields of a LoraConfig with which the adapted weight is not W + scale * B A, with the base's W.
 _MORE_THAN_A_PRODUCT = {
     "use_dora": "DoRA (use_dora)",
     "use_qalora": "QALoRA (use_qalora)",
@@ -33,29 +33,26 @@ _MORE_THAN_A_PRODUCT = {
     "layer_replication": "replicated layers (layer_replication)",
     "trainable_token_indices": "single rows of embeddings (trainable_token_indices)",
 }
-# First values that leave the base as it is; all others take something out of it.
+# Values of init_lora_weights that leave the base unchanged; all others subtract from the base.
 _KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
-_ELSEWHERE = "merge it in one process, with PEFT's merge_and_unload"
-# Of these fields, the ones that need no tensors but the factors, nor values of the base.
-_FACTORS_ALONE = ("lora_bias", "alora_invocation_tokens")
+_MERGE_WITH_PEFT = "merge it in one process, with PEFT's merge_and_unload"
+# The fields above that a model on meta allows: the adapter needs no values of the base.
+_ALLOWED_ON_META = ("lora_bias", "alora_invocation_tokens")
 _EMBEDDINGS = "embed_tokens"
 
 
 def check_attachable(config: Any) -> None:
-    """Raise where `attach_adapters` cannot attach the adapters of a config to a model on meta.
+    """Raise ValueError if `attach_adapters` cannot attach the adapters of a config.
 
-    Such a model has no values yet, so an adapter may consist of the factors of LoRA alone, and
-    their first values may not be computed from the weights. LoRA on embeddings is found here where
-    the config names them, otherwise by `attach_adapters`.
-
-    Raises:
-        ValueError: it is of another kind; it says which, and how to load the model instead.
+    The model is on meta and has no values. The adapters must therefore be LoRA factors whose
+    initial values do not depend on the weights. LoRA on embeddings is found here if the config
+    names the embeddings, otherwise by `attach_adapters`.
     """
     found = getattr(config, "peft_type", None)
     kind = str(getattr(found, "value", found))
     if kind != "LORA":
         raise no_lean_adapters(f"{type(config).__name__} (peft_type {kind})")
-    if more := _beyond_a_product(config, _FACTORS_ALONE):
+    if more := _beyond_a_product(config, _ALLOWED_ON_META):
         raise no_lean_adapters(f"LoRA with {', '.join(more)}")
     first = config.init_lora_weights
     if not isinstance(first, bool) and str(first).lower() != "gaussian":
@@ -67,10 +64,10 @@ def check_attachable(config: Any) -> None:
 
 
 def read_lora_config(folder: Path) -> Any:
-    """Read the config of an adapter that is a product of two factors, and of nothing more.
+    """Read the config of an adapter that is a product of two factors and nothing else.
 
     Raises:
-        ValueError: it is of another kind; it says which.
+        ValueError: the adapter is of another kind, which the error names.
     """
     import peft
 
@@ -78,38 +75,39 @@ def read_lora_config(folder: Path) -> Any:
         config: Any = peft.PeftConfig.from_pretrained(os.fspath(folder))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{folder} has no config that PEFT {peft.__version__} reads: {type(error).__name__}: "
-            f"{error}; a newer PEFT may, if a newer one wrote it"
+            f"{folder} has no config that PEFT {peft.__version__} can read: "
+            f"{type(error).__name__}: {error}; if a newer PEFT wrote it, install that version"
         ) from error
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning:
         raise ValueError(
-            f"{folder} learns a prompt ({kind}: {PROMPT_ENCODERS}), which no weight can hold; "
-            f"serve the base together with it"
+            f"{folder} is a trained prompt ({kind}: {PROMPT_ENCODERS}), which cannot be merged "
+            f"into a weight; serve the base together with the prompt"
         )
     if kind != "LORA":
         raise ValueError(
-            f"{folder} is of peft_type {kind}, and only LORA is a product of two factors; "
-            f"{_ELSEWHERE}"
+            f"{folder} is of peft_type {kind}, but only LORA is a product of two factors; "
+            f"{_MERGE_WITH_PEFT}"
         )
     if found := _beyond_a_product(config):
         raise ValueError(
-            f"{folder} is LoRA with {', '.join(found)}, and only a product of two factors is "
-            f"merged here; {_ELSEWHERE}"
+            f"{folder} is LoRA with {', '.join(found)}, but only a product of two factors can be "
+            f"merged here; {_MERGE_WITH_PEFT}"
         )
     first = config.init_lora_weights
     if isinstance(first, str) and first.lower() not in _KEEP_THE_BASE:
         raise ValueError(
-            f"{folder} began with init_lora_weights={first!r}, which may change the base too; save "
-            f"it with path_initial_model_for_weight_conversion= as plain LoRA, or {_ELSEWHERE}"
+            f"{folder} was initialised with init_lora_weights={first!r}, which may change the base "
+            f"too; save it as plain LoRA with path_initial_model_for_weight_conversion=, or "
+            f"{_MERGE_WITH_PEFT}"
         )
     return config
 
 
 def _beyond_a_product(config: Any, allowed: Iterable[str] = ()) -> list[str]:
-    """Name what an adapter has beside two factors, also what only a newer PEFT knows as such.
+    """List the fields of a config that make an adapter more than a product, except `allowed`.
 
-    The fields `allowed` are left out.
+    Fields that a newer PEFT marks as a variant of LoRA are included.
     """
     variants = (
         field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")
@@ -123,15 +121,15 @@ def _beyond_a_product(config: Any, allowed: Iterable[str] = ()) -> list[str]:
 
 
 def attach_without_values(model: nn.Module, config: Any) -> nn.Module:
-    """Put PEFT's layers around a model on meta; what they add is on meta, too.
+    """Attach PEFT's layers to a model on meta, with all their tensors on meta as well.
 
     Raises:
-        ValueError: PEFT finds nothing to adapt, or cannot adapt what it finds.
+        ValueError: PEFT finds no target module, or cannot adapt one.
     """
     from peft import get_peft_model
 
     config = dataclasses.replace(
-        copy.deepcopy(config),  # PEFT writes into it what it makes of older configs
+        copy.deepcopy(config),  # PEFT converts older configs in place.
         init_lora_weights=False,
         inference_mode=True,
         base_model_name_or_path=model.__dict__.get("name_or_path") or None,
@@ -141,17 +139,19 @@ def attach_without_values(model: nn.Module, config: Any) -> nn.Module:
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a factor is loaded in, beside a weight of `dtype`.
+    """Return the dtype in which PEFT loads the factors of a weight of `dtype`.
 
-    `autocast_adapter_dtype`, which is PEFT's default (peft/tuners/tuners_utils.py).
+    This is the effect of `autocast_adapter_dtype`, which is True by default
+    (peft/tuners/tuners_utils.py).
     """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return by the keys that PEFT saves them with: those of the adapter, and those of the base.
+    """Return the tensors of the adapter and those of the base, each by the keys of PEFT's files.
 
-    The latter are saved where the vocabulary was resized, and by save_embedding_layers=True.
+    PEFT saves tensors of the base if the vocabulary was resized, or if save_embedding_layers is
+    True.
     """
     from peft import get_peft_model_state_dict
 
@@ -162,7 +162,7 @@ def saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def with_prefix(keys: Iterable[str]) -> Mapping[str, str]:
-    """Map the keys of a file to those of PEFT: transformers may save them without its prefix."""
+    """Map PEFT's keys to the keys of a file, which transformers may save without PEFT's prefix."""
     names = list(keys)
     add = "" if any(name.startswith(_PREFIX) for name in names) else _PREFIX
     return {f"{add}{name}": name for name in names}

@@ -1,4 +1,4 @@
-"""PEFT: which modules and parameters are adapters, and which tensors it would save.
+"""PEFT: the modules and parameters of adapters, their products, and the tensors that PEFT saves.
 
 peft/peft_model.py, peft/tuners/tuners_utils.py, peft/tuners/lora/layer.py and
 peft/utils/save_and_load.py.
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from hf_moe_ep.upstream.module_names import canonical_name
 
-# Where a PeftModel keeps what makes its prompts (peft/peft_model.py).
+# The attribute of a PeftModel with the modules that compute its prompts (peft/peft_model.py).
 PROMPT_ENCODERS = "prompt_encoder"
 
 
 def wraps_for_adapters(module: nn.Module) -> bool:
-    """Return whether `module` is PEFT's wrapper around a module that it adapts.
+    """Return True if `module` is PEFT's wrapper around an adapted module.
 
     peft/tuners/tuners_utils.py, BaseTunerLayer.
     """
@@ -28,18 +28,18 @@ def wraps_for_adapters(module: nn.Module) -> bool:
 
 
 def parts_of_wrapper(wrapper: nn.Module) -> set[str]:
-    """Name what PEFT's wrapper has beside the module that it wraps: lora_A and its like."""
+    """Return the names of the wrapper's children except for the wrapped module: lora_A, ..."""
     return {name for name, _ in wrapper.named_children() if name != "base_layer"}
 
 
 def without_adapters(model: Any) -> Any:
-    """Return the model inside a PeftModel; any other model as it is (peft/peft_model.py)."""
+    """Return the model inside a PeftModel, or any other model itself (peft/peft_model.py)."""
     is_peft_model = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     return model.get_base_model() if is_peft_model else model
 
 
 def has_adapters(model: Any) -> bool:
-    """Return whether `model` has adapters, from PEFT or from transformers' `add_adapter`.
+    """Return True if `model` has adapters of PEFT, also if `add_adapter` has attached them.
 
     transformers/integrations/peft.py.
     """
@@ -47,15 +47,15 @@ def has_adapters(model: Any) -> bool:
 
 
 def learns_prompts(model: Any) -> bool:
-    """Return whether `model` is a PeftModel that trains prompts or prefixes.
-
-    peft/peft_model.py; prompts stand beside the model, not in it.
-    """
+    """Return True if `model` is a PeftModel with prompts or prefixes (peft/peft_model.py)."""
     return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
 
 
 def prompt_encoders(model: Any) -> nn.Module:
-    """Return what makes the prompts of a PeftModel that `learns_prompts`, by adapter."""
+    """Return the modules that compute the prompts of a PeftModel, by adapter name.
+
+    The PeftModel must be one that `learns_prompts`. Its prompts are not part of the inner model.
+    """
     encoders: nn.Module = model.prompt_encoder
     return encoders
 
@@ -65,12 +65,12 @@ def adapter_names(
 ) -> list[str] | None:
     """Return the names in `state_dict` that PEFT would save; None for a model without adapters.
 
-    With "auto" PEFT looks into files to decide whether embeddings are saved too. Ranks may see
-    different files, so call this on one rank or pass True or False.
+    With "auto", PEFT decides by the contents of files if embeddings are saved too. Ranks may see
+    different files, so call this function on one rank, or pass True or False.
     """
     if not has_adapters(model):
         return None
-    if learns_prompts(model):  # PEFT would compute them here, on one rank
+    if learns_prompts(model):  # PEFT would run the prompt encoders, on this rank alone.
         return [name for name in state_dict if name.startswith(f"{PROMPT_ENCODERS}.")]
     from peft import get_peft_model_state_dict
 
@@ -89,11 +89,11 @@ def adapter_names(
 
 @contextmanager
 def canonical_modules(model: nn.Module) -> Iterator[None]:
-    """Let `model.named_modules()` give the names of its state dict, inside the block.
+    """Make `model.named_modules()` return the names of the state dict, inside the block.
 
-    Activation checkpointing puts a component of its own into the former, not into the latter.
-
-    PEFT looks up by module names what it saves beside adapters (peft/utils/save_and_load.py).
+    Activation checkpointing adds a component to module names, but not to the names of the state
+    dict. PEFT uses module names to find the other tensors that it saves with adapters
+    (peft/utils/save_and_load.py).
     """
     original = model.named_modules
 
@@ -113,10 +113,10 @@ class ParameterFactor:
 
     Attributes:
         module: the stock experts module whose parameter is adapted.
-        parameter: the factor's 2-D weight; r is the rank. lora_A is (r * experts, in), lora_B is
+        parameter: the factor's 2-D weight. With rank r, lora_A is (r * experts, in) and lora_B is
             (out, r * experts).
-        is_b: whether it is lora_B.
-        num_experts: experts in the stack.
+        is_b: True for lora_B.
+        num_experts: the number of stacked experts.
     """
 
     module: nn.Module
@@ -147,16 +147,16 @@ def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an active adapter adds to a parameter of the model: scale * B A.
+    """The product `scale * B A` that an active adapter adds to a parameter of the model.
 
     Attributes:
-        parameter: the model's own.
-        a, b: the factors (r, in) and (out, r); of a stack of experts packed as PEFT packs them, or
-            with the experts in front.
+        parameter: the adapted parameter.
+        a, b: the factors (r, in) and (out, r). For stacked experts they are in PEFT's layout, or
+            have the experts as their first dim.
         scale: PEFT's `scaling` of the adapter.
-        num_experts: in the stack, 0 for a parameter that is none.
-        turned: the parameter is (in, out).
-        casts: PEFT casts the product to the parameter's dtype before it adds it.
+        num_experts: the number of stacked experts; 0 for a parameter that is no stack.
+        turned: True if the parameter is (in, out).
+        casts: True if PEFT casts the product to the parameter's dtype before the addition.
     """
 
     parameter: Tensor
@@ -169,7 +169,7 @@ class LowRank:
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) for everything that PEFT put around a module of the model.
+    """Yield (name, wrapper) for each of PEFT's wrappers in the model.
 
     peft/tuners/tuners_utils.py and peft/utils/other.py (AuxiliaryTrainingWrapper).
     """
@@ -179,17 +179,15 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def active_adapters(model: nn.Module) -> list[str]:
-    """Return the names of adapters that are active somewhere in a model."""
+    """Return the names of the adapters that are active in any wrapper of the model."""
     return sorted({name for _, layer in adapter_layers(model) for name in layer.active_adapters})
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Raise where an adapter is no product of two factors, so that nothing here can merge it.
+    """Raise ValueError if an adapter is not a product of two factors, or is disabled.
 
-    Also where one is switched off, when what is merged is not what the model computes.
-
-    Raises:
-        ValueError: it names the module and its kind.
+    Only such products can be merged here. With a disabled adapter the merged weights would differ
+    from those with which the model computes. The error names the module and the kind of adapter.
     """
     if not has_adapters(model) and not any(True for _ in adapter_layers(model)):
         return
@@ -199,14 +197,14 @@ def check_mergeable(model: nn.Module) -> None:
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         if config.is_prompt_learning:
             raise ValueError(
-                f"adapter {name} learns a prompt ({type(config).__name__}), which no weight can "
-                f"hold; an engine must be given the prompt itself"
+                f"adapter {name} trains a prompt ({type(config).__name__}), which cannot be merged "
+                f"into a weight; pass the prompt itself to the engine"
             )
     for name, module in adapter_layers(model):
         if module.disable_adapters:
             raise ValueError(
-                f"the adapter of {name} is switched off (disable_adapter), so the model computes "
-                f"without what would be merged; do this outside of that block"
+                f"the adapter of {name} is disabled (disable_adapter), so the model computes "
+                f"without the adapter that would be merged; merge outside of that block"
             )
         if isinstance(module, ModulesToSaveWrapper):
             continue
@@ -221,9 +219,9 @@ def check_mergeable(model: nn.Module) -> None:
             kind = "a quantized weight"
         if kind:
             raise ValueError(
-                f"{name} has an adapter that cannot be merged in flight: {kind}; LoRA on Linear "
-                f"and Embedding modules and on parameters can. Save it, and merge it with PEFT in "
-                f"one process"
+                f"{name} has an adapter that cannot be merged during the export: {kind}; LoRA on "
+                f"Linear and Embedding modules and on parameters can. Save the adapter, and merge "
+                f"it with PEFT in one process"
             )
 
 
@@ -233,9 +231,10 @@ def _adapted_parameter(layer: Any) -> Tensor:
 
 
 def left_out_by_merging(model: nn.Module) -> set[str]:
-    """Return names in the state dict of a model that are gone when its adapters are merged.
+    """Return the names in a model's state dict that do not exist once adapters are merged.
 
-    They are those of adapters, and all versions of a module in modules_to_save but the active one.
+    They are the names of adapters, and for a module in modules_to_save the names of all copies but
+    the active one.
     """
     names: set[str] = set()
     for prefix, layer in adapter_layers(model):
@@ -250,14 +249,16 @@ def left_out_by_merging(model: nn.Module) -> set[str]:
         for part in parts:
             inside = getattr(layer, part, None)
             if isinstance(inside, (nn.Module, nn.Parameter)):
-                held = inside.state_dict() if isinstance(inside, nn.Module) else {"": inside}
-                of_layer = (canonical_name(f"{part}.{name}".rstrip(".")) for name in held)
+                tensors = inside.state_dict() if isinstance(inside, nn.Module) else {"": inside}
+                of_layer = (canonical_name(f"{part}.{name}".rstrip(".")) for name in tensors)
                 names |= {f"{prefix}.{n}" for n in of_layer if not kept or not n.startswith(kept)}
     return names
 
 
 def active_updates(model: nn.Module) -> Iterator[LowRank]:
-    """Yield what PEFT's `merge_adapter()` would add, in its order; not what is merged already.
+    """Yield the products that PEFT's `merge_adapter()` would add, in its order.
+
+    Adapters that are merged already are left out.
 
     peft/tuners/lora/layer.py: merge and get_delta_weight of Linear, Embedding and ParamWrapper.
     """
@@ -274,12 +275,12 @@ def active_updates(model: nn.Module) -> Iterator[LowRank]:
 
 
 def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[LowRank]]:
-    """Sort `active_updates` by the `id` of their parameters, all of which are in `tensors`."""
+    """Group `active_updates` by the `id` of their parameters, all of which must be in `tensors`."""
     updates: dict[int, list[LowRank]] = {}
     for update in active_updates(model):
         updates.setdefault(id(update.parameter), []).append(update)
     lost = updates.keys() - {id(tensor) for tensor in tensors}
-    assert not lost, f"{len(lost)} adapted parameters are in no checkpoint"
+    assert not lost, f"{len(lost)} adapted parameters are missing in the checkpoint"
     return updates
 
 
@@ -294,21 +295,21 @@ def _update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
 
 
 def no_lean_adapters(kind: str) -> ValueError:
-    """Return the error for adapters of a kind that cannot be attached before values are read."""
+    """Return the error for adapters that cannot be attached before the weights are read."""
     return ValueError(
         f"peft_config is {kind}; from_pretrained attaches adapters before it reads any weight, "
-        f"which it can for LoRA on Linear modules and target_parameters, with init_lora_weights "
-        f"True, False or 'gaussian'. For other adapters, load the model with "
+        f"which is possible for LoRA on Linear modules and target_parameters, with "
+        f"init_lora_weights True, False or 'gaussian'. For other adapters, load the model with "
         f"AutoModelForCausalLM.from_pretrained, call get_peft_model(model, peft_config), and patch "
         f"it"
     )
 
 
 def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
-    """Call `get_peft_model` on a model on meta, and give the factors memory and first values.
+    """Call `get_peft_model` on a model on meta, then allocate and initialise the factors.
 
-    PEFT alone would leave them on meta, without values. `check_attachable` of adapter_files.py
-    tells which configs this takes.
+    PEFT alone would leave the factors on meta. `check_attachable` (adapter_files.py) decides which
+    configs are accepted.
 
     Raises:
         ValueError: the adapters are LoRA on embeddings.
@@ -334,8 +335,8 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
 def adapter_parameters(model: nn.Module) -> set[int]:
     """Return the `id` of each parameter of every adapter, active or not.
 
-    `set_adapter` freezes adapters that are not active; they have learnt values all the same
-    (peft/tuners/tuners_utils.py).
+    `requires_grad` does not show them: `set_adapter` freezes inactive adapters, which have trained
+    values as well (peft/tuners/tuners_utils.py).
     """
     parts = [
         getattr(module, name, None)

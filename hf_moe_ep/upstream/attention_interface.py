@@ -14,21 +14,24 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_moe_ep.upstream.experts_interface import EXPERTS_IMPLEMENTATION
 
 _STOCK_CONFIG = "_hf_moe_ep_stock"
-# What a module calls for "eager", which no interface has: a function of its own file.
+# "eager" is not in the interface: a module then calls the function of this name in its own file.
 _EAGER, _EAGER_FUNCTION = "eager", "eager_attention_forward"
 
 
 def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool = False) -> Any:
-    """Return a copy of `config`, for attention modules alone, that selects `wrap(stock function)`.
+    """Return a copy of `config`, for attention modules only, that selects `wrap(stock function)`.
 
-    The name is registered for attention and for masks (modeling_utils.py, masking_utils.py): a name
-    that is unknown to the second silently gets no mask. Where stock's name has "flash" in it, ours
-    has too, because transformers searches names for that word.
+    The new name is registered for attention and for masks (modeling_utils.py, masking_utils.py),
+    because a name that is missing in the second registry silently gets no mask. If stock's name
+    contains "flash", so does ours, because transformers searches names for that word.
 
-    With `frames`, for a vision tower, `wrap` is called with `varlen=`, whether stock is a flash
-    attention, and our name has "flash" in it in any case: transformers then leaves it to the
-    function to keep frames apart. Otherwise it would cut the rows by the lengths of all frames,
-    while a rank has only a slice of them.
+    Args:
+        config: the config of the attention modules.
+        wrap: takes the stock function and returns ours.
+        frames: True for a vision tower. Our name then always contains "flash", so that transformers
+            passes the boundaries of the frames to the function; otherwise it would split the rows
+            at the boundaries of all frames, while a rank has only a slice of the rows. `wrap` then
+            gets the argument `varlen`, which is True if stock's function is a flash attention.
     """
     stock = config._attn_implementation
     kind = "flash_frames_" if frames else ""
@@ -44,12 +47,10 @@ def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool 
 
 
 def check_attention(module: Any, model: Any = None) -> None:
-    """Refuse attention that is not in transformers' interface, or "eager" where `model` has sdpa.
+    """Raise ValueError if sequence parallelism cannot split the attention of `module` by heads.
 
-    Attention with sinks has no sdpa, so that eager is what its models are loaded with.
-
-    Raises:
-        ValueError: such an attention; the error names one that works.
+    The implementation must be registered in transformers' interface. "eager" is accepted only for a
+    model that does not support sdpa, such as a model with attention sinks.
     """
     stock = getattr(module.config, _STOCK_CONFIG, module.config)._attn_implementation
     eager = (
@@ -60,14 +61,14 @@ def check_attention(module: Any, model: Any = None) -> None:
     if not eager and (stock not in ALL_ATTENTION_FUNCTIONS.valid_keys() or stock == _EAGER):
         raise ValueError(
             f"sp_size > 1 splits attention by heads, which attn_implementation={stock!r} does not "
-            f"allow; load the model with attn_implementation='sdpa' or 'flash_attention_2'"
+            f"support; load the model with attn_implementation='sdpa' or 'flash_attention_2'"
         )
 
 
 def stock_attention(module: nn.Module) -> Any:
-    """Return a copy of an attention module with its stock config, from before our copy.
+    """Return a copy of an attention module that has the stock config again.
 
-    Stock attention functions read the config to learn which flash attention to import
+    Stock attention functions read from the config which flash attention to import
     (transformers/integrations/flash_attention.py).
     """
     module = copy.copy(module)
@@ -76,9 +77,10 @@ def stock_attention(module: nn.Module) -> Any:
 
 
 def _own_eager(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call what a module's own file calls eager attention."""
+    """Call the eager attention function in the module's own file."""
     return _file_of(module)[_EAGER_FUNCTION](module, *args, **kwargs)
 
 
 def _file_of(module: Any) -> dict[str, Any]:
+    """Return the globals of the file that defines the module's forward."""
     return inspect.unwrap(type(module).forward).__globals__

@@ -1,4 +1,4 @@
-"""What torch knows of the backward and the checkpoint that run now.
+"""State of autograd that torch has no public function for: backward, modes, views.
 
 torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py, torch/utils/checkpoint.py,
 torch/csrc/utils/disable_torch_function.cpp.
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def backward_is_running() -> bool:
-    """Return whether a backward is running now, read off autograd's graph task.
+    """Return True during a backward, when autograd has a graph task.
 
     torch/csrc/autograd/engine.cpp.
     """
@@ -23,7 +23,7 @@ def backward_is_running() -> bool:
 
 
 def hidden_from_modes() -> AbstractContextManager[Any]:
-    """Return a context manager that hides what runs inside from all dispatch modes.
+    """Return a context manager inside which no dispatch mode sees the operators.
 
     Selective checkpointing is such a mode: it counts the operators that it sees.
     """
@@ -32,7 +32,7 @@ def hidden_from_modes() -> AbstractContextManager[Any]:
 
 
 def hidden_from_function_modes() -> AbstractContextManager[Any]:
-    """Return a context manager that hides what runs inside from all `TorchFunctionMode`s.
+    """Return a context manager inside which no `TorchFunctionMode` sees the calls.
 
     torch/csrc/utils/disable_torch_function.cpp.
     """
@@ -41,14 +41,14 @@ def hidden_from_function_modes() -> AbstractContextManager[Any]:
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raise with `message` once the device finds `condition` (a one-element tensor) false.
+    """Fail with `message` if the device finds `condition` (a one-element tensor) false.
 
-    The host does not wait for the answer. A GPU puts `message` (255 characters at most) on stderr
-    and stops; what waits for it next raises an AcceleratorError, which does not repeat the message.
+    There is no host sync. A GPU prints `message` (at most 255 characters) to stderr and stops. The
+    next call that waits for the GPU raises an AcceleratorError without the message.
     """
     torch._assert_async(condition, message)
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a view of another tensor to autograd."""
+    """Return True if autograd treats `tensor` as a view of another tensor."""
     return tensor._is_view()

@@ -1,4 +1,4 @@
-"""Files of torch.distributed.checkpoint (filesystem.py), and its planner (default_planner.py)."""
+"""Files and planner of torch.distributed.checkpoint (filesystem.py, default_planner.py)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 
 def metadata_path(reader: FileSystemReader, rank: int | None) -> Any:
-    """Return the path of a checkpoint's metadata: of one rank, or None for that of all ranks."""
+    """Return the path of the metadata file of one rank, or with None of the file for all ranks."""
     return reader._get_metadata_path(rank)
 
 
 def file_of_item(planner: DefaultLoadPlanner, item: ReadItem) -> str:
-    """Return the name of the file that holds an item of a checkpoint, relative to its folder."""
+    """Return the file of a checkpoint that holds an item, relative to the checkpoint's folder."""
     assert planner.metadata is not None
     stored = planner.metadata.storage_data[item.storage_index]
     return str(stored.relative_path)

@@ -1,7 +1,7 @@
-"""What the code of a module says about it: which functions it calls, what its forward takes.
+"""Facts read from the code of a module: the names that it uses, and the arguments of its forward.
 
-transformers/models/*/modeling_*.py. A module of the attention interface looks its function up in
-`ALL_ATTENTION_FUNCTIONS`; a decoder layer is a GradientCheckpointingLayer
+transformers/models/*/modeling_*.py. A module that uses the attention interface looks its function
+up in `ALL_ATTENTION_FUNCTIONS`. A decoder layer is a GradientCheckpointingLayer
 (transformers/modeling_layers.py).
 """
 
@@ -18,22 +18,22 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def calls(module: nn.Module, name: str) -> bool:
-    """Return whether code of the module's class, or of the classes it inherits, uses `name`.
+    """Return True if the code of the module's class, or of a base class, uses the name `name`.
 
-    Classes of torch do not count.
+    Base classes of torch are left out.
     """
     kind: Any = type(module)
     return name in _names_used(kind)
 
 
 def forward_arguments(module: nn.Module) -> frozenset[str]:
-    """Return the names of what the forward of a module takes."""
+    """Return the names of the arguments of a module's forward."""
     kind: Any = type(module)
     return _arguments(kind)
 
 
 def is_checkpointed_layer(module: nn.Module) -> bool:
-    """Return whether transformers checkpoints `module` when it checkpoints a model."""
+    """Return True if transformers' activation checkpointing checkpoints `module`."""
     return isinstance(module, GradientCheckpointingLayer)
 
 
@@ -57,6 +57,7 @@ def _names_used(kind: Any) -> frozenset[str]:
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of the functions defined inside."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""How transformers turns a model's tensors into those of a checkpoint of the hub.
+"""Transformers' conversion of a model's tensors to those of a hub checkpoint, and its renamings.
 
 transformers/core_model_loading.py (`revert_weight_conversion`, which save_pretrained calls;
 `WeightRenaming`, `PrefixChange`, `rename_source_key`) and conversion_mapping.py.
@@ -29,13 +29,14 @@ _QUANTIZERS = "transformers.integrations."
 
 
 def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Turn a model's tensors into those that its `save_pretrained` writes, by transformers' code.
+    """Convert a model's tensors to those that `save_pretrained` writes, with transformers' code.
 
     Args:
-        model: says which conversions are its own; those that it was loaded with, if any were and
-            none decodes. One that is none of transformers' has none.
-        tensors: by the names that they have in a stock model. Anything that transformers'
-            operations can work on.
+        model: the model, whose conversions are applied. They are the conversions with which it was
+            loaded. If there are none, or one of them decodes quantized weights, they are those of
+            its class. A model that is not one of transformers has no conversions.
+        tensors: the tensors by their names in a stock model, or other objects on which
+            transformers' operations work.
     """
     stock = without_adapters(unwrap(model))
     if not isinstance(stock, PreTrainedModel):
@@ -47,24 +48,28 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
             for conversion in _conversions(stock, add_legacy=False)
             if not isinstance(conversion, PrefixChange)
         ]
-    # A stand-in with stock names, whatever wraps the modules of the model.
-    described = SimpleNamespace(
+    # Transformers gets an object with stock names in place of the model, whose modules may be
+    # wrapped.
+    stand_in = SimpleNamespace(
         config=stock.config, _weight_conversions=conversions, get_parameter=tensors.__getitem__
     )
-    return revert_weight_conversion(described, dict(tensors))
+    return revert_weight_conversion(stand_in, dict(tensors))
 
 
 def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Find which `keys` of a checkpoint are other names of `wanted` ones, as from_pretrained would.
+    """Map `keys` of a checkpoint to the `wanted` keys that name the same tensor in from_pretrained.
 
-    Two names are one where all renamings of the model, older ones too, make the same of both.
+    Two keys name the same tensor if all renamings of the model, including those for older
+    checkpoints, turn both into the same name. A key with no or several such `wanted` keys is left
+    out.
     """
     if not isinstance(model, PreTrainedModel):
         return {}
     prefix = f"{model.base_model_prefix}."
 
     def final(names: Iterable[str]) -> dict[str, str]:
-        # Some renamings remember what they have seen: in this order, and not again.
+        # Some renamings depend on the names that they have seen before. They are therefore created
+        # anew for each call, and see the names in the order of from_pretrained.
         renamings = [
             conversion
             for conversion in _conversions(model)
@@ -76,28 +81,30 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
         }
 
     by_final: dict[str, list[str]] = {}
-    for name, at_last in final(wanted).items():
-        by_final.setdefault(at_last, []).append(name)
-    found = {key: by_final.get(at_last, []) for key, at_last in final(keys).items()}
+    for name, final_name in final(wanted).items():
+        by_final.setdefault(final_name, []).append(name)
+    found = {key: by_final.get(final_name, []) for key, final_name in final(keys).items()}
     return {key: names[0] for key, names in found.items() if len(names) == 1}
 
 
 def _is_of_quantizer(conversion: Any) -> bool:
-    """Tell whether a conversion decodes what is quantized, beside all else that it does.
+    """Return True if a conversion decodes quantized weights.
 
-    Its reverse would write decoded weights by the names of the encoded ones, which no loading
-    takes (MXFP4), or encode them again (FP8, 5.23, transformers/integrations/).
+    The reverse of such a conversion cannot be used to save. It would write decoded weights under
+    the names of encoded ones, which no loader accepts (MXFP4), or encode the weights again (FP8 in
+    5.23, transformers/integrations/).
     """
     operations = getattr(conversion, "operations", ())
     return any(type(one).__module__.startswith(_QUANTIZERS) for one in operations)
 
 
 def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
-    """Return the conversions of a model, whatever wraps its modules.
+    """Return the conversions of a model whose modules may be wrapped or sharded.
 
-    transformers finds them by the classes and names of modules, and FSDP2 replaces classes.
+    transformers finds conversions by the classes and names of modules. FSDP2 replaces the classes,
+    and wrappers change the names.
     """
-    described = SimpleNamespace(
+    stand_in = SimpleNamespace(
         base_model_prefix=model.base_model_prefix,
         named_modules=lambda: [
             (stock_name(name), _shell(module))
@@ -105,11 +112,11 @@ def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
             if isinstance(module, PreTrainedModel)
         ],
     )
-    return get_model_conversion_mapping(described, **options)
+    return get_model_conversion_mapping(stand_in, **options)
 
 
 def _shell(module: PreTrainedModel) -> PreTrainedModel:
-    """Return an object of a module's own class that has its config, and nothing else of it."""
+    """Return an object of the module's stock class that has only the module's config."""
     shell: Any = object.__new__(stock_class(type(module)))
     shell.__dict__["config"] = module.config
     assert isinstance(shell, PreTrainedModel)

@@ -1,8 +1,7 @@
-"""What sees every operator that runs, and tensors that have a shape and no memory.
+"""Modes that see every operator, and fake tensors, which have a shape and no memory.
 
-torch/utils/_python_dispatch.py, torch/_subclasses/fake_tensor.py, torch/csrc/Storage.cpp for what
-tells storages apart, and torch/distributed/tensor/_sharding_prop.py for how a DTensor finds out the
-shape of a result.
+torch/utils/_python_dispatch.py, torch/_subclasses/fake_tensor.py; for the identity of storages
+torch/csrc/Storage.cpp; for the shapes of DTensors torch/distributed/tensor/_sharding_prop.py.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ __all__ = [
     "tensors_in",
 ]
 
-# Subclasses get every operator that runs inside them, as `__torch_dispatch__`.
+# The method `__torch_dispatch__` of a subclass gets every operator that runs inside the mode.
 OperatorMode = TorchDispatchMode
-# Raised where a program asks for the value of a tensor that has none.
+# Raised if a program reads the value of a fake tensor.
 NoValue = DataDependentOutputException
 
 
 def tensors_in(values: Any) -> list[Tensor]:
     """Collect the tensors in nested lists, tuples and dicts, in their order.
 
-    Asked for what every operator is given; `tree_leaves` takes three times as long.
+    This runs for the arguments of every operator; `tree_leaves` takes three times as long.
     """
     found: list[Tensor] = []
     _collect(values, found)
@@ -63,38 +62,39 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Return a mode in which operators make tensors without memory; others may be their inputs."""
+    """Return a mode in which operators create fake tensors; inputs may be fake or real."""
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
 
 
 def is_fake(x: object) -> bool:
-    """Return whether `x` is a tensor without memory."""
+    """Return True if `x` is a fake tensor."""
     return isinstance(x, FakeTensor)
 
 
 def on_real_tensors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of tensors that have memory, for others that have: outside of that mode."""
+    """Call a function outside of the mode `fake_tensors`, so that it creates real tensors."""
     with unset_fake_temporarily():
         return function(*args, **kwargs)
 
 
 def dtensor_shapes() -> tuple[type, str, Callable[..., Any]]:
-    """Return where DTensors find out shapes by an operator on whole fake tensors, and a new way.
+    """Return (class, name, replacement) of DTensor's method that computes the shape of a result.
 
-    Where fake tensors are being made already they take that mode, and every mode above it sees
-    operators and sizes that are no part of the program. The new way is the old one without modes.
+    The method runs the operator on fake tensors of the global shape. Inside `fake_tensors` it uses
+    the active modes, so that they see operators and sizes that are not part of the program. The
+    replacement calls the stock method without any mode.
     """
     name = "_propagate_tensor_meta_non_cached"
     stock = vars(ShardingPropagator)[name]
 
-    def unseen(*args: Any) -> Any:
+    def without_modes(*args: Any) -> Any:
         with hidden_from_modes():
             return stock(*args)
 
-    return ShardingPropagator, name, unseen
+    return ShardingPropagator, name, without_modes
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return what tensors have in common that share a storage."""
+    """Return a number that is the same for all tensors that share this storage."""
     return int(storage._cdata)

@@ -17,7 +17,7 @@ EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 
 
 def register_experts_forward(forward: Callable[..., Any]) -> None:
-    """Make `forward` an experts implementation that a config can select by our name.
+    """Register `forward` as an experts implementation that a config can select by our name.
 
     transformers/integrations/moe.py.
     """
@@ -25,30 +25,31 @@ def register_experts_forward(forward: Callable[..., Any]) -> None:
 
 
 def refuse_experts_implementation(model: Any, implementation: str | dict[str, str]) -> None:
-    """Stand for `set_experts_implementation` of a patched model, whose experts are not stock's.
+    """Replace `set_experts_implementation` of a patched model, on whose experts it has no effect.
 
-    `generate` passes a dict, to switch to another implementation of stock and back
-    (transformers/generation/utils.py); that changes configs which no patched experts read.
+    `generate` calls it with a dict, to select another implementation of stock for a while
+    (transformers/generation/utils.py). This call is passed on; patched experts have a config of
+    their own.
 
     Raises:
-        ValueError: one implementation is asked for by its name.
+        ValueError: the user passes the name of one implementation.
     """
     if isinstance(implementation, str):
         raise ValueError(
-            f"set_experts_implementation({implementation!r}): the experts of this "
-            f"{type(model).__name__} are computed by hf_moe_ep since patch(), so it would change "
-            f"nothing; choose with patch(model, experts_backend=...), or unpatch(model) first"
+            f"set_experts_implementation({implementation!r}) would have no effect, because since "
+            f"patch() the experts of this {type(model).__name__} are computed by hf_moe_ep; use "
+            f"patch(model, experts_backend=...), or call unpatch(model) first"
         )
     type(model).set_experts_implementation(model, implementation)
 
 
 def models_with_experts_implementation(root: nn.Module) -> list[nn.Module]:
-    """Return the models within `root` whose users may choose how experts are computed."""
+    """Return the modules of `root` that have a method `set_experts_implementation`."""
     return [m for m in root.modules() if hasattr(type(m), "set_experts_implementation")]
 
 
 def is_experts_module(module: nn.Module) -> bool:
-    """Return whether `module` is of transformers' experts interface, or Liger's class for one."""
+    """Return True if `module` uses transformers' experts interface, or is Liger's experts class."""
     if is_experts_class_of_liger(module):
         return True
     flags = ("is_transposed", "has_bias", "is_concatenated", "has_gate")
@@ -56,7 +57,7 @@ def is_experts_module(module: nn.Module) -> bool:
 
 
 def is_experts_class_of_liger(module: nn.Module) -> bool:
-    """Return whether Liger built `module` in place of stacked experts.
+    """Return True if `module` is of Liger's class, which replaces a class of stacked experts.
 
     liger_kernel/transformers/swiglu.py, LigerExperts.
     """
@@ -65,9 +66,9 @@ def is_experts_class_of_liger(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class ExpertsFlags:
-    """The flags that `use_experts_implementation` set on an experts module (integrations/moe.py).
+    """The flags that `use_experts_implementation` sets on an experts module (integrations/moe.py).
 
-    They say how its weights lie and what its formula is made of.
+    They describe the layout of its weights and its formula.
     """
 
     is_transposed: bool
@@ -78,7 +79,7 @@ class ExpertsFlags:
 
 
 def experts_flags(module: nn.Module) -> ExpertsFlags:
-    """Return the flags of an experts module; one that it lacks is False."""
+    """Return the flags of an experts module; a missing flag is False."""
     if is_experts_class_of_liger(module):
         return ExpertsFlags(
             is_transposed=False,
@@ -92,7 +93,7 @@ def experts_flags(module: nn.Module) -> ExpertsFlags:
 
 
 def post_expert_norm(module: nn.Module) -> nn.Module | None:
-    """Return the norm behind each expert, one for all experts of a module; None without one."""
+    """Return the norm of the experts' outputs, which all experts share; None if there is none."""
     norm: nn.Module | None = getattr(module, "post_expert_norm", None)
     return norm
 
@@ -100,8 +101,8 @@ def post_expert_norm(module: nn.Module) -> nn.Module | None:
 def experts_gate(module: Any) -> Callable[[Tensor], Tensor]:
     """Return the function from an expert's pre-activations to the input of its down projection.
 
-    The module's own gate where it has one, otherwise its activation function. Liger's experts are
-    SwiGLU: they take no other.
+    This is the gate of the module, or its activation function if it has no gate. Liger's experts
+    always compute SwiGLU.
     """
     if is_experts_class_of_liger(module):
         return _swiglu
@@ -116,7 +117,7 @@ def _swiglu(pre_AG: Tensor) -> Tensor:
 def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
     """Return two sets of numbers found on the module: candidates for alpha, and for the limit.
 
-    Models with clamped gates keep these two constants under one of several names.
+    Models with clamped gates store these two constants under different names.
     """
     alphas = ("alpha", "swiglu_alpha")
     limits = ("limit", "swiglu_limit")
@@ -128,10 +129,10 @@ def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
 
 
 def own_experts_config(config: Any, implementation: str) -> Any:
-    """Return a copy of `config`, for experts modules alone, that selects `implementation`.
+    """Return a copy of `config`, for experts modules only, that selects `implementation`.
 
-    The original may be shared with other models, and it is what gets saved as `model.config`, so
-    it stays as it is.
+    The original is not changed, because other models may share it and because it is saved as
+    `model.config`.
     """
     own = copy.copy(config)
     own._experts_implementation_internal = implementation

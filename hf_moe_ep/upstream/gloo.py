@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from hf_moe_ep.config import gloo_interfaces
 
-# torch has no public way to set the number of workers: its gloo branch of new_group() and
-# init_process_group() ignores `pg_options` (torch/distributed/distributed_c10d.py).
+# torch has no public way to set the number of workers: new_group() and init_process_group() ignore
+# `pg_options` for gloo (torch/distributed/distributed_c10d.py).
 _c10d: Any = dist.distributed_c10d
 
 
@@ -31,7 +31,7 @@ _c10d: Any = dist.distributed_c10d
 def one_worker_thread() -> Iterator[None]:
     """Give every gloo group that is created inside the block one worker thread.
 
-    Groups of other backends are created as ever, and so is everything on a torch without gloo.
+    Groups of other backends are not affected.
     """
     if not dist.is_gloo_available():
         yield
@@ -45,7 +45,7 @@ def one_worker_thread() -> Iterator[None]:
 
 
 def _with_one_worker(stock: Any) -> Any:
-    """Return a subclass of `stock`, because torch asks isinstance() of the groups it made."""
+    """Return a subclass of `stock`; torch calls isinstance() on the groups that it created."""
 
     class OneWorkerGloo(stock):
         def __init__(
@@ -54,15 +54,15 @@ def _with_one_worker(stock: Any) -> Any:
             rank: int,
             size: int,
             timeout: timedelta | None = None,
-            **of_options: Any,
+            **more_options: Any,
         ) -> None:
             options = stock._Options()
             options._devices = _devices(stock)
             options._threads = 1
             if timeout is not None:
                 options._timeout = timeout
-            # torch 2.15 hands over `enable_reconfigure`, an option of the same name.
-            for name, value in of_options.items():
+            # torch 2.15 passes `enable_reconfigure`, which is also the name of an option.
+            for name, value in more_options.items():
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
@@ -70,7 +70,7 @@ def _with_one_worker(stock: Any) -> Any:
 
 
 def _devices(stock: Any) -> list[Any]:
-    """Return the network devices that torch would use, as GLOO_SOCKET_IFNAME names them."""
+    """Return the network devices that torch would use: those of GLOO_SOCKET_IFNAME, if set."""
     interfaces = gloo_interfaces()
     if not interfaces:
         return [stock.create_default_device()]

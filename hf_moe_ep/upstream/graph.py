@@ -1,4 +1,4 @@
-"""What autograd's graph of a tensor reaches.
+"""The parameters that the autograd graph of a tensor reaches, and tensors in nested values.
 
 torch/autograd/graph.py, torch/utils/checkpoint.py.
 """
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 def reached_parameters(
     tensors: Iterable[Tensor], candidates: Iterable[Tensor]
 ) -> tuple[set[int], set[int]]:
-    """Return the ids of those `candidates` that a backward of `tensors` gives a gradient.
+    """Return two sets of ids of those `candidates` that get a gradient in a backward of `tensors`.
 
-    The second set are those that it may give one. A reentrant checkpoint hides its graph: of such
-    a one these are the parameters of the modules that it runs, and all candidates where it runs
-    something else.
+    The candidates of the first set get a gradient, those of the second set may get one: they are
+    inside a reentrant checkpoint, which hides its graph. If the checkpoint runs modules, these are
+    the parameters of the modules, otherwise all candidates.
     """
     wanted = {id(candidate) for candidate in candidates}
     found: set[int] = set()
@@ -40,12 +40,12 @@ def reached_parameters(
             modules = list(_modules_in(run))
             inside = {id(parameter) for module in modules for parameter in module.parameters()}
             hidden |= inside if modules else wanted
-        stack += [ahead for ahead, _ in node.next_functions]
+        stack += [following for following, _ in node.next_functions]
     return found & wanted, (hidden & wanted) - found
 
 
 def _modules_in(run: Any) -> Iterator[nn.Module]:
-    """Yield the modules that a function runs, is a method of, or is given beforehand.
+    """Yield the modules of a callable: a module, the owner of a method, arguments of a partial.
 
     transformers checkpoints `partial(forward, module, ...)`, before 5.23 a partial of a method.
     """
@@ -59,7 +59,7 @@ def _modules_in(run: Any) -> Iterator[nn.Module]:
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in arguments or outputs of a forward, whatever they are nested in."""
+    """Yield the tensors in nested arguments or outputs of a forward."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, dict):
@@ -71,7 +71,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def with_tensors(values: Any, others: dict[int, Tensor]) -> Any:
-    """Return `values` with other tensors in place of those whose id is in `others`."""
+    """Replace tensors in nested `values`; `others` has the new tensors by the ids of the old."""
     if isinstance(values, Tensor):
         return others.get(id(values), values)
     if type(values) is dict:

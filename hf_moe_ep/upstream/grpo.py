@@ -1,7 +1,7 @@
-"""GRPO's own functions, and the engine that it generates with (trl/trainer/grpo_trainer.py).
+"""Methods of TRL's GRPO trainer, and its rollout engine (trl/trainer/grpo_trainer.py).
 
-trl/generation/vllm_generation.py keeps a vllm.LLM of this process in `llm`; vllm/outputs.py has
-what it returns.
+trl/generation/vllm_generation.py keeps the vllm.LLM of this process in `llm`; vllm/outputs.py
+defines the outputs of the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-# Scores a generation batch; log-probabilities of tokens; the loss of a micro-batch.
+# The methods that score a generation batch, compute the log-probabilities of tokens, and compute
+# the loss of a micro-batch.
 GRPO = (
     "_generate_and_score_completions",
     "_get_per_token_logps_and_entropies",
@@ -27,11 +28,11 @@ def engine_of(trainer: Any) -> Any:
 
 
 def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
-    """Return what each of this rank's samples was routed to; None where an engine tells none.
+    """Return the routes of each sample of this rank; None if the engine does not return routes.
 
-    vLLM has one array for prompt and completion, or (0.21) one for each, the first of them for all
-    samples of a prompt. Ranks that share an engine (`vllm_tensor_parallel_size`) all get the
-    samples of all of them.
+    vLLM returns one array for prompt and completion. Version 0.21 returns two, of which the first
+    is for all samples of a prompt. Ranks that share an engine (`vllm_tensor_parallel_size`) all
+    receive the samples of all these ranks.
     """
     arrays: list[Any] = []
     for output in outputs:
@@ -50,5 +51,5 @@ def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
 
 
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Let an object call `function(its own, ...)` in place of a function of its own."""
+    """Replace the method `name` of one object by `function(stock method, ...)`."""
     setattr(owner, name, partial(function, getattr(owner, name)))

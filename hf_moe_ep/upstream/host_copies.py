@@ -1,4 +1,4 @@
-"""The copies that FSDP2 makes between a device and the host, where parameters lie on the host.
+"""The copies between host and device that FSDP2 makes with CPUOffloadPolicy.
 
 torch/distributed/fsdp/_fully_shard/_fsdp_param.py and _fsdp_collectives.py.
 """
@@ -6,29 +6,24 @@ torch/distributed/fsdp/_fully_shard/_fsdp_param.py and _fsdp_collectives.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
-# Functions of FSDP2 that copy: the one before it gathers, the one behind what it has reduced.
+# The functions of FSDP2 that copy, and whether they copy to the host: one copies parameters to the
+# device before their all-gather, the other one copies gradients to the host after their reduction.
 _TO_HOST = {"all_gather_inputs": False, "foreach_reduce": True}
 
 
-class Copy(Protocol):
-    """What makes one of these copies."""
-
-    def __call__(self, x: Tensor, *, to_host: bool) -> Tensor: ...
-
-
 @contextmanager
-def host_copies(copy: Copy) -> Iterator[None]:
-    """Let `copy` make those copies, which are none where a rank's device is the host.
+def host_copies(copy: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
+    """Make FSDP2 call `copy(x, to_host)` for its copies between host and device, inside the block.
 
-    Another function stands for `Tensor.to` inside the block: a `TorchFunctionMode` would not see
-    what a backward runs.
+    On a CPU rank FSDP2's own call would copy nothing, as host and device are the same. The block
+    replaces `Tensor.to`, because a `TorchFunctionMode` does not see the calls during backward.
     """
     stock = Tensor.to
 
@@ -36,12 +31,12 @@ def host_copies(copy: Copy) -> Iterator[None]:
         caller = sys._getframe(1)
         to_host = _TO_HOST.get(caller.f_code.co_name)
         if to_host is not None and caller.f_globals["__name__"].startswith(_FSDP2):
-            return copy(x, to_host=to_host)
+            return copy(x, to_host)
         return stock(x, *args, **kwargs)
 
     setattr(Tensor, "to", to)  # noqa: B010  mypy: no such assignment
     try:
         yield
     finally:
-        # It is of the class behind this one.
+        # `Tensor` inherits the stock method from its base class.
         del Tensor.to

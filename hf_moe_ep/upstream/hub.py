@@ -1,7 +1,7 @@
-"""Folders and files of the Hugging Face hub: where they are, what model they describe.
+"""Folders of the Hugging Face hub: download them, and build the model that a config describes.
 
-transformers/modeling_utils.py, transformers/utils/logging.py; huggingface_hub and Accelerate are
-used by their public names.
+transformers/modeling_utils.py, transformers/utils/logging.py. Of huggingface_hub and Accelerate,
+only public names are used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import stock_name
 
-# What cannot be the name of a model of the hub, which is "model" or "owner/model".
+# Matches strings that are not the name of a model of the hub, which is "model" or "owner/model".
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
 _PEFT_PREFIX = "base_model.model."
 _COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -45,23 +45,23 @@ _DOWNLOAD = (
     "revision",
     "token",
 )
-# Quantization methods whose checkpoints are decoded while they are read.
+# The quantization methods whose checkpoints are decoded while they are read.
 _DECODED = ("mxfp4", "fp8")
-# What describes a model and its tokenizer, in the top folder of a repository.
+# The files of a model's config and tokenizer, in the top folder of a repository.
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
-# Where transformers saves the other chat templates of a tokenizer.
+# The additional chat templates of a tokenizer, as transformers saves them.
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# The HTTP library's base class of errors, those of a connection among them. The name of that
-# library changes with the version of huggingface_hub (httpx, httpx2).
+# The base class of the HTTP library's errors, which include errors of the connection. The name of
+# that library depends on the version of huggingface_hub (httpx, httpx2).
 _HTTPError: Any = HfHubHTTPError.__bases__[0]
 _ANSWER_SECONDS = 8.0
 
 
 def download_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of a download (`revision`, `subfolder`, ...) from `options`; return them.
+    """Remove the options of `local_folder` (`revision`, `subfolder`, ...) from `options`.
 
-    They are those that `local_folder` takes.
+    Returns the removed options.
     """
     return {name: options.pop(name) for name in (*_DOWNLOAD, "subfolder") if name in options}
 
@@ -69,27 +69,28 @@ def download_options(options: dict[str, Any]) -> dict[str, Any]:
 def local_folder(
     name_or_dir: str | os.PathLike[str], options: dict[str, Any], *, after_another: bool = False
 ) -> Path:
-    """Return the folder `name_or_dir`, or the cached one of that model of the hub.
+    """Return the folder `name_or_dir`, or the folder in the cache of this model of the hub.
 
-    The files of the model that are not in the cache are downloaded: the small files of the top
-    folder (configs, tokenizer), and the weights that model.safetensors.index.json names, or
-    model.safetensors where there is no index. The same weights in another format, which many
-    repositories keep in original/ or as consolidated.safetensors, are left where they are.
+    Files that are not in the cache are downloaded: the small files of the top folder (configs,
+    tokenizer) and the weights that model.safetensors.index.json names, or model.safetensors if
+    there is no index. Many repositories have the same weights in another format, in original/ or as
+    consolidated.safetensors. These are not downloaded.
 
     Args:
-        name_or_dir: a folder or the name of a model of the hub.
-        options: of `download_options`.
-        after_another: another process of this machine has downloaded the model, so the cache is
-            read without asking the hub. A cache that lacks the model is another one, and filled.
+        name_or_dir: a folder, or the name of a model of the hub.
+        options: the result of `download_options`.
+        after_another: True if another process of this machine has downloaded the model. The cache
+            is then read without a request to the hub. If the model is not in the cache, the two
+            processes have different caches, and the model is downloaded.
 
     Raises:
-        ValueError: `name_or_dir` is a path, and no folder is there; a name that the hub does not
-            know, or that is not in the cache where the hub is out of reach.
+        ValueError: `name_or_dir` is a path where no folder exists; the hub does not know the name;
+            or the hub cannot be reached and the model is not in the cache.
     """
     name = os.fspath(name_or_dir)
     if not os.path.isdir(name) and (os.path.exists(name) or _PATH.match(name)):
         what = "is a file" if os.path.exists(name) else "does not exist on this machine"
-        raise ValueError(f"{name} {what}; name a folder with config.json, or a model of the hub")
+        raise ValueError(f"{name} {what}; pass a folder with config.json, or a model of the hub")
     own = dict(options)
     subfolder = own.pop("subfolder", None) or ""
     if os.path.isdir(name_or_dir):
@@ -104,18 +105,19 @@ def local_folder(
         return _download(name, subfolder, own)
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise ValueError(
-            f"{name!r} is no folder on this machine and no model in the cache of the hub, and it "
-            f"cannot be fetched: {error}"
+            f"{name!r} is neither a folder on this machine nor a model in the cache of the hub, "
+            f"and it cannot be downloaded: {error}"
         ) from error
 
 
 def _download(name: str, subfolder: str, own: dict[str, Any]) -> Path:
-    """Download the small files of a model, then the weights that they name."""
-    # In the hub's patterns * matches the / between folders, too.
+    """Download the small files of a model, then the weights that its index names."""
+    # In patterns of the hub, * also matches the / between folders.
     top = glob.escape(f"{subfolder.strip('/')}/") if subfolder else ""
     small = [f"{top}{pattern}" for pattern in _SMALL]
     found = snapshot_download(name, allow_patterns=small, ignore_patterns=[f"{top}*/*"], **own)
-    if _COMMIT.fullmatch(Path(found).name):  # the branch may move before the second call
+    # The second call must read the same commit, even if the branch has changed since.
+    if _COMMIT.fullmatch(Path(found).name):
         own = own | {"revision": Path(found).name}
     weights = [f"{top}{glob.escape(file)}" for file in _weight_files(Path(found, subfolder))]
     found = snapshot_download(name, allow_patterns=[*weights, f"{top}{_TEMPLATES}"], **own)
@@ -123,13 +125,13 @@ def _download(name: str, subfolder: str, own: dict[str, Any]) -> Path:
 
 
 def why_unreachable(name: str, file: str) -> str | None:
-    """Ask the hub once for a file of a model; return why it cannot be had now, or None.
+    """Ask the hub once for a file of a model. Return why it is not available, or None if it is.
 
-    The answer comes within 8 seconds. `hf_hub_download` takes 23 seconds without a network, as it
-    tries a file that is not cached six more times (huggingface_hub/file_download.py), and minutes
-    behind a firewall that drops packets: then each try waits a minute for every address of the
-    hub. A timeout of the HTTP client would not cover the addresses and the name server, so the
-    question runs in a thread of its own, which is left behind when the time is over.
+    This function returns within 8 seconds. `hf_hub_download` takes 23 seconds without a network,
+    because it tries seven times (huggingface_hub/file_download.py). Behind a firewall that drops
+    packets it takes minutes, as each try waits a minute for every address of the hub. A timeout of
+    the HTTP client does not include the lookup of addresses. The request therefore runs in a
+    thread, which is abandoned after the 8 seconds.
     """
     answer: Future[None] = Future()
 
@@ -151,51 +153,54 @@ def why_unreachable(name: str, file: str) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """List the weights that the index in a folder names; without one it is model.safetensors."""
+    """List the weight files that the index in a folder names, or model.safetensors without one."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return [SAFE_WEIGHTS_NAME]
-    places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise ValueError(f"{index} is no index: its weight_map does not map tensors to files")
-    return sorted(set(places.values()))
+    file_of = read_object(index).get("weight_map")
+    if not isinstance(file_of, dict) or not all(isinstance(x, str) for x in file_of.values()):
+        raise ValueError(
+            f"{index} is not an index: its weight_map does not map tensors to files; download the "
+            f"file again"
+        )
+    return sorted(set(file_of.values()))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds one object, like config.json.
+    """Read a JSON file that contains one object, such as config.json.
 
     Raises:
-        ValueError: it is damaged, or holds something else; the file is named.
+        ValueError: the file is damaged, or contains something else.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON or damaged: {error}") from error
+        raise ValueError(f"{path} is damaged or not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, and an object is expected")
+        raise ValueError(f"{path} contains a {type(found).__name__}, but must contain an object")
     return found
 
 
 def empty_model(
     folder: Path, model_class: Any, find_dtype: Callable[[], torch.dtype], options: dict[str, Any]
 ) -> Any:
-    """Return the model that a folder's config describes: parameters on meta, buffers with values.
+    """Build the model that a folder's config describes: parameters on meta, buffers with values.
 
     Args:
-        folder: holds `config.json`.
-        model_class: a model or Auto class; None takes the class that the config names.
-        find_dtype: is called for the dtype where neither `options` nor the config names one.
-        options: for the config and for `PreTrainedModel._from_config` (modeling_utils.py).
+        folder: the folder of `config.json`.
+        model_class: a model class or Auto class; None takes the class that the config names.
+        find_dtype: returns the dtype. It is called if neither `options` nor the config has one.
+        options: options of the config and of `PreTrainedModel._from_config` (modeling_utils.py).
 
     Raises:
-        ValueError: the config names a class that transformers lacks, or its weights are quantized;
-            an option that nothing here takes, or a dtype that torch lacks.
+        ValueError: the config names a class that transformers does not have; the weights are
+            quantized by a method that cannot be decoded; an unknown option; an unknown dtype.
     """
     if options.get("quantization_config") is not None:
         raise ValueError(
-            "quantization_config= is for transformers' from_pretrained: load the model by that, "
-            "attach adapters and patch it; here experts_dtype='nf4' or 'fp8' holds frozen experts "
-            "quantised, and the rest keeps its dtype"
+            "quantization_config= is an option of transformers' from_pretrained: load the model "
+            "with that function, attach adapters, and patch the model. Here experts_dtype='nf4' or "
+            "'fp8' quantises frozen experts, and all other weights keep their dtype"
         )
     wanted = options.pop("dtype", options.pop("torch_dtype", "auto"))
     of_class = {
@@ -208,16 +213,16 @@ def empty_model(
     )
     if unknown := sorted(options.keys() & unused.keys()):
         raise ValueError(
-            f"unknown option {unknown[0]}: from_pretrained has none of this name, and neither has "
-            f"{type(config).__name__} a field"
+            f"unknown option {unknown[0]}: it is neither an option of from_pretrained nor a field "
+            f"of {type(config).__name__}"
         )
     if model_class is None:
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
         model_class = getattr(transformers, names[0], None)
         if model_class is None:
             raise ValueError(
-                f"{folder} names the class {names[0]}, which transformers "
-                f"{transformers.__version__} has not; pass model_class="
+                f"the config in {folder} names the class {names[0]}, which transformers "
+                f"{transformers.__version__} does not have; pass model_class="
             )
     forget_quantization(config, os.fspath(folder))
     if wanted in ("auto", None):
@@ -236,7 +241,7 @@ def empty_model(
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
-    """Make fp32 what stock keeps in fp32 when it loads a model as `dtype` (modeling_utils.py)."""
+    """Convert those tensors to fp32 that stock keeps in fp32 (modeling_utils.py)."""
     patterns = [
         re.compile(name.replace("*", ".*"))
         for name, kept in model._get_dtype_plan(dtype).items()
@@ -248,23 +253,23 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
 
 
 def base_prefix(model: Any) -> str:
-    """Return the prefix, like "model.", that a model with a head gives names of its base model."""
+    """Return the prefix, such as "model.", of names of the base model in a model with a head."""
     return f"{model.base_model_prefix}."
 
 
 def is_base_model(model: Any) -> bool:
-    """Return whether `model` is a base model, which has no head."""
+    """Return True if `model` is a base model, which has no head."""
     return bool(model.base_model is model)
 
 
 def forget_quantization(config: Any, source: str) -> None:
-    """Let a config not say that weights are quantized, of kinds that are read as what trains.
+    """Remove the quantization from a config whose weights are decoded while they are read.
 
-    As with Mxfp4Config(dequantize=True) and FineGrainedFP8Config(dequantize=True)
-    (transformers/quantizers/, transformers/utils/quantization_config.py).
+    Mxfp4Config(dequantize=True) and FineGrainedFP8Config(dequantize=True) have the same effect in
+    stock (transformers/quantizers/, transformers/utils/quantization_config.py).
 
     Raises:
-        ValueError: they are of another kind, in the words of `source`.
+        ValueError: the weights of `source` are quantized by a method that cannot be decoded.
     """
     quantized = getattr(config, "quantization_config", None)
     if quantized is None:
@@ -275,7 +280,7 @@ def forget_quantization(config: Any, source: str) -> None:
     if method not in _DECODED or packed:
         kind = f"{method} with experts of fp4" if packed else method or "an unknown method"
         raise ValueError(
-            f"{source} holds weights quantized by {kind}, which cannot be trained here; take the "
+            f"the weights in {source} are quantized by {kind}, which cannot be trained here; use a "
             f"bf16 checkpoint of this model, or one quantized by {' or '.join(_DECODED)}, whose "
             f"weights are read as bf16"
         )
@@ -283,15 +288,15 @@ def forget_quantization(config: Any, source: str) -> None:
 
 
 def _dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of torch that is called `name`, like "bfloat16"."""
+    """Return the dtype of torch with this name, such as "bfloat16"."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype {name!r} is none of torch's; take 'bfloat16' or torch.bfloat16")
+        raise ValueError(f"torch has no dtype {name!r}; use 'bfloat16' or torch.bfloat16")
     return found
 
 
 def on_meta(build: Callable[[], Any]) -> Any:
-    """Return the model that `build` makes: parameters on meta and tied, buffers with values."""
+    """Return the model that `build` builds: parameters on meta and tied, buffers with values."""
     with init_empty_weights(include_buffers=False):
         model = build()
     model.tie_weights()
@@ -299,12 +304,12 @@ def on_meta(build: Callable[[], Any]) -> Any:
 
 
 def file_name(name: str) -> str:
-    """Return the name of a parameter in checkpoints, without what wrappers and PEFT put in."""
+    """Return the name of a parameter in checkpoints: without components of wrappers and PEFT."""
     return _COPIES.sub("", stock_name(name)).removeprefix(_PEFT_PREFIX)
 
 
 def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:
-    """Return those of `keys` that the model's class does not ignore on loading.
+    """Return the `keys` that the model's class does not ignore if a checkpoint has them.
 
     transformers/modeling_utils.py.
     """
@@ -315,15 +320,9 @@ def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:
 def progress_bar(total: int, what: str, shown: bool) -> AbstractContextManager[Any]:
     """Return transformers' progress bar, labelled `what`, over `total` bytes.
 
-    transformers' `disable_progress_bar` turns it off for all, `shown=False` for this call.
+    `shown=False` disables this bar, and transformers' `disable_progress_bar` disables all bars.
     """
     bar: AbstractContextManager[Any] = logging.tqdm(
         total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not shown
     )
-    return bar
-
-
-def counting_bar(what: str, unit: str, shown: bool) -> AbstractContextManager[Any]:
-    """Return the same for things without a known number, on stderr."""
-    bar: AbstractContextManager[Any] = logging.tqdm(desc=what, unit=f" {unit}", disable=not shown)
     return bar

@@ -1,4 +1,4 @@
-"""The config file that `accelerate launch` takes by itself (accelerate/commands/config/)."""
+"""The default config file of `accelerate launch` (accelerate/commands/config/)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def default_launch_config() -> tuple[Path, dict[str, Any]] | None:
-    """Return path and content of the file that `accelerate config` wrote; None if there is none.
+    """Return the path and content of the file of `accelerate config`; None if it does not exist.
 
     Raises:
         ValueError: the file has keys that the installed Accelerate does not know.

@@ -1,4 +1,4 @@
-"""What a transformers model knows of itself: its parts, its config, its forward.
+"""Private names of a transformers model: of its parts, its config, its forward and its buffers.
 
 transformers/modeling_utils.py, configuration_utils.py and models/; for TRL's fused head
 trl/trainer/utils.py; for buffers torch/nn/modules/module.py.
@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
-# What the causal loss leaves out (transformers/loss/loss_utils.py).
+# The label of tokens that the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
-# The argument of a forward that is the cache of keys and values, by the version of transformers.
+# Names of the argument for the cache of keys and values. They depend on transformers' version.
 CACHE_NAMES = ("cache", "past_key_values")
 _AUX_LOSS, _AUX_COEFFICIENT = "load_balancing_loss_func", "router_aux_loss_coef"
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
@@ -31,17 +31,17 @@ _CORRECTION_BIAS = re.compile(r"(correction|expert|balancing)_bias(es)?$")
 
 
 def text_config(config: Any) -> Any:
-    """Return the part of a model's config that describes its language model."""
+    """Return the config of the language model inside a model's config."""
     return config.get_text_config()
 
 
 def attention_heads(config: Any) -> set[tuple[int, int]]:
-    """Return (heads, key-value heads) of all layers, which may differ from layer to layer.
+    """Return the pairs (heads, key-value heads) that occur in the layers of a model.
 
     transformers/integrations/heterogeneity/configuration_utils.py.
     """
-    differ = getattr(config, "is_heterogeneous", False)
-    layers = list(config.per_layer_config) if differ else [config]
+    layers_differ = getattr(config, "is_heterogeneous", False)
+    layers = list(config.per_layer_config) if layers_differ else [config]
     found = set()
     for layer in layers:
         heads = int(layer.num_attention_heads)
@@ -50,25 +50,26 @@ def attention_heads(config: Any) -> set[tuple[int, int]]:
 
 
 def input_embedding(model: Any) -> nn.Module | None:
-    """Return the token embedding, None where a model has no such method or no embedding."""
+    """Return the token embedding, or None (PreTrainedModel.get_input_embeddings)."""
     return model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
 
 
 def output_head(model: Any) -> nn.Module | None:
-    """Return the head onto the vocabulary, or None (PreTrainedModel.get_output_embeddings)."""
+    """Return the language model head, or None (PreTrainedModel.get_output_embeddings)."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 def base_model_prefix(model: Any) -> str:
-    """Return the name under which a model with a head holds the one without, or ""."""
+    """Return the attribute of a model with a head that is its base model, or ""."""
     prefix = str(getattr(model, "base_model_prefix", ""))
     return prefix if prefix and hasattr(model, prefix) else ""
 
 
 def aux_loss_coefficient(causal_lm: Any) -> str | None:
-    """Return where the weight of the router's load-balancing loss is, None without such a loss.
+    """Return the attribute that holds the coefficient of the router's load-balancing loss.
 
-    Dotted from the causal LM: its own attribute, or one of its config (models/*/modeling_*.py).
+    The name is dotted from the causal LM, as in "config.router_aux_loss_coef". The result is None
+    if the model's forward does not compute such a loss (models/*/modeling_*.py).
     """
     forward = inspect.unwrap(type(causal_lm).forward)
     if _AUX_LOSS not in forward.__code__.co_names:
@@ -83,18 +84,20 @@ def aux_loss_coefficient(causal_lm: Any) -> str | None:
 
 
 def packed_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return what bitsandbytes has packed in 4 bits, whatever dtype it says it has.
+    """Return the parameters that bitsandbytes has packed in 4 bits.
 
-    bitsandbytes/nn/modules.py: with `bnb_4bit_quant_storage` bytes are kept as floats.
+    The dtype does not show this, because `bnb_4bit_quant_storage` may be a float dtype
+    (bitsandbytes/nn/modules.py).
     """
     return [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
 
 
 def keep_packing(model: nn.Module) -> None:
-    """Let 4-bit Linear layers on a CPU not pack their weights another way when they are evaluated.
+    """Stop 4-bit Linear layers on a CPU from repacking their weights during evaluation.
 
-    They would do so in place, in memory that a gather fills anew, and note it for ever
-    (bitsandbytes/nn/modules.py, Linear4bit.forward).
+    A layer would repack its weight in place, and remember that the weight has the new packing. But
+    the next all-gather writes the old packing again (bitsandbytes/nn/modules.py,
+    Linear4bit.forward).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -102,7 +105,7 @@ def keep_packing(model: nn.Module) -> None:
 
 
 def is_quantized(model: Any) -> bool:
-    """Return whether `model`, or the one inside PEFT's wrapper, was loaded quantized.
+    """Return True if `model`, or the model inside PEFT's wrapper, was loaded quantized.
 
     transformers/modeling_utils.py.
     """
@@ -110,9 +113,9 @@ def is_quantized(model: Any) -> bool:
 
 
 def model_config_fields(model: Any) -> dict[str, Any]:
-    """Return the config's fields that describe the model.
+    """Return the fields of the config that describe the model.
 
-    Left out are the path that it was loaded from and the fields that saving writes into it.
+    The path from which it was loaded is left out, and so are the fields that saving adds.
     """
     left_out = ("_name_or_path", "architectures", "dtype", "transformers_version")
     fields = model.config.to_dict()
@@ -120,9 +123,9 @@ def model_config_fields(model: Any) -> dict[str, Any]:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Let backward compute each layer again, not by reentrant checkpoints (modeling_utils.py).
+    """Enable activation checkpointing of each layer, not reentrant (modeling_utils.py).
 
-    Renamed in transformers 5.23, where the old name warns.
+    The method was renamed in transformers 5.23, where the old name gives a warning.
     """
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -131,7 +134,7 @@ def checkpoint_layers(model: Any) -> None:
 def bind_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return all arguments of a call to `module.forward`, by name."""
+    """Return the arguments of a call of `module.forward` by name."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     given = dict(bound.arguments)
     given.update(given.pop("kwargs", {}))
@@ -141,16 +144,16 @@ def bind_forward(
 def given_cache(given: dict[str, Any]) -> Any:
     """Return the cache among the arguments of a forward, or None.
 
-    The argument is called `cache` since transformers 5.24, where the old name still arrives from
-    callers that use it.
+    The argument is called `cache` since transformers 5.24, but callers may still use the old name.
     """
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
 def forward_globals(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the globals of the files that define the model's forward, behind decorators.
+    """Return the globals of the files that define the model's forward, without its decorators.
 
-    That of its class, and where Liger or another bound one to the instance that one's too.
+    The first file is that of the class. There is a second one if Liger or another package has bound
+    a forward to the instance.
     """
     *_, bound = forward_functions(model)
     stock = cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
@@ -159,7 +162,7 @@ def forward_globals(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def is_fused_head(kwargs: dict[str, Any]) -> bool:
-    """Return whether TRL asks for its fused head, where it computes the loss itself.
+    """Return True if TRL calls the forward with its fused head, which computes the loss itself.
 
     trl/trainer/utils.py, since 1.15.
     """
@@ -167,7 +170,7 @@ def is_fused_head(kwargs: dict[str, Any]) -> bool:
 
 
 def has_fused_head() -> bool:
-    """Return whether a TRL with such a head is installed."""
+    """Return True if the installed TRL has the fused head."""
     try:
         return Version(version("trl")) >= _FUSED_HEAD_SINCE
     except PackageNotFoundError:
@@ -175,9 +178,9 @@ def has_fused_head() -> bool:
 
 
 def add_fused_head(model: nn.Module) -> dict[str, Any]:
-    """Give a model TRL's fused head, as its SFTTrainer does; returns what asks a forward for it.
+    """Add TRL's fused head to a model, as its SFTTrainer does (trl/trainer/utils.py).
 
-    trl/trainer/utils.py.
+    Returns the arguments with which a forward uses the head.
 
     Raises:
         ValueError: TRL is not installed, or is too old.
@@ -186,8 +189,8 @@ def add_fused_head(model: nn.Module) -> dict[str, Any]:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError as error:
         raise ValueError(
-            f"a loss without whole logits is TRL's, and there is no such head here ({error}); "
-            f"pip install 'trl>=1.15'"
+            f"a loss without whole logits needs TRL's fused head, which cannot be imported "
+            f"({error}); pip install 'trl>=1.15'"
         ) from error
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     return {"fused_lm_head": True}
@@ -196,13 +199,13 @@ def add_fused_head(model: nn.Module) -> dict[str, Any]:
 def fused_head_globals() -> dict[str, Any]:
     """Return the globals of the file from which TRL's fused head takes the aux loss.
 
-    Mixtral's, whatever the model is (trl/trainer/utils.py).
+    For every model this is Mixtral's file (trl/trainer/utils.py).
     """
     return vars(importlib.import_module(_AUX_LOSS_OF_FUSED_HEAD))
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, buffer) for every buffer that the state dict holds, and so a checkpoint."""
+    """Yield (name, buffer) for every buffer that is part of the state dict."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -210,16 +213,16 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_correction_bias(name: str) -> bool:
-    """Return whether a tensor of this name corrects a router's choice, and learns by no gradient.
+    """Return True if this is the name of a router's correction bias, which gets no gradient.
 
-    e_score_correction_bias of most architectures that have one, expert_bias of AFMoE and LFM2,
-    balancing_biases of Zaya.
+    It is e_score_correction_bias in most architectures, expert_bias in AFMoE and LFM2, and
+    balancing_biases in Zaya.
     """
     return _CORRECTION_BIAS.search(name) is not None
 
 
 def source_of(model: Any) -> str:
-    """Return the name or folder that a model was loaded from, "" for one that was built."""
+    """Return the name or folder from which a model was loaded; "" if it was not loaded."""
     return str(getattr(model.config, "_name_or_path", "") or "")
 
 
@@ -229,7 +232,7 @@ def set_source(model: Any, name: str) -> None:
 
 
 def takes_images(config: Any) -> bool:
-    """Return whether `config` is that of a model of images and text.
+    """Return True if `config` is that of a model of images and text.
 
     transformers/models/auto/modeling_auto.py.
     """
@@ -237,7 +240,7 @@ def takes_images(config: Any) -> bool:
 
 
 def is_causal_lm(config: Any) -> bool:
-    """Return whether transformers has a causal language model of `config`.
+    """Return True if transformers has a causal language model for `config`.
 
     transformers/models/auto/modeling_auto.py.
     """
@@ -245,5 +248,5 @@ def is_causal_lm(config: Any) -> bool:
 
 
 def has_tower(config: Any) -> bool:
-    """Return whether `config` has one of a vision tower within (configuration_utils.py)."""
+    """Return True if `config` contains the config of a vision tower (configuration_utils.py)."""
     return "vision_config" in config.sub_configs

@@ -1,7 +1,7 @@
-"""Module and parameter names, without what wrappers put into them.
+"""Module and parameter names without the components that wrappers add.
 
-Those of torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, of version 1 of
-torch/distributed/fsdp/, torch/_dynamo/eval_frame.py and peft/tuners/tuners_utils.py.
+The wrappers are those of torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py, of FSDP1
+(torch/distributed/fsdp/), of torch/_dynamo/eval_frame.py and of peft/tuners/tuners_utils.py.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_fsdp_wrapped_
 
 
 def canonical_name(name: str) -> str:
-    """Return a module or parameter name without what wrappers put in.
-
-    The wrappers are those of activation checkpointing, torch.compile and FSDP1.
-    """
+    """Remove the components of activation checkpointing, torch.compile and FSDP1 from a name."""
     return _WRAPPERS.sub("", f"{name}.").rstrip(".")
 
 
 def stock_name(module_name: str) -> str:
-    """Return the name that a module had before any wrapper, PEFT's included."""
+    """Return the name that a module had before it was wrapped, by PEFT as well."""
     return re.sub(r"\.base_layer(?=\.|$)", "", canonical_name(module_name))
 
 
 def unwrap(model: Any) -> Any:
-    """Return the model inside torch.compile's wrapper, or `model` itself where it has none.
+    """Return the model inside torch.compile's wrapper, or `model` itself if it has no wrapper.
 
     torch/_dynamo/eval_frame.py, OptimizedModule.
     """

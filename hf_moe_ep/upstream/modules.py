@@ -1,4 +1,4 @@
-"""What torch.nn.Module keeps under private names (torch/nn/modules/module.py)."""
+"""Private attributes of torch.nn.Module (torch/nn/modules/module.py)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dictionary of the module's own buffers, not its children's; callers may write."""
+    """Return the dictionary of the buffers of `module` itself; callers may change it."""
     return module._buffers
 
 
 def own_children(module: nn.Module) -> Iterable[nn.Module | None]:
     """Return the children that `module` itself registered.
 
-    `getattr` would not do: PEFT's wrappers answer it with attributes of what they wrap.
+    `getattr` is no alternative, because PEFT's wrappers pass it on to the wrapped module.
     """
     return module._modules.values()
 
@@ -27,15 +27,15 @@ def own_child(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile was called on a module, or wraps one (torch/_dynamo/)."""
+    """Return True if a module is compiled in place, or is a compiled wrapper (torch/_dynamo/)."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def runs_compiled() -> bool:
-    """Return whether torch.compile traces what runs now, or called it.
+    """Return True if torch.compile traces the caller, or compiled code has called it.
 
-    Code that it could not trace runs as it is, and what that calls may be compiled again
-    (torch/_dynamo/eval_frame.py).
+    Compiled code calls functions that torch.compile could not trace, and these may call compiled
+    functions again (torch/_dynamo/eval_frame.py).
     """
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
     return torch.compiler.is_compiling() or callback() is not None
@@ -57,5 +57,5 @@ def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
 
 
 def allocate_meta(model: nn.Module, device: torch.device) -> None:
-    """Give memory on `device`, not filled, to all that is on meta, shards of DTensors too."""
+    """Allocate uninitialised memory on `device` for all tensors on meta, also inside DTensors."""
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)

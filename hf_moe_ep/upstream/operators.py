@@ -1,4 +1,4 @@
-"""What operators of torch compute, read, write and send; read off their schemas and arguments.
+"""FLOPs, bytes and collectives of torch's operators, derived from their schemas and arguments.
 
 torch/_ops.py, torch/utils/flop_counter.py, torch/distributed/_tools/fake_collectives.py and
 torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
@@ -16,7 +16,8 @@ from torch.utils.flop_counter import flop_registry
 from hf_moe_ep.upstream.dispatch_modes import storage_id, tensors_in
 
 _ATEN = torch.ops.aten
-# Attention of a CPU and products in place, which the registry lacks: shapes in the same order.
+# Operators without a FLOP formula in torch's registry: products in place, and attention on a CPU.
+# Each has an operator with a formula whose arguments have the same shapes in the same order.
 _LIKE = {
     "addmm_": _ATEN.addmm,
     "baddbmm_": _ATEN.baddbmm,
@@ -25,8 +26,8 @@ _LIKE = {
         _ATEN._scaled_dot_product_flash_attention_backward
     ),
 }
-# They ask for memory, or look at it in another way.
-_NOTHING = {
+# Operators that move no bytes: they allocate memory, or create a view.
+_MOVE_NOTHING = {
     "_local_scalar_dense",
     "_unsafe_view",
     "empty",
@@ -37,10 +38,12 @@ _NOTHING = {
     "new_empty_strided",
     "resize_",
 }
-# Of their first tensor they read as much as they write; of another, numbers of rows.
-_PICK = {"embedding", "gather", "index", "index_select", "take"}
-# Of their first tensor they read and write as much as they are given.
-_ADD_TO_PLACES = {
+# Operators that read as many bytes of their first tensor as they write. Their other tensors are
+# indices.
+_GATHER = {"embedding", "gather", "index", "index_select", "take"}
+# Operators that change a part of their first tensor. The part is as large as their largest other
+# tensor, which has the new values.
+_SCATTER = {
     "_index_put_impl_",
     "index_add_",
     "index_copy_",
@@ -49,7 +52,7 @@ _ADD_TO_PLACES = {
     "scatter_",
     "scatter_add_",
 }
-# They do not read what they write.
+# Operators in place that do not read the tensor to which they write.
 _OVERWRITE = {
     "_foreach_copy_",
     "_foreach_zero_",
@@ -60,6 +63,7 @@ _OVERWRITE = {
     "uniform_",
     "zero_",
 }
+# The kind of each collective, and the argument that is its whole tensor (see `payload_of`).
 _COLLECTIVES = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -70,24 +74,25 @@ _COLLECTIVES = {
 
 
 def operator_name(operator: Any) -> str:
-    """Return an operator's name without overload, as "mm"."""
+    """Return the name of an operator without its overload, such as "mm"."""
     name: str = operator.overloadpacket.__name__
     return name
 
 
 def is_made_of_others(operator: Any) -> bool:
-    """Tell whether an operator is nothing but others, which torch shows only where it is asked to.
+    """Return True if an operator only calls other operators.
 
-    Inside an operator of torch.library it shows `matmul` instead of `mm`.
+    Dispatch modes usually see these other operators, such as `mm`. Inside an operator of
+    torch.library they see `matmul` itself.
     """
-    made: bool = operator.namespace == "aten" and operator._can_decompose()
-    return made
+    is_composite: bool = operator.namespace == "aten" and operator._can_decompose()
+    return is_composite
 
 
 def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count the multiplications and additions of a product or of attention; 0 for all others.
+    """Count the multiplications and additions of a matrix product or of attention; otherwise 0.
 
-    Attention that is causal computes half of its square.
+    Causal attention computes half of the square of scores.
     """
     packet = _LIKE.get(operator_name(operator), operator.overloadpacket)
     formula = flop_registry.get(packet)
@@ -104,47 +109,47 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 
 def _with_all_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give keys and values as many heads as queries have: formulas of torch 2.11 want that."""
-    place = 1 if "backward" in operator_name(operator) else 0
-    heads = args[place].shape[1]
+    """Give keys and values as many heads as queries have, as the formulas of torch 2.11 expect."""
+    query = 1 if "backward" in operator_name(operator) else 0
+    heads = args[query].shape[1]
     repeated = [
         x.new_empty((x.shape[0], heads, *x.shape[2:]), device="meta")
-        for x in args[place + 1 : place + 3]
+        for x in args[query + 1 : query + 3]
     ]
-    return (*args[: place + 1], *repeated, *args[place + 3 :])
+    return (*args[: query + 1], *repeated, *args[query + 3 :])
 
 
 def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count bytes read and written; 0 for what only asks for memory or looks at it anew."""
+    """Count the bytes that an operator reads and writes; 0 for an allocation or a view."""
     name = operator_name(operator)
     given = {id(x) for x in tensors_in((args, kwargs))}
-    made = [x for x in tensors_in(out) if id(x) not in given]
-    changes = _changed(operator, args, kwargs)
+    results = [x for x in tensors_in(out) if id(x) not in given]
+    changed = _changed(operator, args, kwargs)
     if (
         operator.namespace == "prim"
-        or name in _NOTHING
-        or (not changes and _looks_at(made, args, kwargs))
+        or name in _MOVE_NOTHING
+        or (not changed and _are_views(results, args, kwargs))
     ):
         return 0
     if name == "all_gather_copy_in":
         return 2 * _size(tensors_in(args[0]))
     read = tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))
-    written = _size(made) + _size(changes)
-    if name in _PICK:
+    written = _size(results) + _size(changed)
+    if name in _GATHER:
         return 2 * written + _size(read[1:])
-    if name in _ADD_TO_PLACES:
+    if name in _SCATTER:
         others = read[1:]
         return 2 * max((_size([x]) for x in others), default=0) + _size(others)
     if name in _OVERWRITE:
-        return written + _size(read) - _size(changes)
+        return written + _size(read) - _size(changed)
     return written + _size(read)
 
 
 def collective_of(operator: Any) -> str | None:
-    """Tell which collective an operator is, or None.
+    """Return the kind of collective that an operator is; None for other operators.
 
     Raises:
-        NotImplementedError: it is one that no code of ours or of FSDP2 calls.
+        NotImplementedError: a collective that neither this package nor FSDP2 calls.
     """
     if operator.namespace not in ("c10d", "_c10d_functional"):
         return None
@@ -158,49 +163,52 @@ def collective_of(operator: Any) -> str | None:
 
 
 def payload_of(operator: Any, args: tuple[Any, ...]) -> int:
-    """Count the bytes of a collective's whole tensor: gathered, to be scattered, reduced, sent."""
-    _, place = _COLLECTIVES[operator_name(operator)]
-    return sum(x.numel() * x.element_size() for x in tensors_in(args[place]))
+    """Count the bytes of a collective's whole tensor.
+
+    It is the result of an all-gather, and the input of a reduce-scatter, all-reduce or all-to-all.
+    """
+    _, argument = _COLLECTIVES[operator_name(operator)]
+    return sum(x.numel() * x.element_size() for x in tensors_in(args[argument]))
 
 
 def group_of(operator: Any, args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """Return the process group that a collective runs over."""
+    """Return the process group of a collective."""
     boxed = args[1 if operator_name(operator) in ("allreduce_", "broadcast_") else 2]
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(boxed)
     return group
 
 
 def work_of(out: Any) -> Any:
-    """Return what a collective's end can be waited for with."""
+    """Return the `Work` object of a collective from its result."""
     return out if not isinstance(out, tuple | list) else out[-1]
 
 
 def _is_causal(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for place, argument in enumerate(operator._schema.arguments):
+    for index, argument in enumerate(operator._schema.arguments):
         if argument.name == "is_causal":
-            given = args[place] if place < len(args) else kwargs.get("is_causal", False)
+            given = args[index] if index < len(args) else kwargs.get("is_causal", False)
             return bool(given)
     return False
 
 
 def _changed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Collect the tensors that an operator writes to, of those it is given."""
+    """Collect the arguments of an operator that it changes in place."""
     changed = []
-    for place, argument in enumerate(operator._schema.arguments):
+    for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
             changed += tensors_in(given)
     return changed
 
 
-def _looks_at(made: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether all that was made shares memory with what was given."""
-    there = {storage_id(x.untyped_storage()) for x in tensors_in((args, kwargs))}
-    return bool(made) and all(storage_id(x.untyped_storage()) in there for x in made)
+def _are_views(results: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if there are results and all of them share memory with arguments."""
+    storages = {storage_id(x.untyped_storage()) for x in tensors_in((args, kwargs))}
+    return bool(results) and all(storage_id(x.untyped_storage()) in storages for x in results)
 
 
 def _size(tensors: list[Tensor]) -> int:
-    """Count the bytes of tensors; one that is expanded is as large as what it repeats."""
+    """Count the bytes of tensors; repeated elements of an expanded tensor count once."""
     total = 0
     for x in tensors:
         number = 1

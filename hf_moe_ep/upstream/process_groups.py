@@ -1,7 +1,7 @@
-"""Process groups and meshes of torch, where their public interface ends.
+"""Private functions of torch's process groups and meshes.
 
-torch/distributed/distributed_c10d.py, torch/distributed/device_mesh.py and, for a plan of a world
-that is not there, torch/testing/_internal/distributed/fake_pg.py.
+torch/distributed/distributed_c10d.py and torch/distributed/device_mesh.py; for plans without ranks
+torch/testing/_internal/distributed/fake_pg.py.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def default_store() -> Any:
-    """Return the store over which the default process group was made (distributed_c10d.py)."""
+    """Return the store of the default process group (distributed_c10d.py)."""
     return dist.distributed_c10d._get_default_store()
 
 
 def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where tensors of `group` that are about nothing on a device may lie.
+    """Return the device for small tensors that `group` exchanges, such as sizes and flags.
 
-    The host where one of its backends is the host's (distributed_c10d.py).
+    This is the CPU if the group has a backend for CPU tensors (distributed_c10d.py).
     """
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
-    """Return a mesh of one axis over `axes` of `mesh`, or None where torch cannot make it.
+    """Return a mesh with one axis that joins `axes` of `mesh`, or None if torch cannot create it.
 
-    DTensor finds and uses it from then on (device_mesh.py). Torch up to 2.11 cannot slice a
-    mesh whose neighbours along the first axis are closer in rank than those along a later one.
+    From then on DTensor uses this mesh where it reduces over these axes (device_mesh.py). torch up
+    to 2.11 cannot slice a mesh whose ranks along the first axis are closer than those along a later
+    axis.
     """
     try:
         return mesh[axes]._flatten("_".join(axes))
@@ -42,13 +43,13 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
 
 
 def default_timeout(device: torch.device) -> timedelta | None:
-    """Return the timeout of the default group; None of a backend that has none.
+    """Return the timeout of the default group; None if its backend has no timeout.
 
-    torch gives other groups its own, 30 minutes under gloo and 10 under NCCL, whatever the user
-    said (distributed_c10d.py).
+    All other groups get torch's default timeout, 30 minutes with gloo and 10 with NCCL, whatever
+    timeout the user has set for the default group (distributed_c10d.py).
     """
     backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
-    # Fake groups have no options, and lazy ones of NCCL none either.
+    # Fake groups and lazy NCCL groups have no options.
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout
 
@@ -58,7 +59,7 @@ def take_default_timeout(mesh: DeviceMesh) -> None:
     timeout = default_timeout(torch.device(mesh.device_type))
     if timeout is None:
         return
-    # Public since torch 2.15, which deprecates the private name.
+    # torch 2.15 makes this function public and deprecates the private name.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in mesh.get_all_groups():
         set_timeout(timeout, group)
@@ -66,9 +67,9 @@ def take_default_timeout(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """Make a default group of `world_size` ranks of which only `rank` exists, inside the block.
+    """Create a default group of `world_size` ranks, of which only `rank` exists, inside the block.
 
-    Its collectives return at once and move nothing.
+    Its collectives return at once and transfer nothing.
     """
     # The import registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore

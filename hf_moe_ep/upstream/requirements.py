@@ -1,14 +1,15 @@
-"""Which versions of other packages we allow, and which are there.
+"""Versions of other packages: the allowed ranges, and the installed versions.
 
-The allowed ranges stand once, in setup.cfg; an installed package carries them in its metadata, and
-they are read from there:
+The ranges are defined in setup.cfg alone. They are read from the metadata of the installed
+hf_moe_ep:
 
     transformers 5.10.0, allowed >=5.16.1,<6   too old
     transformers 6.1.0                         too new
-    peft, of the extra of that name            missing, which only LoRA minds
+    peft, required by the extra "peft"         missing, which matters for LoRA alone
 
-Nothing is imported to find a version: a package that is broken still has one. `patch` warns of a
-version outside its range and goes on, `hf-moe-ep doctor` (tools/doctor.py) calls it a failure.
+No package is imported to find its version, so a broken package has a version as well. If a version
+is outside its range, `patch` warns and continues, and `hf-moe-ep doctor` (doctor.py) reports a
+failure.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "hf_moe_ep"
-# The extras whose packages run with a model, "" for what is always required.
-_WITH_A_MODEL = ("", "peft", "trl", "quant")
+# The extras whose packages matter when a model is trained; "" are the required packages.
+_FOR_TRAINING = ("", "peft", "trl", "quant")
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """One package that we declare; `extra` is the one that asks for it, "" where it is always."""
+    """A package in our metadata, and the extra that requires it ("" if it is always required)."""
 
     name: str
     versions: SpecifierSet
@@ -43,7 +44,7 @@ class Allowed:
         return "too new" if lower.contains(version, prereleases=True) else "too old"
 
     def sentence(self, version: str | None) -> str:
-        """Say which version is there and which are allowed; "" for a version in the range."""
+        """Return the problem, the allowed range and the fix; "" for a version in the range."""
         problem = self.problem(version)
         found = "" if version is None else f"{version} is "
         fix = f"pip install {self.for_pip}"
@@ -56,12 +57,12 @@ class Allowed:
 
     @property
     def range(self) -> str:
-        """The versions in the order in which one says them: >=5.16.1,<6."""
+        """The allowed range, with its lower end first: >=5.16.1,<6."""
         return ",".join(sorted(map(str, self.versions), reverse=True))
 
 
 def allowed_packages() -> list[Allowed] | None:
-    """Read what the installed hf_moe_ep declares for this Python and system, None without one."""
+    """Read the packages in our metadata that apply to this Python; None if not installed."""
     try:
         found = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -79,17 +80,17 @@ def allowed_packages() -> list[Allowed] | None:
 
 
 def warn_of_versions() -> None:
-    """Warn, in one sentence each, of installed packages whose version is outside its range."""
+    """Warn of each installed package whose version is outside its range."""
     for package in allowed_packages() or ():
         version = installed_version(package.name)
-        if version is None or package.extra not in _WITH_A_MODEL:
+        if version is None or package.extra not in _FOR_TRAINING:
             continue
-        if said := package.sentence(version):
-            warnings.warn(f"{package.name} {said}", stacklevel=3)
+        if problem := package.sentence(version):
+            warnings.warn(f"{package.name} {problem}", stacklevel=3)
 
 
 def installed_version(name: str) -> str | None:
-    """Read a package's version from its metadata; None where it is not installed."""
+    """Return the version in a package's metadata; None if the package is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

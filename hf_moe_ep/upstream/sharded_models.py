@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import modeling_utils
+from transformers.integrations import is_fsdp_enabled
 
 from hf_moe_ep.upstream.modules import remove_hooks
 
@@ -69,6 +70,15 @@ def is_distributed_by_transformers(model: nn.Module) -> bool:
     )
 
 
+def loads_on_one_rank_per_host() -> bool:
+    """Return True if stock's `from_pretrained` reads weights only on the first rank of each host.
+
+    All other ranks then have parameters on meta. Accelerate's FSDP option
+    `cpu_ram_efficient_loading` switches this on (transformers/distributed/fsdp.py).
+    """
+    return bool(is_fsdp_enabled())
+
+
 def inside_ddp_forward() -> bool:
     """Return True inside a forward of DDP (torch/nn/parallel/distributed.py)."""
     return DistributedDataParallel._active_ddp_module is not None
@@ -107,17 +117,18 @@ def times_written(tensor: Tensor) -> tuple[int, ...]:
 def begin_with_root(model: nn.Module) -> None:
     """Initialise FSDP2 from its root, before a unit inside the root is called on its own.
 
-    FSDP2 takes the first unit that runs as the root. That unit would be a root of its own, and all
-    others would lack the state that a root shares (torch/distributed/fsdp/_fully_shard/
-    _fsdp_state.py). After a forward of the root this function does nothing.
+    FSDP2 takes the first unit that runs as the root. Without this call the inner unit would become
+    a second root, and all other units would lack the state that a root shares with its units
+    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). After a forward of the root this function
+    does nothing.
     """
     root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
     if root is not None:
         root._get_fsdp_state()._lazy_init()
 
 
-# Under torch.compile it would be traced through FSDP2's weak dictionary of all states, which loses
-# entries while dynamo reads it.
+# torch.compile would trace this hook through FSDP2's weak dictionary of all states, which may lose
+# entries during the tracing.
 @torch.compiler.disable
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     """Pre-forward hook: reset an FSDP2 unit whose backward has ended, so that it prepares again.

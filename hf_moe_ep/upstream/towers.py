@@ -1,4 +1,4 @@
-"""Vision towers (models/qwen3_vl_moe), and what their model's forward takes of them."""
+"""Vision towers (models/qwen3_vl_moe), and the arguments of a forward for pictures and sound."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from torch import Tensor, nn
 from hf_moe_ep.upstream.code import forward_arguments
 
 TOWER_OUTPUTS = "mm_encoder_outputs"
-# Runs towers before the first forward of `generate` (generation/utils.py).
+# The method of a model that runs its towers before the first forward of `generate`
+# (generation/utils.py).
 ENCODE_AHEAD = "_prepare_multimodal_encoder_kwargs_for_generation"
-# A block with experts for text and others for pictures (models/ernie4_5_vl_moe).
+# Blocks that have experts for text and other experts for pictures have a module and a forward
+# argument of these names (models/ernie4_5_vl_moe).
 EXPERTS_OF_PICTURES = "vision_moe"
 TOKEN_KINDS = "moe_mm_token_type_ids"
 _ENCODER_INPUT = re.compile("pixel|image|video|audio|input_features|input_values")
 
 
 def takes_tower_outputs(inner: nn.Module) -> bool:
-    """Return whether the forward of `inner` takes the outputs of a vision tower that has run.
+    """Return True if the forward of `inner` accepts outputs of a tower that has run before.
 
-    models/qwen3_vl_moe of transformers 5.19 and newer; not of 5.16.
+    models/qwen3_vl_moe does in transformers 5.19 and newer, but not in 5.16.
     """
     return TOWER_OUTPUTS in inspect.signature(inner.forward).parameters
 
 
 def input_names(module: nn.Module) -> list[str]:
-    """Return what the forward of `module` takes of pictures and sound, by name."""
+    """Return the names of the forward's arguments for pictures and sound."""
     return [name for name in forward_arguments(module) if is_encoder_input(name)]
 
 
 def is_encoder_input(name: str) -> bool:
-    """Return whether `name` is what a forward calls pictures or sound, or something about them.
+    """Return True if `name` is a forward argument for pictures or sound, or for their sizes.
 
     models/*/modeling_*.py: pixel_values, image_grid_thw, input_features, audio_input_ids, ...
     """
@@ -42,25 +44,26 @@ def is_encoder_input(name: str) -> bool:
 
 
 def has_experts_of_pictures(block: nn.Module) -> bool:
-    """Return whether `block` runs some of its experts only where it sees tokens of pictures."""
+    """Return True if `block` has experts that run only for tokens of pictures."""
     return hasattr(block, EXPERTS_OF_PICTURES) and TOKEN_KINDS in forward_arguments(block)
 
 
 def runs_in_blocks(owner: nn.Module, tower: Any) -> bool:
-    """Return whether blocks of `tower` can be units: pictures and videos in one call, in patches.
+    """Return True if the blocks of `tower` can be FSDP2 units.
 
-    The towers of models/qwen3_vl_moe; of others each child of `owner` is gathered whole.
+    This needs one call of the tower for all pictures and videos, as patches. Only the towers of
+    models/qwen3_vl_moe are known to allow it. Other encoders are all-gathered as a whole.
     """
     return hasattr(tower, "deepstack_merger_list") and takes_tower_outputs(owner)
 
 
 def tower_heads(tower: Any) -> int:
-    """Return the number of attention heads of the vision tower."""
+    """Return the number of attention heads of a vision tower."""
     return int(tower.config.num_heads)
 
 
 def tower_sizes(tower: Any) -> tuple[int, int]:
-    """Return (m, values): m x m patches become one token, a patch is a row of `values` numbers."""
+    """Return (m, values): m x m patches become one token, and a patch has `values` numbers."""
     return tower.spatial_merge_size, math.prod(tower.patch_embed.proj.weight.shape[1:])
 
 
@@ -68,20 +71,20 @@ def run_tower(inner: Any, pixels: Tensor, grids: Tensor, **kwargs: Any) -> Any:
     """Run the vision tower and return its outputs, one entry per picture.
 
     Args:
-        inner: the model that holds the tower (models/qwen3_vl_moe).
+        inner: the model that contains the tower (models/qwen3_vl_moe).
         pixels: (patches of all pictures, values of a patch).
-        grids: (pictures, 3): frames, height and width of each, in patches.
-        kwargs: for the tower's forward.
+        grids: (pictures, 3): frames, height and width of each picture, in patches.
+        kwargs: more arguments of the tower's forward.
     """
     return inner.get_image_features(pixels, grids, return_dict=True, **kwargs)
 
 
 def tower_tables(tower: Any, grids: Tensor) -> dict[str, Tensor]:
-    """Return the tables that the tower would compute from `grids` (pictures, 3): a row per patch.
+    """Compute the tables that a tower computes from `grids` (pictures, 3), with a row per patch.
 
-    Keys are the keyword arguments by which the tower takes them, interpolation and positions.
+    The keys are the tower's keyword arguments for the interpolation and the positions.
     """
-    from transformers import vision_utils  # transformers 5.17 has none, and no use for it
+    from transformers import vision_utils  # Missing in 5.17, where no tower takes tables.
 
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         grids,
@@ -95,9 +98,9 @@ def tower_tables(tower: Any, grids: Tensor) -> dict[str, Tensor]:
 
 
 def split_tower_outputs(outputs: Any, counts: list[int]) -> list[Any]:
-    """Split the tower's outputs into consecutive groups of `counts` pictures each.
+    """Split the outputs of a tower into groups of consecutive pictures, `counts` pictures each.
 
-    Each group is an output object as the inner model's forward takes it.
+    Each group is an output object that the inner model's forward accepts.
     """
     parts, first = [], 0
     for count in counts:

@@ -61,8 +61,8 @@ _OWN_USERS = ("accelerate", "transformers", "peft", "hf_moe_ep")
 def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
     """Call `call` at the next `from accelerate import Accelerator` or `accelerate.Accelerator`.
 
-    The class is taken out of the package's names until then, and the module's `__getattr__`
-    (PEP 562) puts it back.
+    Until then the class is removed from the names of the package. The first use calls the module's
+    `__getattr__` (PEP 562), which restores the class.
     """
     names = vars(accelerate)
     kind, before = names.pop("Accelerator", None), names.get("__getattr__")
@@ -130,9 +130,9 @@ def has_chunked_loss(model: nn.Module) -> bool:
 
 
 def gather_again(trainer: transformers.Trainer) -> None:
-    """Let a Trainer call `gather_for_metrics` as its Accelerator has it now.
+    """Make a Trainer call the current `gather_for_metrics` of its Accelerator.
 
-    The Trainer keeps the bound method from the time before the Accelerator was specialised
+    The Trainer has stored the bound method of before the Accelerator was specialised
     (transformers/trainer.py).
     """
     kept = getattr(trainer, "gather_function", None)
@@ -156,7 +156,7 @@ def checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:
 
 
 def save_beside(trainer: transformers.Trainer, folder: str, state_dict: Any) -> None:
-    """Call `Trainer._save`: write a model with its tokenizer and the training arguments.
+    """Call `Trainer._save`, which writes a model, its tokenizer and the training arguments.
 
     transformers/trainer.py.
     """

@@ -310,7 +310,7 @@ def test_other_quantisations_are_refused_by_name(
     tiny().config.save_pretrained(tmp_path)
     held = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config}
     (tmp_path / "config.json").write_text(json.dumps(held))
-    words = f"quantized by {kind}, which cannot be trained here; take the bf16 checkpoint of this "
+    words = f"quantized by {kind}, which cannot be trained here; use a bf16 checkpoint of this "
     with pytest.raises(ValueError, match=words + "model, or one quantized by mxfp4 or fp8, whose"):
         empty_model(tmp_path, None, torch.get_default_dtype, {})
 

@@ -349,7 +349,7 @@ def _prompt(model: nn.Module) -> nn.Module:
         (with_lora, {}, "has adapters, .*pass merge_adapters=True"),
         (_dora, {"merge_adapters": True}, "q_proj has an adapter .*DoraLinearVariant; LoRA on"),
         (_ia3, {"merge_adapters": True}, "k_proj has an adapter .*ia3.*; LoRA on"),
-        (_prompt, {"merge_adapters": True}, "adapter default learns a prompt"),
+        (_prompt, {"merge_adapters": True}, "adapter default trains a prompt"),
     ],
 )
 def test_bad_input(wrap: Any, options: dict[str, Any], words: str) -> None:
@@ -363,9 +363,7 @@ def test_adapters_that_are_switched_off() -> None:
     model: Any = patch(with_lora(tiny(), seed=1))
     want = collect(model, merge_adapters=True)
     with model.disable_adapter():
-        with pytest.raises(
-            ValueError, match=r"adapter of .*q_proj is switched off .*disable_adapt"
-        ):
+        with pytest.raises(ValueError, match=r"adapter of .*q_proj is disabled .*disable_adapt"):
             hub_tensors(model, merge_adapters=True)
     assert_equal(collect(model, merge_adapters=True), want)
 

@@ -486,11 +486,11 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "lokr": (
         partial(_another_kind, LoKrConfig(r=2, target_modules=["q_proj"])),
-        r"peft_type LOKR, and only LORA is a product of two factors; merge it in one process",
+        r"peft_type LOKR, but only LORA is a product of two factors; merge it in one process",
     ),
     "prompt": (
         partial(_another_kind, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
-        r"learns a prompt \(PROMPT_TUNING: .*no weight can hold",
+        r"is a trained prompt \(PROMPT_TUNING: .*cannot be merged into a weight",
     ),
     "shapes": (
         partial(_of_another_base, hidden_size=48),
@@ -519,15 +519,15 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "no model": (lambda base, _: (base / "config.json").unlink(), "is no model: it has no config"),
     "damaged config": (
         lambda base, _: (base / "config.json").write_text('{"model_type": '),
-        r"base/config.json is no JSON or damaged: Expecting value",
+        r"base/config.json is damaged or not JSON: Expecting value",
     ),
     "a list": (
         lambda base, _: (base / "config.json").write_text("[]"),
-        r"base/config.json holds a list, and an object is expected",
+        r"base/config.json contains a list, but must contain an object",
     ),
     "damaged adapter": (
         lambda _, adapter: (adapter / "adapter_config.json").write_text("{"),
-        r"adapter has no config that PEFT [\d.]+ reads: JSONDecodeError",
+        r"adapter has no config that PEFT [\d.]+ can read: JSONDecodeError",
     ),
     "a part quantized": (
         lambda base, _: _edit(base / "config.json", text_config={"quantization_config": FP8}),
@@ -535,7 +535,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
 }
 BAD |= {
-    field: (partial(_adapter_config, **{field: value}), rf"LoRA with .*\({field}\), and only a pro")
+    field: (partial(_adapter_config, **{field: value}), rf"LoRA with .*\({field}\), but only a pro")
     for field, value in BEYOND_A_PRODUCT.items()
     if hasattr(LoraConfig(), field)  # of the oldest PEFT, too
 }
@@ -583,8 +583,12 @@ def test_room_is_looked_for_first(small: Path, tmp_path: Path) -> None:
         (BASE, BASE, r"target .*base exists and is not empty; name another folder"),
         (BASE, f"{BASE}/out", r"target .*base/out lies in .*; name another folder"),
         (BASE, f"{BASE}/config.json/out", r"lies in .*config.json, which is a file; name another"),
-        ("somebody/else", "out", r"'somebody/else' is no folder .* cannot be fetched: .*cached"),
-        ("no model at all", "out", r"'no model at all' is no folder .*Repo id must use"),
+        (
+            "somebody/else",
+            "out",
+            r"'somebody/else' is neither a folder .* cannot be downloaded: .*cached",
+        ),
+        ("no model at all", "out", r"'no model at all' is neither a folder .*Repo id must use"),
     ],
 )
 def test_places_that_cannot_be(base: str, target: str, words: str, small: Path) -> None:

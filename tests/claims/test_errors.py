@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "option": (
         tiny,
         {"expert_parallel": 2},
-        "unknown option expert_parallel; known are: .*ep_size",
+        "unknown option expert_parallel; options are: .*ep_size",
     ),
     "sp": (tiny, {"sp_size": 3}, r"sp_size \(3\) must divide the attention heads \(4\)"),
     "activation": (
@@ -91,10 +91,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no experts": (
         _without_experts,
         {},
-        "unknown architecture 'qwen3_moe' .*none of its modules is of transformers",
+        "unknown architecture 'qwen3_moe' .*none of its modules uses transformers",
     ),
     "a layer lost": (_half_the_layers, {}, "found 1 decoder layers.*expected 2"),
-    "foreign experts": (_one_layer_lost, {}, r"not of transformers.*layers\.1\.mlp\.experts"),
+    "foreign experts": (_one_layer_lost, {}, r"without transformers.*layers\.1\.mlp\.experts"),
     "tp by transformers": (_with_tp, {}, f"transformers sharded this model.*{SHARDED}"),
 }
 if hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):

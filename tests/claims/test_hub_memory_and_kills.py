@@ -119,7 +119,7 @@ def _refused(rank: int, world: int, folder: str) -> None:
     for path in ("/no/folder", "./no", "~/no", "a/b/c", f"{folder}/none"):
         with pytest.raises(ValueError, match=f"^{path} does not exist on this machine; name a fol"):
             from_pretrained(path)
-    with pytest.raises(ValueError, match=r"config.json is a file; name a folder"):
+    with pytest.raises(ValueError, match=r"config.json is a file; pass a folder"):
         from_pretrained(f"{folder}/whole/config.json")
     for option in ({"ep_sizes": 2}, {"variant": "fp16"}, {"device_map": "auto"}):
         name = next(iter(option))

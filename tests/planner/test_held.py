@@ -400,5 +400,5 @@ def test_errors_of_the_command(case: str, folder: Path, capsys: pytest.CaptureFi
 
 def test_choices_of_the_api() -> None:
     for wrong in ({"masters": "fp16"}, {"optimizer": "adam"}, {"lora_rank": 2, "lora_targets": ""}):
-        with pytest.raises(ValueError, match=f"{list(wrong)[-1]}=.* is not known; use "):
+        with pytest.raises(ValueError, match=f"{list(wrong)[-1]}=.* is unknown; use "):
             plan_memory(tiny().config, world_size=2, **wrong)

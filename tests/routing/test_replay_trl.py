@@ -191,9 +191,11 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Any) -> None:
     trainer = _trainer(tmp_path)
     with pytest.raises(ValueError, match="mode='R4'"):
         replay_routing(trainer, "R4")
-    with pytest.raises(ValueError, match="takes routes from vLLM in this process"):
+    with pytest.raises(ValueError, match="reads routes from vLLM in this process"):
         replay_routing(trainer, "R3")
-    with pytest.raises(ValueError, match=r"no GRPOTrainer .* no _generate_and_score_completions"):
+    with pytest.raises(
+        ValueError, match=r"not a GRPOTrainer .* no _generate_and_score_completions"
+    ):
         replay_routing(SimpleNamespace(model=trainer.model), "R2")
     _with_engine(trainer, _Engine(arrays=False))
     replay_routing(copy.copy(trainer), "R3")

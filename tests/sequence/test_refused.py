@@ -83,7 +83,7 @@ NOT_COMPARED = (
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    layers = find_plan(model)[0].layers
+    layers = find_plan(model).layers
     return [name for name, _ in model.named_modules() if matches(layers, name)]
 
 

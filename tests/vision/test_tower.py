@@ -297,5 +297,5 @@ def test_a_plan_with_blocks_needs_a_forward_that_takes_what_the_tower_returned(m
     model = tiny(**MODEL)
     plan = derive_plan(model)
     monkeypatch.setattr(type(model.model), "forward", lambda self, input_ids=None: None)
-    with pytest.raises(ValueError, match=r"leave out plan=, and 'visual' is gathered"):
+    with pytest.raises(ValueError, match=r"leave out plan= \(then 'visual' is all-gathered"):
         patch(model, plan=plan)

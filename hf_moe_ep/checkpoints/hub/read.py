@@ -57,7 +57,7 @@ def described_model(
     `find_dtype` is called if the config names no dtype.
     """
     model = empty_model(folder, None, find_dtype, {})
-    return model, find_plan(model)[0]
+    return model, find_plan(model)
 
 
 def dtype_of_weights(folder: str | os.PathLike[str]) -> torch.dtype:
