@@ -5,6 +5,8 @@ SHELL := /bin/bash
 
 PIP := -m pip install --quiet --disable-pip-version-check
 EXTRAS := .[peft,demo,test,dev]
+# The site is built by a test of `make test-full`.
+WITH_DOCS := .[peft,demo,test,dev,docs]
 BIN := .venv/bin
 
 # Ranks share the machine's cores: one thread each. Two test files at a time, because ranks wait for
@@ -23,7 +25,7 @@ LINT := $(BIN)/ruff check . && $(BIN)/ruff format --check . && \
 .venv/.done: setup.cfg pyproject.toml constraints.txt
 	python3 -m venv .venv
 	$(BIN)/python $(PIP) torch==2.13.0
-	$(BIN)/python $(PIP) -c constraints.txt -e '$(EXTRAS)'
+	$(BIN)/python $(PIP) -c constraints.txt -e '$(WITH_DOCS)'
 	touch $@
 
 .venv-oldest/.done: setup.cfg pyproject.toml constraints-oldest.txt
@@ -65,9 +67,8 @@ architectures: .venv/.done
 	PYTHONPATH=tests $(BIN)/python -m support.architectures.table architectures.jsonl
 	rm architectures.jsonl
 
-# The site in out/site; the notebooks are run, for their outputs and plots.
+# The site, in out/site. The notebooks are run for their outputs and plots, which takes minutes.
 docs: .venv/.done
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[docs]'
 	HF_MOE_EP_DOCS_EXECUTE=true $(BIN)/mkdocs build --strict
 
 lint: .venv/.done

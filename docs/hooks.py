@@ -1,10 +1,10 @@
-"""MkDocs hook: adds pages that are generated, or that lie outside docs/.
+"""MkDocs hook: add the pages that are generated, and the files that lie outside docs/.
 
-architectures.md   ARCHITECTURES.md
-api.md             one mkdocstrings entry for each name in hf_moe_ep.__all__
-command-line.md    the --help text of every command
+architectures.md   a copy of ARCHITECTURES.md
+api.md             one mkdocstrings entry for each public name of hf_moe_ep
+command-line.md    the help text of every command
 notebooks/         the notebooks of the repository
-results/           pictures of benchmarks/results/
+results/           the pictures of benchmarks/results/
 """
 
 import ast
@@ -31,15 +31,24 @@ def on_files(files, config):
     }
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
-    outside = {
-        "notebooks": (ROOT / "notebooks").glob("*.ipynb"),
-        "results": (ROOT / "benchmarks/results").glob("*.png"),
-    }
-    for folder, paths in outside.items():
-        for path in paths:
-            name = f"{folder}/{path.name}"
-            files.append(File.generated(config, name, abs_src_path=os.fspath(path)))
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        files.append(_file(ROOT, path, config))
+    for path in sorted((ROOT / "benchmarks/results").glob("*.png")):
+        files.append(_file(ROOT / "benchmarks", path, config))
     return files
+
+
+def _file(folder: Path, path: Path, config) -> File:
+    """Return MkDocs' entry of a file outside docs/; its address is its path below `folder`.
+
+    Not File.generated: mkdocs-jupyter finds a notebook by `src_dir`, which a generated file lacks.
+    """
+    return File(
+        path.relative_to(folder).as_posix(),
+        os.fspath(folder),
+        config.site_dir,
+        config.use_directory_urls,
+    )
 
 
 def _api() -> str:

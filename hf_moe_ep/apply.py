@@ -164,7 +164,8 @@ def from_pretrained(
         peft_config: a LoraConfig, whose adapters are attached before sharding. Other kinds of
             adapters, and initial values that are computed from the weights, need a model that
             stock has loaded.
-        mp_policy, offload_policy: as in `apply_ep_fsdp2`.
+        mp_policy: as in `apply_ep_fsdp2`.
+        offload_policy: as in `apply_ep_fsdp2`.
         options: as in transformers' `from_pretrained`: `dtype` (default: that of the checkpoint),
             `attn_implementation`, `revision`, `token`, `cache_dir`, ..., and fields of the config.
 

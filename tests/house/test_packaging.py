@@ -20,7 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = (".git", ".venv*", "out", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
 BUILD = "from setuptools import build_meta; build_meta.build_sdist('dist')"
 VERSIONED = ("torch", "transformers", "accelerate", "peft", "trl")
-FOLDERS = (".github", "benchmarks", "examples", "hf_moe_ep", "model_patches", "notebooks", "tests")
+FOLDERS = (
+    ".github",
+    "benchmarks",
+    "docs",
+    "examples",
+    "hf_moe_ep",
+    "model_patches",
+    "notebooks",
+    "tests",
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,41 +1,134 @@
-"""README and CONTRIBUTING are short and plain, and whatever they name exists."""
+"""The pages for users name and link to things that exist, and README leads to every one of them."""
 
 import ast
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from support import pages
 
-from hf_moe_ep.cli import main as cli
+import hf_moe_ep
+from hf_moe_ep import ParallelConfig
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = {
-    name: (ROOT / name).read_text()
-    for name in (
-        "README.md",
-        "CONTRIBUTING.md",
-        "examples/README.md",
-        "benchmarks/results/README.md",
-    )
-}
-README = PAGES["README.md"]
-TREE_HEADING = "## Find your way in the source\n"
+ROOT = pages.ROOT
+PAGES = [*pages.names(), "ARCHITECTURES.md", "benchmarks/results/README.md"]
+TOP = "tests|examples|benchmarks|notebooks|docs|hf_moe_ep|model_patches"
+# Arguments that are passed on to from_pretrained of transformers.
+OF_TRANSFORMERS = {"dtype", "revision", "attn_implementation"}
 
 
-def tree(page: str) -> Iterator[tuple[Path, str]]:
-    """(path, what the line says) of every folder and file that the source tree names.
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_exist(page: str) -> None:
+    missing = [
+        link
+        for link, _ in pages.links(page)
+        if (target := pages.target(page, link)) not in pages.GENERATED
+        and not (ROOT / target).exists()
+    ]
+    assert not missing
 
-    Indentation nests, a line's first word is what it is about, names of files in the rest of a line
-    stand beside the first.
-    """
-    lines = page.split(TREE_HEADING)[1].split("\n## ")[0].splitlines()
-    folders: list[tuple[int, Path]] = []
-    for line in lines:
-        if not line.startswith("    "):
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/")])
+def test_anchors_within_the_pages_exist(page: str) -> None:
+    """tests/docs/test_site.py checks those of docs/, on the site that MkDocs makes of them."""
+    for link, anchor in pages.links(page):
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", pages.read(pages.target(page, link)), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_that_a_page_names_exist(page: str) -> None:
+    spans = {span for span in pages.spans(page) if re.fullmatch(rf"({TOP})/[\w./-]*", span)}
+    spans |= {span for span in pages.spans(page) if re.fullmatch(r"[A-Z]+\.md", span)}
+    missing = [span for span in spans if not (ROOT / span).exists()]
+    assert not missing
+
+
+def test_every_page_of_docs_can_be_reached_from_the_readme() -> None:
+    reached, waiting = set(), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached:
             continue
+        reached.add(page)
+        targets = (pages.target(page, link) for link, _ in pages.links(page))
+        waiting += [t for t in targets if t.endswith(".md") and (ROOT / t).is_file()]
+    assert {page for page in pages.names() if page.startswith("docs/")} <= reached
+
+
+def test_every_page_of_docs_is_in_the_navigation() -> None:
+    listed = re.findall(r"[\w-]+\.md|notebooks/\w+\.ipynb", (ROOT / "mkdocs.yml").read_text())
+    docs = [page.removeprefix("docs/") for page in pages.names() if page.startswith("docs/")]
+    notebooks = [f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")]
+    assert {*docs, *notebooks} <= set(listed)
+
+
+def _rows(page: str, columns: int) -> Iterator[list[str]]:
+    """The cells of the rows of tables with so many columns."""
+    for line in pages.read(page).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("|") and len(cells) == columns:
+            yield cells
+
+
+def test_the_models_of_the_readme_are_those_that_were_tested() -> None:
+    """The table's last column is that of ARCHITECTURES.md; so is the number of types."""
+    tested = {row[0].strip("`"): row for row in _rows("ARCHITECTURES.md", 7) if "`" in row[0]}
+    assert f"all {len(tested)} model types" in pages.read("README.md")
+    found = 0
+    for _, types, sequence in _rows("README.md", 3):
+        for name in re.findall(r"`(\w+)`", types):
+            if name != "model_type":
+                assert tested[name][1] == "yes"
+                assert tested[name][3].startswith(sequence), name
+                found += 1
+    assert found == 12
+
+
+def _calls(page: str) -> Iterator[tuple[str, ast.Call]]:
+    """Calls of our public names in the sentences and tables of a page."""
+    for span in pages.spans(page):
+        try:
+            tree = ast.parse(span.removesuffix(":").removeprefix("for key, tensor in "))
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).removeprefix("hf_moe_ep.")
+                if name in hf_moe_ep.__all__:
+                    yield name, node
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_calls_in_the_text_have_arguments_that_exist(page: str) -> None:
+    options = {field.name for field in fields(ParallelConfig)}
+    for name, call in _calls(page):
+        signature = inspect.signature(getattr(hf_moe_ep, name))
+        known = set(signature.parameters)
+        if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+            known |= options | OF_TRANSFORMERS
+        used = {keyword.arg for keyword in call.keywords} - {None}
+        assert used <= known, f"{ast.unparse(call)}: {used - known}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_in_the_text_exist(page: str) -> None:
+    for attribute in re.findall(r"`hf_moe_ep\.(\w+)[`(]", pages.prose(page)):
+        assert hasattr(hf_moe_ep, attribute) or importlib.import_module(f"hf_moe_ep.{attribute}")
+
+
+def tree(text: str) -> Iterator[tuple[Path, str]]:
+    """Yield (path, what the line says) for each folder and file of a source tree.
+
+    Indentation nests. The first word of a line is the name; other files may follow in its text.
+    """
+    folders: list[tuple[int, Path]] = []
+    for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
         folders = [(i, folder) for i, folder in folders if i < indent]
         parent = folders[-1][1] if folders else Path()
@@ -45,84 +138,16 @@ def tree(page: str) -> Iterator[tuple[Path, str]]:
             yield parent / name, about.strip()
             continue
         for file in re.findall(r"\w+\.py", line):
-            yield parent / file, about.strip()
+            if file == name or (ROOT / parent / file).exists():
+                yield parent / file, about.strip()
 
 
-@cache
-def order() -> list[str]:
-    """ORDER of test_imports.py as one list of names, from top to bottom."""
-    module = ast.parse((ROOT / "tests/house/test_imports.py").read_text())
-    rows = next(
-        ast.literal_eval(node.value)
-        for node in module.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "ORDER"
-    )
-    return [row.split() for row in rows]
+(TREE,) = (block.text for block in pages.blocks("docs/source.md"))
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_plain(name: str) -> None:
-    page = PAGES[name]
-    assert page.isascii()
-    assert "@@" not in page, "a figure is still to be filled in"
-    # A row of a table is one line, however long.
-    wide = [line for line in page.splitlines() if len(line) > 100 and not line.startswith("|")]
-    assert not wide, wide
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_what_a_page_names_exists(name: str) -> None:
-    page, here = PAGES[name], (ROOT / name).parent
-    words = re.findall(r"`([^`\n]+)`", page) + re.findall(r"\]\(([^)#]+)\)", page)
-    top = "tests|examples|benchmarks|notebooks|hf_moe_ep|model_patches"
-    paths = {w for w in words if re.fullmatch(rf"({top})/[\w./-]*|[\w./-]+\.(md|ipynb|png)", w)}
-    paths = {path for path in paths if not path.startswith("out/")}  # what a run writes
-    # Only what a shell is given; `make demo` in prose is checked as well.
-    in_blocks = re.findall(r"\b(?:examples|benchmarks|tests)/[\w/]+\.(?:py|yaml|sh)\b", page)
-    assert paths or in_blocks
-    missing = [p for p in {*paths, *in_blocks} if not ((ROOT / p).exists() or (here / p).exists())]
-    assert not missing, f"{name} names {missing}"
-
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, flags=re.MULTILINE))
-    asked = set(re.findall(r"(?:`|^    )make ([a-z][a-z-]*)", page, flags=re.MULTILINE))
-    assert asked <= targets, f"{name} asks for make {asked - targets}"
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_commands_of_a_page_exist(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in set(re.findall(r"(?:`|^    )hf-moe-ep ([a-z-]+)", PAGES[name], re.MULTILINE)):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main([command, "--help"])
-        assert stopped.value.code == 0, command
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_python_of_a_page_parses_and_imports_what_exists(name: str) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGES[name], flags=re.DOTALL)
-    assert blocks or name != "README.md"
-    for block in blocks:
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                module = importlib.import_module(node.module)
-                for alias in node.names:
-                    assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
-    for attribute in re.findall(r"`hf_moe_ep\.(\w+)", PAGES[name]):
-        assert hasattr(importlib.import_module("hf_moe_ep"), attribute), attribute
-
-
-def test_a_newcomer_reads_two_screens() -> None:
-    before, _, _ = README.partition("## How it works\n")
-    assert before != README
-    assert len(before.splitlines()) <= 100
-    assert len(PAGES["CONTRIBUTING.md"].splitlines()) <= 80
-
-
-def test_the_tree_names_every_folder_and_nothing_that_is_not_there() -> None:
-    named = dict(tree(README))
-    missing = [str(path) for path in named if not (ROOT / path).exists()]
-    assert not missing, f"the tree names {missing}"
+def test_the_source_tree_names_every_folder() -> None:
+    named = dict(tree(TREE))
+    assert not [path for path in named if not (ROOT / path).exists()]
     folders = {path for path in named if (ROOT / path).is_dir()}
     real = {
         file.parent.relative_to(ROOT)
@@ -130,30 +155,32 @@ def test_the_tree_names_every_folder_and_nothing_that_is_not_there() -> None:
         for file in (ROOT / top).rglob("*.py")
     }
     assert folders == real
-    silent = [str(path) for path, about in named.items() if not about and path.name != "hf_moe_ep"]
-    assert not silent, f"the tree says nothing of {silent}"
+    assert not [path for path, about in named.items() if not about and path.name != "hf_moe_ep"]
 
 
-def test_the_tree_is_in_the_order_of_imports() -> None:
-    inside = [path for path, _ in tree(README) if path.parent == Path("hf_moe_ep")]
-    rows = {name: number for number, row in enumerate(order()) for name in row}
-    numbers = [rows[path.stem] for path in inside]
-    assert numbers == sorted(numbers)
-    # All of them stand in the tree; model_patches is a package of its own.
-    assert {path.stem for path in inside} == rows.keys() - {"__init__", "__main__", "model_patches"}
+def test_a_line_of_the_source_tree_imports_only_lines_below_it() -> None:
+    lines = [path for path, _ in tree(TREE) if path.parent == Path("hf_moe_ep")]
+    names = [path.stem for path in lines]
+    inside = {path.stem for path in (ROOT / "hf_moe_ep").glob("*") if "__" not in path.name}
+    assert set(names) == inside - {"model_patches", "py"}
+    place = {name: number for number, name in enumerate(names)}
+    for path in lines:
+        files = [ROOT / path] if path.suffix else (ROOT / path).rglob("*.py")
+        for file in files:
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                    "hf_moe_ep."
+                ):
+                    imported = str(node.module).split(".")[1]
+                    if imported in place:
+                        assert place[imported] >= place[path.stem], f"{file}: {node.module}"
 
 
-def test_the_tree_as_it_is_read() -> None:
-    page = f"""{TREE_HEADING}
-    top/
-      moe/     the layer
-        a.py     one thing; b.py, another
-      state.py what is kept
-"""
+def test_the_source_tree_as_it_is_read() -> None:
+    page = "top/\n  moe/     the layer\n    a.py     one thing\n  state.py what is kept\n"
     assert dict(tree(page)) == {
         Path("top"): "",
         Path("top/moe"): "the layer",
-        Path("top/moe/a.py"): "one thing; b.py, another",
-        Path("top/moe/b.py"): "one thing; b.py, another",
+        Path("top/moe/a.py"): "one thing",
         Path("top/state.py"): "what is kept",
     }

@@ -1,0 +1,324 @@
+"""Every Python block of README and docs/ runs, with small models in place of large ones.
+
+A page writes a block for its reader, who has a dataset, eight GPUs and a model of 30B parameters.
+Here the block runs on two CPU ranks with a model of two layers; `SMALLER` is all that is changed in
+its text, and `RUNS` says where the names come from that the page leaves to its reader.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator
+from support import pages
+from support.checks import Check, Found, on_ranks
+from support.launched import launched
+from support.tiny_models import Row, batch, tiny, vision_batch
+from support.words import text, tokenizer
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from hf_moe_ep import apply_ep_fsdp2, describe, expert_load, patch
+
+BLOCKS = {
+    (block.page, block.number): block
+    for page in pages.names()
+    for block in pages.blocks(page)
+    if block.language == "python"
+}
+SMALLER = {
+    '"Qwen/Qwen3-30B-A3B"': '"start"',
+    "ep_size=8": "ep_size=2",
+    "sp_size=4": "sp_size=2",
+}
+# 64: nf4 quantises blocks of 64 values.
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 64}
+ONE_STEP = partial(
+    transformers.TrainingArguments, use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True
+)
+Names = dict[str, Any]
+
+
+def _run(page: str, number: int, **names: Any) -> Names:
+    """Run a block with the names that its reader has; returns all names that it leaves."""
+    code = BLOCKS[page, number].text
+    for large, small in SMALLER.items():
+        code = code.replace(large, small)
+    exec(compile(code, str(BLOCKS[page, number]), "exec"), names)
+    return names
+
+
+@contextmanager
+def _in(folder: str) -> Iterator[dict[str, torch.Tensor]]:
+    """Work in a folder with the checkpoint "start"; yields a batch for this model."""
+    before = os.getcwd()
+    os.chdir(folder)
+    stock = tiny(dtype=torch.float32, **SIZES)
+    try:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            stock.save_pretrained("start")
+        if dist.is_initialized():
+            dist.barrier()
+        yield batch(stock, 8, 12)
+    finally:
+        os.chdir(before)
+
+
+def _assert_trained(saved: str) -> None:
+    """Stock loads the folder, and training has changed the experts."""
+    dist.barrier()
+    before, after = (AutoModelForCausalLM.from_pretrained(name) for name in ("start", saved))
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert not torch.equal(before.get_parameter(name), after.get_parameter(name).to(torch.float32))
+
+
+def trainer(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """The Trainer; the launch config and four arguments turn a GPU run of hours into one step."""
+    with (
+        _in(folder) as inputs,
+        launched(),
+        mock.patch("transformers.TrainingArguments", ONE_STEP),
+    ):
+        rows = [{name: column[row] for name, column in inputs.items()} for row in range(8)]
+        names = _run(page, number, data=rows * 4)
+        assert names["trainer"].state.global_step == 1
+        assert "experts 0 .. 3" in describe(names["model"]) or rank
+        _assert_trained("out")
+
+
+def stock_loading(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _in(folder):
+        names = _run(page, number)
+        assert names["model"].dtype == torch.bfloat16
+        assert "ep_size 2" in describe(names["model"])
+
+
+def described_when_loaded(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _in(folder), mock.patch("builtins.print") as printed:
+        _run(page, number)
+    assert f"experts {4 * rank} .. {4 * rank + 3}" in str(printed.call_args.args[0])
+
+
+def described(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with mock.patch("builtins.print") as printed:
+        _run(page, number, model=patch(tiny(), ep_size=2))
+    assert "not sharded yet; asks for ep_size 2" in str(printed.call_args.args[0])
+
+
+def accelerate_loop(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    on_cpu = partial(Accelerator, cpu=True)
+    with _in(folder) as inputs, launched(), mock.patch("accelerate.Accelerator", on_cpu):
+        rows = [{name: column[row] for name, column in inputs.items()} for row in range(8)]
+        _run(page, number, loader=DataLoader(rows, batch_size=2))
+        _assert_trained("out/model")
+
+
+def own_loop(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _in(folder) as inputs, mock.patch("torch.distributed.init_process_group"):
+        _run(page, number, batches=[inputs, inputs])
+        _assert_trained("out")
+
+
+def checkpoints(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """Two runs of one script: the second one finds the checkpoint of step 200."""
+    done: list[int] = []
+
+    def train_one_step(model: Any, optimizer: Any, step: int) -> None:
+        if step % 100 == 99:
+            model(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        done.append(step)
+
+    with _in(folder) as inputs:
+        for _ in range(2):
+            model, optimizer = _sharded(inputs)
+            _run(page, number, model=model, optimizer=optimizer, train_one_step=train_one_step)
+        assert done == list(range(200))
+        assert sorted(os.listdir("out")) == ["step-100", "step-200"]
+        _assert_trained("model")
+
+
+def sequence(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _in(folder) as inputs:
+        model = _run(page, number)["model"]
+        assert model(**inputs).logits is None and "sp group [0, 1]" in describe(model)
+
+
+def pictures(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """Rank 0 and rank 1 draw other rows; one of four has a picture."""
+    model = tiny("qwen3_vl_moe", dtype=torch.float32)
+    rows: list[Row] = [[5], [2, (8, 8), 3], [7], [4]]
+    data = [vision_batch(model, [row], seed) for seed, row in enumerate(rows)]
+    with _in(folder), launched():
+        args = ONE_STEP(output_dir="out", per_device_train_batch_size=1, save_strategy="no")
+        names = _run(page, number, model=model, args=args, data=data, collate=_first)
+        assert names["trainer"].state.global_step == 1
+
+
+def _first(samples: list[Any]) -> dict[str, Any]:
+    return dict(samples[0])
+
+
+def qlora(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _in(folder) as inputs:
+        model = _run(page, number)["model"]
+        assert "nf4" in describe(model)
+        model(**inputs).loss.backward()
+        trained = [name for name, p in model.named_parameters() if p.grad is not None]
+        assert trained and all("lora_" in name for name in trained)
+        assert any("experts" in name for name in trained)
+
+
+def _sharded(inputs: dict[str, torch.Tensor]) -> tuple[Any, torch.optim.Optimizer]:
+    """A model on all ranks after one step; in fp64, to compare it with what a block makes of it."""
+    stock = AutoModelForCausalLM.from_pretrained("start").double().train()
+    model = apply_ep_fsdp2(stock, ep_size=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**inputs).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def load(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _in(folder) as inputs, mock.patch("builtins.print") as printed:
+        model, _ = _sharded(inputs)
+        _run(page, number, model=model)
+        assert "expert load of 2 layers of 8 experts" in str(printed.call_args.args[0])
+
+
+def balance(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _in(folder) as inputs:
+        model, optimizer = _sharded(inputs)
+        with torch.no_grad():
+            before = model(**inputs).logits
+        assert (expert_load(model, reset=False).rank_max_over_mean > 1).all()
+        _run(page, number, model=model, optimizer=optimizer)
+        with torch.no_grad():
+            assert torch.allclose(model(**inputs).logits, before, rtol=0, atol=1e-10)
+        assert "balance_experts" in describe(model)
+
+
+def record_and_replay(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    with _in(folder) as inputs:
+        model, _ = _sharded(inputs)
+        names = _run(
+            page,
+            number,
+            model=model,
+            batch=inputs,
+            log_probabilities=lambda output: output.logits.log_softmax(-1),
+            loss_of=lambda output, old: (output.logits.log_softmax(-1) - old).square().sum(),
+        )
+        assert names["replay"].last.agreement == 1.0
+        assert names["routes"].ids.shape == (8, 12, 2, 2)
+
+
+def engine_arrays(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """Two samples of 5 and 7 tokens, of which the engine forwarded all but the last."""
+    lengths = [5, 7]
+    arrays = [torch.randint(8, (length - 1, 2, 2)).numpy() for length in lengths]
+    outputs = [SimpleNamespace(outputs=[SimpleNamespace(routed_experts=a)]) for a in arrays]
+    names = _run(
+        page,
+        number,
+        llm=SimpleNamespace(generate=lambda prompts, sampling: outputs),
+        prompts=["..", ".."],
+        sampling=None,
+        lengths=lengths,
+        input_ids=torch.zeros(2, 7),
+    )
+    ids = names["routes"].ids
+    assert ids.shape == (2, 7, 2, 2)
+    assert torch.equal(ids[0, 2:6].long(), torch.as_tensor(arrays[0]))
+    assert (ids[0, :2] == -1).all() and (ids[:, 6] == -1).all()
+
+
+def replaced_functions(page: str, number: int, rank: int, world: int, folder: str) -> None:
+    """The forkserver has imported the Trainer, so a patched model replaces its functions."""
+    patch(tiny())
+    with mock.patch("builtins.print") as printed:
+        _run(page, number)
+    assert "accelerate.accelerator:Accelerator.prepare" in {c.args[0] for c in printed.mock_calls}
+
+
+RUNS: dict[tuple[str, int], Callable[..., None]] = {
+    ("README.md", 0): trainer,
+    ("README.md", 1): stock_loading,
+    ("docs/index.md", 0): described_when_loaded,
+    ("docs/quickstart.md", 0): trainer,
+    ("docs/quickstart.md", 1): stock_loading,
+    ("docs/quickstart.md", 2): described,
+    ("docs/training.md", 0): accelerate_loop,
+    ("docs/training.md", 1): own_loop,
+    ("docs/checkpoints.md", 0): checkpoints,
+    ("docs/sequence.md", 0): sequence,
+    ("docs/pictures.md", 0): pictures,
+    ("docs/lora.md", 0): qlora,
+    ("docs/balance.md", 0): load,
+    ("docs/balance.md", 1): balance,
+    ("docs/upstream.md", 0): replaced_functions,
+    ("docs/rl.md", 1): record_and_replay,
+    ("docs/rl.md", 2): engine_arrays,
+}
+GRPO = ("docs/rl.md", 0)
+
+
+def test_every_block_is_run() -> None:
+    assert BLOCKS.keys() == RUNS.keys() | {GRPO}
+
+
+@pytest.mark.parametrize(
+    "claim",
+    on_ranks(
+        2, {f"{page}-{number}": partial(run, page, number) for (page, number), run in RUNS.items()}
+    ),
+)
+def test_a_block_on_two_ranks(found: Found, claim: Check) -> None:
+    found.raise_if_failed(claim)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL still says gradient_checkpointing
+def test_grpo(tmp_path: Path) -> None:
+    """One process: TRL's trainer itself, with a model of two layers and three steps."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    small = partial(
+        trl.GRPOConfig,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        steps_per_generation=2,
+        max_completion_length=5,
+        max_steps=2,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    model = tiny(dtype=torch.float32)
+    rows = [{"prompt": text(list(range(3, 4 + index % 4)))} for index in range(8)]
+    words = tokenizer(model.config.vocab_size)
+    stand_in = partial(trl.GRPOTrainer, processing_class=words)
+    with (
+        mock.patch.dict(SMALLER, {"ep_size=8": "ep_size=1"}),
+        mock.patch("trl.GRPOConfig", small),
+        mock.patch("trl.GRPOTrainer", stand_in),
+        _in(os.fspath(tmp_path)),
+    ):
+        names = _run(
+            *GRPO,
+            model=model,
+            reward=lambda completions, **_: [float(len(one)) for one in completions],
+            prompts=datasets.Dataset.from_list(rows),
+        )
+    assert names["trainer"].state.global_step == 2

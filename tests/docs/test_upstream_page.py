@@ -1,0 +1,20 @@
+"""docs/upstream.md names the functions that are replaced for the process, and no others."""
+
+import re
+
+from support import pages
+
+from hf_moe_ep.integrations.install import PROCESS
+
+
+def test_the_page_names_every_function_that_is_replaced() -> None:
+    rows = [row for row in pages.read("docs/upstream.md").splitlines() if row.startswith("| `")]
+    cells = " ".join(re.sub(r"\(.*\)", "", row.split(" | ")[0]) for row in rows)
+    named = {name.split(".")[-1] + owner(name) for name in re.findall(r"`([\w.]+)`", cells)}
+    assert named == {row.name + owner(row.target.replace(":", ".")) for row in PROCESS}
+
+
+def owner(target: str) -> str:
+    """Return the class of a method, as " of Trainer"; "" for a function of a module."""
+    *_, before, _ = ("", *target.split("."))
+    return f" of {before}" if before[:1].isupper() else ""
