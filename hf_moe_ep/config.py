@@ -41,8 +41,8 @@ class ParallelConfig:
             `ep_size` 1). "auto" chooses "triton" where the kernels can run, otherwise "torch";
             `describe(model)` shows the choice.
         experts_dtype: the format in which frozen experts (under LoRA) are stored and all-gathered
-            once the model is sharded: "nf4", the 4-bit codes of bitsandbytes (0.57 bytes per
-            parameter, scales included), or "fp8", e4m3 with one scale per 128 x 128 block (1.01
+            once the model is sharded: "nf4", the 4-bit codes of bitsandbytes (0.5625 bytes per
+            parameter, scales included), or "fp8", e4m3 with one scale per 128 x 128 block (1.0002
             bytes). The experts are dequantised during the computation, one expert at a time, or one
             tile at a time in the Triton kernels. None: the dtype in which they were loaded.
         experts_double_quant: with "nf4", quantise the scales as well (0.52 bytes per parameter).
