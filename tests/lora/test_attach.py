@@ -13,6 +13,7 @@ from support.adapters import EXPERTS, TARGETS, with_lora
 from support.checks import Check, Found
 from support.close import FP32_INSIDE, FP64_MODEL, assert_close
 from support.modalities import modality_by_step
+from support.needs import NO_ADD_ADAPTER
 from support.parity import Case, on_ranks
 from support.quantised import SIZES, dequantise_experts
 from support.tiny_models import batch, tiny
@@ -79,7 +80,7 @@ FOUR_RANKS = [
     Case("one layer", 4, 2, wrap=one_layer),
     Case("eager experts", 4, 1, wrap=BOTH).with_config(experts_backend="eager"),
     Case("expert_shard_dim 1", 4, 2, wrap=BOTH).with_config(expert_shard_dim=1),
-    Case("transformers' own add_adapter", 4, 2, wrap=added_by_transformers),
+    Case("transformers' own add_adapter", 4, 2, wrap=added_by_transformers, needs=NO_ADD_ADAPTER),
     Case("trained tokens, tied", 4, 2, wrap=TOKENS, model={"tie_word_embeddings": True}),
 ]
 # Every rank and target at every ep; each with accumulation over uneven micro-batches.
