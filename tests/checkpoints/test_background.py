@@ -43,7 +43,7 @@ def test_a_destroyed_group_commits_nothing(tmp_path: Path, when: str) -> None:
     """Without a group every rank would be rank 0 and write its own manifest."""
     folder = tmp_path / "one"
     for said in run_ranks(_destroyed, 2, str(folder), when):
-        assert "call wait() on what save_checkpoint returned before destroy_process_group" in said
+        assert "call wait() of the handle that save_checkpoint returned before destroy" in said
     assert not (folder / manifest.MANIFEST).exists()
 
 

@@ -124,7 +124,7 @@ def test_environment_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_a_process_group() -> None:
     model = patch(tiny(), ep_size=2)
-    with pytest.raises(ValueError, match=r"there is none.*torchrun or accelerate launch"):
+    with pytest.raises(ValueError, match=r"needs a process group.*torchrun or accelerate launch"):
         apply_ep_fsdp2(model)
     with pytest.raises(ValueError, match=f"ep_size=2, sp_size=1, dp_replicate_size=1.*{LAUNCH}"):
         model(**batch(model, 2, 5))
@@ -202,7 +202,7 @@ def impossible_worlds_and_a_second_sharding(rank: int, world: int) -> None:
 def a_model_inside_ddp(rank: int, world: int) -> None:
     model = DistributedDataParallel(patch(tiny()))
     inputs = batch(tiny(), 2, 5, seed=rank)
-    _everywhere(f"inside DistributedDataParallel.*{LAUNCH}", lambda: model(**inputs))
+    _everywhere(f"wrapped in DistributedDataParallel.*{LAUNCH}", lambda: model(**inputs))
     model.module(**inputs)  # outside of DDP's forward it is one process's model
 
 

@@ -117,7 +117,7 @@ def _refused(rank: int, world: int, folder: str) -> None:
         with pytest.raises(ValueError, match=words):
             from_pretrained(f"{folder}/{case}", ep_size=2)
     for path in ("/no/folder", "./no", "~/no", "a/b/c", f"{folder}/none"):
-        with pytest.raises(ValueError, match=f"^{path} does not exist on this machine; name a fol"):
+        with pytest.raises(ValueError, match=f"^{path} does not exist on this machine; pass a fol"):
             from_pretrained(path)
     with pytest.raises(ValueError, match=r"config.json is a file; pass a folder"):
         from_pretrained(f"{folder}/whole/config.json")
@@ -301,7 +301,10 @@ def _alone(rank: int, world: int) -> None:
         time.sleep(5)
         return
     no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(RuntimeError, match=r"^saving failed on rank 1: .*CUDA out of memory; rank"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^saving failed on rank 1: .*CUDA out of memory; the other",
+    ):
         meet.together("saving", no_memory)
 
 

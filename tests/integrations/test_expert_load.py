@@ -110,7 +110,7 @@ def test_adapters_on_experts_are_no_obstacle(tmp_path: Path) -> None:
 def test_maps_of_a_long_run_are_merged_and_lose_nothing(tmp_path: Path) -> None:
     callback = ExpertLoadCallback(heat_map=tmp_path / "load.png")
     for step in range(1, 15):
-        callback._keep(_Map(step, step, torch.tensor([[step, 1]])))
+        callback._remember(_Map(step, step, torch.tensor([[step, 1]])))
     assert [(one.first, one.last) for one in callback._maps][5:] == [(11, 12), (13, 13), (14, 14)]
     assert sum(one.counts for one in callback._maps).tolist() == [[15 * 7, 14]]
     assert len(callback._maps) <= 12
