@@ -153,17 +153,19 @@ def prepare_evaluated(
 
 
 def shard_own_reference(
-    original: Original, self: transformers.Trainer, model: nn.Module, inputs: Any
+    original: Original, self: transformers.Trainer, *args: Any, **kwargs: Any
 ) -> Any:
     """Wrap `compute_ref_log_probs` of TRL's DPO and KTO trainers: shard the policy first.
 
     With adapters the policy without them is the reference. If `precompute_ref_log_probs=True`, TRL
-    evaluates it before `train` prepares it.
+    evaluates it before `train` prepares it. TRL 1 passes (model, inputs); TRL 0.29 and ms-swift
+    pass the inputs alone and use the policy.
     """
+    model = args[0] if args and isinstance(args[0], nn.Module) else self.model
     state = find_state(model)
     if state is not None and state.meshes is None and self.accelerator.is_fsdp2:
         _shard(model, self.accelerator, state, frozen=False)
-    return original(self, model, inputs)
+    return original(self, *args, **kwargs)
 
 
 def _shard_frozen(model: nn.Module, accelerator: Accelerator, policy: ModelState | None) -> None:

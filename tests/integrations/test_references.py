@@ -9,6 +9,7 @@ import logging
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForSequenceClass
 from hf_moe_ep import patch
 from hf_moe_ep.integrations import references
 from hf_moe_ep.integrations.install import REFERENCE_LOG_PROBS, TRL
+from hf_moe_ep.integrations.references import shard_own_reference
 from hf_moe_ep.state import find_state, patched_state
 from hf_moe_ep.upstream.wrap import Feature, Wrap, call_when_imported, find_owner, wrap_process
 
@@ -288,3 +290,13 @@ def test_a_function_is_called_when_a_module_is_imported(
     assert seen == [1]
     call_when_imported("imported_later", lambda: seen.append(2))
     assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("passes_model", [True, False])
+def test_the_reference_of_old_and_new_trl_is_called_as_it_was(passes_model: bool) -> None:
+    """TRL 1 passes (model, inputs) to compute_ref_log_probs, TRL 0.29 and ms-swift the inputs."""
+    trainer = SimpleNamespace(model=nn.Linear(1, 1))
+    given = (trainer.model, {"input_ids": 1}) if passes_model else ({"input_ids": 1},)
+    calls: list[Any] = []
+    shard_own_reference(lambda *args: calls.append(args), trainer, *given)
+    assert calls == [(trainer, *given)]
