@@ -61,8 +61,8 @@ from hf_moe_ep.sharding.checks import (
 )
 from hf_moe_ep.sharding.options import ShardOptions, grad_divisors
 from hf_moe_ep.sharding.units import (
+    allow_reentrant_checkpoints,
     find_units,
-    handle_reentrant_checkpoints,
     keep_last_layer,
     set_prefetch,
 )
@@ -151,7 +151,7 @@ def shard_units(
     root = _root(model)
     _shard_root(root, meshes, options)
     keep_last_layer(units, root)
-    handle_reentrant_checkpoints(units, root)
+    allow_reentrant_checkpoints(units)
     set_prefetch(units)
     mark_fsdp_managed(model)
     keep_recorded_outputs(model)

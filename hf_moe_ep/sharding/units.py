@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.plan import ModelPlan
-from hf_moe_ep.upstream.sharded_models import forget_finished_backward, may_checkpoint_reentrantly
+from hf_moe_ep.upstream.sharded_models import forget_finished_backward
 
 
 @dataclass(frozen=True)
@@ -96,38 +96,11 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
     root.register_forward_hook(reshard_without_backward)
 
 
-def handle_reentrant_checkpoints(units: Units, root: nn.Module) -> None:
-    """Hook the units that a checkpoint may recompute, once a reentrant checkpoint is in use.
-
-    Users switch checkpointing on and off between forwards, so each forward in training looks at
-    the functions that checkpoint. A reentrant checkpoint that a model's code calls directly, not
-    through such a function, is not found.
-
-    The module that calls the layers looks, because some trainers do not call the root (TRL calls
-    the decoder for its fused loss).
-    """
-    unhooked = [*units.layers, *units.all_experts, *units.vision]
-
-    @torch.compiler.disable
-    def hook_units(decoder: nn.Module, args: tuple[Any, ...]) -> None:
-        training = unhooked and decoder.training and torch.is_grad_enabled()
-        if training and any(map(may_checkpoint_reentrantly, root.modules())):
-            while unhooked:
-                # Before FSDP2's own hook, which reads the state that this one resets.
-                unhooked.pop().register_forward_pre_hook(forget_finished_backward, prepend=True)
-
-    _caller(units.layers[0], root).register_forward_pre_hook(hook_units)
-
-
-def _caller(layer: nn.Module, root: nn.Module) -> nn.Module:
-    """Return the module inside `root` that calls `layer`: the nearest one that is no list."""
-    (path,) = (name for name, module in root.named_modules() if module is layer)
-    while path:
-        path = path.rpartition(".")[0]
-        module = root.get_submodule(path)
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            return module
-    return root
+def allow_reentrant_checkpoints(units: Units) -> None:
+    """Hook the units that a checkpoint may recompute."""
+    for unit in (*units.layers, *units.all_experts, *units.vision):
+        # Before FSDP2's own hook, which reads the state that this one resets.
+        unit.register_forward_pre_hook(forget_finished_backward, prepend=True)
 
 
 def reshard(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import modeling_utils
 from transformers.integrations import is_fsdp_enabled
 
+from hf_moe_ep.upstream.autograd_modes import backward_is_running
 from hf_moe_ep.upstream.modules import remove_hooks
 
 
@@ -133,41 +134,21 @@ def begin_with_root(model: nn.Module) -> None:
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
     """Pre-forward hook: reset an FSDP2 unit whose backward has ended, so that it prepares again.
 
-    Only reentrant checkpointing with two forwards before one backward needs this hook. A nested
+    Only reentrant checkpointing with two forwards before one backward needs this, so the hook reads
+    nothing of FSDP2 but in a forward that runs during a backward, a recompute. A nested
     unit stays in state PRE_BACKWARD until the whole backward ends. When the checkpoint then
     recomputes the other forward, FSDP2 takes the unit for prepared, registers no hooks and never
     reduces the gradients of the unit (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). torch
     2.13 does the same to stock experts, and to whole layers where transformers checkpoints their
     `__call__` (before 5.23).
     """
+    if not backward_is_running():
+        return
     assert isinstance(unit, FSDPModule)
     state = unit._get_fsdp_state()
     group = state._fsdp_param_group
     if group is not None and group._training_state == TrainingState.POST_BACKWARD:
         state._training_state = TrainingState.IDLE
-
-
-def may_checkpoint_reentrantly(module: nn.Module) -> bool:
-    """Return True if `module` checkpoints its layers by a function that may be reentrant.
-
-    transformers (modeling_layers.py) and torch (CheckpointWrapper) keep that function in one of two
-    attributes, as a partial with `use_reentrant`. Any other function may do anything.
-    """
-    names = ("_gradient_checkpointing_func", "checkpoint_fn")
-    functions = (vars(module).get(name) for name in names)
-    return getattr(module, "gradient_checkpointing", True) and any(
-        function is not None and _use_reentrant(function) is not False for function in functions
-    )
-
-
-def _use_reentrant(function: Any) -> bool | None:
-    """Return the `use_reentrant` that a partial, or a partial inside it, passes on."""
-    if not isinstance(function, functools.partial):
-        return None
-    if "use_reentrant" in function.keywords:
-        return bool(function.keywords["use_reentrant"])
-    found = map(_use_reentrant, (function.func, *function.args))
-    return next((use for use in found if use is not None), None)
 
 
 @contextmanager

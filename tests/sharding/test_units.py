@@ -1,4 +1,4 @@
-"""FSDP2 units: those kept gathered never use old weights, and hooks for reentrant checkpoints."""
+"""FSDP2 units: those kept gathered never use old weights, and recomputed units reduce gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_moe_ep import apply_ep_fsdp2
-from hf_moe_ep.upstream.modules import pre_forward_hooks
-from hf_moe_ep.upstream.sharded_models import forget_finished_backward, may_checkpoint_reentrantly
 
 Batch = dict[str, Tensor]
+Prepare = Callable[[nn.Module], None]
+_reentrant = partial(checkpointing, use_reentrant=True)
 
 
 def _no_forward(model: nn.Module, inputs: Batch) -> None:
@@ -60,11 +60,21 @@ def _check(between: Callable[[nn.Module, Batch], None], rank: int, world: int) -
         assert torch.equal(loss, want[step]), (step, loss, want[step])
 
 
-def two_forwards_before_one_backward(rank: int, world: int) -> None:
+def _checkpoint_blocks(model: nn.Module) -> None:
+    """Let the code of each MoE block call a reentrant checkpoint itself, as some models do."""
+    for layer in model.model.layers:
+        stock = layer.mlp.forward
+        layer.mlp.forward = partial(checkpoint, stock, use_reentrant=True)
+
+
+def two_forwards_before_one_backward(prepare: Prepare | None, rank: int, world: int) -> None:
     """The second forward reshards what the first one left for its backward."""
     sums = []
     for together in (True, False):
-        model = apply_ep_fsdp2(tiny(), ep_size=2)
+        model = tiny()
+        if prepare is not None:
+            prepare(model)
+        apply_ep_fsdp2(model, ep_size=2)
         losses = []
         for k in range(2):
             losses.append(model(**batch(model, 2, 7, seed=2 * k + rank)).loss)
@@ -77,41 +87,6 @@ def two_forwards_before_one_backward(rank: int, world: int) -> None:
         assert_close(name, grad, sums[1][name], 1e-10)
 
 
-def _hooked_units(model: nn.Module) -> int:
-    hooks = (hook for module in model.modules() for hook in pre_forward_hooks(module))
-    return sum(hook is forget_finished_backward for hook in hooks)
-
-
-def only_reentrant_checkpoints_hook_units(rank: int, world: int) -> None:
-    """2 layers with experts are 4 units; a forward in evaluation computes nothing twice."""
-    for ep_size in (1, 2):
-        model = apply_ep_fsdp2(tiny(), ep_size=ep_size)
-        inputs = batch(model, 2, 7, seed=rank)
-        hooked = []
-        for use_reentrant, training in ((None, True), (False, True), (True, False), (True, True)):
-            model.train(training)
-            if use_reentrant is not None:
-                checkpointing(model, use_reentrant)
-            model(**inputs)
-            hooked.append(_hooked_units(model))
-        model(**inputs)
-        assert [*hooked, _hooked_units(model)] == [0, 0, 0, 4, 4], hooked
-
-
-def test_a_function_that_is_not_known_may_be_reentrant() -> None:
-    for function, may in (
-        (None, False),
-        (partial(checkpoint, use_reentrant=False), False),
-        (partial(print, partial(checkpoint, use_reentrant=False)), False),
-        (partial(checkpoint, use_reentrant=True), True),
-        (partial(print, partial(checkpoint, use_reentrant=True)), True),
-        (checkpoint, True),
-    ):
-        module = nn.Identity()
-        module.checkpoint_fn = function
-        assert may_checkpoint_reentrantly(module) is may, function
-
-
 CHECKS = on_ranks(
     2,
     {
@@ -119,8 +94,13 @@ CHECKS = on_ranks(
         "in evaluation": partial(_check, _in_evaluation),
         "without gradients": partial(_check, _without_gradients),
     },
-    two_forwards_before_one_backward,
-    only_reentrant_checkpoints_hook_units,
+    {
+        "two forwards": partial(two_forwards_before_one_backward, None),
+        "two forwards, reentrant": partial(two_forwards_before_one_backward, _reentrant),
+        "two forwards, reentrant in the model's code": partial(
+            two_forwards_before_one_backward, _checkpoint_blocks
+        ),
+    },
 )
 
 
