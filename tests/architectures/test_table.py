@@ -82,9 +82,14 @@ def test_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }
 
 
-def test_nothing_is_recorded_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recorded_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(results.FILE, raising=False)
     record("mixtral", "ep", 0.0)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv(results.FILE, "found.jsonl")
+    record("mixtral", "ep", 0.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["found.jsonl"]
 
 
 def test_results_are_put_into_the_data() -> None:
