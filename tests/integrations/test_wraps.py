@@ -147,7 +147,12 @@ def _run(*parts: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+# Each case starts two processes that import these libraries. The Trainer's wraps need Accelerate's.
+_FAST = ("patch and an own loop", "Trainer")
+_SCRIPTS = [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in SCRIPTS]
+
+
+@pytest.mark.parametrize("name", _SCRIPTS)
 def test_wraps_are_put_in_when_they_are_needed(name: str) -> None:
     """The library is imported before `patch`, or after it."""
     package, use, wanted = SCRIPTS[name]
@@ -190,7 +195,7 @@ print(len(seen))
 """
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "TRL"])
+@pytest.mark.parametrize("name", [script for script in _SCRIPTS if script.values != ("TRL",)])
 def test_a_stock_model_beside_a_patched_one_runs_stock_code(name: str) -> None:
     """Every call of a function of ours is recorded while a stock model is trained and saved.
 
