@@ -1,8 +1,8 @@
-"""Run a benchmark's function on N gloo ranks of one thread each, and watch a rank's memory.
+"""Run a function of a benchmark on N gloo ranks of one thread each, and measure their peak memory.
 
-Ranks meet through a file, so no port is needed, and end after `timeout` seconds whatever happens.
-`KEEP_FREED_MEMORY` as their `environment` makes glibc keep what is freed, as a GPU's caching
-allocator does: with its defaults every large tensor costs the kernel a clearing of its pages.
+The ranks meet through a file, so no port is needed. After `timeout` seconds they are killed. With
+`environment=KEEP_FREED_MEMORY` glibc keeps freed memory, as the caching allocator of a GPU does.
+With glibc's defaults, the kernel would clear new pages for every large tensor.
 """
 
 from __future__ import annotations
@@ -37,11 +37,16 @@ def spawn(
     timeout: float,
     environment: dict[str, str] | None = None,
 ) -> list[Any]:
-    """`[fn(rank, *args) for each rank]`; an exception of a rank is raised here."""
-    # Before the children start: OpenMP and malloc read theirs when a process begins.
-    child = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+    """Run `fn(rank, *args)` on each rank and return the results in the order of the ranks.
+
+    Raises:
+        TimeoutError: the ranks have not finished after `timeout` seconds.
+        ProcessRaisedException: a rank has failed; the message contains the traceback of that rank.
+    """
+    # Set before the ranks start: OpenMP and malloc read these variables when a process starts.
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="benchmark_ranks_") as folder:
-        with patch.dict(os.environ, child):
+        with patch.dict(os.environ, variables):
             context = mp.spawn(
                 _rank_main, (folder, world, fn, args, timeout), nprocs=world, join=False
             )
@@ -77,13 +82,17 @@ def _rank_main(
 
 
 def reset_peak() -> None:
-    """Return freed memory to the system and start a new peak (Linux: proc_pid_clear_refs(5))."""
+    """Return freed memory to the system, and set the peak to the memory that is in use now.
+
+    Linux only: `/proc/self/clear_refs` is described in proc_pid_clear_refs(5).
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_mib() -> float:
+    """Return the peak resident memory of this process since `reset_peak`, in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024

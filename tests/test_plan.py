@@ -1,4 +1,4 @@
-"""Name patterns: whole components, from the end; and the one architecture's numbers."""
+"""Patterns match whole components at the end of a module name; plans have defaults and a prefix."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_matches(pattern: str, name: str, want: bool) -> None:
     assert matches(pattern, name) is want
 
 
-# Options and the MoE layers they leave of 6, counted by the rule in the upstream decoder layer.
+# Options of the config, and how many of its 6 layers are MoE layers by upstream's decoder layer.
 MOE_LAYERS = [
     ({}, 6),
     ({"mlp_only_layers": [0, 5]}, 4),
@@ -47,16 +47,16 @@ MOE_LAYERS = [
 
 
 @pytest.mark.parametrize(("options", "want"), MOE_LAYERS)
-def test_moe_layers_of_the_config_are_those_of_the_model(
+def test_config_and_model_have_the_same_number_of_moe_layers(
     options: dict[str, object], want: int
 ) -> None:
-    """The rule that checks a model is that of its own code."""
+    """`find_parts` computes the number from the config, and raises if the model has another one."""
     parts = find_parts(tiny(num_hidden_layers=6, num_experts=12, **options))
     assert len(parts.experts) == want
     assert parts.num_experts == 12 and parts.plan.num_experts == "num_experts"
 
 
-def test_a_plan_says_only_what_differs() -> None:
+def test_a_plan_needs_only_the_fields_that_differ_from_the_defaults() -> None:
     plain = ModelPlan("some_moe")
     assert (plain.layers, plain.experts) == ("layers.*", "layers.*.mlp.experts")
     assert (plain.attention, plain.final_norm) == ("layers.*.self_attn", "norm")
@@ -64,11 +64,12 @@ def test_a_plan_says_only_what_differs() -> None:
     assert (other.experts, other.final_norm) == ("layers.*.feed_forward.experts", "ln_f")
 
 
-def test_the_prefix_stands_in_front_of_every_part_of_the_language_model_once() -> None:
-    plan = ModelPlan("some_moe", prefix="language_model.", aux_loss_coef="router_aux_loss_coef")
-    for found in (plan, replace(plan, aux_loss_coef=None)):
-        assert found.layers == "language_model.layers.*"
-        assert found.experts == "language_model.layers.*.mlp.experts"
-        assert found.router == "language_model.layers.*.mlp.gate"
-        assert found.attention == "language_model.layers.*.self_attn"
-        assert found.final_norm == "language_model.norm"
+def test_the_prefix_is_added_once_to_every_pattern_of_the_language_model() -> None:
+    given = ModelPlan("some_moe", prefix="language_model.", aux_loss_coef="router_aux_loss_coef")
+    # `replace` runs __post_init__ again, which must not add the prefix a second time.
+    for plan in (given, replace(given, aux_loss_coef=None)):
+        assert plan.layers == "language_model.layers.*"
+        assert plan.experts == "language_model.layers.*.mlp.experts"
+        assert plan.router == "language_model.layers.*.mlp.gate"
+        assert plan.attention == "language_model.layers.*.self_attn"
+        assert plan.final_norm == "language_model.norm"
