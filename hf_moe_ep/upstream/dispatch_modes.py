@@ -1,7 +1,8 @@
-"""Modes that see every operator, and fake tensors, which have a shape and no memory.
+"""Dispatch modes, which see every operator that runs, and fake tensors, which have no memory.
 
-torch/utils/_python_dispatch.py, torch/_subclasses/fake_tensor.py; for the identity of storages
-torch/csrc/Storage.cpp; for the shapes of DTensors torch/distributed/tensor/_sharding_prop.py.
+The private names come from torch/utils/_python_dispatch.py (modes), torch/csrc/Storage.cpp (the
+identity of a storage), torch/_subclasses/fake_tensor.py (fake tensors) and
+torch/distributed/tensor/_sharding_prop.py (the shapes of DTensors).
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ __all__ = [
     "tensors_in",
 ]
 
-# The method `__torch_dispatch__` of a subclass gets every operator that runs inside the mode.
+# A subclass defines `__torch_dispatch__`, which is called for every operator inside the mode.
 OperatorMode = TorchDispatchMode
-# Raised if a program reads the value of a fake tensor.
+# The exception of a program that reads the value of a fake tensor, which has none.
 NoValue = DataDependentOutputException
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Collect the tensors in nested lists, tuples and dicts, in their order.
+    """List the tensors in nested lists, tuples and dicts, from first to last.
 
-    This runs for the arguments of every operator; `tree_leaves` takes three times as long.
+    Modes call this function for every operator. torch's `tree_leaves` takes three times as long.
     """
     found: list[Tensor] = []
     _collect(values, found)
@@ -54,15 +55,15 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, list | tuple):
-        for one in value:
-            _collect(one, found)
+        for element in value:
+            _collect(element, found)
     elif isinstance(value, dict):
-        for one in value.values():
-            _collect(one, found)
+        for element in value.values():
+            _collect(element, found)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Return a mode in which operators create fake tensors; inputs may be fake or real."""
+    """Return a mode inside which operators create fake tensors, from fake or real inputs."""
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
 
@@ -73,17 +74,17 @@ def is_fake(x: object) -> bool:
 
 
 def on_real_tensors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function outside of the mode `fake_tensors`, so that it creates real tensors."""
+    """Call a function that creates real tensors, although the mode `fake_tensors` is active."""
     with unset_fake_temporarily():
         return function(*args, **kwargs)
 
 
 def dtensor_shapes() -> tuple[type, str, Callable[..., Any]]:
-    """Return (class, name, replacement) of DTensor's method that computes the shape of a result.
+    """Return (class, method name, replacement) for the method that computes shapes of DTensors.
 
-    The method runs the operator on fake tensors of the global shape. Inside `fake_tensors` it uses
-    the active modes, so that they see operators and sizes that are not part of the program. The
-    replacement calls the stock method without any mode.
+    To find the shape of a result, the stock method runs the operator on fake tensors of the global
+    shape. Inside `fake_tensors` the active modes would see these operators and sizes, which are not
+    part of the program. The replacement hides the stock method from all modes.
     """
     name = "_propagate_tensor_meta_non_cached"
     stock = vars(ShardingPropagator)[name]
