@@ -1,23 +1,26 @@
-"""A recomputed checkpointed layer repeats the exchanges of its first run.
+"""Reuse the exchanges of a checkpointed layer's first run when backward recomputes the layer.
 
-Activation checkpointing runs a layer twice: once in forward and once in backward. The recompute
-must not plan its exchanges anew. Another exchange of counts would cost a host sync, and a router
-whose choice changes by a rounding (or by noise) would give backward other rows than forward had.
+Activation checkpointing runs a layer twice: once in forward, and once more in backward. The second
+run, the recompute, must not plan the exchanges of tokens again, for two reasons. To plan, the ranks
+send each other token counts, which costs a host sync. And a router whose scores differ by a rounding
+error (or by noise) may choose other experts, so that backward would get other rows than forward.
 
-The functions that transformers and torch call to checkpoint a layer are therefore wrapped: instead
-of the layer's forward they get a `Frame` of it. The frame stores the exchanges that its first run
-plans, and every recompute takes them in the same order. During a recompute the router repeats its
-choice (`chosen_topk.py`), so the routing weights and their gradients are those of the rows that
-were sent.
+transformers and torch call a function to checkpoint a layer. These functions are wrapped: instead
+of the layer's forward they receive a `Frame`, which calls that forward. In the first run the frame
+stores the exchanges of every MoE layer. Each recompute reads them in the same order, and torch.topk
+returns the stored expert ids to the router (`chosen_topk.py`). The routing weights and their
+gradients therefore belong to the rows that were sent.
 
-Without ep no rows are exchanged, and the router of a recompute chooses anew, as in stock. While
-routes are recorded or replayed (`routing/`), a frame stores the choice even then, because backward
-may run after the end of that block.
+With ep_size 1 no rows are exchanged, and the router of a recompute chooses again, as in stock.
+While routes are recorded or replayed (`routing/`), the frame stores the expert ids even with
+ep_size 1, because backward may run after the `record` or `replay` block has ended.
 
-Selective checkpointing (torch's `context_fn`) compares the operators of both runs. The planning in
-the first run and the reading of stored values in a recompute are hidden from it.
+Selective checkpointing (torch's `context_fn`) requires that both runs call the same operators. Only
+the first run plans exchanges, and only a recompute compares expert ids with stored ones. The
+operators of both are hidden from it (`hidden_from_modes`).
 
-Other checkpointing functions get no frame: their recompute exchanges counts again, on all ranks.
+Checkpointing functions of other libraries are not wrapped: in their recompute, all ranks exchange
+the token counts again.
 """
 
 from __future__ import annotations
@@ -43,12 +46,13 @@ _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 @dataclass(frozen=True)
 class Routed:
-    """The first run of one MoE layer.
+    """The routing of one MoE layer in the first run.
 
     Attributes:
-        expert_ids_TK: the router's choice.
-        exchanges: the exchanges that were planned from it; None if no rows are exchanged.
-        num_topks: without exchanges, how many calls of topk the router makes its choice by.
+        expert_ids_TK: the experts that the router chose.
+        exchanges: the exchange of each chunk of tokens; None if no rows are exchanged.
+        num_topks: the number of topk calls by which the router chooses; read only if `exchanges` is
+            None.
     """
 
     layer: int
@@ -58,14 +62,16 @@ class Routed:
 
 
 class Frame:
-    """A checkpointed function, which runs twice or more; later runs repeat the first one."""
+    """Wrap a checkpointed function: each later call repeats the routing of the first call."""
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
         self._state, self._function = state, function
         self._routed: list[Routed] = []
-        # By MoE layer: weights that replaced the router's, and a mask of the tokens that have them.
+        # By layer index: routing weights that replace the router's, and the mask [T, 1] of the tokens
+        # for which they do.
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
-        # In a recompute: the index of the next layer, and the calls of topk that were replaced.
+        # In a recompute: the index in `_routed` of the next layer, and the number of topk calls of
+        # this layer that have returned stored ids. `_next` is None outside of a recompute.
         self._next: int | None = None
         self._num_replaced = 0
 
@@ -94,22 +100,34 @@ class Frame:
         exchanges: Sequence[Exchange] | None,
         num_topks: int = 1,
     ) -> None:
-        """Store a layer of the first run; without exchanges a recompute repeats only its choice."""
+        """Store the routing of a layer in the first run.
+
+        If `exchanges` is None, a recompute repeats only the choice of experts.
+        """
         self._routed.append(Routed(layer, expert_ids_TK, exchanges, num_topks))
 
     def keep_weights(self, layer: int, weights_TK: Tensor, given_T1: Tensor) -> None:
-        """Store weights that replace the router's for the tokens of which `given_T1` is true."""
+        """Store routing weights for the tokens where `given_T1` is True.
+
+        For these tokens a recompute uses `weights_TK` instead of the weights of the router.
+        """
         self._weights[layer] = weights_TK, given_T1
 
     def weights(self, layer: int, weights_TK: Tensor) -> Tensor:
-        """Return the weights for a recompute: the router's, or the stored ones."""
+        """Return the routing weights of a recompute: stored weights, else those of the router."""
         if layer not in self._weights:
             return weights_TK
         stored_TK, given_T1 = self._weights[layer]
         return torch.where(given_T1, stored_TK, weights_TK)
 
     def take(self, layer: int, expert_ids_TK: Tensor) -> Sequence[Exchange]:
-        """Return the stored exchanges of the next layer, whose router must have chosen the same."""
+        """Return the stored exchanges of the next layer.
+
+        Raises:
+            RuntimeError: another layer or another number of tokens was expected.
+
+        Other expert ids than the stored ones stop the program later (`assert_later`).
+        """
         assert self._next is not None
         routed = self._next_layer()
         if (
@@ -121,20 +139,20 @@ class Frame:
             if routed is not None:
                 was = f"MoE layer {routed.layer} with {tuple(routed.expert_ids_TK.shape)}"
             raise RuntimeError(
-                f"a recompute of checkpointed layers reached MoE layer {layer} with expert ids "
-                f"{tuple(expert_ids_TK.shape)}, but at this point forward ran {was}. A "
-                "checkpointed function must do the same each time it runs"
+                f"the recompute of a checkpointed function reached MoE layer {layer} with expert "
+                f"ids {tuple(expert_ids_TK.shape)}, but at this point forward ran {was}. A "
+                "checkpointed function must run the same layers on the same tokens in each call"
             )
         assert routed.exchanges is not None
         self._next += 1
         if routed.expert_ids_TK is expert_ids_TK:
             return routed.exchanges
-        # Not checked together with the next exchange of counts: by then an optimizer would have
-        # used wrong gradients.
+        # The check does not wait for the next exchange of counts. An optimizer step that uses wrong
+        # gradients could run before that exchange.
         assert_later(
             (routed.expert_ids_TK == expert_ids_TK).all(),
-            f"recomputing MoE layer {layer}, the router chose other experts than in forward and "
-            "does not choose by torch.topk, so its choice cannot be repeated; make the router "
+            f"recomputing MoE layer {layer}, the router chose other experts than in forward. The "
+            "choice cannot be repeated, because the router does not use torch.topk; make the router "
             "deterministic, or train without activation checkpointing",
         )
         return routed.exchanges
@@ -145,12 +163,19 @@ class Frame:
         return self._routed[self._next] if self._next < len(self._routed) else None
 
     def _next_ids(self) -> Tensor | None:
-        """Return the choice of the next router; None inside of a checkpoint within this one."""
+        """Return the stored expert ids of the next layer.
+
+        Return None after the last layer, and inside a checkpoint within this one.
+        """
         routed = self._next_layer() if self._state.frame is self else None
         return None if routed is None else routed.expert_ids_TK
 
     def _count_replaced(self, expert_ids_TK: Tensor, live: Callable[[], Tensor]) -> Tensor:
-        """Count a replaced topk, and go on to the next layer if nobody will `take` this one."""
+        """Count a topk call that returns stored ids, and return these ids.
+
+        A layer without exchanges does not call `take`. Its last topk call therefore moves on to the
+        next layer.
+        """
         routed = self._next_layer()
         assert self._next is not None and routed is not None
         self._num_replaced += 1
@@ -160,7 +185,7 @@ class Frame:
 
 
 class Step(NamedTuple):
-    """One edge of the tree of modules: `child` is the attribute `name` of `parent`."""
+    """One edge in the tree of modules: `parent.name` is `child`."""
 
     parent: nn.Module
     name: str
@@ -168,12 +193,12 @@ class Step(NamedTuple):
 
 
 class CheckpointWatch:
-    """Wraps the functions that checkpoint a MoE layer of a model.
+    """Wraps the functions that checkpoint the MoE layers of a model.
 
     Only a module on a path from the root to an experts module can hold such a function. Users
-    switch checkpointing on and off between forwards, so each `look` checks the modules on these
-    paths. The paths are searched again when one of their modules was replaced by another, as
-    torch's CheckpointWrapper replaces a layer.
+    switch checkpointing on and off between forwards, so `look` checks the modules on these paths
+    each time. It searches the paths again if a module on them was replaced, as torch's
+    CheckpointWrapper does with a layer.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -194,7 +219,7 @@ class CheckpointWatch:
 
 
 def _steps_to_experts(root: nn.Module) -> list[Step]:
-    """Find the paths to all experts modules, each of their steps once."""
+    """Return all edges on the paths from the root to experts modules, without duplicates."""
     steps: dict[tuple[int, str], Step] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         if STATE not in vars(module) or not path:
@@ -208,7 +233,7 @@ def _steps_to_experts(root: nn.Module) -> list[Step]:
 
 
 def unwatch_checkpoints(model: nn.Module) -> None:
-    """Remove every wrapper of `CheckpointWatch`."""
+    """Restore every function that `CheckpointWatch` has wrapped."""
     for module in model.modules():
         for name in _ATTRIBUTES:
             function = vars(module).get(name)
@@ -228,4 +253,5 @@ def _checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Call the checkpointing function `checkpoint` with a new `Frame` around `function`."""
     return checkpoint(Frame(state, function), *args, **kwargs)

@@ -59,8 +59,8 @@ def test_losses_and_margins_equal_those_of_stock(tmp_path: Path) -> None:
         for key in ("loss", "rewards/margins", "logps/chosen"):
             assert abs(ours[key] - theirs[key]) <= BUDGET * max(1.0, abs(theirs[key])), (key, ours)
         assert abs(ours["grad_norm"] - theirs["grad_norm"]) <= BUDGET * theirs["grad_norm"]
-    # Before the first step the policy equals the reference, so the DPO loss is log 2. The small rest
-    # is the load-balancing loss of the router.
+    # Before the first step the policy equals the reference, so the DPO loss is log 2. The
+    # small rest is the load-balancing loss of the router.
     assert 0 <= want[0]["loss"] - math.log(2) < 0.01
     assert abs(got[-1]["rewards/margins"]) > 0.01  # policy and reference differ now
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "ranks", dtype=torch.float32)
