@@ -2,8 +2,8 @@
 
 Activation checkpointing runs a layer twice: once in forward, and once more in backward. The second
 run, the recompute, must not plan the exchanges of tokens again, for two reasons. To plan, the ranks
-send each other token counts, which costs a host sync. And a router whose scores differ by a rounding
-error (or by noise) may choose other experts, so that backward would get other rows than forward.
+send each other token counts, which costs a host sync. And a router whose scores differ by a
+rounding error (or by noise) may choose other experts: backward would get other rows than forward.
 
 transformers and torch call a function to checkpoint a layer. These functions are wrapped: instead
 of the layer's forward they receive a `Frame`, which calls that forward. In the first run the frame
@@ -19,8 +19,8 @@ Selective checkpointing (torch's `context_fn`) requires that both runs call the 
 the first run plans exchanges, and only a recompute compares expert ids with stored ones. The
 operators of both are hidden from it (`hidden_from_modes`).
 
-Checkpointing functions of other libraries are not wrapped: in their recompute, all ranks exchange
-the token counts again.
+A layer that is checkpointed in another way gets no frame: all ranks exchange the token counts again
+in its recompute.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Routed:
 
 
 class Frame:
-    """Wrap a checkpointed function: each later call repeats the routing of the first call."""
+    """Wraps a checkpointed function: each later call repeats the routing of the first call."""
 
     def __init__(self, state: ModelState, function: Callable[..., Any]) -> None:
         self._state, self._function = state, function
         self._routed: list[Routed] = []
-        # By layer index: routing weights that replace the router's, and the mask [T, 1] of the tokens
-        # for which they do.
+        # By layer index: routing weights that replace the router's, and a mask [T, 1] of the tokens
+        # that get these weights.
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
         # In a recompute: the index in `_routed` of the next layer, and the number of topk calls of
         # this layer that have returned stored ids. `_next` is None outside of a recompute.
@@ -152,8 +152,8 @@ class Frame:
         assert_later(
             (routed.expert_ids_TK == expert_ids_TK).all(),
             f"recomputing MoE layer {layer}, the router chose other experts than in forward. The "
-            "choice cannot be repeated, because the router does not use torch.topk; make the router "
-            "deterministic, or train without activation checkpointing",
+            "choice cannot be repeated, because the router does not use torch.topk; make the "
+            "router deterministic, or train without activation checkpointing",
         )
         return routed.exchanges
 
