@@ -1,10 +1,9 @@
-"""A module that all experts of a layer share trains as in stock: Muse-Spark's norm after each
-expert.
+"""Muse-Spark has one norm behind all experts of a layer; this shared norm trains as in stock.
 
-A rank applies the norm to outputs of its own experts, for tokens of its whole ep group, so the
-norm's gradient is spread over the ranks in another way than any other gradient. Stock casts to fp32
-in its norms, which rounds by as much as a small mistake would change: these tests replace fp32 by
-fp64.
+A rank applies the norm to the outputs of its own experts, for tokens of all ranks of its ep group.
+The sum over ranks therefore has other terms than the sum of any other gradient.
+Stock's norms cast to fp32. The rounding error of this cast is as large as the effect of a small
+mistake, so these tests compute in fp64 what stock computes in fp32.
 """
 
 from collections.abc import Callable
@@ -39,7 +38,7 @@ from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.state import find_state
 
 MUSE_SPARK = "muse_spark"
-pytestmark = pytest.mark.skipif(MUSE_SPARK not in CONFIG_MAPPING, reason="no such type yet")
+pytestmark = pytest.mark.skipif(MUSE_SPARK not in CONFIG_MAPPING, reason="transformers lacks muse_spark")
 NORM = "post_expert_norm"
 Prepare = Callable[[nn.Module], Any]
 
@@ -47,7 +46,7 @@ Prepare = Callable[[nn.Module], Any]
 def _step_equals_stock(
     rank: int, world: int, *, prepare: Prepare | None = None, lora: bool = False, **config: Any
 ) -> list[float]:
-    """Compare loss, gradients, their norm and a step of AdamW with stock's: the errors."""
+    """Compare loss, gradients, gradient norm and an AdamW step with stock; return the errors."""
     with FP64():
         model, stock = build(MUSE_SPARK, seed=rank), build(MUSE_SPARK)
         if prepare is not None:
@@ -55,12 +54,12 @@ def _step_equals_stock(
         if lora:
             model, stock = _with_lora(model, seed=rank), _with_lora(stock, seed=0)
         apply_ep_fsdp2(model, **config)
-        _assert_norms_lie_as_all_that_is_dense(model)
+        _assert_norms_are_on_the_dense_mesh(model)
         return assert_same_step(MUSE_SPARK, (model, stock), (adamw(model), adamw(stock)))
 
 
 def _with_lora(model: nn.Module, seed: int) -> nn.Module:
-    """LoRA on experts and attention, with the norms behind experts unfrozen again."""
+    """Add LoRA to experts and attention, and unfreeze the shared norms, which PEFT has frozen."""
     adapted = with_lora(model, r=3, seed=seed)
     for name, parameter in adapted.named_parameters():
         if name.endswith("post_expert_norm.weight"):
@@ -68,11 +67,11 @@ def _with_lora(model: nn.Module, seed: int) -> nn.Module:
     return adapted
 
 
-def _assert_norms_lie_as_all_that_is_dense(model: nn.Module) -> None:
+def _assert_norms_are_on_the_dense_mesh(model: nn.Module) -> None:
     state = find_state(model)
     assert state is not None and state.meshes is not None
     norms = [parameter for name, parameter in model.named_parameters() if NORM in name]
-    assert any(norm.requires_grad for norm in norms), "no norm behind experts is trained"
+    assert any(norm.requires_grad for norm in norms), "no shared norm is trainable"
     for norm in norms:
         assert isinstance(norm, DTensor) and norm.device_mesh == state.meshes.dense
 
@@ -105,19 +104,19 @@ def test_a_step_equals_stock(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
 
 
-def adapters_beside_a_trained_norm(rank: int, world: int) -> None:
-    """LoRA on the experts, and the norms behind them trained as they are."""
+def lora_and_a_trained_norm(rank: int, world: int) -> None:
+    """Train LoRA factors of the experts together with the shared norms."""
     with recording(MUSE_SPARK, "lora") as errors:
         errors += _step_equals_stock(rank, world, lora=True, ep_size=2)
 
 
 def resumed_at_another_layout(rank: int, world: int, folder: str) -> None:
-    """Saved with every norm cut in two, resumed with all of it on each rank."""
+    """Save while each norm is sharded over two ranks; resume with the whole norm on each rank."""
     with recording(MUSE_SPARK, "resume") as errors:
         saved = _run(0, ep_size=2)
         resumed = _run(1, ep_size=1, dp_replicate_size=2)
         _train(saved, seed=0)
-        _train(resumed, seed=9)  # a state to be replaced
+        _train(resumed, seed=9)  # load_checkpoint must replace this state
         save_checkpoint(f"{folder}/saved", saved.model, saved.optimizer, saved.scheduler)
         load_checkpoint(f"{folder}/saved", resumed.model, resumed.optimizer, resumed.scheduler)
         want = everything(saved)
@@ -139,17 +138,17 @@ def _run(seed: int, **config: Any) -> Run:
 
 
 def _train(run: Run, seed: int) -> None:
-    """Take one step on the batches of all ranks, with fp64 instead of fp32."""
+    """Take one optimizer step, each rank on its own batch, with fp64 instead of fp32."""
     with FP64():
-        everyone = batches(run.model, dist.get_world_size(), seed)
-        loss = loss_of_sum(run.model, everyone[dist.get_rank()], count_tokens(everyone))
+        all_batches = batches(run.model, dist.get_world_size(), seed)
+        loss = loss_of_sum(run.model, all_batches[dist.get_rank()], count_tokens(all_batches))
         (loss * dist.get_world_size()).backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
-    "claim", on_ranks(2, adapters_beside_a_trained_norm, resumed_at_another_layout, slow=True)
+    "claim", on_ranks(2, lora_and_a_trained_norm, resumed_at_another_layout, slow=True)
 )
 def test_on_two_ranks(found: Found, claim: Check) -> None:
     found.raise_if_failed(claim)
