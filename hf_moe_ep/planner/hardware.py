@@ -1,13 +1,14 @@
-"""The rates of a GPU, of its links and of its host, from which the seconds of a step are planned.
+"""The rates of a GPU, its links and its host, from which `seconds.py` plans the time of a step.
 
     h100 = find_hardware("h100")
     h100.memory_bandwidth, h100.sources["memory_bandwidth"]
-    calibrated(h100, Path("rates.json"))      # measured rates replace those of the record
+    calibrated(h100, Path("rates.json"))      # a copy of h100 with the measured rates of the file
 
-The records are data: `rates.json` beside this file, with the source of every number. Rates are
-dense peaks. Memory is in the 10^9 bytes of data sheets. A link's bandwidth is that of one
-direction, half of what data sheets add up. The fraction of a peak that code reaches, latencies and
-the time of a launch are assumptions until they are measured (`calibrate.py`).
+Each known GPU has a record in `rates.json` beside this file, with the source of every number. FLOP
+rates are peaks for dense matrices, without sparsity. A gigabyte is 10^9 bytes, as in data sheets.
+The bandwidth of a link is that of one direction; data sheets often add up both directions. Until
+`calibrate.py` measures them, three things are assumptions: the fraction of a peak that a kernel
+reaches, the latency of a link, and the time of a kernel launch.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-# Each of these reaches a fraction of its peak: matrix products, grouped products of the experts,
-# attention, operators that only move bytes, the links inside and between nodes, operators on the
-# host's memory, and copies between host and device.
+# The kinds of work for which `Hardware.fractions` has a fraction of the peak rate: matrix products,
+# grouped products of the experts, attention, operators that only move bytes, the links inside and
+# between nodes, operators on the host's memory, and copies between host and device.
 KINDS = (
     "matmul",
     "grouped",
@@ -47,23 +48,24 @@ class Hardware:
         matmul_flops: peak FLOPs per second of a dense product without sparsity, by dtype name
             ("bfloat16", "float32", "float8_e4m3fn"). A dtype that is missing runs at the rate of
             the next wider one.
-        memory_bandwidth: peak bytes per second, read and written together.
-        memory_bytes: bytes of one GPU.
-        node_size: GPUs of a node; consecutive ranks are on one node.
-        in_node_bandwidth: peak bytes per second that a GPU sends inside its node while it receives
-            as many.
-        in_node_latency: seconds of an empty message.
-        between_nodes_bandwidth, between_nodes_latency: the same for one GPU's share of the links
-            between nodes.
+        memory_bandwidth: peak bytes per second of the GPU's memory, the sum of reads and writes.
+        memory_bytes: bytes of memory that the GPU has.
+        node_size: GPUs per node. Ranks 0 to node_size - 1 are on the first node, and so on.
+        in_node_bandwidth: peak bytes per second that a GPU can send to other GPUs of its node while
+            it receives at the same rate.
+        in_node_latency: seconds that a message without content takes.
+        between_nodes_bandwidth, between_nodes_latency: the same for the links between nodes; the
+            bandwidth is the share of one GPU.
         host_seconds: seconds that the host takes to launch one operator.
         host_link_bandwidth: peak bytes per second between a GPU and its host, in one direction.
         host_memory_bandwidth: peak bytes per second of the host's memory, per GPU.
-        host_ahead: True if the host launches operators while the device computes, so that a step
-            takes the longer of the two. False on a CPU, where a step takes their sum.
-        overlap: 0 .. 1, the part of the communication that could overlap computation and does.
-        fractions: for each of KINDS the fraction of the peak that is reached, 0 < f <= 1. An entry
-            such as "grouped float32" or "memory bfloat16" holds for one dtype only.
-        sources: by field name, where the number is from: a page, a measurement or an assumption.
+        host_ahead: True if the host launches operators while the device computes: a step takes as
+            long as the slower of host and device. False on a CPU: both times are added.
+        overlap: from 0 to 1; of the communication that could overlap computation, the fraction that
+            does overlap it.
+        fractions: for each of KINDS, the fraction of the peak that is reached (above 0, at most 1).
+            An entry such as "grouped float32" or "memory bfloat16" is for one dtype only.
+        sources: by field name, the source of the number: a page, a measurement or an assumption.
     """
 
     name: str
@@ -102,7 +104,7 @@ class Hardware:
                 f"{', '.join(KINDS)}"
             )
         if not self.matmul_flops:
-            raise ValueError(f"matmul_flops of hardware {self.name!r} names no dtype")
+            raise ValueError(f"matmul_flops of hardware {self.name!r} is empty; give a rate")
         if not isinstance(self.host_ahead, bool):
             raise ValueError(f"host_ahead ({self.host_ahead!r}) must be true or false")
 
@@ -112,17 +114,17 @@ class Hardware:
 
     def _numbers(self) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in ("matmul_flops", "fractions"):
-                found += [(f"{one.name}[{key!r}]", number) for key, number in value.items()]
-            elif one.name not in ("name", "host_ahead", "sources"):
-                found.append((one.name, value))
+        for attribute in fields(self):
+            value = getattr(self, attribute.name)
+            if attribute.name in ("matmul_flops", "fractions"):
+                found += [(f"{attribute.name}[{key!r}]", number) for key, number in value.items()]
+            elif attribute.name not in ("name", "host_ahead", "sources"):
+                found.append((attribute.name, value))
         return found
 
 
 def known_hardware() -> dict[str, Hardware]:
-    """Read the records of `rates.json`, by name."""
+    """Read `rates.json` and return its records by name."""
     file = resources.files("hf_moe_ep.planner").joinpath("rates.json")
     table = json.loads(file.read_text(encoding="utf-8"))
     shared = table["same_for_all"]
@@ -142,32 +144,36 @@ def find_hardware(name: str) -> Hardware:
     """Return the record of a GPU.
 
     Raises:
-        ValueError: there is no such record; the message lists all.
+        ValueError: no record has this name; the message lists the known names.
     """
     known = known_hardware()
     if name.lower() not in known:
-        raise ValueError(f"{name!r} is no GPU of the table; known are: {', '.join(known)}")
+        raise ValueError(f"no rates are known for GPU {name!r}; choose one of {', '.join(known)}")
     return known[name.lower()]
 
 
 def calibrated(hardware: Hardware, file: Path) -> Hardware:
-    """Replace numbers of a record by the measured ones of a file.
+    """Return a copy of a record with the measured numbers of a file.
 
     Args:
-        file: JSON with any fields of `Hardware` but `name` and `sources`. `matmul_flops` and
-            `fractions` may hold some of their entries. A measured rate is not a peak: the file
-            should set the fraction that belongs to it to 1.
+        file: a JSON object with any fields of `Hardware` except `name` and `sources`. Entries that
+            `matmul_flops` or `fractions` leave out keep their values. A measured rate already
+            includes the losses, so the file should set the fraction of this kind to 1.
 
     Raises:
-        ValueError: the file is no JSON object, or has an unknown field or an impossible number.
+        ValueError: the file is not a JSON object, a field is unknown, or a number is out of range.
     """
     try:
         measured = json.loads(file.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(measured, dict):
-        raise ValueError(f"{file} must hold one JSON object, and holds a {type(measured).__name__}")
-    names = [one.name for one in fields(Hardware) if one.name not in ("name", "sources")]
+        raise ValueError(f"{file} must contain a JSON object, not a {type(measured).__name__}")
+    names = [
+        attribute.name
+        for attribute in fields(Hardware)
+        if attribute.name not in ("name", "sources")
+    ]
     changes: dict[str, Any] = {}
     for name, value in measured.items():
         _check_name(name, names, str(file))
@@ -181,7 +187,7 @@ def calibrated(hardware: Hardware, file: Path) -> Hardware:
 
 
 def _valid_range(name: str) -> tuple[Any, str]:
-    """Return the check that a number must pass, and the check in words."""
+    """Return a function that checks the number `name`, and the valid range in words."""
     if name == "node_size":
         return (lambda value: isinstance(value, int) and value >= 1), "a whole number >= 1"
     if name == "overlap":
@@ -195,4 +201,4 @@ def _valid_range(name: str) -> tuple[Any, str]:
 
 def _check_name(name: str, known: Any, where: str) -> None:
     if name not in known:
-        raise ValueError(f"{name!r} in {where} is not known; known are: {', '.join(known)}")
+        raise ValueError(f"{name!r} in {where} is not known; known names: {', '.join(known)}")

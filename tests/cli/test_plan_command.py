@@ -82,7 +82,10 @@ def test_as_many_sequences_at_a_time_as_fit() -> None:
 
 
 WRONG = {
-    "gpu": (["--gpu", "v100"], "'v100' is no GPU of the table; known are: a100, h100, h200, b200"),
+    "gpu": (
+        ["--gpu", "v100"],
+        "no rates are known for GPU 'v100'; choose one of a100, h100, h200, b200",
+    ),
     "no memory": ([], "say --gpu-memory GIB, or --gpu NAME of a100"),
     "rates": (["--gpu-memory", "1", "--calibrate", "x.json"], "--calibrate is of seconds"),
     "file": (["--gpu", "h100", "--calibrate", "/no/file"], "--calibrate /no/file is no file"),

@@ -32,8 +32,8 @@ def test_measured_rates_take_their_places(tmp_path: Path) -> None:
         ('{"matmul_flops": 3}', "matmul_flops in .*rates.json must be an object, got 3"),
         ('{"host_ahead": 1}', r"host_ahead \(1\) must be true or false"),
         ('{"name": "mine"}', "'name' in .*rates.json is not known"),
-        ("[1]", "must hold one JSON object, and holds a list"),
-        ("{", "is no JSON"),
+        ("[1]", "must contain a JSON object, not a list"),
+        ("{", "is not valid JSON"),
     ],
 )
 def test_nonsense_is_refused(text: str, match: str, tmp_path: Path) -> None:
