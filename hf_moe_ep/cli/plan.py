@@ -215,19 +215,20 @@ def _hardware(options: argparse.Namespace) -> Hardware | None:
         for flag in ("calibrate", "train_tokens"):
             if getattr(options, flag) is not None:
                 raise ValueError(
-                    f"--{flag.replace('_', '-')} is of seconds, which want a GPU; add --gpu NAME, "
+                    f"--{flag.replace('_', '-')} has no effect without --gpu; add --gpu NAME, "
                     f"one of {', '.join(known_hardware())}"
                 )
         if options.gpu_memory is None:
             raise ValueError(
-                f"say --gpu-memory GIB, or --gpu NAME of {', '.join(known_hardware())}"
+                "plan needs the memory of a GPU; add --gpu-memory GIB, or --gpu NAME (one of "
+                f"{', '.join(known_hardware())})"
             )
         return None
     hardware = find_hardware(options.gpu)
     if options.calibrate is None:
         return hardware
     if not options.calibrate.is_file():
-        raise ValueError(f"--calibrate {options.calibrate} is no file")
+        raise ValueError(f"--calibrate {options.calibrate} is not a file")
     return calibrated(hardware, options.calibrate)
 
 

@@ -38,7 +38,9 @@ from hf_moe_ep.checkpoints.training.save import save_checkpoint
 from hf_moe_ep.state import find_state
 
 MUSE_SPARK = "muse_spark"
-pytestmark = pytest.mark.skipif(MUSE_SPARK not in CONFIG_MAPPING, reason="this version of transformers has no muse_spark")
+pytestmark = pytest.mark.skipif(
+    MUSE_SPARK not in CONFIG_MAPPING, reason="this version of transformers has no muse_spark"
+)
 NORM = "post_expert_norm"
 Prepare = Callable[[nn.Module], Any]
 

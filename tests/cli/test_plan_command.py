@@ -1,4 +1,4 @@
-"""Layouts that a plan calls legal train, those that it refuses raise; what fits comes first."""
+"""`hf-moe-ep plan` lists the layouts that fit, best first, and refuses what training refuses."""
 
 import json
 import resource
@@ -30,16 +30,15 @@ def asked(**more: Any) -> Asked:
 
 
 @pytest.mark.slow
-def test_what_fits_is_ordered_and_the_rest_is_too_large() -> None:
-    """One grid with 8 sequences at a time; a limit then leaves some layouts."""
-    one = asked(gpus=1, ep=1)
-    everything = find_layouts(one)
-    assert not everything.too_large and not everything.illegal
-    found = [(p.layout.checkpointing, p.layout.per_forward) for p in everything.fit]
+def test_layouts_that_fit_are_sorted_and_larger_ones_are_listed_apart() -> None:
+    """Without a limit all four layouts of one GPU fit, with a lower limit only the smaller ones."""
+    unlimited = find_layouts(asked(gpus=1, ep=1))
+    assert not unlimited.too_large and not unlimited.illegal
+    found = [(p.layout.checkpointing, p.layout.per_forward) for p in unlimited.fit]
     assert found == [(False, 8), (False, 1), (True, 8), (True, 1)]
-    assert all(p.layout.per_forward * p.layout.accumulated == 8 for p in everything.fit)
-    peaks = sorted(p.step.peak for p in everything.fit)
-    assert all(p.left == LARGE - p.step.peak for p in everything.fit)
+    assert all(p.layout.per_forward * p.layout.accumulated == 8 for p in unlimited.fit)
+    peaks = sorted(p.step.peak for p in unlimited.fit)
+    assert all(p.left == LARGE - p.step.peak for p in unlimited.fit)
     limited = find_layouts(asked(gpus=1, ep=1, limit=peaks[1]))
     assert sorted(p.step.peak for p in limited.fit) == peaks[:2]
     assert {*peaks[2:]} <= {p.step.peak for p in limited.too_large}
@@ -49,8 +48,8 @@ def test_what_fits_is_ordered_and_the_rest_is_too_large() -> None:
 
 @pytest.mark.slow
 def test_with_a_gpu_the_fastest_comes_first() -> None:
-    """Seconds order the layouts that fit. The fastest one is also tried with rows in 2 and 4
-    chunks. Half the rates with twice the latencies and launches give the same order, and each step
+    """Layouts are sorted by planned seconds. The fastest is planned again with 2 and 4 dispatch
+    chunks. On a GPU with half the rates and twice the latencies the order is the same, and a step
     takes twice as long.
     """
     h100 = find_hardware("h100")
@@ -60,24 +59,25 @@ def test_with_a_gpu_the_fastest_comes_first() -> None:
         **{name: getattr(h100, name) / 2 for name in RATES},
         **{name: getattr(h100, name) * 2 for name in LATENCIES},
     )
-    found, again = (
-        [(p.layout, p.time.seconds) for p in find_layouts(asked(ep=4, hardware=one)).fit if p.time]
-        for one in (h100, slower)
+    on_h100, on_slower = (
+        [(p.layout, p.time.seconds) for p in find_layouts(asked(ep=4, hardware=gpu)).fit if p.time]
+        for gpu in (h100, slower)
     )
-    assert [layout for layout, _ in found] == [layout for layout, _ in again]
-    seconds = [of_one for _, of_one in found]
+    assert [layout for layout, _ in on_h100] == [layout for layout, _ in on_slower]
+    seconds = [step for _, step in on_h100]
     assert seconds == sorted(seconds)
-    assert [of_one for _, of_one in again] == pytest.approx([2 * of_one for of_one in seconds])
-    assert {layout.chunks for layout, _ in found} == {1, 2, 4}
+    assert [step for _, step in on_slower] == pytest.approx([2 * step for step in seconds])
+    assert {layout.chunks for layout, _ in on_h100} == {1, 2, 4}
 
 
 @pytest.mark.slow
-def test_as_many_sequences_at_a_time_as_fit() -> None:
-    """Of a rank's 8 sequences four fit: four are planned, with two accumulations."""
-    everything = find_layouts(asked(gpus=1, ep=1))
-    peaks = {(p.layout.checkpointing, p.layout.per_forward): p.step.peak for p in everything.fit}
-    between = (peaks[True, 1] + 5 * peaks[True, 8]) // 6
-    limited = find_layouts(asked(gpus=1, ep=1, limit=between))
+def test_the_largest_power_of_two_of_sequences_that_fits_is_planned() -> None:
+    """A rank has 8 sequences per step and memory for about 6: two forwards of 4 are planned."""
+    unlimited = find_layouts(asked(gpus=1, ep=1))
+    peaks = {(p.layout.checkpointing, p.layout.per_forward): p.step.peak for p in unlimited.fit}
+    # The memory of 6.8 sequences, on a straight line from 1 to 8.
+    for_six = (peaks[True, 1] + 5 * peaks[True, 8]) // 6
+    limited = find_layouts(asked(gpus=1, ep=1, limit=for_six))
     assert Layout(1, 1, 1, 4, 2, checkpointing=True) in [p.layout for p in limited.fit]
 
 
@@ -86,41 +86,44 @@ WRONG = {
         ["--gpu", "v100"],
         "no rates are known for GPU 'v100'; choose one of a100, h100, h200, b200",
     ),
-    "no memory": ([], "say --gpu-memory GIB, or --gpu NAME of a100"),
-    "rates": (["--gpu-memory", "1", "--calibrate", "x.json"], "--calibrate is of seconds"),
-    "file": (["--gpu", "h100", "--calibrate", "/no/file"], "--calibrate /no/file is no file"),
+    "no memory": ([], "add --gpu-memory GIB, or --gpu NAME (one of a100"),
+    "rates": (
+        ["--gpu-memory", "1", "--calibrate", "x.json"],
+        "--calibrate has no effect without --gpu",
+    ),
+    "file": (["--gpu", "h100", "--calibrate", "/no/file"], "--calibrate /no/file is not a file"),
     "negative": (["--gpu", "h100", "--ep", "-2"], r"--ep (-2) must be more than 0"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_wrong_argument(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     more, words = WRONG[name]
     arguments = ["--gpus", "8", "--seq", "16", "--batch", "8", *more]
     assert main(["plan", "Qwen/Qwen3-30B-A3B", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_every_number_of_the_table_says_where_it_is_from() -> None:
-    """The source is a page, or the note that it is an assumption."""
+def test_every_rate_of_a_gpu_has_a_source() -> None:
+    """A source contains a web address, or begins with the word of `ASSUMED`."""
     for hardware in known_hardware().values():
-        numbers = {one.name for one in fields(hardware)} - {"name", "node_size", "host_ahead"}
-        assert set(hardware.sources) == numbers - {"sources"}
+        rates = {rate.name for rate in fields(hardware)} - {"name", "node_size", "host_ahead"}
+        assert set(hardware.sources) == rates - {"sources"}
         assert all(
-            said.startswith(ASSUMED) or "https://" in said for said in hardware.sources.values()
+            text.startswith(ASSUMED) or "https://" in text for text in hardware.sources.values()
         )
 
 
 @pytest.mark.slow
 def test_a_plan_of_1024_gpus_takes_less_than_4_gib() -> None:
-    """Qwen3-235B's shape in a process of its own. At most 14 of the possible layouts are tried."""
+    """Plan Qwen3-235B in a process of its own; the search plans at most 14 layouts."""
     shape = ["Qwen/Qwen3-235B-A22B", "--gpus", "1024", "--gpu", "h100", "--seq", "4096"]
     command = [sys.executable, "-m", "hf_moe_ep", "plan", *shape, "--batch", "2048", "--json"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
-    found = json.loads(said)
+    output = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True).stdout
+    found = json.loads(output)
     assert found["fit"] and found["fit"][0]["time"]["seconds"] > 0
     assert len(found["fit"]) + len(found["too_large"]) <= 14
-    # Of all that this process has started the largest, in KiB.
+    # The peak memory of the largest child process that this test process has had, in KiB.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 4 * 2**20
 
 
@@ -134,7 +137,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_training_refuses_is_illegal(name: str) -> None:
+def test_layouts_that_training_refuses_raise(name: str) -> None:
     layout, more, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         find_layouts(asked(ep=layout.ep, sp=layout.sp, dp_replicate=layout.dp_replicate, **more))
@@ -154,22 +157,23 @@ GRIDS = [
 
 
 def _train(rank: int, world: int) -> list[str]:
-    said = []
+    """Train each layout of GRIDS for one backward; return its error, or an empty string."""
+    errors = []
     for grid in GRIDS:
         model = tiny()
         try:
             apply_ep_fsdp2(model, **grid.sizes())
             model(**batch(model, 2, 16)).loss.backward()
         except ValueError as error:
-            said.append(str(error))
+            errors.append(str(error))
             continue
-        said.append("")
-    return said
+        errors.append("")
+    return errors
 
 
 @pytest.mark.slow
-def test_legal_layouts_train_and_others_raise_the_same() -> None:
-    """57 layouts on four real ranks: the plan refuses exactly those that sharding refuses."""
+def test_the_plan_refuses_what_training_refuses_with_the_same_error() -> None:
+    """Four real ranks train 57 layouts. `refusal` gives the same error for each, or none."""
     (first, *others) = run_ranks(_train, 4, timeout=500.0)
     assert all(other == first for other in others)
     planned = [refusal(grid, asked(batch=4)) for grid in GRIDS]
@@ -184,10 +188,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_command_prints_and_writes_the_first(
+def test_command_prints_and_writes_the_best_layout(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Accelerate reads the file, with its processes and checkpointing. The file names `patch`."""
+    """Accelerate can read the file, and the comments in it show the call of `patch`."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     written = tmp_path / "fsdp.yaml"
@@ -208,13 +212,13 @@ def test_command_prints_and_writes_the_first(
 def test_command_for_parameters_on_the_host(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only this layout fits. The table shows the host's GiB."""
+    """One GPU is too small without --offload. With it, the table shows the memory of the host."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     arguments = ["plan", str(folder), "--gpus", "1", "--seq", "16", "--batch", "1"]
     assert main([*arguments, "--gpu-memory", "1", "--json"]) == 0
-    least = min(one["peak"] for one in json.loads(capsys.readouterr().out)["fit"])
-    arguments += ["--gpu", "h100", "--gpu-memory", str((least - 1) / 2**30)]
+    smallest = min(found["peak"] for found in json.loads(capsys.readouterr().out)["fit"])
+    arguments += ["--gpu", "h100", "--gpu-memory", str((smallest - 1) / 2**30)]
     assert main(arguments) == 1
     assert "and --offload is another way" in capsys.readouterr().out
     written = tmp_path / "fsdp.yaml"
@@ -224,7 +228,7 @@ def test_command_for_parameters_on_the_host(
     assert load_config_from_file(str(written)).fsdp_config["fsdp_offload_params"] is True
 
 
-def test_two_machines_are_launched_as_such(tmp_path: Path) -> None:
+def test_launch_config_of_two_machines(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     written = tmp_path / "fsdp.yaml"
@@ -238,7 +242,7 @@ def test_two_machines_are_launched_as_such(tmp_path: Path) -> None:
     assert second.endswith("gradient_accumulation_steps 4")
 
 
-def test_command_says_that_none_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_fails_if_no_layout_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--gpus", "1", "--gpu-memory", "1e-6", "--seq", "16", "--batch", "1", "--json"]
     assert main(["plan", str(folder), *arguments]) == 1
     found = json.loads(capsys.readouterr().out)
