@@ -21,7 +21,7 @@ from hf_moe_ep.upstream.module_names import canonical_name, unwrap
 def describe(model: nn.Module) -> str:
     """Return a report of a few lines on a patched model.
 
-    The experts, groups and numbers of "this rank" differ between ranks.
+    The experts and groups of ranks in the report are those of the calling rank.
 
         >>> print(describe(patch(model, ep_size=2)))
         MyMoeForCausalLM (my_moe), patched by hf_moe_ep; plan derived
@@ -36,7 +36,7 @@ def describe(model: nn.Module) -> str:
     state = find_state(model)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not patched; call patch(model) first")
-    lines = [_header(model, state), _experts(model, state), _layout(state), _memory(model)]
+    lines = [_header(model, state), _experts(model, state), _layout(state), _parameters(model)]
     lines += _balance(state)
     if state.meshes is not None:
         lines.append(_precision(model, state))
@@ -51,7 +51,7 @@ def _header(model: nn.Module, state: ModelState) -> str:
 
 
 def _experts(model: nn.Module, state: ModelState) -> str:
-    """Return the line of the MoE layers and of the backend that computes them."""
+    """Return the line about the MoE layers: number, names, and the backend of the experts."""
     layers = {
         canonical_name(name): layer
         for name, module in model.named_modules()
@@ -65,19 +65,19 @@ def _experts(model: nn.Module, state: ModelState) -> str:
 
 
 def _experts_dtype(model: nn.Module, state: ModelState) -> str:
-    """Return the format of quantised experts and their bytes per parameter; "" for all others."""
+    """Return the format and the bytes per parameter of quantised experts; "" for stock dtypes."""
     config = state.config
     if config.experts_dtype is None:
         return ""
     nested = ", double quantisation" if config.experts_double_quant else ""
-    num_bytes = num_values = 0
+    num_bytes = num_parameters = 0
     for name, stored, quantisation in quantised_matrices(model):
         num_bytes += sum(tensor.nbytes for tensor in stored.by_name(name).values())
-        num_values += quantisation.num_values(stored.values)
-    if not num_values:
-        return f"; to be held in {config.experts_dtype}{nested} when it is sharded"
-    per_value = num_bytes / num_values
-    return f"; held in {config.experts_dtype}{nested}, {per_value:.4f} bytes per parameter"
+        num_parameters += quantisation.num_values(stored.values)
+    if not num_parameters:
+        return f"; to be held in {config.experts_dtype}{nested} when the model is sharded"
+    per_parameter = num_bytes / num_parameters
+    return f"; held in {config.experts_dtype}{nested}, {per_parameter:.4f} bytes per parameter"
 
 
 def _backend(compute: Compute | None) -> str:
@@ -87,15 +87,15 @@ def _backend(compute: Compute | None) -> str:
     if compute.reason:
         why = f"no triton: {compute.reason}"
     elif compute.required:
-        why = "asked for"
+        why = "requested"
     else:
-        why = "torch for fp64 and off the GPU"
+        why = "torch for fp64 tensors and for tensors that are not on a GPU"
     recomputes = ", pre-activations recomputed in backward" if compute.recompute else ""
     return f"{compute.backend} ({why}){recomputes}"
 
 
 def _layout(state: ModelState) -> str:
-    """Return the line of the sizes and groups of ranks, and of the experts of this rank."""
+    """Return the line about the layout: mesh sizes, and the experts and groups of this rank."""
     meshes, config = state.meshes, state.config
     if meshes is None:
         return (
@@ -121,42 +121,42 @@ def _nodes(state: ModelState) -> str:
     in_node = ranks_in_node([meshes.ep.mesh.tolist()], meshes.node_size)
     grid = f"{meshes.ep_size // in_node} x {in_node}"
     if meshes.nodes is None:
-        return f" (nodes x ranks: {grid}, for which hierarchical dispatch is all_to_all)"
-    return f" (nodes x ranks: {grid}, a token crosses to each node once)"
+        return f" (nodes x ranks: {grid}, so hierarchical dispatch is the same as all_to_all)"
+    return f" (nodes x ranks: {grid}, a token is sent to each node at most once)"
 
 
 def _balance(state: ModelState) -> list[str]:
-    """Return the line of the methods that balance the load of experts; none if none is used."""
+    """Return the line about the methods that balance the load of the experts, if any is used."""
     methods = []
     if (rate := state.config.bias_update_rate) is not None:
         layers = sum(layer.correction is not None for layer in state.moe_layers)
         methods.append(f"biases of {layers} routers move by {rate:g} after each optimizer step")
     if state.config.aux_loss_per_layer:
         weight = state.plan.aux_loss_coef
-        methods.append(f"mean of the layers' aux losses, for routers alone, times {weight}")
+        methods.append(f"mean of the layers' aux losses times {weight}, trains only routers")
     if placed := sum(layer.placement is not None for layer in state.moe_layers):
-        methods.append(f"experts of {placed} layers are in the order of balance_experts")
+        methods.append(f"experts of {placed} layers were moved by balance_experts")
     return [f"  balance    {'; '.join(methods)}"] if methods else []
 
 
-def _memory(model: nn.Module) -> str:
-    """Return the line of the numbers of parameters in the model and on this rank."""
-    # Quantised weights count as the values that their bytes encode; scales do not count.
-    values_each: dict[int, int] = {}
+def _parameters(model: nn.Module) -> str:
+    """Return the line about the number of parameters, in the model and on this rank."""
+    # A byte of a quantised matrix counts as the values that it encodes. Scales do not count.
+    values_per_element: dict[int, int] = {}
     for name, stored, quantisation in quantised_matrices(model):
-        values_each |= {id(tensor): 0 for tensor in stored.by_name(name).values()}
-        values_each[id(stored.values)] = quantisation.values_per_byte
+        values_per_element |= {id(tensor): 0 for tensor in stored.by_name(name).values()}
+        values_per_element[id(stored.values)] = quantisation.values_per_byte
     whole = local = 0
     for parameter in model.parameters():
         shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        each = values_each.get(id(parameter), 1)
-        whole += parameter.numel() * each
-        local += shard.numel() * each
+        num_values = values_per_element.get(id(parameter), 1)
+        whole += parameter.numel() * num_values
+        local += shard.numel() * num_values
     return f"  parameters {whole:,} in the model, {local:,} on this rank"
 
 
 def _precision(model: nn.Module, state: ModelState) -> str:
-    """Return the line of the dtypes of parameters, computation and gradient reduction."""
+    """Return the line about the dtypes of parameters, computation and gradient reduction."""
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
     policy = state.policy

@@ -186,17 +186,17 @@ def test_describe_says_which_backend_and_why() -> None:
     sizes = {"hidden_size": 32, "moe_intermediate_size": 16}
     assert "backend torch (no triton: no CUDA GPU)" in describe(patch(tiny(**sizes)))
     by_name = patch(tiny(**sizes), experts_backend="torch")
-    assert "backend torch (no triton: asked for)" in describe(by_name)
+    assert "backend torch (no triton: torch was requested)" in describe(by_name)
     by_name = patch(tiny(**sizes), experts_backend="triton")
-    assert "backend triton (asked for)" in describe(by_name)
+    assert "backend triton (requested)" in describe(by_name)
     assert "backend eager" in describe(patch(tiny(), experts_backend="eager"))
 
 
 def test_describe_says_what_balances() -> None:
     assert "balance" not in describe(patch(tiny(**SIZES["aux loss"])))
     by_loss = describe(patch(tiny(**SIZES["aux loss"]), aux_loss_per_layer=True))
-    want = "balance    mean of the layers' aux losses, for routers alone, times "
-    assert f"{want}router_aux_loss_coef" in by_loss
+    want = "balance    mean of the layers' aux losses times "
+    assert f"{want}router_aux_loss_coef, trains only routers" in by_loss
     by_bias = describe(patch(tiny_of_type("deepseek_v3"), bias_update_rate=0.001))
     assert "balance    biases of 3 routers move by 0.001 after each optimizer step" in by_bias
 

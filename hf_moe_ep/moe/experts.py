@@ -66,7 +66,9 @@ def choose_compute(
     required = requested == "triton"
     if quantisation is not None:
         _check_blocks(module, flags, quantisation)
-    reason = "asked for" if requested == "torch" else _why_not_triton(module, flags, required)
+    reason = (
+        "torch was requested" if requested == "torch" else _why_not_triton(module, flags, required)
+    )
     if required and reason:
         raise ValueError(
             f"experts_backend='triton' cannot run {type(module).__name__} here: {reason}; "

@@ -379,7 +379,7 @@ def test_on_two_ranks(found: Found, claim: Check) -> None:
 def test_a_model_that_is_never_sharded_says_so() -> None:
     """`patch` quantises nothing, so a stock forward would run in another precision."""
     model = patch(with_lora(tiny(**SIZES["nf4"])), **NF4)
-    assert "to be held in nf4 when it is sharded" in describe(model)
+    assert "to be held in nf4 when the model is sharded" in describe(model)
     with pytest.raises(
         ValueError, match=r"experts_dtype='nf4' but never sharded.*would not be quantised"
     ):

@@ -164,7 +164,7 @@ def test_why_not_triton() -> None:
     auto = choose_compute(aligned, "auto", recompute=False)
     assert (auto.backend, auto.reason) == ("torch", "no CUDA GPU")
     asked = choose_compute(aligned, "torch", recompute=False)
-    assert (asked.backend, asked.reason) == ("torch", "asked for")
+    assert (asked.backend, asked.reason) == ("torch", "torch was requested")
     odd = _build("qwen3_moe", "modeling_qwen3_moe", "Qwen3MoeExperts")
     with pytest.raises(ValueError, match=r"sizes 16 and 8 are not both multiples of 16"):
         choose_compute(odd, "triton", recompute=False)
