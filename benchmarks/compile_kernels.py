@@ -1,20 +1,23 @@
 """Compile every Triton kernel ahead of time, without a GPU, and check the machine code.
 
-    python benchmarks/compile_kernels.py            prints one JSON line per kernel, variant and
-                                                    row of the table of blocks
-    python benchmarks/compile_kernels.py --check    compiles these and the candidates of
-                                                    `block_candidates.py`, and exits with 1 if a
-                                                    kernel breaks a rule of `problems`
-    python benchmarks/compile_kernels.py --write    records the figures (`ahead_of_time.py`); with
-                                                    --before as figures of an earlier state, with
-                                                    --new only those that are not recorded yet
+    python benchmarks/compile_kernels.py            compiles the launches of `cases` for three GPU
+                                                    architectures, each distinct kernel once, and
+                                                    prints one JSON line per compiled kernel
+    python benchmarks/compile_kernels.py --check    compiles these launches and those with the block
+                                                    sizes of `block_candidates.py`; exits with 1 if
+                                                    `problems` finds anything
+    python benchmarks/compile_kernels.py --write    writes the figures to `results/` (see
+                                                    `ahead_of_time.py`)
+        --write --before                            stores them as figures of the kernels before a
+                                                    change, for a comparison
+        --write --new                               adds only launches without recorded figures
 
 `make gpu-rehearsal` runs the check (about seven minutes on two cores). It finds kernels that would
 be slow on a GPU or could not start there.
 
-The launchers run on meta tensors of real sizes, and a recorder replaces each kernel. So the tool
-compiles for the arguments, block sizes and alignments that a launch on the GPU would have. Nothing
-is compiled under TRITON_INTERPRET=1.
+The launchers of the kernels run on meta tensors of real sizes, while a `Recorder` replaces the
+kernels and stores the arguments of each launch. A kernel is therefore compiled for the same
+arguments, block sizes and alignments as on a GPU. Nothing is compiled under TRITON_INTERPRET=1.
 """
 
 import argparse
@@ -75,22 +78,23 @@ class Launch:
     options: dict[str, int]
 
     def role(self) -> str:
-        """Return the purpose of this launch if its kernel has several purposes."""
+        """Tell the launches of a kernel with several purposes apart; "" for other kernels."""
         if self.kernel.__name__ == "grouped_mm_kernel":
             gathers = "" if self.arguments["row_of_position"] is None else ", gathers"
             return f"thin{gathers}" if self.arguments["SCALED"] else "wide"
         if self.kernel.__name__ == "outer_kernel":
-            left = "gathers left" if self.arguments["GATHER_LEFT"] else ""
-            return "gathers right" if self.arguments["GATHER_RIGHT"] else left or "gathers nothing"
+            if self.arguments["GATHER_RIGHT"]:
+                return "gathers right"
+            return "gathers left" if self.arguments["GATHER_LEFT"] else "gathers nothing"
         return ""
 
 
 @dataclass
 class Case:
-    """Forward and backward of one call of the expert MLP.
+    """One call of the expert MLP, whose forward and backward launch the kernels to compile.
 
-    With `chunks` the gradients are added to those of an earlier call. `quantised` names the format
-    of matrices that are frozen and quantised.
+    `chunks` also launches the kernels that add weight gradients to those of an earlier chunk.
+    `quantised` is the format of quantised matrices, which are frozen; "" for other matrices.
     """
 
     name: str
@@ -135,7 +139,7 @@ class Case:
         return recorder.launches
 
     def matrix(self, name: str, rows: int, columns: int) -> dict[str, Tensor]:
-        """Return the matrices `name` of all experts, or their bytes and scales."""
+        """Return the stacked matrices `name`; if they are quantised, their bytes and scales."""
         shape = (self.experts, rows, columns)
         if self.quantised:
             return empty_stack(shape, Quantisation(self.quantised), "meta").by_name(name)
@@ -144,7 +148,7 @@ class Case:
         return {name: self.meta(*shape)}
 
     def adapters(self, pre_size: int) -> dict[str, Tensor]:
-        """Return the factors a and b of the adapters of up and down; their base is frozen."""
+        """Return the LoRA factors a and b of up and down, whose own matrices are then frozen."""
         if not self.rank:
             return {}
         return {
@@ -170,7 +174,7 @@ class Recorder:
             if isinstance(kernel, JITFunction) and name.endswith("_kernel")
         ]
         for module, name, kernel in self.kernels:
-            setattr(module, name, _Recorded(kernel, self.launches))
+            setattr(module, name, _RecordedKernel(kernel, self.launches))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,7 +183,7 @@ class Recorder:
 
 
 @dataclass
-class _Recorded:
+class _RecordedKernel:
     kernel: JITFunction
     launches: list[Launch]
 
@@ -200,7 +204,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         name, value = parameter.name, launch.arguments[parameter.name]
-        kind, aligned = _kind(value)
+        kind, aligned = _triton_type(value)
         if _is_fixed(parameter, value):
             signature[name], constants[(index,)] = "constexpr", value
             continue
@@ -212,8 +216,8 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(built.asm["cubin"])
         cubin.flush()
-        usage = _dump("--dump-resource-usage", cubin.name)
-        listing = _dump("--dump-sass", cubin.name)
+        usage = _cuobjdump("--dump-resource-usage", cubin.name)
+        listing = _cuobjdump("--dump-sass", cubin.name)
     numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     warps = built.metadata.num_warps
     stages = launch.options.get("num_stages", 1)
@@ -232,7 +236,10 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
 
 
 def describe_block(launch: Launch) -> str:
-    """Return rows x columns x step along the sum, warps and stages of a product, else ""."""
+    """Return "128 x 256 x 64, 8w 3s": rows x columns x step along the sum, warps, stages.
+
+    Return "" for a kernel that computes no matrix product.
+    """
     if not {"BLOCK_M", "BLOCK_N", "BLOCK_K"} <= launch.arguments.keys():
         return ""
     sizes = " x ".join(str(launch.arguments[f"BLOCK_{x}"]) for x in "MNK")
@@ -250,9 +257,9 @@ def programs_per_sm(registers: int, shared: int, warps: int, arch: int) -> int:
     return min(by_registers, by_shared, THREADS_PER_SM[arch] // (32 * warps))
 
 
-def _dump(what: str, cubin: str) -> str:
+def _cuobjdump(option: str, cubin: str) -> str:
     return subprocess.run(
-        [str(CUOBJDUMP), what, cubin], capture_output=True, text=True, check=True
+        [str(CUOBJDUMP), option, cubin], capture_output=True, text=True, check=True
     ).stdout
 
 
@@ -260,12 +267,12 @@ def _is_fixed(parameter: Any, value: Any) -> bool:
     """Return True if Triton compiles the value of this argument into the kernel."""
     if parameter.is_constexpr or value is None:
         return True
-    one = isinstance(value, int) and not isinstance(value, bool) and value == 1
-    return one and not parameter.do_not_specialize
+    is_one = isinstance(value, int) and not isinstance(value, bool) and value == 1
+    return is_one and not parameter.do_not_specialize
 
 
-def _kind(value: Any) -> tuple[str, bool]:
-    """Return Triton's type of an argument, and whether Triton would find it divisible by 16."""
+def _triton_type(value: Any) -> tuple[str, bool]:
+    """Return an argument's Triton type, and True if Triton would specialise it as 16-divisible."""
     if isinstance(value, Tensor):
         return POINTERS[value.dtype], True
     if isinstance(value, TensorDescriptor):
@@ -300,12 +307,12 @@ def cases() -> list[Case]:
         Case("gpt-oss-20b r=16", gpt_oss, 2880, 2880, 32, 4, bias=True, transposed=True, rank=16),
         Case("ungated r=128", ungated, rank=128),
         Case("odd sizes r=4 few rows", hidden=2064, ffn=784, tokens=512, rank=4),
-        # These differ from the cases above in their gates only.
+        # The cases below differ from those above only in the formula between up and down.
         Case("clamped", ExpertFormula(limit=10.0)),
         Case("gelu_tanh", ExpertFormula(activation="gelu_tanh")),
         Case("gpt-oss in halves", in_halves),
         Case("privacy filter", in_halves, bias=True, transposed=True),
-        # Quantised matrices. No block divides the columns of gpt-oss.
+        # Quantised matrices. The 2880 columns of gpt-oss are no multiple of a block of 128 columns.
         Case("qwen3-30b nf4", quantised="nf4"),
         Case("qwen3-30b nf4 r=16", quantised="nf4", rank=16),
         Case("qwen3-30b nf4 few rows", quantised="nf4", tokens=512),
@@ -317,7 +324,8 @@ def cases() -> list[Case]:
     ]
 
 
-# sm_120 (RTX 50xx) uses the rows of sm_80, because its shared memory is as small.
+# The rows of the block table that an architecture uses. sm_120 (RTX 50xx) has too little shared
+# memory for the rows of sm_90.
 ROWS_OF = {80: "sm_80", 90: "sm_90", 120: "sm_80"}
 
 
@@ -325,7 +333,7 @@ ROWS_OF = {80: "sm_80", 90: "sm_90", 120: "sm_80"}
 class Job:
     """One compilation: launch number `launch` of case number `case`.
 
-    `names` lists all launches that are compiled alike, this one first.
+    `names` lists all launches that compile to the same code; the first name is that of this launch.
     """
 
     names: list[str]
@@ -336,25 +344,25 @@ class Job:
 
 
 def jobs() -> list[Job]:
-    """Return every launch on every architecture, without duplicates."""
+    """Return a job for each launch and architecture; launches with the same code share a job."""
     found: dict[str, Job] = {}
     for arch, (index, case) in itertools.product(ROWS_OF, enumerate(cases())):
         if arch == 120 and case.name not in IN_TABLE:
             continue
         _use_rows_of(arch)
-        taken: Counter[str] = Counter()
+        numbers: Counter[str] = Counter()
         for number, launch in enumerate(case.launches()):
             kernel = launch.kernel.__name__
-            place = " ".join(part for part in (kernel, launch.role()) if part)
-            taken[place] += 1
-            name = f"{case.name} | {place} | {taken[place]}"
-            key = [kernel, arch, launch.options, _shape_of(launch)]
+            purpose = " ".join(part for part in (kernel, launch.role()) if part)
+            numbers[purpose] += 1
+            name = f"{case.name} | {purpose} | {numbers[purpose]}"
+            key = [kernel, arch, launch.options, _compile_key(launch)]
             found.setdefault(repr(key), Job([], arch, index, number)).names.append(name)
     return list(found.values())
 
 
 def candidate_jobs() -> list[Job]:
-    """Return the launches of Qwen3-30B that a candidate changes."""
+    """Return a job for each launch of Qwen3-30B that uses the block sizes of a candidate."""
     found = []
     for number, candidate in enumerate(CANDIDATES):
         generation, _, bucket = candidate.row
@@ -362,17 +370,17 @@ def candidate_jobs() -> list[Job]:
         _use_rows_of(arch)
         name = "qwen3-30b" if bucket == "many" else "qwen3-30b few rows"
         (index,) = (i for i, case in enumerate(cases()) if case.name == name)
-        before = [(x.options, _shape_of(x)) for x in cases()[index].launches()]
+        before = [(x.options, _compile_key(x)) for x in cases()[index].launches()]
         _use_candidate(number)
         for launch, x in enumerate(cases()[index].launches()):
-            if (x.options, _shape_of(x)) != before[launch]:
+            if (x.options, _compile_key(x)) != before[launch]:
                 found.append(Job([f"{candidate.field} {x.role()}"], arch, index, launch, number))
         _use_candidate(None)
     return found
 
 
 def _use_candidate(number: int | None) -> None:
-    """Put a candidate into its row of the table; None restores the table."""
+    """Use the block of a candidate in the block table; None restores the table."""
     blocks.TABLE.update(_OWN_ROWS)
     if number is not None:
         candidate = CANDIDATES[number]
@@ -386,15 +394,15 @@ def _use_rows_of(arch: int) -> None:
     blocks.generation = lambda device: ROWS_OF[arch]
 
 
-def _shape_of(launch: Launch) -> list[Any]:
-    """Return the properties of the arguments that a compilation depends on."""
-    kinds = []
+def _compile_key(launch: Launch) -> list[Any]:
+    """Return what the compiled code depends on: types, alignments and fixed values of arguments."""
+    found = []
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
-        kind, aligned = _kind(value)
-        free = kind, aligned and not parameter.do_not_specialize
-        kinds.append(value if _is_fixed(parameter, value) else free)
-    return kinds
+        kind, aligned = _triton_type(value)
+        specialised = kind, aligned and not parameter.do_not_specialize
+        found.append(value if _is_fixed(parameter, value) else specialised)
+    return found
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -406,6 +414,7 @@ def run_job(job: Job) -> dict[str, Any]:
     return named | {"kernel": launch.kernel.__name__, **compile_launch(launch, job.arch)}
 
 
+# `check` fails if one of these kernels was not compiled.
 KERNELS = {
     *("up_kernel", "grouped_mm_kernel", "dgated_kernel", "outer_kernel"),
     *("bias_dots_kernel", "combine_kernel", "weight_grads_kernel", "segment_sum_kernel"),
@@ -414,19 +423,22 @@ KERNELS = {
 # Bytes of shared memory that a program may use. The rows of sm_80 also serve sm_86, sm_89 and
 # sm_120, which have less than an A100.
 SHARED_LIMIT = {80: 101376, 90: 232448, 120: 101376}
-# Bytes that a thread may spill: 8, one address. `dgated` may spill more, because after its loop it
-# needs a gate, an up, their gradients and a routing weight at once.
+# Bytes that a thread of a kernel may spill. All other kernels may spill 8 bytes (one address).
+# After its loop, `dgated_kernel` needs a gate value, an up value, the gradients of both and a
+# routing weight at once.
 SPILL_LIMIT = {"dgated_kernel": 64}
-# Rows of an adapter of rank 4 are 8 bytes long, and sm_80 cannot prefetch loads of that size.
+# The only launch that may wait for its loads: rows of an adapter of rank 4 are 8 bytes long, and
+# sm_80 cannot prefetch loads of that size.
 NOT_PREFETCHED = ("odd sizes r=4 few rows", 80, "outer_kernel")
-# A step of a loop may have this many times the recorded instructions.
+# The largest allowed ratio of instructions per loop step to the recorded number.
 MOST_GROWTH = 1.1
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """Return the rules that a compiled kernel breaks.
+    """Return a text for each rule that a compiled kernel breaks.
 
-    A candidate may spill after its loop, once per tile: a wider tile may still be faster.
+    The limit of spilled bytes is not checked for candidates. A candidate with wide tiles may spill
+    once per tile, after its loop, and still be faster.
     """
     found = []
     loops, arch, is_candidate = report["loops"], report["arch"], report["candidate"] is not None
@@ -435,15 +447,15 @@ def problems(report: dict[str, Any]) -> list[str]:
     if any(loop["spills"] > 2 for loop in loops):
         found.append("spills registers in a loop")
     if report["shared"] > SHARED_LIMIT[arch]:
-        found.append(f"needs {report['shared']} bytes of shared memory of {SHARED_LIMIT[arch]}")
+        found.append(f"needs {report['shared']} bytes of shared memory, limit {SHARED_LIMIT[arch]}")
     if report["dots"] and report["stages"] > 1:
         if not loops:
-            found.append("has no loop of products")
-        place = (report["case"], arch, report["kernel"])
-        if any(loop["steps_ahead"] == 0 for loop in loops) and place != NOT_PREFETCHED:
-            found.append("waits for the loads of the same step")
+            found.append("has no loop of matrix products")
+        launch = (report["case"], arch, report["kernel"])
+        if any(loop["steps_ahead"] == 0 for loop in loops) and launch != NOT_PREFETCHED:
+            found.append("does not prefetch: a loop step waits for its own loads")
     if any(loop["serial"] for loop in loops):
-        found.append("waits for each product before the next one")
+        found.append("waits for each matrix product before it starts the next one")
     # Exact fp32 products do not use tensor cores.
     instructions = report["wgmma" if arch == 90 else "mma"]
     if report["dots"] and "fp32" not in report["case"] and not instructions:
@@ -452,7 +464,7 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def growth(report: dict[str, Any]) -> list[str]:
-    """Compare a report with the recorded figures, if this version of Triton has any."""
+    """Return texts about figures that are worse than those recorded for this version of Triton."""
     lines = recorded()
     if not any(triton_version == version() for triton_version, _, _ in lines):
         return []
@@ -462,18 +474,25 @@ def growth(report: dict[str, Any]) -> list[str]:
     was, now = line["now"], figures(report)
     found = []
     if (now["instructions"] or 0) > MOST_GROWTH * (was["instructions"] or 0):
-        found.append(f"has {now['instructions']} instructions per step, was {was['instructions']}")
+        found.append(
+            f"has {now['instructions']} instructions per step (recorded: {was['instructions']})"
+        )
     if now["programs"] < was["programs"]:
-        found.append(f"fits {now['programs']} times on a multiprocessor, was {was['programs']}")
+        found.append(
+            f"fits {now['programs']} times on a multiprocessor (recorded: {was['programs']})"
+        )
     return found
 
 
 def check(reports: Iterable[dict[str, Any]]) -> int:
-    """Print the problems of all reports as they come; return 1 if there are any."""
+    """Print the problems of each report when it arrives.
+
+    Return 1 if there are problems, or if a kernel was not compiled.
+    """
     num_kernels = num_problems = 0
     kernels = set()
     if not any(triton_version == version() for triton_version, _, _ in recorded()):
-        print(f"no figures of Triton {version()} are recorded: kernels are not compared with them")
+        print(f"no figures are recorded for Triton {version()}, so growth is not checked")
     for report in reports:
         num_kernels += 1
         kernels.add(report["kernel"])
@@ -489,8 +508,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 if a rule is broken")
     parser.add_argument("--write", action="store_true", help="record the figures")
-    parser.add_argument("--before", action="store_true", help="record them as an earlier state")
-    parser.add_argument("--new", action="store_true", help="skip launches that are recorded")
+    parser.add_argument(
+        "--before",
+        action="store_true",
+        help="with --write: store the figures as those before a change",
+    )
+    parser.add_argument(
+        "--new", action="store_true", help="compile only launches that are not recorded yet"
+    )
     args = parser.parse_args()
     chosen = jobs() + (candidate_jobs() if args.check else [])
     if args.new:
