@@ -350,19 +350,19 @@ def jobs() -> list[Job]:
         if arch == 120 and case.name not in IN_TABLE:
             continue
         _use_rows_of(arch)
-        numbers: Counter[str] = Counter()
+        occurrences: Counter[str] = Counter()
         for number, launch in enumerate(case.launches()):
             kernel = launch.kernel.__name__
             purpose = " ".join(part for part in (kernel, launch.role()) if part)
-            numbers[purpose] += 1
-            name = f"{case.name} | {purpose} | {numbers[purpose]}"
+            occurrences[purpose] += 1
+            name = f"{case.name} | {purpose} | {occurrences[purpose]}"
             key = [kernel, arch, launch.options, _compile_key(launch)]
             found.setdefault(repr(key), Job([], arch, index, number)).names.append(name)
     return list(found.values())
 
 
 def candidate_jobs() -> list[Job]:
-    """Return a job for each launch of Qwen3-30B that uses the block sizes of a candidate."""
+    """Return a job for each launch of Qwen3-30B that a candidate changes, one candidate at a time."""
     found = []
     for number, candidate in enumerate(CANDIDATES):
         generation, _, bucket = candidate.row

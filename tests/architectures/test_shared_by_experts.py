@@ -1,9 +1,9 @@
 """Muse-Spark has one norm behind all experts of a layer; this shared norm trains as in stock.
 
 A rank applies the norm to the outputs of its own experts, for tokens of all ranks of its ep group.
-The sum over ranks therefore has other terms than the sum of any other gradient.
-Stock's norms cast to fp32. The rounding error of this cast is as large as the effect of a small
-mistake, so these tests compute in fp64 what stock computes in fp32.
+The gradient of the norm on a rank therefore comes from other tokens than the gradients of all other
+parameters outside of experts. Stock computes norms in fp32, and the rounding error is as large as
+the effect of a small mistake. These tests therefore compute in fp64 what stock computes in fp32.
 """
 
 from collections.abc import Callable

@@ -30,8 +30,8 @@ def asked(**more: Any) -> Asked:
 
 
 @pytest.mark.slow
-def test_layouts_that_fit_are_sorted_and_larger_ones_are_listed_apart() -> None:
-    """Without a limit all four layouts of one GPU fit, with a lower limit only the smaller ones."""
+def test_layouts_that_fit_are_sorted_and_others_are_too_large() -> None:
+    """With 1 TiB all four layouts of one GPU fit. With a low limit only the smaller ones do."""
     unlimited = find_layouts(asked(gpus=1, ep=1))
     assert not unlimited.too_large and not unlimited.illegal
     found = [(p.layout.checkpointing, p.layout.per_forward) for p in unlimited.fit]
@@ -75,7 +75,7 @@ def test_the_largest_power_of_two_of_sequences_that_fits_is_planned() -> None:
     """A rank has 8 sequences per step and memory for about 6: two forwards of 4 are planned."""
     unlimited = find_layouts(asked(gpus=1, ep=1))
     peaks = {(p.layout.checkpointing, p.layout.per_forward): p.step.peak for p in unlimited.fit}
-    # The memory of 6.8 sequences, on a straight line from 1 to 8.
+    # Enough for 6.8 sequences, if memory grows linearly from 1 to 8 sequences.
     for_six = (peaks[True, 1] + 5 * peaks[True, 8]) // 6
     limited = find_layouts(asked(gpus=1, ep=1, limit=for_six))
     assert Layout(1, 1, 1, 4, 2, checkpointing=True) in [p.layout for p in limited.fit]
