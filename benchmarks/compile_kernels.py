@@ -362,7 +362,7 @@ def jobs() -> list[Job]:
 
 
 def candidate_jobs() -> list[Job]:
-    """Return a job for each launch of Qwen3-30B that a candidate changes, one candidate at a time."""
+    """For each candidate, return a job for every launch of Qwen3-30B that the candidate changes."""
     found = []
     for number, candidate in enumerate(CANDIDATES):
         generation, _, bucket = candidate.row
