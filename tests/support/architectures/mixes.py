@@ -67,9 +67,9 @@ def video(model: Any, seed: int) -> Batch:
     kinds = ("mm_token_type_ids", "moe_mm_token_type_ids")
     batch |= {name: batch[name].masked_fill(batch[name] == 1, 2) for name in kinds if name in batch}
     ids = batch["input_ids"]
-    if not config.model_type.startswith("glm"):  # GLM marks frames with image tokens
+    if not config.model_type.startswith("glm"):  # GLM marks videos with image tokens
         batch["input_ids"] = ids.masked_fill(ids == config.image_token_id, config.video_token_id)
-    elif config.model_type == "glm5_next":  # here they stand between two other tokens
+    elif config.model_type == "glm5_next":  # it also marks both ends of a video
         positions = (ids[0] == config.image_token_id).nonzero().flatten()
         ids[0, positions[0] - 1] = config.video_start_token_id
         ids[0, positions[-1] + 1] = config.video_end_token_id
@@ -161,8 +161,8 @@ SHARED_BY_EXPERTS = "post_expert_norm"
 def build(name: str, seed: int = 0) -> nn.Module:
     """Build a tiny model without a load-balancing loss.
 
-    That loss depends on the batches of all ranks together, so no rank alone can compute it. A norm
-    that all experts of a layer share is frozen.
+    That loss depends on the batches of all ranks together, so stock's losses of the single batches
+    would not add up to it. A norm that all experts of a layer share is frozen.
     """
     if name in COMPOSITES:
         return COMPOSITES[name](seed)
