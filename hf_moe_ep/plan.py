@@ -15,11 +15,11 @@ from functools import cache
 
 @dataclass(frozen=True)
 class VisionPlan:
-    """A vision tower whose blocks are FSDP2 units, all fields as patterns.
+    """The patterns that find a vision tower whose blocks are FSDP2 units.
 
     Attributes:
-        tower: the tower.
-        blocks: the blocks of the tower, each one FSDP2 unit.
+        tower: the whole tower.
+        blocks: the blocks of the tower; each one is an FSDP2 unit.
         attention: the modules in blocks that call transformers' attention interface.
     """
 
@@ -30,13 +30,15 @@ class VisionPlan:
 
 @dataclass(frozen=True)
 class Stored:
-    """The layout in hub checkpoints of a stacked weight, which is [E, out, in] in memory.
+    """The layout that a stacked weight, [E, out, in] in memory, has in hub checkpoints.
 
     Attributes:
         parts: the names of the tensors of one expert, where "{}" is the number of the expert. Each
-            is [out / len(parts), in]; concatenated along `out` they are the expert's matrix. If
-            empty, the checkpoint has one tensor for all experts, under the name of the weight.
-        transposed: True if this one tensor is [E, in, out].
+            tensor is [out / len(parts), in]; the expert's matrix is their concatenation along
+            `out`. If `parts` is empty, the checkpoint has one tensor for all experts, under the
+            name of the weight.
+        transposed: True if the checkpoint's tensor for all experts is [E, in, out]; only used if
+            `parts` is empty.
     """
 
     parts: tuple[str, ...] = ()
@@ -45,40 +47,43 @@ class Stored:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The description of one architecture. Most are derived; `patch(model, plan=...)` takes others.
+    """The description of one architecture.
 
-    The defaults fit most architectures.
+    Most plans are derived from the model (derive.py). You can write a plan yourself and pass it as
+    `patch(model, plan=...)`; the defaults of the fields fit most architectures.
 
     Attributes:
         model_type: `config.model_type` of the Hugging Face config.
-        prefix: is put in front of `layers`, `experts`, `router`, `attention` and `final_norm`. A
-            model with a vision tower needs "language_model." if the tower has modules of the same
-            names.
-        layers: the decoder layers, each one FSDP2 unit.
-        experts: the modules with the stacked expert weights, each one FSDP2 unit over ep_fsdp.
+        prefix: a string that is added in front of `layers`, `experts`, `router`, `attention` and
+            `final_norm`. A model with a vision tower needs "language_model." if modules of the
+            tower match the same patterns.
+        layers: the decoder layers; each one is an FSDP2 unit.
+        experts: the modules with the stacked expert weights; each one is an FSDP2 unit on the
+            ep_fsdp axis of the mesh.
         router: the modules that choose the experts of a token; empty if no separate module does.
-        attention: the modules in decoder layers that call transformers' attention interface. Other
-            modules whose name matches are ignored, if the plan was derived.
+        attention: the modules in decoder layers that call transformers' attention interface. If
+            the plan is derived, other modules whose names match are ignored.
         final_norm: the norm in front of the head; empty if there is none. If several modules match,
-            the one with the shortest name is the norm. Norm and head are one FSDP2 unit, which
-            stays all-gathered between forward and backward.
+            the norm is the one whose name has the fewest components. Norm and head are one FSDP2
+            unit, which stays all-gathered between forward and backward.
         mixers: the modules in decoder layers that mix the tokens of a sequence without calling
             the attention interface.
         sequence_parallel: True if sp_size > 1 was tested against stock. An architecture with
             `mixers` never has it.
-        num_experts: the field of the text config with the number of experts per layer; None if
-            there is no such field.
+        num_experts: the name of the text config's field that holds the number of experts per
+            layer; None if there is no such field.
         expert_weights: the parameters of an experts module that are stacked over experts (dim 0).
         stored: the layout of these parameters in hub checkpoints, by name. A parameter that is not
             listed has the same layout as in memory.
         aux_loss_coef: the attribute of the causal LM that holds the coefficient of the router's
             load-balancing loss, for example "config.router_aux_loss_coef"; None if the model has no
             such loss.
-        vision: a vision tower whose blocks are FSDP2 units; None for other models.
+        vision: a vision tower whose blocks are FSDP2 units; None if the model has no such tower.
         encoders: the modules outside of the decoder that compute embeddings of pictures or sound:
-            towers and projectors. Each is one FSDP2 unit, and is all-gathered as a whole if any
-            rank has input for it.
-        origin: where the plan comes from, for `describe`.
+            towers and projectors. Each module is one FSDP2 unit, which is all-gathered as a whole
+            if any rank has input for the module.
+        origin: "given" for a plan that the user wrote, "derived" for one from derive.py. If a file
+            of `model_patches/` changed a derived plan, its name is added. `describe` prints it.
     """
 
     model_type: str

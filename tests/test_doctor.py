@@ -1,4 +1,4 @@
-"""`hf-moe-ep doctor` tells what would fail, names the fix, and survives what is broken."""
+"""`hf-moe-ep doctor` reports each problem with its fix, and also runs if packages are broken."""
 
 import os
 import subprocess
@@ -23,25 +23,25 @@ from hf_moe_ep.upstream.requirements import Allowed
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = ("torch", "transformers", "accelerate", "huggingface_hub", "safetensors")
-LAUNCHED = ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP")
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP")
 
 
 @pytest.fixture(autouse=True)
 def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs these tests may have variables set, and a config of Accelerate's."""
-    for name in LAUNCHED:
+    """Hide the launch variables and the default Accelerate config of whoever runs the tests."""
+    for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "default_launch_config", lambda: None)
 
 
 def _report(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and what is printed, the lines that were wrapped in one."""
+    """Run doctor; return its exit code and its output, with line breaks replaced by spaces."""
     code = cli.main(["doctor"])
     return code, " ".join(capsys.readouterr().out.split())
 
 
 def _give_version(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None) -> None:
-    """Let the metadata say that `package` has this version, or that there is none."""
+    """Make importlib.metadata report this version of `package`; None: it is not installed."""
     original = metadata.version
 
     def changed(name: str) -> str:
@@ -83,7 +83,7 @@ def test_a_version_out_of_the_range(
     assert text.endswith("1 to fix: transformers")
 
 
-def test_a_version_that_only_its_own_users_mind(
+def test_a_wrong_version_of_an_optional_package_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     allowed = Allowed("trl", SpecifierSet(">=0.29"), "trl")
@@ -102,18 +102,18 @@ def test_a_required_package_is_missing(
     assert "FAIL safetensors missing, allowed is any: pip install safetensors" in text
 
 
-def test_a_wrap_that_does_not_resolve(
+def test_a_function_to_wrap_that_does_not_exist_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(transformers.Trainer, "save_model")
     code, text = _report(capsys)
     assert code == 1
     assert "FAIL transformers.trainer:Trainer.save_model" in text
-    assert "saving a sharded model in the hub's layout" in text, "the feature that is lost"
+    assert "saving a sharded model in the hub's layout" in text, "the feature that is switched off"
     assert "functions that patch() wraps are where they were" not in text
 
 
-def test_a_wrap_without_which_nothing_goes_wrong_unseen(
+def test_a_missing_function_that_no_result_depends_on_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(accelerate.Accelerator, "log")
@@ -122,21 +122,21 @@ def test_a_wrap_without_which_nothing_goes_wrong_unseen(
     assert "-- accelerate.accelerator:Accelerator.log" in text
 
 
-def test_patch_says_what_doctor_says_of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_warns_of_a_version_with_the_text_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [Allowed("transformers", SpecifierSet(">=5.16.1,<6"))]
     monkeypatch.setattr(requirements, "allowed_packages", lambda: wanted)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*allowed is")
         patch(tiny())
     _give_version(monkeypatch, "transformers", "5.6.0")
-    said = (
+    warning = (
         "transformers 5.6.0 is too old, allowed is >=5.16.1,<6: "
         "pip install 'transformers>=5.16.1,<6'"
     )
     with pytest.warns(UserWarning, match="allowed is") as warned:
         patch(tiny())
-    # Where an older TRL was imported, patch() also warns of functions that it lacks.
-    assert [text for one in warned if "allowed is" in (text := str(one.message))] == [said]
+    # If an older TRL was imported before, patch() also warns of the functions that this TRL lacks.
+    assert [text for one in warned if "allowed is" in (text := str(one.message))] == [warning]
 
 
 def test_without_peft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,16 +147,16 @@ def test_without_peft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("major", "path"),
+    ("major", "kernels"),
     [
         (9, "ok Triton kernels the experts use them"),
         (7, "-- Triton kernels compute capability (7, "),
     ],
 )
 def test_a_machine_with_gpus(
-    major: int, path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    major: int, kernels: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What torch would say of two GPUs, as this machine may have none."""
+    """torch is made to report two GPUs, because the machine of the tests may have none."""
     gpu = SimpleNamespace(name="A GPU", major=major, minor=0, total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -167,12 +167,13 @@ def test_a_machine_with_gpus(
     code, text = _report(capsys)
     assert code == 0, text
     assert f"ok GPU 2 x A GPU, capability {major}.0, 80.0 GiB" in text
-    assert "ok NCCL 2.27.3" in text and path in text
+    assert "ok NCCL 2.27.3" in text and kernels in text
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     code, text = _report(capsys)
     assert code == 1 and "FAIL NCCL missing: ranks with GPUs cannot communicate" in text
 
 
+# Accelerate's default config, the exit code of doctor, and the beginning of the line in its output.
 CONFIGS: dict[str, tuple[dict[str, Any], int, str]] = {
     "FSDP2": (
         {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_version": 2}},
@@ -198,7 +199,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], int, str]] = {
         1,
         "FAIL next launch /c.yaml: cp_size 2 in its parallelism_config is refused; set it to 1",
     ),
-    "one": ({"distributed_type": "NO"}, 0, "-- next launch /c.yaml: one process"),
+    "one process": ({"distributed_type": "NO"}, 0, "-- next launch /c.yaml: one process"),
 }
 
 
@@ -212,6 +213,8 @@ def test_the_default_config_of_accelerate(
     assert code == want and line in text, text
 
 
+# Variables of `accelerate launch`, the exit code of doctor, and the beginning of the line in its
+# output.
 LAUNCHES: dict[str, tuple[dict[str, str], int, str]] = {
     "FSDP2": (
         {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
@@ -224,13 +227,13 @@ LAUNCHES: dict[str, tuple[dict[str, str], int, str]] = {
 
 
 @pytest.mark.parametrize("case", LAUNCHES)
-def test_the_launch_as_seen(
+def test_the_launch_of_this_process(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     variables, want, line = LAUNCHES[case]
     monkeypatch.delenv("FSDP_VERSION", raising=False)
-    launched = {"RANK": "0", "WORLD_SIZE": "4", "ACCELERATE_MIXED_PRECISION": "no"}
-    for name, value in (launched | variables).items():
+    common = {"RANK": "0", "WORLD_SIZE": "4", "ACCELERATE_MIXED_PRECISION": "no"}
+    for name, value in (common | variables).items():
         monkeypatch.setenv(name, value)
     code, text = _report(capsys)
     assert code == want and line in text and "ok WORLD_SIZE 4" in text, text
@@ -243,7 +246,7 @@ def test_the_launch_as_seen(
         ("HF_MOE_EP_EPSIZE", "8", "only HF_MOE_EP_EP_SIZE, HF_MOE_EP_SP_SIZE exist"),
     ],
 )
-def test_a_variable_of_ours_that_means_nothing(
+def test_an_invalid_variable_of_hf_moe_ep_is_a_failure(
     name: str,
     value: str,
     fix: str,
@@ -265,7 +268,10 @@ def test_only_rank_0_prints(
 
 @pytest.mark.slow
 def test_broken_packages_are_findings(tmp_path: Path) -> None:
-    """In a process of its own: packages that die at import, and a real file of Accelerate's."""
+    """doctor runs in a process of its own. Two packages raise at import there.
+
+    Accelerate finds a real default config there, which asks for FSDP version 1.
+    """
     for name in ("peft", "flash_attn"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise OSError('undefined symbol: xyz')\n")
@@ -274,36 +280,37 @@ def test_broken_packages_are_findings(tmp_path: Path) -> None:
     config = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n"
     (home / "accelerate" / "default_config.yaml").write_text(config)
     path = os.pathsep.join([os.fspath(tmp_path), os.fspath(ROOT)])
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCH_VARIABLES}
     environment |= {"PYTHONPATH": path, "HF_HOME": os.fspath(home)}
-    done = subprocess.run(
+    report = subprocess.run(
         [sys.executable, "-m", "hf_moe_ep", "doctor"],
         env=environment,
         capture_output=True,
         text=True,
         timeout=200,
     )
-    text = " ".join(done.stdout.split())
-    assert done.returncode == 1, done.stderr
+    text = " ".join(report.stdout.split())
+    assert report.returncode == 1, report.stderr
     assert "is broken: OSError: undefined symbol: xyz; reinstall or uninstall it" in text
     assert "FAIL flash-attn broken: OSError: undefined symbol: xyz" in text
     assert "hf_moe_ep cannot be imported: OSError: undefined symbol: xyz" in text
-    used = subprocess.run(
+    imported = subprocess.run(
         [sys.executable, "-c", "from hf_moe_ep import patch"],
         env=environment,
         capture_output=True,
         text=True,
         timeout=200,
     )
-    last = used.stderr.splitlines()[-1]
-    assert used.returncode == 1 and last.startswith("ImportError: hf_moe_ep cannot be used: OSErr")
+    last = imported.stderr.splitlines()[-1]
+    assert imported.returncode == 1
+    assert last.startswith("ImportError: hf_moe_ep cannot be used: OSErr")
     assert "hf-moe-ep doctor" in last
     assert "default_config.yaml: FSDP version 1 is refused" in text
 
 
 @pytest.mark.slow
 def test_under_accelerate_launch(tmp_path: Path) -> None:
-    """Two ranks, one report."""
+    """Two ranks print one report."""
     config = ROOT / "examples" / "accelerate" / "cpu_4.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", "2", "-m", "hf_moe_ep", "doctor"]

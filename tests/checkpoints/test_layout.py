@@ -1,4 +1,4 @@
-"""How the hub stores a model: derived from transformers' conversion, equal to what stock writes."""
+"""The hub layout is derived from transformers' conversion. Files equal those that stock writes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,14 +28,15 @@ from hf_moe_ep.checkpoints.storage.boxes import Box
 from hf_moe_ep.plan import ModelPlan, Stored
 from hf_moe_ep.upstream.hub import empty_model
 
-PLAN = ModelPlan("of_no_weight", expert_weights=())
+# No `stored` and no stacked weights: every layout comes from transformers' conversion alone.
+PLAN = ModelPlan("no_expert_weights", expert_weights=())
 
-# What patch() refuses is left out: its layers are tied, two and two.
+# patch() refuses diffusion_gemma: the layers of its encoder and decoder share their parameters.
 TYPES = [name for name in MODEL_TYPES if name != "diffusion_gemma"]
 
 
-def _rows(rows: int, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """A tensor in slabs of a few rows, as ranks bring it together."""
+def _slabs(rows: int, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """Yield a tensor in slabs of `rows` rows each, as a save gathers it from the ranks."""
     if not tensor.ndim:
         yield (), tensor
         return
@@ -45,17 +46,17 @@ def _rows(rows: int, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
 
 
 def _save(model: PreTrainedModel, folder: Path, plan: ModelPlan = PLAN, rows: int = 3) -> None:
-    """Write an unpatched model through slabs."""
+    """Save an unpatched model slab by slab, as a sharded model is saved."""
     folder.mkdir()
     tensors = {name: tensor.detach() for name, tensor in distinct_tensors(model).items()}
     groups = group_tensors(
-        model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, t: _rows(rows, t)
+        model, plan, tensors, lambda _, tensor: tensor.dtype, lambda _, t: _slabs(rows, t)
     )
     write_checkpoint(folder, split_files(groups, 50_000))
 
 
 def _read(model_class: Any, folder: Path, plan: ModelPlan = PLAN) -> PreTrainedModel:
-    """Read a folder into the model that its config describes."""
+    """Build the model that the config in a folder describes, and load its weights."""
     model = empty_model(folder, model_class, torch.get_default_dtype, {})
     names = [name for name, _ in model.named_parameters()]
     load_weights(model, find_weights(model, folder, plan, names), torch.device("cpu"))
@@ -64,24 +65,24 @@ def _read(model_class: Any, folder: Path, plan: ModelPlan = PLAN) -> PreTrainedM
     return model
 
 
-def _of_stock(folder: Path) -> dict[str, Tensor]:
+def _read_stock_files(folder: Path) -> dict[str, Tensor]:
     files = folder.glob("*.safetensors")
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("model_type", few_fast(TYPES))
 def test_files_are_those_that_stock_writes_and_reads(model_type: str, tmp_path: Path) -> None:
-    """For every MoE type keys, shapes, bytes and values agree."""
+    """Keys, shapes, dtypes and values are equal for every MoE type."""
     model = tiny(model_type, dtype=torch.float32)
     model.save_pretrained(tmp_path / "stock")
     _save(model, tmp_path / "ours")
-    assert_equal(read_all(tmp_path / "ours"), _of_stock(tmp_path / "stock"))
+    assert_equal(read_all(tmp_path / "ours"), _read_stock_files(tmp_path / "stock"))
     read = _read(type(model), tmp_path / "stock")
     assert_equal(read.state_dict(), model.state_dict())
 
 
 class _Flip(ConversionOps):
-    """A conversion that our files do not know."""
+    """A conversion by torch.flip, which the tracer does not support."""
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         return {key: torch.flip(values[0], [0]) for key, values in input_dict.items()}
@@ -99,7 +100,7 @@ def stock() -> PreTrainedModel:
 def _layout(
     model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], *conversions: WeightConverter
 ) -> dict[str, list[Piece]]:
-    """The pieces of tensors that no model has, by conversions that transformers has not."""
+    """Derive the pieces of made-up tensors, {name: shape}, under made-up conversions."""
     kept = getattr(model, "_weight_conversions", None)
     model._weight_conversions = list(conversions)
     try:
@@ -110,7 +111,10 @@ def _layout(
 
 
 def test_interleaved_rows_by_hand(stock: PreTrainedModel) -> None:
-    """Rows 0 3 1 4 2 5 of a file, seen as [E, 3, 2, H]: gate is [:, :, 0] and up is [:, :, 1]."""
+    """The file holds the rows of a parameter, gate and up, in the order 0 3 1 4 2 5.
+
+    In the view [E, 3, 2, H] of the file's tensor, gate is [:, :, 0] and up is [:, :, 1].
+    """
     loading = WeightConverter("mlp.w13", "mlp.gate_up", [Interleave(dim=1)])
     pieces = _layout(stock, {"a.mlp.gate_up": (2, 6, 5)}, loading)["a.mlp.gate_up"]
     gate, up = pieces
@@ -122,7 +126,8 @@ def test_interleaved_rows_by_hand(stock: PreTrainedModel) -> None:
         (0, 0, 0, 0),
     )
     assert (up.start, up.corner, up.steps) == ((0, 3, 0), (0, 0, 1, 0), (1, 1, 1))
-    # Expert 1's rows 2 to 4 are the last of gate and the first two of up, at rows 4, 1 and 3.
+    # Rows 2 to 4 of expert 1 are the last row of gate and the first two of up. They are rows 4, 1
+    # and 3 of the file.
     rows = ((1, 2), (2, 5), (0, 5))
     parts = [piece.cut(rows) for piece in pieces]
     assert [part.box_in_view for part in parts if part] == [
@@ -132,7 +137,10 @@ def test_interleaved_rows_by_hand(stock: PreTrainedModel) -> None:
 
 
 def test_two_parameters_in_one_tensor_by_hand(stock: PreTrainedModel) -> None:
-    """Columns 0 to 2 and 3 to 5 of a file's tensor [4, 6], seen as [4, 2, 3]."""
+    """Two parameters are columns 0 to 2 and 3 to 5 of the file's tensor [4, 6].
+
+    In the view [4, 2, 3] of this tensor they are [:, 0] and [:, 1].
+    """
     loading = WeightConverter("attn.both", ["attn.one", "attn.two"], [Chunk(dim=1)])
     layout = _layout(stock, {"attn.one": (4, 3), "attn.two": (4, 3)}, loading)
     (one,), (two,) = layout.values()
@@ -141,7 +149,7 @@ def test_two_parameters_in_one_tensor_by_hand(stock: PreTrainedModel) -> None:
 
 
 class _Pad(ConversionOps):
-    """Two columns of zeros, which loading takes off."""
+    """A conversion that appends two columns of zeros to the tensor that is saved."""
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         (key, values), *_others = input_dict.items()
@@ -153,8 +161,8 @@ class _Pad(ConversionOps):
         return self
 
 
-def test_zeros_that_no_parameter_holds_by_hand(stock: PreTrainedModel) -> None:
-    """Columns 0 to 2 of a file's tensor [4, 5] are the parameter. Columns 3 and 4 are zeros."""
+def test_padding_by_hand(stock: PreTrainedModel) -> None:
+    """Columns 0 to 2 of the file's tensor [4, 5] are the parameter. Columns 3 and 4 are zeros."""
     layout = _layout(stock, {"head": (4, 3)}, WeightConverter("hub", "head", [_Pad()]))
     (values,), (zeros,) = layout["head"], layout[PADDING]
     assert (values.shape, values.sizes, values.corner) == ((4, 5), (4, 3), (0, 0))
@@ -162,8 +170,8 @@ def test_zeros_that_no_parameter_holds_by_hand(stock: PreTrainedModel) -> None:
     assert zeros.sizes[:2] == (4, 2)
 
 
-def test_pairs_of_rotary_rows_by_hand(stock: PreTrainedModel) -> None:
-    """The file holds rows 0 1 2 3 of each of 2 heads in the order 0 2 1 3."""
+def test_permuted_rotary_rows_by_hand(stock: PreTrainedModel) -> None:
+    """The file holds the rows 0 1 2 3 of each head in the order 0 2 1 3; there are 2 heads."""
     loading = WeightConverter("q.hub", "q.weight", [PermuteForRope(permute_layer_names=["q."])])
     stock.config.num_attention_heads, kept = 2, stock.config.num_attention_heads
     try:
@@ -171,20 +179,20 @@ def test_pairs_of_rotary_rows_by_hand(stock: PreTrainedModel) -> None:
     finally:
         stock.config.num_attention_heads = kept
     in_file = torch.full((8, 3), -1)
-    held = torch.arange(24).view(8, 3)
+    parameter = torch.arange(24).view(8, 3)
     for piece in pieces:
         inside = tuple(slice(*ends) for ends in piece.box_in_view)
-        values = held[piece.slices_in(((0, 8), (0, 3)))]
+        values = parameter[piece.slices_in(((0, 8), (0, 3)))]
         in_file.view(piece.view)[inside] = piece.in_view(values)
     assert in_file[:, 0].div(3, rounding_mode="floor").tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-def test_what_cannot_be_traced_is_refused_by_name(stock: PreTrainedModel) -> None:
+def test_a_conversion_that_cannot_be_traced_is_refused(stock: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=r"how the hub stores this Mixtral.*calls flip"):
         _layout(stock, {"a.down": (2, 3)}, WeightConverter("a.w2", "a.down", [_Flip()]))
 
 
-def test_a_plan_goes_before_what_transformers_would_do(tmp_path: Path) -> None:
+def test_a_plan_overrides_the_conversion(tmp_path: Path) -> None:
     model = tiny("mixtral", dtype=torch.float32)
     plan = ModelPlan("mixtral", stored={"down_proj": Stored(transposed=True)})
     _save(model, tmp_path / "ours", plan, rows=2)
@@ -194,11 +202,11 @@ def test_a_plan_goes_before_what_transformers_would_do(tmp_path: Path) -> None:
     assert "model.layers.1.block_sparse_moe.experts.0.w1.weight" in saved
 
 
-def test_older_names_are_read_as_stock_reads_them(tmp_path: Path) -> None:
-    """The text model reads its names from a multimodal checkpoint and skips the other tensors."""
+def test_names_of_a_multimodal_checkpoint_are_read_as_stock_reads_them(tmp_path: Path) -> None:
+    """A text model finds its tensors under the names that they have in a multimodal checkpoint."""
     model = tiny("qwen3_5_moe_text", dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    state = _of_stock(tmp_path)
+    state = _read_stock_files(tmp_path)
     assert not any("language_model" in key for key in state)
     renamed = {
         key.replace("model.", "model.language_model.", 1): tensor for key, tensor in state.items()
@@ -209,10 +217,12 @@ def test_older_names_are_read_as_stock_reads_them(tmp_path: Path) -> None:
     assert_equal(_read(type(model), tmp_path).state_dict(), model.state_dict())
 
 
-def test_keys_of_another_layout_are_named_with_both_sides(tmp_path: Path) -> None:
+def test_an_error_names_the_missing_keys_and_the_keys_that_are_there(tmp_path: Path) -> None:
     model = tiny("mixtral", dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    state = {key.replace(".w1.", ".gate."): tensor for key, tensor in _of_stock(tmp_path).items()}
+    state = {
+        key.replace(".w1.", ".gate."): tensor for key, tensor in _read_stock_files(tmp_path).items()
+    }
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     text = (
         r"missing 32 tensors: model.layers.0.block_sparse_moe.experts.0.w1.weight.* and 27 more; "

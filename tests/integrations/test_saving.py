@@ -1,5 +1,7 @@
-"""A sharded model's own `save_pretrained`, called as Accelerate's examples call it: on every rank,
-with `is_main_process` and `save_function` and without a state dict."""
+"""`model.save_pretrained` of a sharded model works as Accelerate's examples call it.
+
+They call it on every rank, with `is_main_process` and `save_function`, and without a state dict.
+"""
 
 import time
 from collections.abc import Callable
@@ -32,7 +34,9 @@ from torch import nn
 from hf_moe_ep.integrations import saving
 
 
-def _as_in_examples(accelerator: Accelerator, model: nn.Module, folder: str, **kwargs: Any) -> None:
+def _save_as_in_examples(
+    accelerator: Accelerator, model: nn.Module, folder: str, **kwargs: Any
+) -> None:
     accelerator.wait_for_everyone()
     unwrapped: Any = accelerator.unwrap_model(model)
     unwrapped.save_pretrained(
@@ -45,13 +49,13 @@ def _as_in_examples(accelerator: Accelerator, model: nn.Module, folder: str, **k
 
 
 def every_rank_saves_with_the_arguments_of_examples(rank: int, world: int, folder: str) -> None:
-    """Hub layout, bit for bit what stock writes; the size of files is the caller's."""
+    """The files equal those of stock bit for bit, and no file exceeds `max_shard_size` by much."""
     wanted = hub_state(tiny(dtype=torch.float32))
     with launched():
         accelerator, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
-        _as_in_examples(accelerator, model, folder)
+        _save_as_in_examples(accelerator, model, folder)
         assert_equal(read_all(Path(folder)), wanted)
-        _as_in_examples(accelerator, model, f"{folder}/small", max_shard_size="50KB")
+        _save_as_in_examples(accelerator, model, f"{folder}/small", max_shard_size="50KB")
         assert_equal(read_all(Path(folder, "small")), wanted)
         files = list(Path(folder, "small").glob("*.safetensors"))
         assert len(files) > 1 and max(file.stat().st_size for file in files) < 100_000
@@ -60,11 +64,11 @@ def every_rank_saves_with_the_arguments_of_examples(rank: int, world: int, folde
 def every_rank_saves_adapters_with_the_arguments_of_examples(
     rank: int, world: int, folder: str
 ) -> None:
-    """Those of a PeftModel: the same files as without the arguments."""
+    """A PeftModel saves the same adapters as `hf_moe_ep.save_pretrained` does."""
     with launched():
         model = with_lora(tiny(dtype=torch.float32), r=2)
         accelerator, model, _ = prepared(model, ep_size=2)
-        _as_in_examples(accelerator, model, f"{folder}/examples")
+        _save_as_in_examples(accelerator, model, f"{folder}/examples")
         saving.save_pretrained(model, f"{folder}/ours")
     found, wanted = (
         load_file(Path(folder, name, "adapter_model.safetensors")) for name in ("examples", "ours")
@@ -72,7 +76,7 @@ def every_rank_saves_adapters_with_the_arguments_of_examples(
     assert_equal(found, wanted)
 
 
-PROMPTS: dict[str, Callable[[], PeftConfig]] = {
+PROMPT_CONFIGS: dict[str, Callable[[], PeftConfig]] = {
     "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "prefix": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "p-tuning": lambda: PromptEncoderConfig(
@@ -81,50 +85,60 @@ PROMPTS: dict[str, Callable[[], PeftConfig]] = {
 }
 
 
-def _with_prompts(kind: str) -> Any:
+def _with_prompt_encoder(kind: str) -> Any:
     torch.manual_seed(3)
-    return get_peft_model(tiny(dtype=torch.float32), PROMPTS[kind]())
+    return get_peft_model(tiny(dtype=torch.float32), PROMPT_CONFIGS[kind]())
 
 
-def prompts_are_trained_saved_and_generated_with(rank: int, world: int, folder: str) -> None:
-    """PEFT calls what makes them outside the model's forward: as one stock process does."""
-    for kind in PROMPTS:
-        stock = _with_prompts(kind)
+def prompt_encoders_are_trained_saved_and_used_by_generate(
+    rank: int, world: int, folder: str
+) -> None:
+    """A prompt encoder equals that of one stock process in training, `generate` and saving.
+
+    To generate and to save, PEFT calls the encoder outside of the model's forward.
+    """
+    for kind in PROMPT_CONFIGS:
+        stock = _with_prompt_encoder(kind)
         trained = [parameter for parameter in stock.parameters() if parameter.requires_grad]
-        wanted = torch.optim.SGD(trained, lr=0.1)
+        stock_optimizer = torch.optim.SGD(trained, lr=0.1)
         inputs = batch(stock.get_base_model(), 2, 7)
         with launched():
             accelerator, model, optimizer = prepared(
-                _with_prompts(kind), make_optimizer=torch.optim.SGD, ep_size=2
+                _with_prompt_encoder(kind), make_optimizer=torch.optim.SGD, ep_size=2
             )
             prompt = {"input_ids": inputs["input_ids"][:, :3]}
-            assert torch.equal(*_continued(prompt, model, stock)), f"{kind}, before a step"
+            assert torch.equal(*_generated(prompt, model, stock)), f"{kind}, before a step"
             for _ in range(2):
                 stock(**inputs).loss.backward()
-                wanted.step()
-                wanted.zero_grad()
+                stock_optimizer.step()
+                stock_optimizer.zero_grad()
                 accelerator.backward(model(**inputs).loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            _as_in_examples(accelerator, model, f"{folder}/{kind}")
+            _save_as_in_examples(accelerator, model, f"{folder}/{kind}")
             state_dict = accelerator.get_state_dict(model)
-            _as_in_examples(accelerator, model, f"{folder}/given {kind}", state_dict=state_dict)
-            assert torch.equal(*_continued(prompt, model, stock)), kind
-        for saved in (kind, f"given {kind}"):
-            again = PeftModel.from_pretrained(tiny(dtype=torch.float32), f"{folder}/{saved}").eval()
-            logits = again(**inputs).logits
-            assert_close(saved, logits.detach(), stock(**inputs).logits.detach(), FP32_BUDGET)
+            _save_as_in_examples(
+                accelerator, model, f"{folder}/given {kind}", state_dict=state_dict
+            )
+            assert torch.equal(*_generated(prompt, model, stock)), kind
+        for name in (kind, f"given {kind}"):
+            base = tiny(dtype=torch.float32)
+            loaded = PeftModel.from_pretrained(base, f"{folder}/{name}").eval()
+            logits = loaded(**inputs).logits
+            assert_close(name, logits.detach(), stock(**inputs).logits.detach(), FP32_BUDGET)
 
 
-def _continued(prompt: dict[str, torch.Tensor], *models: Any) -> list[torch.Tensor]:
+def _generated(prompt: dict[str, torch.Tensor], *models: Any) -> list[torch.Tensor]:
     found = [model.eval().generate(**prompt, max_new_tokens=3, do_sample=False) for model in models]
     for model in models:
         model.train()
     return found
 
 
-def the_main_process_alone_is_told_within_seconds(rank: int, world: int, folder: str) -> None:
-    """Rank 0 does not wait its five minutes for ranks that have passed `if is_main_process:`."""
+def saving_on_the_main_process_alone_raises_within_seconds(
+    rank: int, world: int, folder: str
+) -> None:
+    """If only rank 0 saves, inside `if is_main_process:`, it does not wait for five minutes."""
     with launched():
         for make in (tiny, lambda **kw: with_lora(tiny(**kw), r=2)):
             accelerator, model, _ = prepared(make(dtype=torch.float32), ep_size=2)
@@ -137,12 +151,15 @@ def the_main_process_alone_is_told_within_seconds(rank: int, world: int, folder:
                     accelerator.unwrap_model(model).save_pretrained(folder)
                 assert time.monotonic() - began < 20
             accelerator.wait_for_everyone()
-            _as_in_examples(accelerator, model, folder)  # the failed one is forgotten
+            _save_as_in_examples(accelerator, model, folder)  # the failed call is not counted
     dist.barrier()
 
 
 def rank_0_waits_for_a_rank_that_is_late(rank: int, world: int, folder: str) -> None:
-    """Another rank has called, so this is no call inside `if is_main_process:`."""
+    """Rank 0 waits longer than ALONE if another rank has called `save_pretrained` as well.
+
+    The call is not inside `if is_main_process:` then, so the last rank will come.
+    """
     with launched():
         _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=1)
         if rank == 2:
@@ -153,7 +170,7 @@ def rank_0_waits_for_a_rank_that_is_late(rank: int, world: int, folder: str) -> 
 
 
 def options_that_a_sharded_save_would_not_follow_are_refused(rank: int, world: int) -> None:
-    """By name, with what to do instead, and before anything is written."""
+    """The error names the option and the remedy."""
     with launched():
         _, model, _ = prepared(tiny(dtype=torch.float32), ep_size=2)
         for option in ({"push_to_hub": True}, {"variant": "fp16"}, {"save_original_format": False}):
@@ -165,8 +182,8 @@ def options_that_a_sharded_save_would_not_follow_are_refused(rank: int, world: i
 ON_TWO_RANKS = [
     every_rank_saves_with_the_arguments_of_examples,
     every_rank_saves_adapters_with_the_arguments_of_examples,
-    prompts_are_trained_saved_and_generated_with,
-    the_main_process_alone_is_told_within_seconds,
+    prompt_encoders_are_trained_saved_and_used_by_generate,
+    saving_on_the_main_process_alone_raises_within_seconds,
     options_that_a_sharded_save_would_not_follow_are_refused,
 ]
 

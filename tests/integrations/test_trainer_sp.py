@@ -1,5 +1,8 @@
-"""The stock Trainer under `accelerate launch` on 4 ranks that share batches (sp), against the stock
-Trainer in one process: text and vision, and everything it logs or counts."""
+"""With sp_size > 1 the Trainer trains, evaluates, logs and counts as stock does in one process.
+
+Both are the stock Trainer, on text and on pictures. The patched model runs under
+`accelerate launch` on 4 ranks, of which 2 or all 4 share each batch.
+"""
 
 import pytest
 import torch
@@ -18,8 +21,9 @@ from support.trainer_runs import (
 )
 
 PICTURES = {"name": "qwen3_vl_moe"}
-# The VL model takes no token count, so the Trainer weighs every rank's micro-batch equally: 2 data
-# ranks with 2 micro-batches each are one process with 4 (`split=2`).
+# The forward of the VL model takes no token count (num_items_in_batch), so the Trainer averages the
+# losses of all micro-batches with equal weights. "vision sp2" has 2 data ranks with 2 micro-batches
+# each, so one stock process must compute 4 micro-batches of the same samples (`split=2`).
 STOCK_VISION = (
     Case("stock vision split", model=PICTURES, rows="vision", split=2),
     Case("stock vision", model=PICTURES, rows="vision"),
@@ -28,18 +32,18 @@ SP_VISION = (
     Case("vision sp2", ep=2, sp=2, model=PICTURES, rows="vision"),
     Case("vision sp4", ep=2, sp=4, model=PICTURES, rows="vision"),
 )
-TEXT = EVALUATE | {"include_num_input_tokens_seen": "non_padding"}
-SMOOTHED = {"label_smoothing_factor": 0.1}
-PER_RANK = {"average_tokens_across_devices": False}
+TEXT_ARGUMENTS = EVALUATE | {"include_num_input_tokens_seen": "non_padding"}
+LABEL_SMOOTHING = {"label_smoothing_factor": 0.1}
+TOKENS_PER_RANK = {"average_tokens_across_devices": False}
 ONE_EPOCH = {"train_sampling_strategy": "random", "max_steps": -1, "num_train_epochs": 1}
-ALL = ("train", "evaluate", "predict", "predict 21")
+ALL_STEPS = ("train", "evaluate", "predict", "predict 21")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("trainer_sp")
-    stock = [Case("stock", ALL, arguments=TEXT)]
-    ranks = [Case("sp2", ALL, ep=2, sp=2, arguments=TEXT)]
+    stock = [Case("stock", ALL_STEPS, arguments=TEXT_ARGUMENTS)]
+    ranks = [Case("sp2", ALL_STEPS, ep=2, sp=2, arguments=TEXT_ARGUMENTS)]
     return {**launch(stock, folder / "stock"), **launch(ranks, folder / "ranks", CPU_4)}
 
 
@@ -48,17 +52,17 @@ def slow_runs(runs: Results, tmp_path_factory: pytest.TempPathFactory) -> Result
     folder = tmp_path_factory.mktemp("trainer_sp_slow")
     stock = [
         Case("stock aux", model=AUX_LOSS, rows="padded"),
-        Case("stock smoothed", arguments=SMOOTHED),
-        Case("stock per rank", arguments=PER_RANK, model=AUX_LOSS),
+        Case("stock smoothed", arguments=LABEL_SMOOTHING),
+        Case("stock per rank", arguments=TOKENS_PER_RANK, model=AUX_LOSS),
         Case("stock epoch", arguments=ONE_EPOCH),
         *(STOCK_VISION if TOWER_IN_BLOCKS else ()),
     ]
     ranks = [
-        Case("sp4", ("train", "evaluate"), ep=2, sp=4, arguments=TEXT),
+        Case("sp4", ("train", "evaluate"), ep=2, sp=4, arguments=TEXT_ARGUMENTS),
         Case("aux sp2", ep=2, sp=2, model=AUX_LOSS, rows="padded"),
-        Case("smoothed sp2", ep=2, sp=2, arguments=SMOOTHED),
-        Case("smoothed", ep=2, arguments=SMOOTHED),
-        Case("per rank sp4", ep=2, sp=4, arguments=PER_RANK, model=AUX_LOSS),
+        Case("smoothed sp2", ep=2, sp=2, arguments=LABEL_SMOOTHING),
+        Case("smoothed", ep=2, arguments=LABEL_SMOOTHING),
+        Case("per rank sp4", ep=2, sp=4, arguments=TOKENS_PER_RANK, model=AUX_LOSS),
         Case("epoch sp4", ep=2, sp=4, arguments=ONE_EPOCH),
         Case("epoch sp2", ep=2, sp=2, arguments=ONE_EPOCH),
         *(SP_VISION if TOWER_IN_BLOCKS else ()),
@@ -91,12 +95,15 @@ def test_aux_loss_equals_stock(slow_runs: Results) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smoothed", "smoothed sp2"])
 def test_label_smoothing_equals_stock(slow_runs: Results, name: str) -> None:
-    """Before it shifts labels, the Trainer asks for the name of the model's class."""
+    """The Trainer shifts labels if it knows the name of the model's class.
+
+    Sharding replaces the class by a subclass of FSDP2, whose name the Trainer does not know.
+    """
     assert_same_training(slow_runs[name][0], slow_runs["stock smoothed"][0])
 
 
 @pytest.mark.slow
-def test_token_counts_per_rank_equal_stock(slow_runs: Results) -> None:
+def test_training_with_token_counts_per_rank_equals_stock(slow_runs: Results) -> None:
     assert_same_training(slow_runs["per rank sp4"][0], slow_runs["stock per rank"][0])
 
 

@@ -1,7 +1,8 @@
 """The expert MLP on both backends: output, all gradients and edge cases.
 
-On a CPU the Triton kernels run in Triton's interpreter (fp32 and fp16; its bf16 products are
-garbage), with the table's small blocks, so every size here is several blocks and a ragged rest.
+On a CPU the Triton kernels run in Triton's interpreter, in fp32 and fp16 (its bf16 products are
+wrong). For the interpreter `ops/kernels/blocks.py` has a row of small blocks, so the sizes of
+FORMULAS span several blocks, of which the last one is incomplete.
 """
 
 import itertools
@@ -33,7 +34,10 @@ from hf_moe_ep.ops.operators import INPUT_NAMES, Settings
 
 
 def _run(fn, case: Case, inputs, grad_RH: Tensor, wanted=(1,) * 6, **kw):
-    """Return the output and the gradients of `fn`; a gradient that is not wanted is None."""
+    """Run `fn` forward and backward; return its output and the gradient of each input.
+
+    `wanted` has a flag for each input. If the flag is 0, the input is frozen and its gradient None.
+    """
     leaves = [
         None if x is None else x.detach().clone().requires_grad_(bool(want))
         for x, want in zip(inputs, wanted)
@@ -52,7 +56,7 @@ def _ours(case: Case, inputs, grad_RH: Tensor, backend: str, wanted=(1,) * 6, sc
 
 
 def _truth(case: Case, inputs, grad_RH: Tensor):
-    """Run the reference in fp64. Gradients of inputs that it never reads are zero."""
+    """Run the reference in fp64. If it never reads an input, zeros are returned as its gradient."""
     wide = [None if x is None else x.double() for x in inputs]
     out_RH, grads = _run(reference.expert_mlp, case, wide, grad_RH.double())
     pairs = zip(grads, wide)
@@ -76,8 +80,8 @@ def _assert_equal(got, want) -> None:
         assert got_grad is None or torch.equal(got_grad, want_grad), name
 
 
-def test_the_example_of_the_docstring_by_hand() -> None:
-    """H = F = 1, so silu(g x) * (u x) * d can be written out."""
+def test_the_example_of_the_module_docstring_by_hand() -> None:
+    """With H = F = 1 the formula silu(g x) * (u x) * d can be written out."""
     case = CASES["docstring"]
     rows_RH, weights_RK = torch.tensor([[2.0], [-1.0]]), torch.tensor([[0.5, 0.25], [4.0, 99.0]])
     up_LGH = torch.tensor([[[1.0], [3.0]], [[-2.0], [5.0]]])
@@ -106,7 +110,7 @@ def test_fp64_equals_the_reference(name: str, backend: str, device: str) -> None
 def test_gradcheck(name: str) -> None:
     case = FORMULAS[name]
     inputs = case.inputs(torch.float64)
-    # Finite differences must not cross the kinks of relu and clamp.
+    # Finite differences must not step over a kink of relu or clamp. With rounded rows none does.
     inputs[0] = inputs[0].round(decimals=1)
     leaves = [x.requires_grad_() for x in inputs if x is not None]
 
@@ -158,14 +162,16 @@ def test_low_precision_is_no_worse_than_plain_torch(
     if backend == "triton" and device == "cpu" and torch.cuda.is_available():
         pytest.skip("the real kernels run instead of the interpreter")
     case = FORMULAS[name]
-    # The largest error of several draws, because the error of one draw varies too much. Rounding
-    # can move a value across the corner of a clamp, and then its whole gradient is an error.
+    # The budget comes from the largest error of several draws, because the error of one draw varies
+    # too much. A clamp needs more draws: rounding can move a value over the limit, where the
+    # gradient jumps to zero.
     draws = [_draw(case, dtype, device) for _ in range(30 if case.formula.clamped else 6)]
     errors = [_errors(_run(reference.expert_mlp, case, *draw), truth) for *draw, truth in draws]
     budget = {tensor: 2 * max(error[tensor] for error in errors) for tensor in errors[0]}
     if name == "gpt-oss in halves":
-        # We sum gated values over F, which cancel because of up_offset; the reference sums small
-        # outputs over H. In 30 draws our error was at most 2.9 times as large.
+        # The gradient of a routing weight is a sum over F in expert_mlp, and over H in the
+        # reference. Because of up_offset the terms over F are larger and cancel. In 30 draws the
+        # error of expert_mlp was at most 2.9 times as large as that of the reference.
         budget["weights"] *= 2
     inputs, grad_RH, truth = draws[0]
     for weights_dtype in {dtype, torch.float32} if backend == "torch" else {torch.float32}:
@@ -190,7 +196,7 @@ def _errors(got, truth) -> dict[str, float]:
 
 @pytest.mark.parametrize(("backend", "device"), TRITON)
 @pytest.mark.parametrize("name", CASES)
-def test_triton_on_the_edges(name: str, backend: str, device: str) -> None:
+def test_triton_equals_the_reference_on_edge_cases(name: str, backend: str, device: str) -> None:
     case = CASES[name]
     inputs = case.inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
@@ -199,7 +205,7 @@ def test_triton_on_the_edges(name: str, backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_counts_need_not_be_known_where_every_pair_has_an_expert(backend: str, device: str) -> None:
+def test_counts_may_be_left_out_if_every_pair_has_an_expert(backend: str, device: str) -> None:
     case = Case([[1, 0], [2, 1], [0, 2], [1, 2]], 3)
     inputs = case.inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
@@ -207,7 +213,11 @@ def test_counts_need_not_be_known_where_every_pair_has_an_expert(backend: str, d
     _assert_equal(_ours(case, inputs, grad_RH, backend, counts_L=None), want)
 
 
-WANTED = [(*four[:3], four[2], four[3], four[3]) for four in itertools.product([0, 1], repeat=4)]
+# Which inputs need a gradient, in the order of NAMES. A matrix and its bias have the same flag.
+WANTED = [
+    (rows, weights, up, up, down, down)
+    for rows, weights, up, down in itertools.product([0, 1], repeat=4)
+]
 FEW_WANTED = [(1, 0, 0, 0, 0, 0), (0, 1, 0, 0, 0, 0), (0, 0, 1, 0, 0, 1), (0, 0, 0, 1, 1, 0)]
 
 
@@ -218,7 +228,7 @@ FEW_WANTED = [(1, 0, 0, 0, 0, 0), (0, 1, 0, 0, 0, 0), (0, 0, 1, 0, 0, 1), (0, 0,
         *[pytest.param(*p.values, wanted, marks=p.marks) for p in TRITON for wanted in FEW_WANTED],
     ],
 )
-def test_frozen_inputs_get_no_gradient_and_change_no_other(
+def test_frozen_inputs_get_no_gradient_and_change_no_other_gradient(
     backend: str, device: str, wanted: tuple[int, ...]
 ) -> None:
     case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True)
@@ -248,21 +258,21 @@ def test_recomputed_pre_activations_change_no_bit(backend: str, device: str) -> 
 def test_postponed_gradients_of_the_experts_are_the_same_bits(
     backend: str, device: str, wanted: tuple[int, ...]
 ) -> None:
-    for ids_RK in (random_ids(9, 2, 3, seed=3), [[3, 3]] * 4):  # the second: no pair at all
+    for ids_RK in (random_ids(9, 2, 3, seed=3), [[3, 3]] * 4):  # the second has no pairs
         case = Case(ids_RK, 3, 11, 7, GPT_OSS, bias=True)
         inputs = case.inputs(torch.float32, device)
         grad_RH = torch.randn_like(inputs[0])
         kw = {"counts_L": case.counts_L(), "backend": backend}
 
-        def later(rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts, formula, **kw):
+        def postponing(rows_RH: Tensor, ids_RK: Tensor, weights_RK: Tensor, experts, formula, **kw):
             return expert_mlp(rows_RH, ids_RK, weights_RK, postpone_grads(experts), formula, **kw)
 
-        got = _run(later, case, inputs, grad_RH, wanted, **kw)
+        got = _run(postponing, case, inputs, grad_RH, wanted, **kw)
         _assert_equal(got, _run(expert_mlp, case, inputs, grad_RH, wanted, **kw))
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_grad_scale_reaches_the_weights_alone(backend: str, device: str) -> None:
+def test_grad_scale_multiplies_the_gradients_of_experts_alone(backend: str, device: str) -> None:
     case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, bias=True)
     inputs = case.inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
@@ -280,27 +290,27 @@ def test_strided_inputs(backend: str, device: str) -> None:
     grad_RH = torch.randn_like(inputs[0])
     want = _ours(case, inputs, grad_RH, backend)
 
-    def run(layouts: list[Tensor], upstream_RH: Tensor = grad_RH) -> None:
-        leaves = [x.detach().requires_grad_() for x in layouts]  # no clone: strides are the point
+    def check(inputs: list[Tensor], grad_RH: Tensor = grad_RH) -> None:
+        leaves = [x.detach().requires_grad_() for x in inputs]  # a clone would lose the strides
         experts = ExpertWeights(*leaves[2:])
         kw = {"counts_L": case.counts_L(), "backend": backend}
         ids_RK = case.ids_RK(device)
         out_RH = expert_mlp(leaves[0], ids_RK, leaves[1], experts, case.formula, **kw)
-        out_RH.backward(upstream_RH)
+        out_RH.backward(grad_RH)
         _assert_same((out_RH.detach(), [leaf.grad for leaf in leaves]), want, 2e-6)  # fp32
 
-    for transposed, gaps in zip(*[[strided(x)[i] for x in inputs] for i in range(2)]):
-        assert not transposed.is_contiguous() and not gaps.is_contiguous()
-    for kind in range(2):
-        run([strided(x)[kind] for x in inputs])
-    run(inputs, grad_RH.t().contiguous().t())
+    transposed, with_gaps = zip(*map(strided, inputs))
+    assert not any(x.is_contiguous() for x in (*transposed, *with_gaps))
+    check(transposed)
+    check(with_gaps)
+    check(inputs, grad_RH.t().contiguous().t())
     want = _ours(case, inputs, torch.ones_like(grad_RH), backend)
-    run(inputs, grad_RH.new_ones(1, 1).expand_as(grad_RH))
+    check(inputs, grad_RH.new_ones(1, 1).expand_as(grad_RH))  # strides of 0
 
 
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 def test_rows_without_experts_change_no_result(backend: str, device: str) -> None:
-    """NaN in a row or weight without an expert here does not reach any result."""
+    """A row or routing weight may be NaN if it belongs to no expert of this rank."""
     case = Case([[0, 1], [2, 2], [1, 2]], 2)
     inputs = case.inputs(torch.float32, device)
     grad_RH = torch.randn_like(inputs[0])
@@ -325,7 +335,10 @@ def test_repeats_bit_for_bit(backend: str, device: str) -> None:
 
 
 def _saved_bytes(fn, parameters: list[Tensor]) -> int:
-    """Count the bytes that `fn` saves for backward: each storage once, without the parameters."""
+    """Count the bytes that `fn` saves for backward.
+
+    Tensors that share a storage are counted once; parameters are not counted.
+    """
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -339,14 +352,14 @@ def _saved_bytes(fn, parameters: list[Tensor]) -> int:
         out = fn()
     out.sum().backward()
     own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    assert own <= saved.keys()  # themselves, no copy
+    assert own <= saved.keys()  # parameters are saved without a copy
     return sum(size for address, size in saved.items() if address not in own)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("backend", "device"), BOTH)
 @pytest.mark.parametrize("name", ["random", "empty experts"])
-def test_saved_for_backward_rows_pre_activations_and_routing(
+def test_only_rows_pre_activations_and_routing_are_saved_for_backward(
     name: str, backend: str, device: str, recompute: bool
 ) -> None:
     case = CASES[name]
@@ -362,15 +375,15 @@ def test_saved_for_backward_rows_pre_activations_and_routing(
         [experts[0], experts[2]],
     )
     (num_rows, top_k), pairs = weights_RK.shape, sum(case.counts_L())
-    half, word = 2, 4
-    # The longest list of tiles of 16 rows; each tile is (expert, start).
+    half, word = 2, 4  # bytes of fp16, and of fp32 or int32
+    # The largest number of tiles, of 16 rows on a CPU and 64 on a GPU; a tile is (expert, start).
     tiles = pairs // (16 if device == "cpu" else 64) + min(case.num_experts, pairs)
     want = {
         "rows": num_rows * case.hidden * half,
         "pre-activations": 0 if recompute else pairs * 2 * case.ffn * half,
         "routing weights": num_rows * top_k * word,
         "sorted pairs": pairs * word,
-        "their rows": pairs * word if backend == "triton" else 0,
+        "rows of the sorted pairs": pairs * word if backend == "triton" else 0,
         "slots": num_rows * top_k * word,
         "offsets": (case.num_experts + 1) * word,
         "tiles": tiles * 2 * word if backend == "triton" else 0,
@@ -383,15 +396,15 @@ def test_saved_for_backward_rows_pre_activations_and_routing(
 def test_saved_bytes_at_the_shape_of_qwen3_30b(
     recompute: bool, limit: int, adapted_by: int
 ) -> None:
-    """Transformers' grouped_mm saves 114,688 bytes per token here.
+    """At this shape transformers' grouped_mm saves 114,688 bytes per token.
 
-    These are the gathered rows, pre-activations, silu, activation and output of each of 8 pairs.
-    Adapters on a frozen base save no more than ours, because backward recomputes their first
-    products.
+    For each of the token's 8 pairs these are the gathered row, the pre-activations, the silu, the
+    activation and the output. With adapters on frozen weights the limits are the same, because
+    backward recomputes the first product of each adapter (rows times a).
     """
     tokens, top_k, hidden, ffn, num_experts = 128, 8, 2048, 768, 128
 
-    # All experts share the memory of one: 10 MiB instead of 1.2 GB.
+    # All experts share the memory of one expert: 9 MiB instead of 1.2 GB.
     def stacked(*shape: int, trained: bool) -> Tensor:
         one = torch.zeros(1, *shape, dtype=torch.bfloat16).requires_grad_(trained)
         own.add(one.data_ptr())
@@ -425,16 +438,18 @@ LAYOUTS["with gaps"] = lambda x: strided(x)[1]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("backend", "device"), BOTH)
-def test_the_operators_keep_torch_library_rules(backend: str, device: str, layout: str) -> None:
-    """For inputs with any strides, fake shapes and strides equal the real ones.
+def test_the_operators_pass_opcheck_of_torch_library(
+    backend: str, device: str, layout: str
+) -> None:
+    """The fake outputs have the shapes and strides of the real ones, whatever strides inputs have.
 
-    No output aliases an input, and autograd is registered.
+    No output shares memory with an input, and autograd is registered.
     """
     case = Case(random_ids(9, 2, 3, seed=3), 3, 11, 7, GPT_OSS, bias=True, transposed=True)
-    put = LAYOUTS[layout]
+    in_layout = LAYOUTS[layout]
 
     def leaf(x: Tensor) -> Tensor:
-        return put(x).detach().requires_grad_()
+        return in_layout(x).detach().requires_grad_()
 
     rows, weights, *experts = [leaf(x) for x in case.inputs(torch.float32, device)]
     assert rows.is_contiguous() == weights.is_contiguous() == (layout == "contiguous")
@@ -443,16 +458,17 @@ def test_the_operators_keep_torch_library_rules(backend: str, device: str, layou
     inputs = [rows, weights, *tensors, *[None] * (len(WEIGHT_NAMES) - len(tensors))]
     flags, numbers = (True, True, True), (1.702, 1.5, 1.0, 0.5, 2.0, 0.5)  # GPT_OSS
     settings = Settings(*flags, *numbers, "swish", "", backend, ()).arguments()
-    args = (*inputs, put(case.ids_RK(device)), case.counts_L(), *settings)
+    args = (*inputs, in_layout(case.ids_RK(device)), case.counts_L(), *settings)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp.default, args, test_utils=tests)
     out, *saved = torch.ops.hf_moe_ep.expert_mlp(*args)
-    kept = [None if x is None else x.detach() for x in (*inputs, *saved)]
+    saved = [None if x is None else x.detach() for x in (*inputs, *saved)]
     pairs = zip(INPUT_NAMES, inputs, strict=True)
     needs = [x is not None and name != "up_bias" for name, x in pairs]
-    back = (put(torch.randn_like(out)), kept, needs, *settings)
+    backward_args = (in_layout(torch.randn_like(out)), saved, needs, *settings)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.hf_moe_ep.expert_mlp_backward.default, back, test_utils=tests)
+    backward = torch.ops.hf_moe_ep.expert_mlp_backward.default
+    torch.library.opcheck(backward, backward_args, test_utils=tests)
 
 
 def test_compiled_without_a_graph_break_equals_eager() -> None:
@@ -465,7 +481,10 @@ def test_compiled_without_a_graph_break_equals_eager() -> None:
 
 
 def test_one_compiled_function_takes_several_scales() -> None:
-    """torch.compile makes a number that changes an input of its graph, as scales of layers do."""
+    """If a number changes between calls, torch.compile turns it into an input of its graph.
+
+    One compiled function therefore serves layers with different scales.
+    """
     case = Case([[1, 0], [2, 1], [0, 2], [1, 2]], 3, hidden=8, ffn=4)
     inputs = case.inputs(torch.float32)
     grad_RH = torch.randn_like(inputs[0])
@@ -476,7 +495,7 @@ def test_one_compiled_function_takes_several_scales() -> None:
 
 
 def test_autocast_does_not_change_backward() -> None:
-    """With bf16 rows and fp32 routing weights, as under expert parallelism."""
+    """Rows are bf16 and routing weights fp32, as under expert parallelism."""
     torch.manual_seed(0)
     rows = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.rand(5, 2, requires_grad=True)
@@ -487,5 +506,5 @@ def test_autocast_does_not_change_backward() -> None:
         out = expert_mlp(rows, ids, weights, ExpertWeights(up, None, down, None), ExpertFormula())
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             grads.append(torch.autograd.grad(out.float().square().sum(), (rows, weights)))
-    for plain, under in zip(*grads, strict=True):
-        assert torch.equal(plain, under)
+    for plain, under_autocast in zip(*grads, strict=True):
+        assert torch.equal(plain, under_autocast)

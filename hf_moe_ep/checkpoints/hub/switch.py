@@ -1,17 +1,18 @@
-"""Replace several files of a folder at one moment: a kill leaves all old files or all new files.
+"""Replace several files of a folder at one moment: if the process is killed, all are old or new.
 
 A rename replaces one file, but a checkpoint has at least two: config.json describes the shards that
-model.safetensors.index.json names. So both become symbolic links into a folder whose `current` is
-itself a link. Replacing this link is one rename, the commit:
+model.safetensors.index.json names. `switch_files` therefore first replaces both files by symbolic
+links that lead through a second link, `current`. One rename of `current` then replaces both files.
+This rename is the commit:
 
     config.json                  ->  .switch-3f9c21ab/current/config.json
     model.safetensors.index.json ->  .switch-3f9c21ab/current/model.safetensors.index.json
     .switch-3f9c21ab/current     ->  old, then new
 
-Every reader follows these links, transformers too, and finds the old files until the commit. A file
-that the new checkpoint lacks, such as model.safetensors, is a link to a missing file after the
-commit, so it disappears at the same moment. At the end files replace the links one by one; a reader
-finds the same contents before and after each of these renames.
+Every reader follows these links, transformers too, and finds the old files until the commit. If the
+new checkpoint lacks a file, such as model.safetensors, its link leads to a missing file after the
+commit, so the file disappears at the same moment. At the end `settle` replaces each link by the
+file to which it leads; this changes no contents, so the links can be replaced one by one.
 """
 
 from __future__ import annotations
@@ -42,20 +43,21 @@ def changed_files(folder: Path, staged: Path) -> list[Path]:
     ]
 
 
-def switch_files(folder: Path, staged: Path, gone: Iterable[str] = ()) -> bool:
-    """Move all files of `staged` into `folder` and remove those called `gone`, at one moment.
+def switch_files(folder: Path, staged: Path, to_remove: Iterable[str] = ()) -> bool:
+    """Move all files of `staged` into `folder`, and remove other files of `folder`, at one moment.
 
     Args:
-        folder: if the process is killed at any moment, all old or all new files are here.
+        folder: contains all old files or all new files, even if the process is killed.
         staged: a folder on the same disk; it is removed at the end.
-        gone: names of files in `folder` to remove.
+        to_remove: names of the files in `folder` to remove; missing files are skipped.
 
     Returns:
-        False if the file system has no links; then nothing was changed.
+        True if the files were replaced. False if the file system has no links; nothing is changed
+        then.
     """
     switch = folder / f"{SWITCH}{uuid.uuid4().hex[:8]}"
     new = _files(staged)
-    names = [*new, *(Path(name) for name in gone if (folder / name).exists())]
+    names = [*new, *(Path(name) for name in to_remove if (folder / name).exists())]
     switch.mkdir()
     try:
         (switch / _CURRENT).symlink_to(_OLD)
@@ -82,7 +84,11 @@ def switch_files(folder: Path, staged: Path, gone: Iterable[str] = ()) -> bool:
 
 
 def settle(folder: Path) -> None:
-    """Replace the links that `switch_files` made in `folder` by files, also after a kill."""
+    """Replace the links that `switch_files` made in `folder` by the files to which they lead.
+
+    If a save was killed, the next save calls this to complete or undo it: the links lead to the new
+    files after the commit, and to the old files before it.
+    """
     for switch in folder.glob(f"{SWITCH}*"):
         for name in {*_files(switch / _OLD), *_files(switch / _NEW)}:
             path, current = folder / name, switch / _CURRENT / name
@@ -97,9 +103,9 @@ def settle(folder: Path) -> None:
 
 
 def _link_old(file: Path, old: Path) -> None:
-    """Give a file, if it exists, the second name `old`."""
+    """Make `old` a second name of `file`, by a hard or symbolic link; skip a missing file."""
     old.parent.mkdir(parents=True, exist_ok=True)
-    if file.is_symlink() and file.exists():  # as in the hub's cache
+    if file.is_symlink() and file.exists():  # as files in the hub's cache are
         old.symlink_to(file.resolve())
     elif file.exists():
         os.link(file, old)
@@ -114,7 +120,7 @@ def _move(file: Path, target: Path) -> None:
 
 
 def _set_link(switch: Path, target: str, path: Path) -> None:
-    """Make `path` a link to `target`, by one rename."""
+    """Replace `path` by a symbolic link to `target`, with one rename."""
     link = switch / _LINK
     link.symlink_to(target)
     link.replace(path)

@@ -1,7 +1,8 @@
-"""Batches of text, pictures, videos and sound, by rank and step, for every type that takes them.
+"""Batches of text, images, videos and sound for two ranks, for every model type that takes them.
 
-`mixes(model)` is what ranks 0 and 1 have, step by step; `build` makes a tiny model of a type of
-`TYPES`, or one of `COMPOSITES`: models that are in no table of MoE types, around one that is.
+`mixes(model)` lists the batches of ranks 0 and 1 for each step. `build(name)` makes a tiny model of
+a type in `TYPES` or in `COMPOSITES`. A composite is a model whose own type is no MoE type, but
+whose text model is one.
 """
 
 import inspect
@@ -44,36 +45,39 @@ def sound_and_image(model: Any, seed: int) -> Batch:
 
 
 def video(model: Any, seed: int) -> Batch:
-    """A picture under the names of a video: as many frames as are one step in time."""
-    given = image(model, seed)
+    """Make a batch with one video: an image whose inputs have the names of a video's inputs.
+
+    If the tower merges several frames into one step in time, the image is repeated that often.
+    """
+    batch = image(model, seed)
     config = model.config
     frames = getattr(config.vision_config, "temporal_merge_size", 1)
     if frames > 1:
-        given["pixel_values"] = given["pixel_values"].repeat(frames, 1)
-        given["image_grid_thw"][:, 0] = frames
+        batch["pixel_values"] = batch["pixel_values"].repeat(frames, 1)
+        batch["image_grid_thw"][:, 0] = frames
     for name, new in (
         ("pixel_values", "pixel_values_videos"),
         ("image_grid_thw", "video_grid_thw"),
         ("image_position_ids", "video_position_ids"),
     ):
-        if name in given:
-            given[new] = given.pop(name)
+        if name in batch:
+            batch[new] = batch.pop(name)
     if "num_frames_per_video" in _names_of_inputs(model):
-        given["num_frames_per_video"] = torch.tensor([1])
+        batch["num_frames_per_video"] = torch.tensor([1])
     kinds = ("mm_token_type_ids", "moe_mm_token_type_ids")
-    given |= {name: given[name].masked_fill(given[name] == 1, 2) for name in kinds if name in given}
-    ids = given["input_ids"]
-    if not config.model_type.startswith("glm"):  # whose frames hold tokens of images
-        given["input_ids"] = ids.masked_fill(ids == config.image_token_id, config.video_token_id)
-    elif config.model_type == "glm5_next":  # between those of a video's begin and end
-        places = (ids[0] == config.image_token_id).nonzero().flatten()
-        ids[0, places[0] - 1] = config.video_start_token_id
-        ids[0, places[-1] + 1] = config.video_end_token_id
-    return given
+    batch |= {name: batch[name].masked_fill(batch[name] == 1, 2) for name in kinds if name in batch}
+    ids = batch["input_ids"]
+    if not config.model_type.startswith("glm"):  # GLM marks videos with image tokens
+        batch["input_ids"] = ids.masked_fill(ids == config.image_token_id, config.video_token_id)
+    elif config.model_type == "glm5_next":  # it also marks both ends of a video
+        positions = (ids[0] == config.image_token_id).nonzero().flatten()
+        ids[0, positions[0] - 1] = config.video_start_token_id
+        ids[0, positions[-1] + 1] = config.video_end_token_id
+    return batch
 
 
 def both(model: Any, seed: int) -> Batch:
-    """An image in the first row, a video in the second."""
+    """Make a batch of two rows: an image in the first row, a video in the second."""
     rows = [image(model, seed), video(model, seed + 1)]
     texts = [{n: x for n, x in row.items() if n in _TEXT} for row in rows]
     longest = max(row["input_ids"].shape[1] for row in texts)
@@ -97,11 +101,11 @@ def _names_of_inputs(model: nn.Module) -> set[str]:
 
 
 def mixes(model: nn.Module) -> list[tuple[Make, Make]]:
-    """Return the inputs of rank 0 and rank 1, step by step."""
+    """List the functions that make the batches of rank 0 and rank 1, one pair for each step."""
     found: list[tuple[Make, Make]] = [(text, text), (text, images), (image, text), (image, images)]
     if "pixel_values_videos" in _names_of_inputs(model):
         found.append((video, image))
-        # Stock takes every token of an image for one of both, where it has two of them.
+        # glm4v_moe marks images and videos with the same token, so stock refuses a batch with both.
         if model.config.model_type != "glm4v_moe":
             found.append((both, text))
     if takes_sound(model):
@@ -110,19 +114,19 @@ def mixes(model: nn.Module) -> list[tuple[Make, Make]]:
 
 
 def kimi_k25(seed: int) -> nn.Module:
-    """A DeepSeek-V3 behind the tower of Kimi-K2.5."""
+    """Build a Kimi-K2.5, whose text model is a DeepSeek-V3."""
     tower = {"pos_emb_height": 4, "pos_emb_width": 4, "intermediate_size": 20}
     return _composite("Kimi_K25", "deepseek_v3", seed, tower, projection_hidden_size=16)
 
 
 def internvl(seed: int) -> nn.Module:
-    """A Qwen3-MoE behind the tower of InternVL."""
+    """Build an InternVL, whose text model is a Qwen3-MoE."""
     tower = {"image_size": 16, "intermediate_size": 20}
     return _composite("InternVL", "qwen3_moe", seed, tower, tie_word_embeddings=False)
 
 
 def _composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) -> nn.Module:
-    """A model that is in no table of MoE types, around one that is."""
+    """Build a multimodal model `name` around a text model of an MoE type."""
     text_config = tiny_config(text_type).to_dict() | {"output_router_logits": False}
     tower = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, **tower}
     config_class = getattr(transformers, f"{name}Config")
@@ -137,25 +141,28 @@ def _composite(name: str, text_type: str, seed: int, tower: Any, **fields: Any) 
 
 
 COMPOSITES = {"kimi_k25": kimi_k25, "internvl": internvl}
-# Experts that nobody splits (tests/architectures): refused before any tower is looked at.
+# patch() refuses the experts of this type before it looks at the tower (steps.py, REFUSED).
 REFUSED = {"inkling2"}
-# Two models in one that share their layers; not causal, and no forward of theirs takes labels.
-APART = {"diffusion_gemma"}
+# patch() refuses this type as well. Its forward is not causal and takes no labels.
+WITHOUT_LABELS = {"diffusion_gemma"}
 TYPES = [
     name
     for name in MODEL_TYPES
-    if getattr(tiny_config(name), "vision_config", None) is not None and name not in REFUSED | APART
+    if getattr(tiny_config(name), "vision_config", None) is not None
+    and name not in REFUSED | WITHOUT_LABELS
 ]
 
 
-# A norm with one weight for all experts of a layer, which ranks do not train apart.
+# The norm after each expert of muse_spark, one for all experts of a layer. It is frozen here; the
+# tests that train it are in tests/architectures/test_shared_by_experts.py.
 SHARED_BY_EXPERTS = "post_expert_norm"
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """Build a tiny model whose load-balancing loss, which depends on the whole batch, is off.
+    """Build a tiny model without a load-balancing loss.
 
-    Modules that all experts of a layer share are frozen.
+    That loss depends on the batches of all ranks together, so stock's losses of the single batches
+    would not add up to it. A norm that all experts of a layer share is frozen.
     """
     if name in COMPOSITES:
         return COMPOSITES[name](seed)
@@ -169,7 +176,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 
 def parts(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the modules next to the decoder, in a model that is not sharded."""
+    """Return the names of the encoders (towers, projectors) of a model that is not sharded."""
     plan = derive_plan(model)
     names = plan.encoders or (plan.vision.tower,)
     return tuple(n for n, _ in model.named_modules() if any(n.endswith(name) for name in names))

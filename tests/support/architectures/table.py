@@ -1,10 +1,10 @@
-"""Write ARCHITECTURES.md, architectures x features, from tests/architectures.json.
+"""Write ARCHITECTURES.md, a table of architectures and features, from tests/architectures.json.
 
-    PYTHONPATH=tests python -m support.architectures.table                the page, from that file
-    PYTHONPATH=tests python -m support.architectures.table found.jsonl    with what tests found
+    python -m support.architectures.table                writes the page anew from that file
+    python -m support.architectures.table found.jsonl    first adds the results in found.jsonl to it
 
-How tests record what they find: `results.py`; `make architectures` runs them all. What no test has
-recorded is "not tested".
+Both commands need PYTHONPATH=tests. `results.py` describes how tests record their results, and
+`make architectures` runs all these tests. A feature without a recorded result is "not tested".
 """
 
 import argparse
@@ -25,41 +25,49 @@ ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests/architectures.json"
 PAGE = ROOT / "ARCHITECTURES.md"
 COMMAND = "make architectures"
-# A model without a tower has nothing to show there.
+# The result in the column "vision" of a model without a vision tower.
 TEXT_ONLY = {"none": "text alone"}
 INTRODUCTION = f"""# Architectures
 
-Every Mixture-of-Experts model type of Transformers {{version}} with experts on its experts
-interface, and what tests found when they compared it with stock. Made by `{COMMAND}` from
-`tests/architectures.json`: what the tests found, with the largest error max|got - want| / max|want|
-of each. A test compares the two.
+This page lists every Mixture-of-Experts model type of Transformers {{version}} that computes its
+experts through the experts interface, and what tests found when they compared it with stock.
+`{COMMAND}` runs the tests and writes the page from `tests/architectures.json`. That file
+also holds the largest error, max|got - want| / max|want|, of each comparison.
 
-- EP + FSDP2: one process patched, and 2 ranks at `ep_size=2`: loss, every gradient, their norm and
-  one step of AdamW equal stock's.
-- LoRA on experts: as stock PEFT without EP. Sequence parallelism: `sp_size=2` equals stock.
-- vision tower: any mix of text and pictures over the ranks; "-" is a model of text alone.
-- hub files: `save_pretrained` writes what stock would write, key by key and bit by bit, and
-  `from_pretrained` reads it.
-- resume: `save_checkpoint` at `ep_size=2`, `load_checkpoint` at another layout: the same parameters
-  and moments, and the step that would have come next, or its loss.
+- EP + FSDP2: the loss, every gradient, the gradient norm and one step of AdamW equal stock's, for a
+  patched model in one process and on 2 ranks with `ep_size=2`.
+- LoRA on experts: the same values equal those of stock PEFT, which has no EP.
+- sequence parallelism: training with `sp_size=2` equals stock.
+- vision tower: training equals stock, whichever ranks have pictures and whichever have only text.
+  "-" marks a model that takes only text.
+- hub files: `save_pretrained` writes the same keys and the same bits as stock, and
+  `from_pretrained` reads them.
+- resume at another layout: `save_checkpoint` saves a run with `ep_size=2`, and `load_checkpoint`
+  loads it with another layout. Parameters and moments are the same, and so is the loss of the next
+  step; for some types the whole next step is compared.
 
-"yes" is a passed comparison in fp64, "not tested" that there is none yet, "no" a refusal: an error
-that says why, under the number beside it. Weights are random and small here: nothing is said of
-speed.
+"yes" means that the comparison passed in fp64, and "not tested" that no test has compared it yet.
+"no" means that hf_moe_ep refuses it with an error, which is listed below under the number in
+brackets. The models are small and have random weights, so the page says nothing about speed.
 """
 
+# Model type -> column -> result.
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def merged(data: dict[str, Any], found: Results) -> dict[str, Any]:
-    """The data with what was found instead of what stood there, in the order of types."""
+    """Return `data` with the new results `found`, which replace older ones of the same cells.
+
+    Types are sorted by name, and types without results are included.
+    """
     old: Results = data.get("types", {})
     types = {}
     for model_type in sorted({*old, *found, *INSTALLED}):
-        columns = {**_own(old.get(model_type, {})), **found.get(model_type, {})}
+        columns = {**_without_copies_of_ep(old.get(model_type, {})), **found.get(model_type, {})}
         if reason := differences(model_type).refused:
             columns = {name: {"refused": reason} for name in COLUMNS}
-        if "refused" in columns.get("ep", {}):  # not even patched, so nothing else is granted
+        # If patch() refuses a type, its columns without a result are refused for the same reason.
+        if "refused" in columns.get("ep", {}):
             columns = dict.fromkeys(COLUMNS, columns["ep"]) | columns
         if not _has_tower(model_type):
             columns["vision"] = TEXT_ONLY
@@ -67,8 +75,10 @@ def merged(data: dict[str, Any], found: Results) -> dict[str, Any]:
     return {"transformers": version("transformers"), "types": types}
 
 
-def _own(columns: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """The columns without those that are refused because EP was."""
+def _without_copies_of_ep(
+    columns: Mapping[str, Mapping[str, Any]],
+) -> Mapping[str, Mapping[str, Any]]:
+    """Remove the refusals that `merged` copied from the column "ep" into other columns."""
     ep = columns.get("ep", {})
     return {name: x for name, x in columns.items() if name == "ep" or "refused" not in x or x != ep}
 
@@ -78,9 +88,9 @@ def _has_tower(model_type: str) -> bool:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The whole of ARCHITECTURES.md."""
+    """Return the text of ARCHITECTURES.md."""
     types: Results = data["types"]
-    reasons = _reasons(types)
+    reasons = _number_reasons(types)
     lines = [INTRODUCTION.format(version=data["transformers"])]
     lines += [" | ".join(["| model type", *COLUMNS.values()]) + " |", "|---" * 7 + "|"]
     for model_type, found in types.items():
@@ -91,15 +101,16 @@ def page(data: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _reasons(types: Results) -> dict[str, int]:
+def _number_reasons(types: Results) -> dict[str, int]:
+    """Number the reasons of all refusals and failures, in the order of the table's cells."""
     numbers: dict[str, int] = {}
-    for found in _all_found(types):
+    for found in _all_results(types):
         if reason := _reason(found):
             numbers.setdefault(reason, len(numbers) + 1)
     return numbers
 
 
-def _all_found(types: Results) -> Iterator[Mapping[str, Any]]:
+def _all_results(types: Results) -> Iterator[Mapping[str, Any]]:
     for columns in types.values():
         yield from columns.values()
 
@@ -121,13 +132,13 @@ def _cell(found: Mapping[str, Any] | None, reasons: Mapping[str, int]) -> str:
 
 
 def read_data() -> dict[str, Any]:
-    """Return the results that are recorded so far."""
+    """Read the results that are recorded so far."""
     data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
     return data
 
 
 def as_text(data: Mapping[str, Any]) -> str:
-    """The data as its file has it: a line for each finding."""
+    """Return the data as the text of its file, which has one line for each result."""
     types = [
         f"  {json.dumps(model_type)}: {{"
         + ",".join(f"\n   {json.dumps(c)}: {json.dumps(f)}" for c, f in found.items())
