@@ -1,10 +1,10 @@
-"""Attach the MoE layers: choose how each one is computed, and let its forward call ours.
+"""Attach the MoE layers: choose how each layer is computed, and make transformers call our forward.
 
 every experts module    gets its own copy of the config, which selects our forward in transformers'
                         experts interface, and a `MoELayer`, its record in the model's state
 the root                gets pre-forward hooks: `KeepForwards` restores or refuses replaced
                         forwards, `ForwardGuard` refuses to train an unsharded model, and
-                        `ForwardBegins` (with `ForwardEnds` behind the forward) decides whether the
+                        `ForwardBegins` (with the forward hook `ForwardEnds`) decides whether the
                         tokens of a forward are counted
 the causal LM           gets the hooks of the global aux loss (`aux_loss.py`)
 """
@@ -36,7 +36,7 @@ from hf_moe_ep.upstream.experts_interface import (
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Choose how every MoE layer is computed; raise ValueError where that is impossible."""
+    """Choose how every MoE layer is computed; raise ValueError if the config cannot be met."""
     _check_ep_size(parts, state.config)
     _check_aux_loss(parts, state.config)
     if state.config.dispatcher == "deepep":
@@ -49,16 +49,16 @@ def check(parts: Parts, state: ModelState) -> None:
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Let every experts module call `moe_forward`, and hook the root and the causal LM."""
+    """Make `moe_forward` the forward of every experts module, and register all hooks."""
     register_experts_forward(moe_forward)
     implementation = EXPERTS_IMPLEMENTATION
     if state.config.experts_backend == "eager":
         implementation = "eager"
     experts = list(parts.experts.values())
-    # Experts of Liger's class have no config.
-    own_config = own_experts_config(getattr(experts[0], "config", parts.config), implementation)
+    # Experts modules of Liger's class have no config.
+    config_copy = own_experts_config(getattr(experts[0], "config", parts.config), implementation)
     for module, layer in zip(experts, state.moe_layers, strict=True):
-        state.replace(module, "config", own_config)
+        state.replace(module, "config", config_copy)
         setattr(module, STATE, layer)
     for model in models_with_experts_implementation(parts.root):
         refuse = partial(refuse_experts_implementation, model)
@@ -97,8 +97,8 @@ def _check_aux_loss(parts: Parts, config: ParallelConfig) -> None:
         )
     if not find_routers(parts):
         raise ValueError(
-            f"aux_loss_per_layer=True trains the routers alone, but in {parts.plan.model_type} the "
-            f"router is no module of its own; leave aux_loss_per_layer out"
+            f"aux_loss_per_layer=True runs each router a second time, but the routers of "
+            f"{parts.plan.model_type} are not separate modules; leave aux_loss_per_layer out"
         )
 
 

@@ -3,15 +3,15 @@
     with ChosenTopK(num_experts, next_ids):     # next_ids() -> expert_ids_TK, or None
         model(...)
 
-A stock router computes scores, takes the top k of them, and makes routing weights of the values.
-Inside the block topk returns the indices of `next_ids` and the present scores at these indices.
-The weights and their gradients are therefore those of the given experts, for every kind of router.
+A stock router computes scores, takes the top k of them, and turns these values into routing
+weights. Inside the block topk returns the indices of `next_ids` and the current scores at these
+indices. Every kind of router therefore computes the weights (and gradients) of the given experts.
 
-Only a `topk` that can be the router's is replaced: the number of scores must be the number of
-experts, and the number of choices that of `next_ids`. Every other topk, and every topk while
-`next_ids` returns None, is torch's own. The caller keeps track of the layer that runs, and may
-`decide` about the choice at last: this function gets the ids, and a function that computes what
-torch's own topk would choose.
+Only a call that can be the router's is replaced: the number of scores must be the number of
+experts, and the number of choices that of `next_ids`. All other calls of topk, and all calls while
+`next_ids` returns None, run torch's own topk. The caller keeps track of the layer that runs. It may
+pass a function `decide`, which receives the given ids and a function that computes torch's own
+choice, and returns the ids to use.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ class ChosenTopK(TorchFunctionMode):
         shape = (*scores.shape[:-1], k)
         if scores.shape[-1] != self._num_experts or math.prod(shape) != ids_TK.numel():
             return func(*args, **kwargs)
-        flat = ids_TK.shape
+        flat_shape = ids_TK.shape
 
-        def live() -> Tensor:
+        def compute_own_choice() -> Tensor:
             with torch.no_grad():
                 chosen: Tensor = func(*args, **kwargs).indices
-            return chosen.view(flat)
+            return chosen.view(flat_shape)
 
         with hidden_from_modes():
             if self._decide is not None:
-                ids_TK = self._decide(ids_TK, live)
+                ids_TK = self._decide(ids_TK, compute_own_choice)
             ids = ids_TK if ids_TK.shape == shape else ids_TK.view(shape)
-            return torch.return_types.topk((_Take.apply(scores, ids), ids))
+            return torch.return_types.topk((_GatherScores.apply(scores, ids), ids))
 
 
-class _Take(torch.autograd.Function):
-    """`scores.gather(-1, ids)`, which saves for backward the indices alone, as topk does.
+class _GatherScores(torch.autograd.Function):
+    """Compute `scores.gather(-1, ids)`, but save only the indices for backward, as topk does.
 
     Checkpointing requires that both runs save the same number of tensors.
     """

@@ -1,20 +1,20 @@
 """Count on the device how many tokens chose each expert.
 
-    choice_counts[l, e]    (token, slot) pairs of this rank's own tokens that layer l sent to
-                           expert e, in all training forwards since the first one
+    choice_counts[l, e]    how often layer l has chosen expert e for this rank's own tokens, in all
+                           training forwards so far
 
 Each rank counts its own tokens before they are dispatched, so the sum over all ranks contains every
-token once (the ranks of an sp group have different slices). The host waits for nothing. The counts
-only grow: each reader remembers the counts of its last reading (`ModelState.counted`, see
-`routing/counts.py`).
+token once (the ranks of an sp group have different slices). Counting needs no host sync. The counts
+only grow: each reader stores the counts of its last reading (`ModelState.counted`, see
+`routing/counts.py`) and subtracts them.
 
 Each forward that leads to gradients is counted once: in training mode, with gradients enabled where
-the model was called, and not while a backward runs, because that is a recompute. It is not enough
-to look whether gradients are enabled inside the layer: a reentrant checkpoint runs its first time
-without gradients.
+the model was called, and not while a backward runs, because that forward is a recompute. It is not
+enough that the layer itself tests if gradients are enabled: a reentrant checkpoint disables them in
+its first run.
 
-Padding tokens are counted like other tokens, since the experts compute them, and so is the padding
-by which sp makes the length of a sequence a multiple of its ranks.
+Padding tokens are counted like other tokens, because the experts compute them. The same holds for
+the tokens by which sequence parallelism (sp) pads a sequence to a multiple of sp_size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ForwardBegins(Ours):
 class ForwardEnds(Ours):
     """Forward hook of the root: clears the record of `ForwardBegins`.
 
-    A part of the model that is called alone is counted if gradients are enabled there.
+    If a layer is called outside of the root's forward, only the gradient mode inside it decides.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -52,20 +52,21 @@ class ForwardEnds(Ours):
 
 
 def count_choice(layer: MoELayer, training: bool, expert_ids_TK: Tensor) -> None:
-    """Count the choice of this rank's tokens in `layer`, if this forward is to be counted."""
+    """Count the experts that `layer` chose for this rank's tokens, if this forward is counted."""
     state = layer.model
     if not (training and (state.leads_to_gradients or torch.is_grad_enabled())):
         return
     if torch.compiler.is_compiling():
-        # The recompute of a compiled checkpoint does not run this function again.
-        _add(layer, expert_ids_TK)
+        # The recompute of a compiled checkpoint does not call this function again.
+        _add_counts(layer, expert_ids_TK)
     elif not backward_is_running():
-        # Selective checkpointing compares the operators of both runs, and only one of them counts.
+        # Selective checkpointing compares the operators of both runs, but only the first run counts
+        # tokens.
         with hidden_from_modes():
-            _add(layer, expert_ids_TK)
+            _add_counts(layer, expert_ids_TK)
 
 
-def _add(layer: MoELayer, expert_ids_TK: Tensor) -> None:
+def _add_counts(layer: MoELayer, expert_ids_TK: Tensor) -> None:
     state, ids = layer.model, expert_ids_TK.detach().flatten().long()
     if state.choice_counts is None:
         state.choice_counts = ids.new_zeros(len(state.moe_layers), state.num_experts)

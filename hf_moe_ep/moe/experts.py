@@ -1,17 +1,18 @@
-"""Compute the experts of this rank on the rows that it has.
+"""Compute the experts of this rank on rows of hidden states.
 
 The weights are the stacked parameters of the stock module, `[L, 2F, H]` and `[L, H, F]` or their
-transposes. FSDP2 has already gathered them to all experts of this rank. Quantised weights are bytes
-with scales (`ops/quantised.py`).
+transposes. FSDP2 has already all-gathered the weights of all experts of this rank. Quantised
+weights are bytes with scales (`ops/quantised.py`).
 
-`grad_scale` is 1 / world size: through the dispatch an expert receives the gradients of its whole
-ep group, so its FSDP2 unit only sums gradients. FSDP2 divides the gradients of other parameters by
-the world size; those of experts are divided here (under fp16 only in part, see
-`sharding/options.py`).
+`grad_scale` is 1 / world size. FSDP2 divides the gradients of all other parameters by the world
+size, but only sums the gradients of experts, which the dispatch has already summed over an ep
+group. The experts' gradients are therefore divided here (under fp16 the second part of the division
+follows the reduction, see `sharding/options.py`).
 
-How a module is computed is decided once, when the model is patched. Its formula is found by running
-the module's own gate on numbers and comparing the results with those of the known formulas. A gate
-that only looks like a known one is therefore refused, and a known gate with a new name is accepted.
+`choose_compute` decides once, when the model is patched, how a module is computed. To find the
+formula, it runs the module's own gate on numbers and compares the results with those of the known
+formulas. A gate that only resembles a known gate is therefore refused, and a known gate with a new
+name is accepted.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def choose_compute(
     `model_type` is named in errors. `quantisation` is the format of the weights after sharding.
 
     Raises:
-        ValueError: no known formula reproduces the gate; weights are quantised already, or cannot
-            be divided into blocks for `quantisation`; Triton is requested and cannot run.
+        ValueError: no known formula reproduces the gate; the weights are quantised already, or
+            `quantisation` cannot divide them into blocks; Triton is requested and cannot run.
     """
     _check_weights(module)
     flags = experts_flags(module)
@@ -98,7 +99,7 @@ def run_experts(
 ) -> Tensor:
     """Compute out_RH in the dtype of `rows_RH`; see `hf_moe_ep.ops.expert_mlp`.
 
-    `weights` is the result of `local_weights`, if the caller has it already.
+    `weights` is the result of `local_weights`, if the caller has already called that function.
     """
     compute_RH = rows_RH.to(_compute_dtype(rows_RH))
     weights = weights or local_weights(experts, compute, rows_RH)
@@ -121,7 +122,7 @@ def run_experts(
         return weighted_sum(compute_RH, expert_ids_RK, weights_RK).to(rows_RH.dtype)
     # The norm is applied to the output of each expert, so every (row, expert) pair becomes a row of
     # its own with weight 1. The gradients of the norm's parameters are not scaled here, because
-    # they are in the layer's FSDP2 unit, which averages.
+    # the layer's FSDP2 unit, which owns these parameters, averages gradients.
     num_rows, top_k = expert_ids_RK.shape
     pairs = compute_RH.repeat_interleave(top_k, 0)
     ids = expert_ids_RK.reshape(-1, 1)
@@ -136,7 +137,7 @@ def local_weights(
 ) -> ExpertWeights:
     """Collect the weights of this rank's experts for rows of the dtype of `like`.
 
-    `first_expert` is the number of this rank's first expert. It selects the experts' part of
+    `first_expert` is the number of this rank's first expert. It selects this rank's experts in
     adapters that are not sharded.
     """
     dtype = _compute_dtype(like)
@@ -167,20 +168,20 @@ def local_weights(
     layer: MoELayer | None = getattr(experts, STATE, None)
     active = {} if layer is None else layer.adapters
     factors: dict[str, Any] = {}
-    of_factors = dtype if quantised else up.dtype
-    mine = slice(first_expert, first_expert + len(up))
+    factor_dtype = dtype if quantised else up.dtype
+    local_experts = slice(first_expert, first_expert + len(up))
     for name, parameter in (("up", up_name), ("down", down_name)):
         adapters = active.get(parameter)
         if adapters:
-            a, b, scale = join(adapters, mine)
-            factors |= {f"{name}_a": a.to(of_factors), f"{name}_b": b.to(of_factors)}
+            a, b, scale = join(adapters, local_experts)
+            factors |= {f"{name}_a": a.to(factor_dtype), f"{name}_b": b.to(factor_dtype)}
             factors[f"{name}_scale"] = scale
     up_bias, down_bias = cast(local(f"{up_name}_bias")), cast(local("down_proj_bias"))
     return ExpertWeights(up, up_bias, down, down_bias, **factors, **scales)
 
 
 def _compute_dtype(rows_RH: Tensor) -> torch.dtype:
-    """Return the dtype in which F.linear would compute: autocast does not know our operator."""
+    """Return the dtype in which F.linear would compute; autocast does not cast for our operator."""
     device = rows_RH.device.type
     if not torch.is_autocast_enabled(device) or rows_RH.dtype == torch.float64:
         return rows_RH.dtype
@@ -191,12 +192,13 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
     """Find the formula that gives the same results as the module's own gate."""
     alphas, limits = experts_gate_constants(module)
     edge = 2 * max(limits, default=10.0)
-    # Shuffled by a stride (197 has no common divisor with 512), not by the user's random numbers.
-    # On the CPU, as a model may be patched under torch.device("meta").
+    # The values are shuffled by a stride (197 and 512 have no common divisor), because a random
+    # order would use up random numbers of the user. They are on the CPU even if the model is
+    # patched under torch.device("meta").
     values = torch.linspace(-edge, edge, 512, dtype=torch.float64, device="cpu")
     pre_AG = values[torch.arange(512, device="cpu") * 197 % 512].view(32, 16)
     try:
-        want_AF = experts_gate(module)(pre_AG)
+        gate_out_AF = experts_gate(module)(pre_AG)
     except AttributeError as error:
         raise ValueError(
             f"the gate of {type(module).__name__} does not run: {error}; transformers' experts "
@@ -209,9 +211,10 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
         formula = ExpertFormula(
             flags.has_gate, not flags.is_concatenated, name, alpha, limit, offset
         )
-        got_AF = activate(pre_AG, formula)
+        out_AF = activate(pre_AG, formula)
+        same_shape = out_AF.shape == gate_out_AF.shape
         # The tolerance is for gates that always compute in fp32.
-        if got_AF.shape == want_AF.shape and torch.allclose(got_AF, want_AF.double(), 1e-5, 1e-5):
+        if same_shape and torch.allclose(out_AF, gate_out_AF.double(), 1e-5, 1e-5):
             return formula
     of_model = f" of {model_type}" if model_type else ""
     raise ValueError(
@@ -246,12 +249,12 @@ def _check_layout(module: nn.Module, flags: ExpertsFlags) -> None:
             f"(use_experts_implementation) needs {up_name} and down_proj: rename the weights"
         )
     up, down = weights[up_name].shape, weights["down_proj"].shape
-    first, second = (1, 2) if flags.is_transposed else (2, 1)  # the dims of in and out
-    if (up[first], up[second]) != (down[second], down[first] * (1 + flags.has_gate)):
+    dim_in, dim_out = (1, 2) if flags.is_transposed else (2, 1)
+    if (up[dim_in], up[dim_out]) != (down[dim_out], down[dim_in] * (1 + flags.has_gate)):
         order = "in, out" if flags.is_transposed else "out, in"
         raise ValueError(
-            f"{up_name} {[*up]} and down_proj {[*down]} of {kind} do not fit one behind the other "
-            f"as [experts, {order}]; if they are transposed, set that in transformers: "
+            f"{up_name} {[*up]} and down_proj {[*down]} of {kind} do not fit together as "
+            f"[experts, {order}]; if they are transposed, declare that in transformers: "
             f"use_experts_implementation(is_transposed={not flags.is_transposed})"
         )
 
@@ -264,7 +267,7 @@ def _check_blocks(module: nn.Module, flags: ExpertsFlags, quantisation: Quantisa
 
 
 def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> str:
-    """Return why the Triton kernels cannot compute this module here; "" if they can."""
+    """Return the reason why the Triton kernels cannot compute this module, or "" if they can."""
     if flags.has_post_expert_norm:
         return "a norm behind each expert"
     down = module.down_proj
@@ -276,11 +279,11 @@ def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> s
 
 
 def why_no_kernels(*, interpreted_too: bool = False) -> str:
-    """Return why the Triton kernels cannot run on this machine; "" if they can."""
+    """Return the reason why no Triton kernel can run on this machine, or "" if kernels can run."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if interpreted_too:
-        # Imported only on request: without a GPU only the interpreter can use it.
+        # Imported only on request, because without a GPU only Triton's interpreter can run kernels.
         from hf_moe_ep.ops import triton_mlp
 
         if triton_mlp.interpreted():
@@ -292,7 +295,7 @@ def why_no_kernels(*, interpreted_too: bool = False) -> str:
 
 
 def _backend(compute: Compute, rows_RH: Tensor) -> str:
-    """Return the backend for these rows: torch if Triton cannot take their device or dtype."""
+    """Return the backend for these rows: "torch" if Triton does not support the device or dtype."""
     if compute.backend == "torch":
         return "torch"
     from hf_moe_ep.ops import triton_mlp

@@ -7,8 +7,9 @@
 Liger (`use_liger_kernel=True`) binds its own forward to experts modules, before or after `patch`.
 Liger's forward does not know experts on other ranks, so ours is restored; Liger's norms, rotary
 embedding and fused linear cross-entropy stay. Any other replacement would compute with shards, or
-without this package, and is named in an error at the first forward. A function that wraps the
-forward of its module is allowed if it shows that (by `functools.wraps`, or by holding the forward).
+without this package, and raises an error at the first forward. A function that wraps the forward of
+its module is allowed if this package can find the wrapped forward: in `__wrapped__`, which
+`functools.wraps` sets, or among the objects that the function holds.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def check_forwards(parts: Parts, state: ModelState) -> None:
     """Raise ValueError if a forward was replaced before `patch`, except by Liger."""
     for name, module, is_experts in _relied_on(parts, state):
         if not is_computed_by_liger(module):
-            _check(name, module, forward_of_class(module), "before patch()")
+            _check_forward(name, module, forward_of_class(module), "before patch()")
         if not is_experts:
             _check_class(name, module)
 
 
 def rely_on_forwards(parts: Parts, state: ModelState) -> None:
-    """Replace Liger's forward of experts by ours, and record the forward of each module."""
+    """Replace Liger's forward of experts by ours, and record the forward of every module."""
     for name, module, is_experts in _relied_on(parts, state):
         if is_experts and is_computed_by_liger(module):
             state.replace(module, "forward", MethodType(moe_forward, module))
@@ -62,22 +63,22 @@ def keep_forwards(state: ModelState) -> None:
     Raises:
         ValueError: a forward was replaced, but not by Liger.
     """
-    replaced = []
-    for one in state.relied_on:
-        # This runs in every forward of the model; mostly the first function is the right one.
-        if one.function in forward_functions(one.module):
+    restored = []
+    for entry in state.relied_on:
+        # This runs in every forward of the model. Usually the first function already matches.
+        if entry.function in forward_functions(entry.module):
             continue
-        if not (one.is_experts and is_ligers(_innermost(one.module))):
-            _check(one.name, one.module, one.function, "since patch()")
-        state.replace(one.module, "forward", MethodType(moe_forward, one.module))
-        one.function = moe_forward
-        replaced.append(one.name)
-    if replaced:
+        if not (entry.is_experts and is_ligers(_innermost(entry.module))):
+            _check_forward(entry.name, entry.module, entry.function, "since patch()")
+        state.replace(entry.module, "forward", MethodType(moe_forward, entry.module))
+        entry.function = moe_forward
+        restored.append(entry.name)
+    if restored:
         _logger.info(
             "Liger had replaced the forward of %s and of %d more experts modules; hf_moe_ep's "
             "forward is restored there, and Liger's other kernels stay",
-            replaced[0],
-            len(replaced) - 1,
+            restored[0],
+            len(restored) - 1,
         )
 
 
@@ -94,7 +95,7 @@ class KeepForwards(Ours):
         keep_forwards(self.state)
         if not self._looked_for_liger:
             meshes = self.state.meshes
-            # Parameters that FSDP2 offloads are on the CPU, but computed on the device of the mesh.
+            # Parameters that FSDP2 offloads are on the CPU; the mesh has the device that computes.
             device = next(root.parameters()).device if meshes is None else meshes.device
             _check_liger_can_run(root, device)
             self._looked_for_liger = True
@@ -141,7 +142,7 @@ def _relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.Module
 
 
 def _check_class(name: str, module: nn.Module) -> None:
-    """Raise ValueError if the class of a module was given a forward from another file.
+    """Raise ValueError if another file has replaced the forward of a module's class.
 
     A class that replaces the whole module is allowed: its forward is defined in its own file.
     """
@@ -150,20 +151,20 @@ def _check_class(name: str, module: nn.Module) -> None:
         raise ValueError(
             f"the forward of {qualified_name(owner)}, the class of {name}, was replaced before "
             f"patch() by {qualified_name(function)}, which may compute without hf_moe_ep; leave "
-            f"out what replaces it, or let it call the original and show that by functools.wraps"
+            f"out this replacement, or let it call the original forward under functools.wraps"
         )
 
 
-def _check(name: str, module: nn.Module, wanted: Callable[..., Any], when: str) -> None:
+def _check_forward(name: str, module: nn.Module, wanted: Callable[..., Any], when: str) -> None:
     if wanted not in forward_functions(module):
         raise ValueError(
             f"the forward of {name} ({type(module).__name__}) was replaced {when} by "
             f"{qualified_name(_innermost(module))}, which would compute without hf_moe_ep; leave "
-            f"out what replaces it (use_kernels=True, kernelize, a patcher), or keep "
-            f"{qualified_name(wanted)} there"
+            f"out this replacement (use_kernels=True, kernelize, a patcher), or wrap "
+            f"{qualified_name(wanted)} instead of replacing it"
         )
 
 
 def _innermost(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that computes a module, without the functions that wrap it."""
+    """Return the forward of a module without the functions that wrap it."""
     return list(forward_functions(module))[-1]

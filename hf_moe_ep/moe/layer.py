@@ -5,30 +5,30 @@ the arguments are `(hidden_states, top_k_index, top_k_weights)`, and the result 
 of each token's experts. Without expert parallelism (ep) every rank has all experts, and the tokens
 go straight into them. With ep each rank has E / ep_size of the experts:
 
-    route      the router's choice, or what replaces it: a recompute repeats the choice of its first
-               run, and `balance_experts` may have moved experts to other slots
+    route      the stock router has chosen; a recompute repeats the choice of its first run. If
+               `balance_experts` has moved experts, each expert id is replaced by the expert's slot
     dispatch   each token is sent to every rank that has one of its experts
     experts    each rank computes its experts on the rows that it received
     combine    the results are sent back and added up, one row per token
 
 The tokens of a layer are exchanged in `dispatch_chunks` chunks: one chunk is sent while the experts
-compute the chunk before.
+compute the previous chunk.
 
-Shape legend of the package, as suffixes of names (`x_TH` is [T, H]; a test checks it):
+Shape legend of the package. The letters are suffixes of names: `x_TH` has the shape [T, H].
 
     B  batch                            S  sequence
     T  tokens of this rank              H  hidden
     E  experts                          L  experts of this rank
     K  experts per token (top-k)        D  ranks of the ep group
     N  rows sent                        J  rows per token, at most min(K, D)
-    R  rows received                    Y  cells of a [D, T] table, in one row
+    R  rows received                    Y  cells of a [D, T] table, flattened
     A  (row, expert) pairs computed     M  pairs of one block (BLOCK_M of the kernels)
-    F  hidden of an expert              G  2 F, gate over up
-    I  columns into a matrix            O  columns out of it
+    F  hidden of an expert              G  2 F, gate above up
+    I  inputs of a matrix               O  outputs of a matrix
     P  rank of an adapter               C  blocks of columns, summed later
     Q  attention heads                  W  width of a head
     V  nodes of the ep group            U  ranks of the ep group on one node
-    Z  rows forwarded inside a node     X  any width, or any rows
+    Z  rows forwarded inside a node     X  any number
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from hf_moe_ep.upstream.autograd_modes import backward_is_running, hidden_from_m
 
 
 class ForwardGuard(Ours):
-    """Pre-forward hook of the root: checks that the model is sharded if it has to be, counts the
-    forwards, and finds the layers that are checkpointed in this forward.
+    """Pre-forward hook of the root: checks that a model that needs sharding is sharded, counts the
+    forwards, and wraps the checkpointing functions of this forward.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -64,8 +64,8 @@ class ForwardGuard(Ours):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.state.check_ready()
-        # In an unsharded model nobody reads the number, and torch.compile would recompile the
-        # forward for every new value.
+        # An unsharded model does not need the number, for which torch.compile would recompile the
+        # forward every time.
         if self.state.meshes is not None:
             self._begin_forward(module, self.state.meshes)
 
@@ -95,7 +95,7 @@ def moe_forward(
         )
     if meshes is not None and meshes.ep_size > 1:
         return _ep_forward(experts, layer, hidden_states, top_k_index, top_k_weights)
-    # The root's hook has checked as well; a compiled model cannot change in between.
+    # The root's hook has called check_ready too. A compiled forward relies on that call.
     if not torch.compiler.is_compiling():
         layer.model.check_ready()
         top_k_weights = _weights_of_first_run(layer, top_k_weights)
@@ -126,18 +126,18 @@ def _ep_forward(
     weights_TK = _weights_of_first_run(layer, weights_TK)
     assert meshes is not None and layer.compute is not None
     count_choice(layer, experts.training, expert_ids_TK)
-    # A recompute skips the planning, and selective checkpointing compares the operators of both
-    # runs: it must not see those of the planning.
-    hidden = nullcontext() if state.frame is None else hidden_from_modes()
-    with hidden:
+    # Selective checkpointing compares the operators of both runs, and a recompute plans nothing.
+    # The operators of the planning are therefore hidden.
+    hide_operators = nullcontext() if state.frame is None else hidden_from_modes()
+    with hide_operators:
         slots_TK = _slots_of_experts(layer, expert_ids_TK)
         exchanges = _plan_exchanges(layer, experts.training, x_TH, expert_ids_TK, slots_TK)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
     with WayHome() as chunks:
         for arriving in chunks.overlapped(exchanges, x_TH, weights_TK, slots_TK):
-            # Made here, the autograd nodes of the weights run while backward transfers the rows'
-            # gradients.
+            # The autograd nodes of the weights are made before `finish`. Backward therefore runs
+            # them while the rows' gradients are transferred.
             weights = weights or local_weights(experts, layer.compute, x_TH, first_expert)
             weights = postpone_grads(weights)
             rows_RH, weights_RK, expert_ids_RK = arriving.finish()
@@ -158,7 +158,7 @@ def _ep_forward(
 def _slots_of_experts(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
     """Replace each expert id by the slot in which `balance_experts` has placed the expert.
 
-    Rank r owns the slots r * L to (r + 1) * L, so only the dispatch needs slots. Everything that
+    Rank r owns the slots r * L to (r + 1) * L - 1, so only the dispatch needs slots. All code that
     counts, records or replays a choice works with expert ids.
     """
     if layer.placement is None:
@@ -191,7 +191,7 @@ def _plan_exchanges(
 
 
 def _weights_of_first_run(layer: MoELayer, weights_TK: Tensor) -> Tensor:
-    """Return the router's weights, or in a recompute those with which the first run computed."""
+    """Return the routing weights of the router, or in a recompute the weights of the first run."""
     frame: Frame | None = layer.model.frame
     if frame is None or not frame.replaying:
         return weights_TK

@@ -1,17 +1,16 @@
-"""A second run of every router, for a loss from which the routers alone learn.
+"""Run every router a second time, for a loss that trains the routers alone.
 
     hidden states --+-----------> router -> logits, weights, choice      the model's own run
                     +- detached -> router -> logits                      the logits of the loss
 
-Both runs have the same values. The gradient of the second logits ends at the router's own
-parameters. With the first logits, the layers before a router would learn to even out its load as
-well, and the model pays for that: `benchmarks/results/balance-cpu.md` has the held-out loss of a
-model that was trained either way.
+Both runs compute the same logits. The gradient of the second logits ends at the router's own
+parameters. A loss of the first logits would also train the layers before a router to even out the
+router's load, which makes the model worse: `benchmarks/results/balance-cpu.md` compares the
+held-out losses of both variants.
 
-The second run costs one product, [T, H] by [H, E]. It runs in a hook behind the router's own
-forward: there the router's parameters are gathered, and a checkpointed layer that is recomputed
-runs the router twice again. Modes that replace the router's choice (`chosen_topk.py`) do not see
-the second run.
+The second run costs one product, [T, H] by [H, E]. It runs in a forward hook of the router, where
+the router's parameters are still gathered; a recompute of a checkpointed layer also runs the router
+twice. Modes that replace the router's choice (`chosen_topk.py`) do not see the second run.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from hf_moe_ep.upstream.module_names import stock_name
 
 
 class RoutersAlone(Ours):
-    """Forward hook of every router; it records the second logits between `begin` and `end`."""
+    """Forward hook of every router: records the second logits between `begin` and `end`."""
 
     def __init__(self) -> None:
-        # By the id of a tensor that a router has returned: that tensor and its second twin.
+        # Maps the id of a tensor of the first run to this tensor and to that of the second run.
         self._recorded: dict[int, tuple[Tensor, Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the logits of an interrupted forward: a copy of the model runs no forward."""
+        """Leave out recorded logits: in a copy of the model no forward is running."""
         return {"_recorded": None}
 
     def begin(self) -> None:
@@ -44,7 +43,7 @@ class RoutersAlone(Ours):
         self._recorded = {}
 
     def end(self) -> None:
-        """Drop the recorded logits; a recompute in backward records none."""
+        """Drop the recorded logits, and record no logits of a recompute in backward."""
         self._recorded = None
 
     @property
@@ -55,8 +54,8 @@ class RoutersAlone(Ours):
     def __call__(
         self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        # The router runs twice even if nothing is recorded: both runs of a checkpointed layer must
-        # do the same.
+        # The router runs twice even if nothing is recorded, because the recompute of a checkpointed
+        # layer must run the same operators as its first run.
         if not (router.training and torch.is_grad_enabled()):
             return
         inputs = [_detached(value) for value in args]
@@ -72,21 +71,21 @@ class RoutersAlone(Ours):
             )
         if self._recorded is None:
             return
-        for own, other in zip(_tensors(output), _tensors(second), strict=True):
-            if own.is_floating_point():
-                self._recorded[id(own)] = own, other
+        for first_output, second_output in zip(_tensors(output), _tensors(second), strict=True):
+            if first_output.is_floating_point():
+                self._recorded[id(first_output)] = first_output, second_output
 
     def second_logits(self, logits: Tensor) -> Tensor:
-        """Return the second run's twin of logits that a router has returned.
+        """Return the logits of a router's second run for the `logits` of its first run.
 
-        Logits without a gradient need no twin and are returned as they are.
+        Logits that require no gradient are returned unchanged.
 
         Raises:
             ValueError: no router returned these logits.
         """
-        own, other = (self._recorded or {}).get(id(logits), (None, None))
-        if own is logits and other is not None:
-            return other
+        first, second = (self._recorded or {}).get(id(logits), (None, None))
+        if first is logits and second is not None:
+            return second
         if not logits.requires_grad:
             return logits
         raise ValueError(
@@ -97,7 +96,7 @@ class RoutersAlone(Ours):
 
 
 def find_routers(parts: Parts) -> list[nn.Module]:
-    """Return the routers of a model; an empty list if its router is no module of its own."""
+    """Return the routers of a model, or an empty list if they are not separate modules."""
     pattern = parts.plan.router
     named = parts.root.named_modules()
     return [module for name, module in named if pattern and matches(pattern, stock_name(name))]
