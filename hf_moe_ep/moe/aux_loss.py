@@ -3,31 +3,30 @@
 The formula is Switch Transformer's (arXiv 2101.03961, eq. 4-6), as in transformers'
 `load_balancing_loss_func`:
 
-    aux = E * sum_e  f_e * P_e        f_e: share of (token, slot) pairs on expert e, no gradient
-                                      P_e: mean router probability of e, both over all layers
+    aux = E * sum_e  f_e * P_e        f_e: (token, expert) pairs of e per token, without gradient
+                                      P_e: mean router probability of e; both over all layers
 
-`aux_loss_per_layer=True` averages the losses of the single layers instead. The value and the
-coefficient keep stock's scale (arXiv 2101.03961 adds the layers' losses up: its coefficient, times
-the number of layers, is the coefficient here). The gradient of this loss reaches the routers alone
-(`routers_alone.py`). Stock's formula balances only the sum over layers, so the imbalance of one
-layer can hide that of another:
+`aux_loss_per_layer=True` computes the loss of each layer and returns their mean, which has the same
+scale (the paper adds up the losses of the layers: multiply its coefficient by the number of
+layers). Only the routers get a gradient from this loss (`routers_alone.py`). Stock's formula
+balances only the sum over layers, so the imbalance of one layer can hide that of another:
 
     loads of two experts    stock's f, over both layers    per layer
     layer 0: 6, 2           8, 8: even, no gradient        6, 2
     layer 1: 2, 6                                          2, 6
 
 Stock code computes the loss of each rank alone. A mean of products is not the product of means, so
-N ranks get another loss than one process gets on the same batch. The Trainer moreover multiplies
-the loss by the number of processes, which makes stock's aux loss N times too strong.
+the mean loss of N ranks differs from the loss of one process with the same batch. The Trainer
+moreover multiplies the loss by the number of processes, so stock's aux loss is N times too strong.
 
-Here f_e and the number of tokens are summed over ranks. Let P_re be the part of P_e that the tokens
-of rank r contribute, so `sum_r P_re = P_e`. The gradient of rank r's own term
-`E sum_e f_e P_re` is the part of the gradient that belongs to rank r, and the terms of all ranks
-add up to the loss of one process:
+Here the pairs, the probabilities and the numbers of tokens are summed over ranks. Let P_re be the
+part of P_e that the tokens of rank r contribute, so `sum_r P_re = P_e`. Then `E sum_e f_e P_re` is
+the term of rank r. The terms of all ranks add up to the loss of one process, and each rank computes
+the gradient of its own term:
 
     outputs.aux_loss    value: aux, on every rank; gradient: W times the rank's own term, because
                         data parallelism averages gradients over the W ranks
-    outputs.loss        includes coefficient * aux, or coefficient * aux / D where the caller passed
+    outputs.loss        includes coefficient * aux, or coefficient * aux / D if the caller passed
                         `num_items_in_batch` and therefore sums losses over the D ranks that have
                         different batches (the Trainer does so unless
                         average_tokens_across_devices=False)
@@ -36,17 +35,17 @@ The model's own forward calls `load_balancing_loss_func` of its file. `patch` re
 by an `AuxLossSwitch`, once per file. One forward passes these steps:
 
     GlobalAuxLoss    hook before the causal LM's forward: decides whether our loss replaces stock's
-    MarkLogits       hook behind the decoder's forward: marks the router logits as ours
-    AuxLossSwitch    called by the causal LM's forward: computes our loss if the logits are marked,
-                     divided by D where losses are summed, and calls stock's function otherwise
-    FinishAuxLoss    hook behind the causal LM's forward: outputs.aux_loss becomes the undivided
+    MarkLogits       hook after the decoder's forward: marks the router logits
+    AuxLossSwitch    called by the causal LM's forward: if the logits are marked, computes our loss,
+                     divided by D if losses are summed; otherwise calls stock's function
+    FinishAuxLoss    hook after the causal LM's forward: outputs.aux_loss becomes the undivided
                      loss, and outputs.router_logits a plain tuple
 
-The mark travels with the logits. An interrupted forward therefore leaves nothing that another
-model, or the next forward, could mistake for its own. The coefficient in the config is only read.
-A forward that somebody has bound to the model, as Liger does for its fused linear cross-entropy,
-has a file of its own, which gets a switch as well. Adding "our loss minus stock's loss" behind the
-forward would be simpler, but stock's loss is 0/0 on a rank whose batch is all padding.
+The mark is an attribute of the logits. After an interrupted forward, neither another model nor the
+next forward can therefore use a mark that is not its own. The coefficient in the config is never
+changed. Liger binds another forward to the model for its fused linear cross-entropy; the file of
+such a forward gets a switch as well. It would be simpler to add "our loss minus stock's loss" after
+the forward, but stock's loss is 0/0 on a rank whose batch is all padding.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ from hf_moe_ep.upstream.models import forward_globals, fused_head_globals, is_fu
 from hf_moe_ep.upstream.modules import pre_forward_hooks
 
 _FUNCTION = "load_balancing_loss_func"
-# The most logits that are stacked: on a GPU 2**26 bound the memory (256 MiB for a tensor in fp32);
-# on a CPU larger tensors than 2**20 do not fit into the caches, which costs more than it saves.
+# The largest number of logits in one stack. On a GPU the limit bounds the memory (256 MiB for an
+# fp32 tensor). On a CPU a larger stack does not fit into the caches and costs more than it saves.
 _MAX_STACKED, _MAX_STACKED_ON_CPU = 2**26, 2**20
 
 
@@ -84,10 +83,10 @@ def global_aux_loss(
     per_layer: bool = False,
     sequence: Slice | None = None,
 ) -> Tensor:
-    """Compute the loss above from the logits (T, E) of every layer on this rank.
+    """Compute the loss of the module docstring from this rank's logits (T, E) of every layer.
 
     The positional arguments are those of transformers' `load_balancing_loss_func`. With a
-    `sequence` the logits are those of this rank's slice, and the mask is that of the whole batch.
+    `sequence` the logits belong to this rank's slice, but the mask to the whole sequence.
     """
     if sequence is not None:
         if attention_mask is None:
@@ -95,31 +94,31 @@ def global_aux_loss(
             attention_mask = router_logits[0].new_ones(batch_size, sequence.length)
         attention_mask = sequence.take(attention_mask, 1)
     keep_T = None if attention_mask is None else attention_mask.reshape(-1).bool()
-    # [layers, 2, E], or [1, 2, E] for all layers together: pairs and probabilities of each expert.
-    own = torch.cat(
+    # [layers, 2, E]: pairs and probabilities of each expert; [1, 2, E] if layers are added up.
+    own_sums = torch.cat(
         [
             _sum_over_tokens(layers, num_experts, top_k, keep_T).to(router_logits[0].device)
             for layers in _group_layers(router_logits)
         ]
     )
     if not per_layer:
-        own = own.sum(0, keepdim=True)
-    totals = own.detach() if world_size == 1 else sum_over_ranks(own)
+        own_sums = own_sums.sum(0, keepdim=True)
+    totals = own_sums.detach() if world_size == 1 else sum_over_ranks(own_sums)
     all_pairs_XE, all_probabilities_XE = totals.unbind(1)
-    # Every token that counts has top_k pairs.
+    # Every token that is no padding has top_k pairs.
     num_tokens_X1 = all_pairs_XE.sum(1, keepdim=True) / top_k
     factor_XE = num_experts / len(totals) * all_pairs_XE / num_tokens_X1.square()
-    own_term = world_size * (factor_XE * own[:, 1]).sum()
+    own_term = world_size * (factor_XE * own_sums[:, 1]).sum()
     return own_term + ((factor_XE * all_probabilities_XE).sum() - own_term).detach()
 
 
 def _group_layers(router_logits: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
-    """Yield groups of layers whose logits can be stacked, none larger than the limit above."""
-    alike: dict[Any, list[Tensor]] = {}
+    """Yield groups of layers whose logits can be stacked, with at most `_MAX_STACKED` logits."""
+    layers_by_kind: dict[Any, list[Tensor]] = {}
     for logits_TE in router_logits:
-        key = logits_TE.device, logits_TE.dtype, logits_TE.shape
-        alike.setdefault(key, []).append(logits_TE)
-    for layers in alike.values():
+        kind = logits_TE.device, logits_TE.dtype, logits_TE.shape
+        layers_by_kind.setdefault(kind, []).append(logits_TE)
+    for layers in layers_by_kind.values():
         limit = _MAX_STACKED_ON_CPU if layers[0].device.type == "cpu" else _MAX_STACKED
         size = max(1, limit // max(1, layers[0].numel()))
         for first in range(0, len(layers), size):
@@ -131,22 +130,22 @@ def _sum_over_tokens(
 ) -> Tensor:
     """Sum pairs and probabilities of each expert over the tokens of this rank: [layers, 2, E].
 
-    All layers are computed at once, because on a GPU the loss takes as long as its kernel launches.
+    All layers are computed at once, because on a GPU kernel launches dominate the time of the loss.
     """
-    logits_LTE = torch.stack(layers)
-    num_layers, num_tokens, _ = logits_LTE.shape
+    logits_XTE = torch.stack(layers)
+    num_layers, num_tokens, _ = logits_XTE.shape
     if keep_T is None:
-        keep_T = logits_LTE.new_ones(num_tokens, dtype=torch.bool)
-    keep_T1 = keep_T.to(logits_LTE.device).unsqueeze(1)
-    probabilities_LTE = logits_LTE.softmax(-1)
-    chosen_LTK = probabilities_LTE.topk(top_k).indices
-    # Counted as integers: sums of ones in fp32 would depend on their order above 2**24.
-    kept_LTK = keep_T1.long().expand(num_layers, -1, top_k)
-    pairs_LE = kept_LTK.new_zeros(num_layers, num_experts)
-    pairs_LE.scatter_add_(1, chosen_LTK.flatten(1), kept_LTK.flatten(1))
-    wide = torch.promote_types(logits_LTE.dtype, torch.float32)
-    probabilities_LE = (probabilities_LTE * keep_T1.to(wide)).sum(1)
-    return torch.stack([pairs_LE.to(wide), probabilities_LE], 1)
+        keep_T = logits_XTE.new_ones(num_tokens, dtype=torch.bool)
+    keep_T1 = keep_T.to(logits_XTE.device).unsqueeze(1)
+    probabilities_XTE = logits_XTE.softmax(-1)
+    chosen_XTK = probabilities_XTE.topk(top_k).indices
+    # The counts are integers, because an fp32 sum of ones is not exact above 2**24.
+    kept_XTK = keep_T1.long().expand(num_layers, -1, top_k)
+    pairs_XE = kept_XTK.new_zeros(num_layers, num_experts)
+    pairs_XE.scatter_add_(1, chosen_XTK.flatten(1), kept_XTK.flatten(1))
+    wide = torch.promote_types(logits_XTE.dtype, torch.float32)
+    probabilities_XE = (probabilities_XTE * keep_T1.to(wide)).sum(1)
+    return torch.stack([pairs_XE.to(wide), probabilities_XE], 1)
 
 
 @dataclass
@@ -157,8 +156,8 @@ class _Forward:
         aux_loss: the hook of the model, which computes the loss.
         divisor: the number by which the loss is divided before the model adds it to its own loss.
         sequence: how the batch was split, with `sp_size` > 1.
-        learns: whether the loss has a gradient; None while it has not been computed.
-        undivided, returned: the loss, and the divided loss that the model's forward got instead.
+        learns: True if the loss has a gradient; None until the loss is computed.
+        undivided, returned: the loss, and the divided loss that the switch has returned.
     """
 
     aux_loss: GlobalAuxLoss
@@ -170,13 +169,13 @@ class _Forward:
 
 
 class _MarkedLogits(tuple[Tensor, ...]):
-    """The router logits of all layers, and the forward that has computed them."""
+    """The router logits of all layers, marked with the forward that has computed them."""
 
     forward: _Forward
 
 
 class AuxLossSwitch:
-    """The function that replaces `load_balancing_loss_func` in a file of transformers or Liger.
+    """The callable that replaces `load_balancing_loss_func` in a file of transformers or Liger.
 
     Attributes:
         users: the hooks of the patched models whose forward calls this function.
@@ -215,7 +214,7 @@ def attach_aux_loss(parts: Parts, state: ModelState) -> None:
 
 
 def detach_aux_loss(model: nn.Module) -> None:
-    """Put stock's function back into the files whose switch no other patched model uses."""
+    """Restore stock's function in every file whose switch no other patched model uses."""
     for module in model.modules():
         for hook in pre_forward_hooks(module):
             if isinstance(hook, GlobalAuxLoss):
@@ -227,38 +226,38 @@ class GlobalAuxLoss(Ours):
 
     def __init__(self, state: ModelState, routers_alone: RoutersAlone | None) -> None:
         self.state, self.routers_alone = state, routers_alone
-        # The forward that runs now, or one that was interrupted.
+        # The current forward, or an earlier forward that was interrupted.
         self.forward: _Forward | None = None
         self._had_fused_head = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out an interrupted forward: a copy of the model runs no forward."""
+        """Leave out the forward: in a copy of the model no forward is running."""
         return vars(self) | {"forward": None}
 
     def install_switches(self, model: nn.Module) -> None:
-        """Put a switch into the file, or the files, of the model's forward."""
-        for names in forward_globals(model):
-            if _FUNCTION in names:
-                self._put_switch(names)
+        """Install a switch in every file that defines the model's forward."""
+        for file_globals in forward_globals(model):
+            if _FUNCTION in file_globals:
+                self._install_switch(file_globals)
 
     def remove_switches(self, model: nn.Module) -> None:
         files = forward_globals(model)
         if self._had_fused_head:
             files.append(fused_head_globals())
-        for names in files:
-            switch = names.get(_FUNCTION)
+        for file_globals in files:
+            switch = file_globals.get(_FUNCTION)
             if isinstance(switch, AuxLossSwitch):
                 switch.users.discard(self)
                 if not switch.users:
-                    names[_FUNCTION] = switch.stock
+                    file_globals[_FUNCTION] = switch.stock
 
-    def _put_switch(self, names: dict[str, Any]) -> None:
-        if not isinstance(names[_FUNCTION], AuxLossSwitch):
-            names[_FUNCTION] = AuxLossSwitch(names[_FUNCTION])
-        names[_FUNCTION].users.add(self)
+    def _install_switch(self, file_globals: dict[str, Any]) -> None:
+        if not isinstance(file_globals[_FUNCTION], AuxLossSwitch):
+            file_globals[_FUNCTION] = AuxLossSwitch(file_globals[_FUNCTION])
+        file_globals[_FUNCTION].users.add(self)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # In one process stock's own loss is right, and torch.compile can compile the whole forward.
+        # In one process stock's loss is correct, and torch.compile can compile the whole forward.
         if self._world_size > 1 or self.state.config.aux_loss_per_layer:
             self._begin(model, kwargs)
 
@@ -272,19 +271,19 @@ class GlobalAuxLoss(Ours):
         fused = is_fused_head(kwargs)
         self._had_fused_head |= fused
         files = [fused_head_globals()] if fused else forward_globals(model)
-        files = [names for names in files if _FUNCTION in names]
+        files = [file_globals for file_globals in files if _FUNCTION in file_globals]
         if not files:
             raise ValueError(
                 f"the forward of {type(model).__name__} was replaced by a function that does not "
-                f"call {_FUNCTION}, so the router's aux loss would be that of each rank alone, or "
-                f"that of all layers together; leave out what replaces the forward"
+                f"call {_FUNCTION}, so hf_moe_ep cannot compute the router's aux loss over all "
+                f"ranks (or per layer); leave out this replacement"
             )
-        for names in files:
-            self._put_switch(names)
+        for file_globals in files:
+            self._install_switch(file_globals)
         divisor = 1
         meshes = self.state.meshes
-        summed = kwargs.get("num_items_in_batch") is not None and self.state.sums_losses
-        if meshes is not None and summed:
+        losses_are_summed = kwargs.get("num_items_in_batch") is not None and self.state.sums_losses
+        if meshes is not None and losses_are_summed:
             divisor = meshes.data_parallel_size
         self.forward = _Forward(self, divisor, kwargs.get(SLICE))
         if self.routers_alone is not None and model.training and torch.is_grad_enabled():
@@ -314,7 +313,7 @@ class GlobalAuxLoss(Ours):
         return forward.returned
 
     def end(self) -> _Forward | None:
-        """Forget the forward that ran, and return it; None if none ran."""
+        """Clear `self.forward` and return its value: the forward that ran, or None."""
         forward, self.forward = self.forward, None
         if self.routers_alone is not None:
             self.routers_alone.end()
@@ -322,7 +321,7 @@ class GlobalAuxLoss(Ours):
 
 
 class MarkLogits(Ours):
-    """Forward hook of the causal LM's decoder: marks its router logits with the forward."""
+    """Forward hook of the causal LM's decoder: marks the decoder's router logits."""
 
     def __init__(self, aux_loss: GlobalAuxLoss) -> None:
         self.aux_loss = aux_loss
@@ -343,7 +342,7 @@ class MarkLogits(Ours):
 
 
 class FinishAuxLoss(Ours):
-    """Forward hook of the causal LM, called after an error as well: removes marks and division."""
+    """Forward hook of the causal LM, called even after an error: undoes the mark and division."""
 
     def __init__(self, aux_loss: GlobalAuxLoss) -> None:
         self.aux_loss = aux_loss
@@ -357,32 +356,32 @@ class FinishAuxLoss(Ours):
     def _finish(self, model: nn.Module, output: Any) -> Any:
         forward = self.aux_loss.end()
         assert forward is not None
-        # If the forward has raised an error, torch raises that error rather than one of these.
+        # If the forward has raised an error, torch raises that error instead of the errors below.
         per_layer = self.aux_loss.state.config.aux_loss_per_layer
         if per_layer and model.training and torch.is_grad_enabled():
             _check_learns(forward.learns)
         if forward.learns is None and isinstance(getattr(output, "aux_loss", None), Tensor):
             raise ValueError(
-                f"the forward of {type(model).__name__} computed its aux loss from other logits "
-                f"than those that its decoder returned as router_logits, so the loss would be that "
-                f"of each rank alone; leave out output_router_logits=True"
+                f"the forward of {type(model).__name__} did not compute its aux loss from the "
+                f"router_logits that its decoder returned, so the loss would be that of each rank "
+                f"alone; leave out output_router_logits=True"
             )
         return _plain_output(output, forward)
 
 
 def _plain_output(output: Any, forward: _Forward) -> Any:
-    """Return the output with plain logits and the undivided loss, or None if it has both."""
+    """Return `output` with plain logits and the undivided loss, or None if nothing changes."""
 
-    def plain(value: Any) -> Any:
+    def make_plain(value: Any) -> Any:
         if isinstance(value, _MarkedLogits):
             return tuple(value)
         return value if value is None or value is not forward.returned else forward.undivided
 
     if isinstance(output, tuple):
-        return tuple(map(plain, output))
+        return tuple(map(make_plain, output))
     if not isinstance(output, Mapping):
         return None
-    values = {name: plain(value) for name, value in output.items()}
+    values = {name: make_plain(value) for name, value in output.items()}
     changed = {name: value for name, value in values.items() if value is not output[name]}
     return replace(output, **changed) if changed else None  # type: ignore[type-var]
 
@@ -395,7 +394,7 @@ def _check_learns(learns: bool | None) -> None:
         )
     if not learns:
         raise ValueError(
-            "aux_loss_per_layer=True, but no router would learn from it: the logits of all routers "
-            "have no gradients. If gradient checkpointing with use_reentrant=True hides them, use "
-            "use_reentrant=False; if no router is trained, leave aux_loss_per_layer out"
+            "aux_loss_per_layer=True, but no router would learn from this loss: no router's logits "
+            "require a gradient. If gradient checkpointing with use_reentrant=True is the reason, "
+            "use use_reentrant=False; if no router is trained, leave aux_loss_per_layer out"
         )

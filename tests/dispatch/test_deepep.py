@@ -266,7 +266,7 @@ def _check_errors(rank: int, group: Group, buffer: GroupBuffer) -> None:
     many = torch.arange(33).unsqueeze(0)
     _raises(
         ValueError,
-        "at most 32 experts per token, this router chooses 33",
+        "at most 32 experts per token, but this router chooses 33",
         lambda: plan(many),
         group,
     )

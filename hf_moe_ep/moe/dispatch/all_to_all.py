@@ -1,23 +1,24 @@
-"""Send each token to the ranks that own its experts, and their results back, by all-to-all.
+"""Send each token to the ranks that own its experts, and send the results back, by all-to-all.
 
-Combine is the inverse of dispatch. A token is sent once to every other rank that owns at least one
-of its experts, together with its expert ids and routing weights. The receiver computes its experts
-and returns one row, already weighted and summed. Rows that stay on their rank are copied, never
-sent. Two ranks, experts {0 1} and {2 3}, top-2, rank 0 has two tokens:
+Dispatch sends a token once to every other rank that owns at least one of its experts, together with
+its expert ids and routing weights. The receiver computes its experts and adds up their weighted
+outputs to one row. Combine sends this row back. Rows that stay on their rank are copied, never
+sent. For example, two ranks own the experts {0 1} and {2 3}, and rank 0 has two tokens (top-2):
 
     expert_ids_TK = [[0, 3], [2, 3]]     rows to rank 1: t0, t1      (experts 3; 2 and 3)
-                                         rows kept:      t0          (expert 0)
+                                         rows that stay: t0          (expert 0)
 
 Sent rows are ordered by destination, then by token; the rows that stay come last:
 `token_of_row_N = [0, 1, 0]`. Received rows are ordered by sender; the rows that stayed come last.
 
-`AllToAll.plan` decides which rows go where. Before any row is sent, ranks all-gather one small
-vector each (`counts.py`): rows per destination, pairs per expert. From these every rank knows how
-many rows it receives. This is the layer's only host sync. The device is idle behind it until the
-host launches the next kernel, so everything that does not need the counts is launched before:
-between the counts and the first transfer only the rows are selected.
+`AllToAll.plan` computes the destination of every row. Before any row is sent, ranks all-gather one
+small vector each (`counts.py`): rows per destination and pairs per expert. From these counts every
+rank computes how many rows it receives. This is the layer's only host sync. After it the device is
+idle until the host launches the next kernel. All kernels that do not need the counts are therefore
+launched before the sync; only the selection of rows is left between the sync and the first
+transfer.
 
-`start` and `start_combine` return at once, `finish` waits. Each is an autograd node
+`start` and `start_combine` return at once, `finish` waits. Each call is an autograd node
 (`async_exchange.py`), so backward starts a transfer where forward waited for it, and waits where
 forward started it. Transfers that overlap with computation in forward do so in backward:
 
@@ -50,9 +51,11 @@ class AllToAll:
     """The dispatcher of one ep group; see `hf_moe_ep.dispatcher.Dispatcher`.
 
     Args:
-        num_experts: the number of experts on all ranks together; the first rank owns the first.
+        num_experts: the number of experts on all ranks together; rank r owns experts r * L to
+            (r + 1) * L - 1.
         num_chunks: the number of chunks in which the tokens of a layer are sent.
-        max_rows: the most rows that a rank may receive in one layer; None for no limit.
+        max_rows: the largest number of rows that a rank may receive in one layer; None for no
+            limit.
     """
 
     group: dist.ProcessGroup
@@ -64,9 +67,9 @@ class AllToAll:
         self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int = 0
     ) -> list[AllToAllExchange]:
         """Plan the exchanges of all chunks from one exchange of counts."""
-        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        local = self.num_experts // ranks
-        sends_DT = find_destinations(expert_ids_TK // local, ranks)
+        num_ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        num_local = self.num_experts // num_ranks
+        sends_DT = find_destinations(expert_ids_TK // num_local, num_ranks)
         sends_of_chunks = sends_DT.tensor_split(self.num_chunks, dim=1)
         ids_of_chunks = expert_ids_TK.tensor_split(self.num_chunks)
         counts = []
@@ -74,11 +77,11 @@ class AllToAll:
             counts += [sends.sum(1), count_pairs(ids, self.num_experts)]
         counts_exchange = start_counts(torch.cat(counts), self.group, header)
         # While the counts are exchanged, the device computes everything that does not need them.
-        num_slots = min(ranks, expert_ids_TK.shape[1])
+        num_slots = min(num_ranks, expert_ids_TK.shape[1])
         orders = [order_rows(sends, rank, num_slots) for sends in sends_of_chunks]
-        local_id_E = number_experts(self.num_experts, local, rank, expert_ids_TK.device)
+        local_id_E = number_experts(self.num_experts, num_local, rank, expert_ids_TK.device)
         gathered = counts_exchange.wait()
-        size = ranks + self.num_experts
+        size = num_ranks + self.num_experts
         # tables[chunk][r] are the counts of rank r: rows per destination, then pairs per expert.
         tables = [
             [numbers[first : first + size] for numbers in gathered]
@@ -87,7 +90,7 @@ class AllToAll:
         where = str(header)
         if self.max_rows is not None:
             all_counts = [counts for table in tables for counts in table]
-            rows_D = [sum(counts[rank] for counts in all_counts) for rank in range(ranks)]
+            rows_D = [sum(counts[rank] for counts in all_counts) for rank in range(num_ranks)]
             check_max_rows(rows_D, self.max_rows, self.group, where)
         return [
             self._exchange(order, table, rank, local_id_E, where)
@@ -102,32 +105,34 @@ class AllToAll:
         self, order: Order, table: list[list[int]], rank: int, local_id_E: Tensor, where: str
     ) -> AllToAllExchange:
         """Make the exchange of one chunk from the counts of all ranks, without a host sync."""
-        ranks = len(table)
-        local = self.num_experts // ranks
-        first = ranks + rank * local
+        num_ranks = len(table)
+        num_local = self.num_experts // num_ranks
+        first = num_ranks + rank * num_local
+        local_experts = range(first, first + num_local)
         return AllToAllExchange.of_counts(
             order,
             self.group,
             rank,
-            sends=table[rank][:ranks],
+            sends=table[rank][:num_ranks],
             receives=[counts[rank] for counts in table],
             local_id_E=local_id_E,
-            counts_L=[sum(counts[first + expert] for counts in table) for expert in range(local)],
+            counts_L=[sum(counts[expert] for counts in table) for expert in local_experts],
             where=where,
         )
 
 
 @dataclass(frozen=True)
 class AllToAllExchange:
-    """Which rows of a chunk go where, and how many rows this rank receives.
+    """The planned exchange of one chunk: the rows that this rank sends, keeps and receives.
 
     Attributes:
-        token_of_row_N: the token of each row that is sent or stays, in the order that the module's
-            docstring describes; int32.
+        token_of_row_N: the token of each row that is sent or stays, in the order of the module
+            docstring; int32.
         slots_TJ: the rows of each token, see `ops/permute.py`; int32.
-        local_id_E: the number of each expert on this rank, L for experts of other ranks.
-        send_counts, recv_counts: rows to and from each rank of the ep group; 0 for this rank.
-        num_own: the number of rows that stay.
+        local_id_E: the number of each expert on this rank; L for experts of other ranks.
+        send_counts, recv_counts: the numbers of rows to and from each rank of the ep group; 0 for
+            this rank.
+        num_own: the number of rows that stay on this rank.
         counts_L: (row, expert) pairs per local expert.
         where: the position in the model, for errors.
     """
@@ -189,7 +194,7 @@ class AllToAllExchange:
 
 
 class _RowWire(Wire):
-    """Sends rows by all-to-all: tokens are copied into rows before, and rows added up behind it."""
+    """Copies tokens into rows, sends rows by all-to-all, and adds up the rows of each token."""
 
     def __init__(self, exchange: AllToAllExchange) -> None:
         super().__init__()
@@ -204,7 +209,8 @@ class _RowWire(Wire):
         exchange, top_k = self.exchange, ids_TK.shape[1]
         rows_RH = self._send_tokens(x_TH)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        # Ids are sent as floats (exact below 2**24) with the weights: one message less per layer.
+        # Ids are sent as floats (exact below 2**24) together with the weights, which saves a
+        # transfer.
         routing_TX = torch.cat([weights_TK.to(wide), ids_TK.to(wide)], dim=1)
         routing_NX = routing_TX.index_select(0, exchange.token_of_row_N)
         routing_RX = self._send_rows(routing_NX, exchange.send_counts, exchange.recv_counts)
@@ -226,7 +232,7 @@ class _RowWire(Wire):
         return self._send_tokens(grad_TH)
 
     def _send_tokens(self, x_TH: Tensor) -> Tensor:
-        """Send tokens to the ranks of their experts, and meanwhile copy those that stay."""
+        """Start to send tokens to the ranks of their experts, and copy the tokens that stay."""
         exchange = self.exchange
         sent, received = exchange.num_sent, exchange.num_received
         received_RH = x_TH.new_empty(received + exchange.num_own, x_TH.shape[1])
@@ -236,7 +242,7 @@ class _RowWire(Wire):
         return received_RH
 
     def _send_rows(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """Send the first rows, and copy the last ones, which stay, behind the received rows."""
+        """Start to send the first rows, and copy the last rows, which stay, to the end."""
         num_sent, num_received = sum(sends), sum(receives)
         received = rows.new_empty(num_received + len(rows) - num_sent, *rows.shape[1:])
         self._start(rows[:num_sent], received[:num_received], sends, receives)
@@ -255,32 +261,34 @@ class _RowWire(Wire):
         self.transfers.append(transfer)
 
 
-def find_destinations(rank_of_pair_TK: Tensor, ranks: int) -> Tensor:
-    """Compute sends_DT, which is true where a rank owns an expert of a token."""
-    sends_TD = rank_of_pair_TK.new_zeros(rank_of_pair_TK.shape[0], ranks, dtype=torch.bool)
+def find_destinations(rank_of_pair_TK: Tensor, num_ranks: int) -> Tensor:
+    """Compute sends_DT, which is True where the rank owns at least one expert of the token."""
+    sends_TD = rank_of_pair_TK.new_zeros(rank_of_pair_TK.shape[0], num_ranks, dtype=torch.bool)
     return sends_TD.scatter_(1, rank_of_pair_TK, True).t()
 
 
-def number_experts(num_experts: int, local: int, rank: int, device: torch.device) -> Tensor:
+def number_experts(num_experts: int, num_local: int, rank: int, device: torch.device) -> Tensor:
     """Number the experts of `rank` from 0, and give all other experts the number L."""
-    local_id_E = torch.full((num_experts,), local, device=device)
-    local_id_E[rank * local : (rank + 1) * local] = torch.arange(local, device=device)
+    local_id_E = torch.full((num_experts,), num_local, device=device)
+    first = rank * num_local
+    local_id_E[first : first + num_local] = torch.arange(num_local, device=device)
     return local_id_E
 
 
 class Order(NamedTuple):
-    """The order of rows: numbers for those cells (rank, token) of a table that are rows.
+    """The numbers of the rows that this rank sends or keeps.
 
-    The table's rows are the ranks in order, except that this rank comes last. On rank 0 of the
-    module's example:
+    A table has one line per rank and one column per token. A cell with an x is a row: the token is
+    sent to that rank (or stays). Rows are numbered line by line; the line of this rank is the last.
+    On rank 0 of the module's example:
 
         table    t0 t1     numbers    t0 t1     slots_TJ = [[0, 2],    token_X = [0, 1, 0, ...]
         rank 1    x  x                 0  1                 [1, 3]]
         rank 0    x  .                 2  3
 
-    A cell that is no row gets the number behind the last row's, which means "no row" in `slots_TJ`.
-    The number of rows N is known only from the counts: `token_X` has room for the largest possible
-    N, and its first N entries are `token_of_row_N`.
+    All other cells get the number N, which means "no row" in `slots_TJ`. The host does not know the
+    number of rows N before the counts are received: `token_X` has room for the largest possible N,
+    and its first N entries are `token_of_row_N`.
     """
 
     token_X: Tensor
@@ -288,21 +296,21 @@ class Order(NamedTuple):
 
 
 def order_rows(sends_DT: Tensor, rank: int, num_slots: int) -> Order:
-    """Order the rows that `rank` sends or keeps, without a host sync for their number.
+    """Number the rows that `rank` sends or keeps, without a host sync.
 
-    `num_slots` is the largest number of rows that a token can have. Backward keeps `num_slots`
-    int32 numbers per token.
+    `num_slots` is the largest number of rows that a token can have. Until backward, `num_slots`
+    int32 numbers per token stay in memory.
     """
-    ranks, num_tokens = sends_DT.shape
+    num_ranks, num_tokens = sends_DT.shape
     sends_DT = torch.cat([sends_DT[:rank], sends_DT[rank + 1 :], sends_DT[rank : rank + 1]])
     end_Y = sends_DT.flatten().cumsum(0)
     num_rows = end_Y[-1:] if len(end_Y) else end_Y.new_zeros(1)
-    row_DT = torch.where(sends_DT, end_Y.view(ranks, num_tokens) - 1, num_rows)
+    row_DT = torch.where(sends_DT, end_Y.view(num_ranks, num_tokens) - 1, num_rows)
     token_DT = torch.arange(num_tokens, device=row_DT.device, dtype=torch.int32).expand_as(row_DT)
     token_X = token_DT.new_zeros(num_tokens * num_slots + 1)
     token_X.scatter_(0, row_DT.flatten(), token_DT.flatten())
     slots_TJ = row_DT.t().to(torch.int32)
-    if num_slots < ranks:
-        # Cells that are no rows have the largest number.
+    if num_slots < num_ranks:
+        # Cells that are not rows have the largest number, so they are sorted to the end.
         slots_TJ = slots_TJ.sort(1).values[:, :num_slots]
     return Order(token_X, slots_TJ.contiguous())

@@ -2,14 +2,14 @@
 
 One layer, one forward, all tokens in one chunk:
 
-    (exchange,) = dispatcher.plan(...)       decides which rows go where; no row is sent yet
+    (exchange,) = dispatcher.plan(...)       computes the destinations of rows, and sends no row
     arriving = exchange.start(...)           starts to send tokens to the ranks of their experts
     ... = arriving.finish()                  waits for the rows of this rank's experts
     returning = arriving.start_combine(...)  starts to send the experts' results back
-    out_TH = returning.finish()              waits for them: one row per token again
+    out_TH = returning.finish()              waits for the results, and returns one row per token
 
-Everything named "start" returns at once, everything named "finish" waits. Each of the four calls is
-an autograd node. Forward starts a transfer in the first node of a pair and waits in the second;
+Functions named "start" return at once, functions named "finish" wait. Each of the last four calls
+is an autograd node. Forward starts a transfer in the first node of a pair and waits in the second;
 backward starts the transfer of the gradients in the second node and waits in the first:
 
     dispatch        _StartDispatch             _FinishDispatch
@@ -20,11 +20,12 @@ backward starts the transfer of the gradients in the second node and waits in th
       forward         send_results         >     wait, add_results
       backward        wait                 <     send_result_grads
 
-The gradient of a row is sent back like the row's result, and added up on the rank of its token.
+The gradients of a token's rows are sent back like the rows' results, and added up on the rank of
+the token.
 
-Gradients that were received do not have the shapes of forward's outputs, as autograd's edges would
-require. They pass through the `Wire` that connects the two nodes, and autograd's edge gets a
-placeholder of the right shape.
+Autograd requires that the gradient of a forward output has the shape of this output. Received
+gradients have other shapes. They are therefore stored in the `Wire` that both nodes share, and
+autograd passes a placeholder of the required shape from node to node.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from hf_moe_ep.ops.autograd import mark_without_grad, nothing
 
 
 class Exchange(Protocol):
-    """The planned exchange of one chunk of tokens; it may be started again, with the same outcome.
+    """The planned exchange of one chunk of tokens; a recompute may start it a second time.
 
     Attributes:
         num_tokens: the number of tokens in the chunk.
@@ -58,7 +59,7 @@ class Exchange(Protocol):
 
 
 class Arriving(Protocol):
-    """Rows that are being sent to the ranks of their experts.
+    """Tokens that are being sent to the ranks of their experts.
 
     Attributes:
         counts_L: (row, expert) pairs per local expert; valid after `finish`.
@@ -68,95 +69,98 @@ class Arriving(Protocol):
     def counts_L(self) -> list[int]: ...
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for rows_RH, weights_RK and expert_ids_RK.
+        """Wait for the received rows; return rows_RH, weights_RK and expert_ids_RK.
 
         Weights are in fp32 or wider. Ids count from this rank's first expert; the id L stands for
         an expert of another rank.
         """
 
     def abandon(self) -> None:
-        """Wait for the transfers after an error, when nobody will call `finish`."""
+        """Wait for the transfers after an error, instead of calling `finish`."""
 
     def start_combine(self, rows_RH: Tensor) -> CombinedRows:
-        """Send the experts' results, one row per row received, back to the ranks of the tokens."""
+        """Start to send the results, one per received row, back to the ranks of the tokens."""
 
 
-class Waits(Protocol):
-    """A running transfer; keeps the tensors alive that the transfer reads and writes."""
+class Transfer(Protocol):
+    """A running transfer. This object keeps the tensors of the transfer alive."""
 
     def wait(self) -> None:
         """Make later kernels on this device wait for the transfer."""
 
 
 class Wire:
-    """How one dispatcher transfers rows, and the transfers of one pair of nodes that still run.
+    """The transfers of one pair of nodes (dispatch or combine), in forward and in backward.
 
-    A dispatcher overrides the methods that raise NotImplementedError.
+    Every dispatcher has a subclass, which overrides the methods that raise NotImplementedError.
 
     Attributes:
-        transfers: the running transfers; every `send_...` appends its own.
+        transfers: the running transfers; every method `send_...` appends to this list.
         received_grads: in backward, the gradients for the inputs of the first node.
-        needs: which of these inputs need a gradient.
-        counts_L: (row, expert) pairs per local expert, known once tokens were sent.
+        needs: for each of these inputs, True if it requires a gradient.
+        counts_L: (row, expert) pairs per local expert, valid after `send_tokens`.
     """
 
     def __init__(self) -> None:
-        self.transfers: list[Waits] = []
+        self.transfers: list[Transfer] = []
         self.received_grads: Sequence[Tensor | None] = ()
         self.needs: tuple[bool, ...] = ()
         self.counts_L: list[int] = []
 
     def wait(self) -> Sequence[Tensor | None]:
-        """Wait for every transfer, and hand out the gradients that backward has received."""
+        """Wait for every transfer; return the gradients that backward has received, if any."""
         while self.transfers:
             self.transfers.pop(0).wait()
         grads, self.received_grads = self.received_grads, ()
         return grads
 
     def abandon(self) -> None:
-        """Wait for every transfer after an error, when nobody will read the received rows.
+        """Wait for every transfer after an error, and ignore the received rows.
 
-        Errors of these transfers are dropped, because the first error explains them.
+        Errors of these transfers are ignored as well, because they follow from the first error.
         """
         while self.transfers:
             with suppress(RuntimeError):
                 self.transfers.pop(0).wait()
 
     def for_combine(self) -> Wire:
-        """Make the wire that sends the results of this wire's rows back."""
+        """Make the wire of the combine that belongs to the dispatch of this wire."""
         raise NotImplementedError
 
     def send_tokens(
         self, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Start to send tokens; returns rows_RH, weights_RK and ids_RK, valid after `wait`."""
+        """Start to send tokens; return rows_RH, weights_RK and ids_RK, valid after `wait`."""
         raise NotImplementedError
 
     def local_ids(self, ids_RK: Tensor) -> Tensor:
-        """Renumber received ids from this rank's first expert; L for experts of other ranks."""
+        """Number received ids from this rank's first expert; experts of other ranks get L."""
         raise NotImplementedError
 
     def send_row_grads(
         self, grad_RH: Tensor | None, grad_RK: Tensor | None
     ) -> Sequence[Tensor | None]:
-        """Start to send the gradients of rows and weights back; None where none is needed."""
+        """Start to send the gradients of rows and weights back; a gradient of None stays None."""
         raise NotImplementedError
 
     def send_results(self, rows_RH: Tensor) -> Tensor:
-        """Start to send results back; returns the tensor that holds them after `wait`."""
+        """Start to send results back; return the tensor that receives them, valid after `wait`."""
         raise NotImplementedError
 
-    def add_results(self, arrived: Tensor) -> Tensor:
-        """Add up the rows of each token in what `send_results` returned, after `wait`."""
+    def add_results(self, received: Tensor) -> Tensor:
+        """Add up the rows of each token, after `wait`.
+
+        `received` is the result of `send_results`, or one of the results of `send_row_grads`.
+        """
         raise NotImplementedError
 
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
-        """Start to send out_TH's gradient to the rows; returns grad_RH, valid after `wait`."""
+        """Start to send the gradient of out_TH to all rows; return grad_RH, valid after `wait`."""
         raise NotImplementedError
 
 
 class DispatchedRows:
-    """The `Arriving` rows of one transfer."""
+    """Implements `Arriving` with one `Wire`."""
 
     def __init__(self, wire: Wire, x_TH: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         try:
@@ -172,7 +176,7 @@ class DispatchedRows:
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         rows_RH, weights_RK = _FinishDispatch.apply(self._wire, *self._rows)
-        # The caller decides how long the rows live.
+        # From here on only the caller keeps the rows alive.
         self._rows.clear()
         return rows_RH, weights_RK, self._wire.local_ids(self._ids_RK)
 
@@ -187,14 +191,14 @@ class CombinedRows:
     """Results that are being sent back to the ranks of their tokens."""
 
     def __init__(self, wire: Wire, rows_RH: Tensor) -> None:
-        self._wire, self._arriving = wire, _StartCombine.apply(wire, rows_RH)
+        self._wire, self._received = wire, _StartCombine.apply(wire, rows_RH)
 
     def abandon(self) -> None:
         self._wire.abandon()
 
     def finish(self) -> Tensor:
-        """Wait for out_TH, in which the rows of each token are added in one fixed order."""
-        return _FinishCombine.apply(self._wire, self._arriving)
+        """Wait for the results, and return out_TH. The rows of a token are added in fixed order."""
+        return _FinishCombine.apply(self._wire, self._received)
 
 
 class _StartDispatch(torch.autograd.Function):
@@ -235,9 +239,9 @@ class _FinishDispatch(torch.autograd.Function):
         sent: list[Tensor | None] = []
         placeholders: list[Tensor | None] = []
         for grad, like, shape, needed in zip(grads, ctx.like, ctx.shapes, wire.needs, strict=True):
-            # A zero gradient is sent as well: every rank must take part in the same transfers.
-            whole = like.new_zeros(shape) if needed and grad is None else grad
-            sent.append(whole if needed else None)
+            # A missing gradient is sent as zeros: every rank must take part in the same transfers.
+            dense = like.new_zeros(shape) if needed and grad is None else grad
+            sent.append(dense if needed else None)
             placeholders.append(nothing(like, shape) if needed else None)
         wire.received_grads = wire.send_row_grads(*sent)
         return (None, *placeholders)
@@ -257,10 +261,10 @@ class _StartCombine(torch.autograd.Function):
 
 class _FinishCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wire: Wire, arrived: Tensor) -> Tensor:
-        ctx.wire, ctx.shape = wire, arrived.shape
+    def forward(ctx: Any, wire: Wire, received: Tensor) -> Tensor:
+        ctx.wire, ctx.shape = wire, received.shape
         wire.wait()
-        return wire.add_results(arrived)
+        return wire.add_results(received)
 
     @staticmethod
     @once_differentiable

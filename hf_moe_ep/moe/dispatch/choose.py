@@ -1,4 +1,4 @@
-"""Choose the dispatcher of a model; no other file knows all of them by name."""
+"""Choose the dispatcher of a model. Only this file imports all dispatchers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_moe_ep.ranks.mesh import Meshes
 def make_dispatcher(
     config: ParallelConfig, meshes: Meshes, *, num_experts: int
 ) -> Dispatcher | None:
-    """Make the dispatcher that the config asks for; None if the ep group has one rank.
+    """Make the dispatcher that the config requests, or return None if the ep group has one rank.
 
     Raises:
-        ImportError: DeepEP is not installed.
-        ValueError: DeepEP has no settings for so many ranks.
+        ImportError: DeepEP is requested but not installed.
+        ValueError: DeepEP has no settings for this number of ranks.
     """
     if meshes.ep_size == 1:
         return None

@@ -1,9 +1,9 @@
 """The exchange of counts that precedes the exchange of rows.
 
-Each rank of an ep group sends one small vector to all others, once per MoE layer: a header (forward
-number, layer, mode), then the numbers of rows that it will send. If ranks are at different
-positions (another layer, mode or step), every rank raises an error, instead of receiving tokens of
-another layer or waiting forever.
+Once per MoE layer, the ranks of an ep group all-gather one small vector each: a header (forward
+number, layer, mode), followed by the numbers of rows that the rank will send. If ranks are at
+different positions (another layer, mode or step), every rank raises an error. Without this check
+a rank would receive tokens of another layer, or wait forever.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class CountsExchange:
         Raises:
             RuntimeError: on every rank, if the headers of the ranks differ.
         """
-        mine = self._header.as_list()
-        gathered = self._gathering.wait()
-        numbers: list[list[Any]] = [row[: len(mine)] for row in gathered]
-        if any(header != mine for header in numbers):
+        own_fields = self._header.as_list()
+        vectors = self._gathering.wait()
+        headers: list[list[Any]] = [vector[: len(own_fields)] for vector in vectors]
+        if any(fields != own_fields for fields in headers):
             ranks = dist.get_process_group_ranks(self._group)
-            headers = [Header(*header) for header in numbers]
             lines = [
-                f"  rank {rank}: {header}" for rank, header in zip(ranks, headers, strict=True)
+                f"  rank {rank}: {Header(*fields)}"
+                for rank, fields in zip(ranks, headers, strict=True)
             ]
             raise RuntimeError(
                 "ranks of one ep group are at different places of the model:\n"
@@ -45,14 +45,14 @@ class CountsExchange:
                 + "\nEvery rank must run the same forwards in the same order and mode; look for a "
                 "branch, a skipped batch or a model.eval() that depends on the rank."
             )
-        return [row[len(mine) :] for row in gathered]
+        return [vector[len(own_fields) :] for vector in vectors]
 
 
 def start_counts(counts: Tensor, group: dist.ProcessGroup, header: Header) -> CountsExchange:
-    """Send this rank's header and `counts` to every rank of `group`."""
-    # Pinned, because a copy from pageable memory is a host sync.
-    mine = torch.tensor(header.as_list(), dtype=counts.dtype, pin_memory=counts.is_cuda)
-    vector = torch.cat([mine.to(counts.device, non_blocking=True), counts])
+    """Start to send this rank's header and `counts` to every rank of `group`."""
+    # The memory is pinned, because a copy from pageable memory is a host sync.
+    fields = torch.tensor(header.as_list(), dtype=counts.dtype, pin_memory=counts.is_cuda)
+    vector = torch.cat([fields.to(counts.device, non_blocking=True), counts])
     return CountsExchange(start_gathering(vector, group, where=str(header)), group, header)
 
 
@@ -60,7 +60,7 @@ def check_max_rows(rows: list[int], max_rows: int, group: dist.ProcessGroup, whe
     """Raise RuntimeError if a rank of the group would receive more than `max_rows` rows.
 
     `rows` has the number of rows that each rank receives in one layer. Every rank knows all of
-    these numbers, so all ranks raise together, before they allocate memory for the rows.
+    these numbers, so all ranks raise the error, before they allocate memory for the rows.
     """
     ranks = dist.get_process_group_ranks(group)
     if max(rows) > max_rows:

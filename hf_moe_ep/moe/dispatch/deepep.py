@@ -4,22 +4,24 @@ With `dispatcher="deepep"` rows are sent from GPU to GPU over NVLink (and RDMA b
 through a buffer that DeepEP owns, instead of through NCCL. Three things differ from all_to_all.py.
 Received rows are ordered by sender, including the rows of this rank. The weights of experts of
 other ranks are received as 0. And the host waits for the number of rows in `start`, once per chunk.
-Two ranks with experts {0 1} and {2 3}, rank 0 with t0 -> [0, 3], t1 -> [2, 3] and weights
-[.5, .25], [2, 4], rank 1 without tokens; the id L = 2 stands for an expert of another rank:
+For example, two ranks own the experts {0 1} and {2 3}. Rank 0 has t0 with the experts [0, 3] and
+the weights [.5, .25], and t1 with [2, 3] and [2, 4]; rank 1 has no tokens. The id L = 2 stands for
+an expert of another rank:
 
-    rank 0 gets t0       ids [[0, L]]            weights [[.5, 0]]
-    rank 1 gets t0, t1   ids [[L, 1], [0, 1]]    weights [[0, .25], [2, 4]]
+    rank 0 receives t0       ids [[0, L]]            weights [[.5, 0]]
+    rank 1 receives t0, t1   ids [[L, 1], [0, 1]]    weights [[0, .25], [2, 4]]
 
 DeepEP's two operations are each other's adjoint: dispatch copies a token to ranks, and combine adds
 up the rows of a token. The gradient of dispatch is therefore a combine, and the gradient of combine
-is a dispatch that reuses the routing of the first (`handle`). Our experts apply the routing
-weights, so combine only adds rows.
+is a dispatch that reuses the routing of the first dispatch (`handle`). Our experts apply the
+routing weights, so combine only adds rows.
 
 A handle consists of tensors and fits every buffer with the same number of SMs, so the buffer may be
 replaced by a larger one before backward.
 
-This dispatcher does not notice ranks that are at different positions of the model. They get each
-other's tokens, or DeepEP's time-out; `dispatcher="all_to_all"` raises an error instead.
+This dispatcher does not detect ranks that are at different positions of the model. Such ranks
+receive tokens of another layer, or run into DeepEP's time-out; `dispatcher="all_to_all"` raises an
+error instead.
 
 Interface: `Buffer` of https://github.com/deepseek-ai/DeepEP, deep_ep/buffer.py in V1.2 and
 deep_ep/buffers/legacy.py in V2. The limits that are checked here are those of its
@@ -43,9 +45,9 @@ from hf_moe_ep.ranks.collectives import gather_counts
 # The ranks that DeepEP treats as one node, and its default number of queue pairs (between nodes it
 # needs as many as SMs).
 _RANKS_PER_NODE, _QUEUE_PAIRS = 8, 24
-# Rows are copied in two halves of 16-byte words; one warp carries a token's experts.
+# DeepEP copies a row in two halves of 16-byte words, and one warp handles the experts of a token.
 _HIDDEN_MULTIPLE, _MAX_TOP_K = 16, 32
-# The results of `get_dispatch_layout`, by the names of `dispatch`'s arguments.
+# The results of `get_dispatch_layout`, in order, as arguments of `dispatch`.
 _LAYOUT = (
     "num_tokens_per_rank",
     "num_tokens_per_rdma_rank",
@@ -81,18 +83,17 @@ def _not_installed(why: str) -> str:
 class GroupBuffer:
     """Sizes, makes and frees DeepEP's buffer of one ep group.
 
-    The dispatcher in the state of a model owns this object; nothing is global. torch does not
-    allocate the buffer's GPU memory: by DeepEP's formula 126 MB for 8 ranks, 20 SMs and hidden
-    2048.
+    The dispatcher in the state of a model owns this object; no buffer is global. DeepEP, not torch,
+    allocates the GPU memory: by its formula 126 MB for 8 ranks, 20 SMs and a hidden size of 2048.
 
     Args:
-        group: 2, 4 or 8 ranks of one node, or a multiple of 8 whose consecutive eights are nodes.
-        num_sms: the number of streaming multiprocessors that move rows, even; None for DeepEP's
-            default (20).
+        group: 2, 4 or 8 ranks of one node, or several nodes of 8 consecutive ranks each.
+        num_sms: the number of streaming multiprocessors that move rows, which is even; None for
+            DeepEP's default (20).
 
     Raises:
         ImportError: deep_ep is not installed.
-        ValueError: an odd number of SMs, or a group size that DeepEP has no settings for.
+        ValueError: the number of SMs is odd, or DeepEP has no settings for the size of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, num_sms: int | None = None) -> None:
@@ -107,7 +108,7 @@ class GroupBuffer:
                     f"DeepEP moves rows by pairs of SMs: num_sms must be even and >= 2, got "
                     f"{num_sms}; try {max(2, num_sms + 1)}"
                 )
-            # DeepEP has one such number per process, which only the calls below read.
+            # DeepEP stores this number once per process, but only the calls below read it.
             self._class.set_num_sms(num_sms)
         self._queue_pairs = max(_QUEUE_PAIRS, self._class.num_sms)
         try:
@@ -120,9 +121,9 @@ class GroupBuffer:
             ) from error
 
     def reserve(self, hidden_bytes: int) -> None:
-        """Make sure that rows of so many bytes fit, with a larger buffer if necessary.
+        """Make a larger buffer if rows of `hidden_bytes` bytes do not fit into the current buffer.
 
-        Every rank of the group calls this with the same number.
+        Every rank of the group calls this method with the same number.
         """
         if self._buffer is not None and hidden_bytes <= self.hidden_bytes:
             return
@@ -134,24 +135,25 @@ class GroupBuffer:
         if ranks > _RANKS_PER_NODE:  # a build without NVSHMEM raises even if the result is 0
             hints = [config.get_rdma_buffer_size_hint(hidden_bytes, ranks) for config in configs]
             rdma_bytes = max(hints)
-        # Only `free` frees it: the destructor would wait for other ranks, which may have ended.
+        # Only our `free` destroys the buffer. Its destructor would wait for other ranks, which may
+        # have ended.
         options = {"num_qps_per_rank": self._queue_pairs, "explicitly_destroy": True}
         self._buffer = self._class(self.group, nvl_bytes, rdma_bytes, **options)
         self.hidden_bytes = hidden_bytes
 
     def free(self) -> None:
-        """Free the memory; every rank of the group calls this, before the group is destroyed."""
+        """Free the memory. Every rank calls this method before the group is destroyed."""
         buffer, self._buffer, self.hidden_bytes = self._buffer, None, 0
         if buffer is not None:
             buffer.destroy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupBuffer:
-        """A copy of the model uses the same buffer: layers run one after the other."""
+        """Share the buffer with a copy of the model; layers run one after the other."""
         return self
 
     @property
     def alive(self) -> Any:
-        """The present `deep_ep.Buffer`; raises RuntimeError if it was freed."""
+        """The current `deep_ep.Buffer`. Reading it raises RuntimeError after `free`."""
         self.check_alive()
         return self._buffer
 
@@ -163,7 +165,7 @@ class GroupBuffer:
             )
 
     def check_rows(self, rows_XH: Tensor) -> None:
-        """Raise ValueError for rows on which DeepEP would fail an assertion or end the process."""
+        """Raise ValueError for rows with which DeepEP would fail an assertion or crash."""
         hidden = rows_XH.shape[1]
         num_bytes = hidden * rows_XH.element_size()
         if rows_XH.dtype != torch.bfloat16:
@@ -189,10 +191,12 @@ class DeepEP:
     """The dispatcher of one ep group; see `hf_moe_ep.dispatcher.Dispatcher`.
 
     Args:
-        num_experts: the number of experts on all ranks together; the first rank owns the first.
+        num_experts: the number of experts on all ranks together; rank r owns experts r * L to
+            (r + 1) * L - 1.
         num_chunks: the number of chunks in which the tokens of a layer are sent.
-        max_rows: the most rows that a rank may receive in one layer; None for no limit. A limit
-            costs a host sync, in which ranks all-gather the numbers of rows that they will send.
+        max_rows: the largest number of rows that a rank may receive in one layer; None for no
+            limit. A limit costs a host sync, in which ranks all-gather the numbers of rows that
+            they will send.
     """
 
     buffer: GroupBuffer
@@ -203,18 +207,18 @@ class DeepEP:
     def plan(
         self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int
     ) -> list[DeepEPExchange]:
-        """Plan an exchange per chunk and make room for its rows; ids are int64.
+        """Plan an exchange per chunk, and enlarge the buffer if necessary; ids are int64.
 
         Raises:
             ValueError: a token has more experts than DeepEP can send.
-            RuntimeError: on every rank of the group, before any rank allocates rows, if one would
-                get more than `max_rows` rows in this layer.
+            RuntimeError: on every rank of the group, before any rank allocates rows, if a rank
+                would receive more than `max_rows` rows in this layer.
         """
         top_k = expert_ids_TK.shape[1]
         where = str(header)
         if top_k > _MAX_TOP_K:
             raise ValueError(
-                f"DeepEP carries at most {_MAX_TOP_K} experts per token, this router chooses "
+                f"DeepEP sends at most {_MAX_TOP_K} experts per token, but this router chooses "
                 f"{top_k}; choose fewer, {_REMEDY}"
             )
         self.buffer.reserve(hidden_bytes)
@@ -222,7 +226,7 @@ class DeepEP:
         find_layout = self.buffer.alive.get_dispatch_layout
         layouts = [dict(zip(_LAYOUT, find_layout(ids, self.num_experts))) for ids in chunks]
         if self.max_rows is not None:
-            # Only the sender knows these numbers.
+            # DeepEP's layout has only the rows that this rank sends, so ranks exchange the numbers.
             sent_D = torch.stack([layout["num_tokens_per_rank"] for layout in layouts]).sum(0)
             sent_DD = gather_counts(sent_D, self.buffer.group, where=where)
             rows_D = [sum(column) for column in zip(*sent_DD, strict=True)]
@@ -240,7 +244,7 @@ class DeepEPExchange:
 
     Attributes:
         num_local: the number of experts of this rank.
-        layout: the arguments of DeepEP's dispatch that describe the tokens' destinations.
+        layout: the arguments of DeepEP's dispatch that describe the destinations of the tokens.
         where: the position in the model, for errors.
     """
 
@@ -257,7 +261,7 @@ class DeepEPExchange:
 
 @dataclass
 class _Event:
-    """A transfer of DeepEP, and the tensors that it reads and writes."""
+    """A transfer of DeepEP; keeps the tensors alive that the transfer reads and writes."""
 
     event: Any
     tensors: Any
@@ -271,7 +275,7 @@ class _BufferWire(Wire):
 
     Attributes:
         handle: DeepEP's record of a dispatch, which all other transfers of the same rows need.
-        absent_RK: true for (row, slot) pairs whose expert is on another rank.
+        absent_RK: True for each chosen expert that is on another rank.
     """
 
     def __init__(self, exchange: DeepEPExchange, handle: Any = None) -> None:
@@ -308,7 +312,7 @@ class _BufferWire(Wire):
     ) -> tuple[Tensor | None, Tensor | None]:
         assert self.absent_RK is not None
         if grad_RK is not None:
-            # Only the rank that owns the expert has received the weight; the others got a 0.
+            # Only the rank of the expert has received the weight; other ranks have received 0.
             grad_RK = grad_RK.masked_fill(self.absent_RK, 0)
         if grad_RH is not None:
             return self._combine(grad_RH, grad_RK)
@@ -321,15 +325,15 @@ class _BufferWire(Wire):
         self.exchange.buffer.check_rows(rows_RH)
         return self._combine(rows_RH)[0]
 
-    def add_results(self, arrived: Tensor) -> Tensor:
-        return arrived
+    def add_results(self, received: Tensor) -> Tensor:
+        return received
 
     def send_result_grads(self, grad_TH: Tensor) -> Tensor:
         rows_RH: Tensor = self._dispatch(grad_TH, handle=self.handle)[0]
         return rows_RH
 
     def _dispatch(self, x_TH: Tensor, **arguments: Any) -> list[Any]:
-        """Start a dispatch; returns rows, ids, weights, counts and handle, valid after `wait`."""
+        """Start a dispatch; return rows, ids, weights, counts and handle, valid after `wait`."""
         buffer, x_TH = self.exchange.buffer, x_TH.contiguous()
         arguments = {"config": buffer.dispatch_config, "async_finish": True, **arguments}
         *results, event = buffer.alive.dispatch(x_TH, **arguments)
@@ -339,7 +343,7 @@ class _BufferWire(Wire):
     def _combine(
         self, rows_RH: Tensor, weights_RK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Start a combine; returns tokens, and weights if any were given, valid after `wait`."""
+        """Start a combine; return tokens, and weights if any were given, valid after `wait`."""
         buffer, rows_RH = self.exchange.buffer, rows_RH.contiguous()
         arguments = {"config": buffer.combine_config, "async_finish": True}
         if weights_RK is not None:

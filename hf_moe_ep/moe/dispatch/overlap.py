@@ -1,4 +1,4 @@
-"""Overlap the chunks of a layer: one chunk is sent while the experts compute the one before.
+"""Overlap the chunks of a layer: one chunk is sent while the experts compute the previous chunk.
 
     with WayHome() as chunks:
         for arriving in chunks.overlapped(exchanges, x_TH, weights_TK, expert_ids_TK):
@@ -9,10 +9,10 @@ With two chunks a and b the calls run from left to right, and in backward from r
 
     start a  start b  finish a  experts a  combine a  finish b  experts b  combine b  finish a, b
 
-Autograd's nodes are made in the order of these calls, and among the nodes that are ready, backward
-runs the one that was made last. Transfers that overlap with experts in forward therefore do so in
-backward, and a node that is made in the loop before `arriving.finish()` runs in backward while the
-rows' gradients are transferred.
+Autograd's nodes are made in the order of these calls. Among the nodes that are ready, backward runs
+the last one that was made. Transfers that overlap with experts in forward therefore do so in
+backward. Likewise, a node that is made in the loop before `arriving.finish()` runs in backward
+while the gradients of the rows are transferred.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from hf_moe_ep.moe.dispatch.async_exchange import Arriving, CombinedRows, Exchan
 class WayHome:
     """The running transfers of all chunks of one layer.
 
-    An exception inside the block leaves transfers that nobody will finish: a recompute that stops
-    early because backward has all that it needs, a kernel that runs out of memory, Ctrl-C. Memory
-    must not be freed while NCCL still writes into it, so the end of the block waits for them.
+    An exception can leave the block while transfers are running: a recompute stops early because
+    backward needs no more of it, a kernel runs out of memory, or the user presses Ctrl-C. Memory
+    must not be freed while NCCL still writes into it, so the end of the block waits for all
+    transfers.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class WayHome:
         weights_TK: Tensor,
         expert_ids_TK: Tensor,
     ) -> Iterator[Arriving]:
-        """Yield the chunks in order, each one after the next one has been started."""
+        """Yield the chunks in order; before a chunk is yielded, the next chunk is started."""
         sizes = [exchange.num_tokens for exchange in exchanges]
         chunks = zip(
             exchanges,
@@ -76,12 +77,12 @@ class WayHome:
         yield latest
 
     def send(self, arriving: Arriving, rows_RH: Tensor) -> None:
-        """Start to send back `rows_RH`, the experts' results of a chunk."""
+        """Start to send back `rows_RH`, the experts' results for the chunk `arriving`."""
         self._returning.append(arriving.start_combine(rows_RH))
         self._arriving.remove(arriving)
 
     def finish(self) -> Tensor:
-        """Wait for the results of all chunks, out_TH."""
+        """Wait for the results of all chunks, and return them as out_TH."""
         try:
             chunks = [chunk.finish() for chunk in self._returning]
         except BaseException:
