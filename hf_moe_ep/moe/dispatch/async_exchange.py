@@ -82,8 +82,8 @@ class Arriving(Protocol):
         """Start to send the results, one per received row, back to the ranks of the tokens."""
 
 
-class Transfer(Protocol):
-    """A running transfer. This object keeps the tensors of the transfer alive."""
+class RunningTransfer(Protocol):
+    """A transfer that has started; keeps the tensors alive that it reads and writes."""
 
     def wait(self) -> None:
         """Make later kernels on this device wait for the transfer."""
@@ -102,7 +102,7 @@ class Wire:
     """
 
     def __init__(self) -> None:
-        self.transfers: list[Transfer] = []
+        self.transfers: list[RunningTransfer] = []
         self.received_grads: Sequence[Tensor | None] = ()
         self.needs: tuple[bool, ...] = ()
         self.counts_L: list[int] = []

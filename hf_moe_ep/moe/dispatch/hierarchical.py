@@ -1,30 +1,30 @@
-"""Send each token to a node once, then inside the node to each rank once; results likewise.
+"""Dispatch in two legs: a token is sent to a node at most once, then to a rank there at most once.
 
 Links between nodes are many times slower than links inside a node. A token is therefore sent to
-another node at most once, however many ranks of that node own experts of the token. It goes to the
-rank that has the sender's local rank on that node, and this rank forwards it to the others. Results
-are added up inside their node first, so one row per token and node is sent back. With nodes {0 1}
-and {2 3}, one expert per rank, these are the tokens of rank 0:
+another node at most once, even if several ranks of that node own experts of the token. It is sent
+to the rank that has the sender's local rank on that node, and this rank forwards it inside the
+node. Results are added up inside their node first, so one row per token and node is sent back. For
+example, the nodes have the ranks {0 1} and {2 3}, rank r owns expert r, and rank 0 has two tokens:
 
-            experts    crosses to    is forwarded there to    in its own node
-    t0      2 3        rank 2        3, and stays             -
-    t1      1 3        rank 2        3                        to 1
+            experts    sent to the other node    forwarded there         sent inside its node
+    t0      2 3        to rank 2 (expert 2)      to rank 3 (expert 3)    -
+    t1      1 3        to rank 2                 to rank 3 (expert 3)    to rank 1 (expert 1)
 
-Two rows leave the node, where `all_to_all.py` would send three. Dispatch and combine, forward and
+Two rows leave the node; `all_to_all.py` would send three. Dispatch and combine, forward and
 backward together send four rows between nodes for each distinct (token, other node) pair, which is
 the minimum. A router that chooses a token's experts from few groups, as DeepSeek-V3 does from 4 of
-8, makes such pairs rarer if every group lies on one node. The dispatcher needs no option for that.
+8, makes such pairs rarer if the experts of each group are on one node. No option is needed.
 
-Each of the two legs is an exchange of `all_to_all.py`, with its autograd nodes. The first leg runs
-between the ranks that have one local rank; its destinations are nodes. The second leg runs between
-the ranks of a node; its tokens are the rows of the first leg, first those of other nodes, then
-those of this rank. Backward runs the legs in reverse: gradients as well are added up inside a node
-before they are sent to another.
+Both legs of this exchange are exchanges of `all_to_all.py`, with their autograd nodes. The first
+leg runs between the ranks with the same local rank; its destinations are nodes. The second leg runs
+between the ranks of a node. Its tokens are the rows of the first leg: first the rows from other
+nodes, then the rows of this rank. Backward runs the legs in reverse order. It also adds up the
+gradients inside a node before it sends them to another node.
 
-One exchange of counts plans both legs. Every rank sends its numbers of rows per node and per rank,
-and from those of all ranks each rank computes how many rows it will forward. The expert ids that
-are sent with the rows say which rows these are; the device orders the rows after they were
-received, without a host sync.
+One exchange of counts plans both legs. Every rank sends its numbers of rows per node and per rank.
+From the numbers of all ranks, each rank computes how many rows it will forward. Which rows these
+are follows from the expert ids that are received with the rows. The device computes that after the
+first leg, without a host sync.
 
 Rows are sent between nodes while experts run, as in `all_to_all.py`. The second leg does not
 overlap with experts.
@@ -54,28 +54,29 @@ from hf_moe_ep.ops.permute import count_pairs
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The node of a rank, and its place (local rank) there.
+class NodePosition:
+    """The node of this rank, and the local rank of this rank on that node.
 
-    The ep group has `nodes` times `places` ranks, node by node.
+    The ranks of the ep group are numbered node by node, with equally many ranks on each node.
     """
 
-    nodes: int
-    places: int
+    num_nodes: int
+    ranks_per_node: int
     node: int
-    place: int
+    local_rank: int
 
     @property
-    def ranks(self) -> int:
-        return self.nodes * self.places
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
 
-    def column(self, place: int) -> list[int]:
-        """List the ranks that have this local rank on their nodes."""
-        return [node * self.places + place for node in range(self.nodes)]
+    def ranks_with(self, local_rank: int) -> list[int]:
+        """List the ranks with this local rank, one on each node."""
+        return [node * self.ranks_per_node + local_rank for node in range(self.num_nodes)]
 
-    def neighbours(self) -> list[int]:
+    def ranks_of_node(self) -> list[int]:
         """List the ranks of this node."""
-        return [self.node * self.places + place for place in range(self.places)]
+        first = self.node * self.ranks_per_node
+        return list(range(first, first + self.ranks_per_node))
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,14 @@ class Hierarchical:
     """The dispatcher of one ep group on several nodes; see `hf_moe_ep.dispatcher.Dispatcher`.
 
     Args:
-        group: the ep group, node by node, with equally many ranks on each.
-        between: the ranks that have the local rank of this one on their nodes.
+        group: the ep group, node by node, with equally many ranks on each node.
+        between: the ranks of all nodes that have the local rank of this rank.
         inside: the ranks of this node.
-        num_experts: the number of experts on all ranks together; the first rank owns the first.
+        num_experts: the number of experts on all ranks together; rank r owns experts r * L to
+            (r + 1) * L - 1.
         num_chunks: the number of chunks in which the tokens of a layer are sent.
-        max_rows: the most rows that a rank may receive in one layer for its own experts; None for
-            no limit.
+        max_rows: the largest number of rows that a rank may receive in one layer for its own
+            experts; None for no limit.
     """
 
     group: dist.ProcessGroup
@@ -103,83 +105,94 @@ class Hierarchical:
         self, expert_ids_TK: Tensor, header: Header, *, hidden_bytes: int = 0
     ) -> list[HierarchicalExchange]:
         """Plan the exchanges of all chunks from one exchange of counts."""
-        seat, top_k = self._seat(), expert_ids_TK.shape[1]
+        position, top_k = self._find_position(), expert_ids_TK.shape[1]
         chunks = [
-            find_crossings(ids, seat, self.num_experts)
+            find_destinations_of_legs(ids, position, self.num_experts)
             for ids in expert_ids_TK.tensor_split(self.num_chunks)
         ]
         counts = torch.cat([chunk.counts for chunk in chunks])
         counts_exchange = start_counts(counts, self.group, header)
         # Meanwhile the device computes everything that needs no counts, as in `all_to_all.py`.
-        num_slots = min(seat.nodes, top_k)
-        orders = [order_rows(chunk.crossing_VT, seat.node, num_slots) for chunk in chunks]
-        numbers = number_twice(seat, self.num_experts, expert_ids_TK.device)
+        num_slots = min(position.num_nodes, top_k)
+        orders = [order_rows(chunk.sends_VT, position.node, num_slots) for chunk in chunks]
+        expert_numbers = number_experts_of_legs(position, self.num_experts, expert_ids_TK.device)
         gathered = counts_exchange.wait()
-        size = seat.nodes + seat.ranks + self.num_experts
+        size = position.num_nodes + position.num_ranks + self.num_experts
+        # tables[chunk][r] are the counts of rank r.
         tables = [
-            [RankCounts.from_list(row[first : first + size], seat) for row in gathered]
+            [RankCounts.from_list(row[first : first + size], position) for row in gathered]
             for first in range(0, self.num_chunks * size, size)
         ]
         where = str(header)
         if self.max_rows is not None:
-            of_ranks = [one for table in tables for one in table]
-            rows_D = [sum(one.rows_D[rank] for one in of_ranks) for rank in range(seat.ranks)]
+            sent_rows = [rank_counts.rows_D for table in tables for rank_counts in table]
+            rows_D = [sum(column) for column in zip(*sent_rows, strict=True)]
             check_max_rows(rows_D, self.max_rows, self.group, where)
         return [
-            self._exchange(seat, order, read_counts(table, seat), numbers, where)
+            self._exchange(position, order, table, expert_numbers, where)
             for order, table in zip(orders, tables, strict=True)
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hierarchical:
-        """A copy of the model uses the same process groups."""
+        """Share the process groups with a copy of the model."""
         return self
 
     def _exchange(
-        self, seat: Seat, order: Order, counts: LegCounts, numbers: Numbers, where: str
+        self,
+        position: NodePosition,
+        order: Order,
+        table: list[RankCounts],
+        expert_numbers: ExpertNumbers,
+        where: str,
     ) -> HierarchicalExchange:
-        """Make the exchange of one chunk from both legs, without a host sync."""
-        to_nodes = AllToAllExchange.of_counts(
+        """Make the exchange of one chunk from the counts of all ranks, without a host sync."""
+        counts = compute_leg_counts(table, position)
+        first_leg = AllToAllExchange.of_counts(
             order,
             self.between,
-            seat.node,
+            position.node,
             sends=counts.to_nodes,
             receives=counts.from_nodes,
-            local_id_E=numbers.in_node_E,
+            local_id_E=expert_numbers.on_node_E,
             counts_L=[],
             where=where,
         )
-        in_node = InNode(self.inside, seat.place, counts, numbers.here_X, where)
-        return HierarchicalExchange(to_nodes, in_node)
+        second_leg = SecondLeg(
+            self.inside, position.local_rank, counts, expert_numbers.on_rank_X, where
+        )
+        return HierarchicalExchange(first_leg, second_leg)
 
-    def _seat(self) -> Seat:
-        return Seat(
-            nodes=dist.get_world_size(self.between),
-            places=dist.get_world_size(self.inside),
+    def _find_position(self) -> NodePosition:
+        return NodePosition(
+            num_nodes=dist.get_world_size(self.between),
+            ranks_per_node=dist.get_world_size(self.inside),
             node=dist.get_rank(self.between),
-            place=dist.get_rank(self.inside),
+            local_rank=dist.get_rank(self.inside),
         )
 
 
 @dataclass(frozen=True)
-class Crossings:
+class LegDestinations:
     """The destinations of the tokens of a chunk.
 
     Attributes:
-        crossing_VT: true where a node, this one included, receives a token.
+        sends_VT: True where a node (other nodes and this node) receives a token.
         counts: rows per node, rows per rank, pairs per expert.
     """
 
-    crossing_VT: Tensor
+    sends_VT: Tensor
     counts: Tensor
 
 
-def find_crossings(expert_ids_TK: Tensor, seat: Seat, num_experts: int) -> Crossings:
+def find_destinations_of_legs(
+    expert_ids_TK: Tensor, position: NodePosition, num_experts: int
+) -> LegDestinations:
     """Find the nodes and ranks of each token."""
-    local = num_experts // seat.ranks
-    sends_DT = find_destinations(expert_ids_TK // local, seat.ranks)
-    crossing_VT = sends_DT.unflatten(0, (seat.nodes, seat.places)).any(1)
-    counts = [crossing_VT.sum(1), sends_DT.sum(1), count_pairs(expert_ids_TK, num_experts)]
-    return Crossings(crossing_VT, torch.cat(counts))
+    num_local = num_experts // position.num_ranks
+    sends_DT = find_destinations(expert_ids_TK // num_local, position.num_ranks)
+    sends_VT = sends_DT.unflatten(0, (position.num_nodes, position.ranks_per_node)).any(1)
+    counts = [sends_VT.sum(1), sends_DT.sum(1), count_pairs(expert_ids_TK, num_experts)]
+    return LegDestinations(sends_VT, torch.cat(counts))
 
 
 @dataclass(frozen=True)
@@ -191,104 +204,107 @@ class RankCounts:
     pairs_E: Sequence[int]
 
     @classmethod
-    def from_list(cls, numbers: list[int], seat: Seat) -> RankCounts:
-        """Split the numbers that `find_crossings` has concatenated."""
-        end = seat.nodes + seat.ranks
-        return cls(numbers[: seat.nodes], numbers[seat.nodes : end], numbers[end:])
+    def from_list(cls, numbers: list[int], position: NodePosition) -> RankCounts:
+        """Split the numbers that `find_destinations_of_legs` has concatenated."""
+        num_nodes, end = position.num_nodes, position.num_nodes + position.num_ranks
+        return cls(numbers[:num_nodes], numbers[num_nodes:end], numbers[end:])
 
 
 @dataclass(frozen=True)
 class LegCounts:
-    """The numbers of rows of both legs, including the rows that stay.
+    """The numbers of rows of both legs, including the rows that stay on this rank.
 
     Attributes:
-        to_nodes, from_nodes: rows of the first leg.
-        to_places, from_places: rows of the second leg.
+        to_nodes, from_nodes: rows of the first leg, per node.
+        to_local_ranks, from_local_ranks: rows of the second leg, per rank of this node.
         counts_L: (row, expert) pairs per local expert.
     """
 
     to_nodes: Sequence[int]
     from_nodes: list[int]
-    to_places: list[int]
-    from_places: list[int]
+    to_local_ranks: list[int]
+    from_local_ranks: list[int]
     counts_L: list[int]
 
 
-def read_counts(table: list[RankCounts], seat: Seat) -> LegCounts:
-    """Compute what this rank sends, receives and forwards; `table` has one entry per ep rank."""
-    rank = seat.neighbours()[seat.place]
-    mine = seat.column(seat.place)
-    local = len(table[0].pairs_E) // seat.ranks
-    experts = range(rank * local, (rank + 1) * local)
+def compute_leg_counts(table: list[RankCounts], position: NodePosition) -> LegCounts:
+    """Compute the rows that this rank sends and receives; `table` has one entry per ep rank."""
+    rank = position.ranks_of_node()[position.local_rank]
+    senders = position.ranks_with(position.local_rank)
+    num_local = len(table[0].pairs_E) // position.num_ranks
+    local_experts = range(rank * num_local, (rank + 1) * num_local)
     return LegCounts(
         to_nodes=table[rank].rows_V,
-        from_nodes=[table[sender].rows_V[seat.node] for sender in mine],
-        # A neighbour gets from this rank the tokens of all ranks with this local rank.
-        to_places=[
-            sum(table[sender].rows_D[neighbour] for sender in mine)
-            for neighbour in seat.neighbours()
+        from_nodes=[table[sender].rows_V[position.node] for sender in senders],
+        # This rank forwards the tokens of all ranks that have its local rank.
+        to_local_ranks=[
+            sum(table[sender].rows_D[neighbour] for sender in senders)
+            for neighbour in position.ranks_of_node()
         ],
-        from_places=[
-            sum(table[sender].rows_D[rank] for sender in seat.column(place))
-            for place in range(seat.places)
+        from_local_ranks=[
+            sum(table[sender].rows_D[rank] for sender in position.ranks_with(local_rank))
+            for local_rank in range(position.ranks_per_node)
         ],
-        counts_L=[sum(one.pairs_E[expert] for one in table) for expert in experts],
+        counts_L=[sum(counts.pairs_E[expert] for counts in table) for expert in local_experts],
     )
 
 
-class Numbers(NamedTuple):
-    """The numbers of the experts in both legs.
+class ExpertNumbers(NamedTuple):
+    """The numbers by which experts are identified in the two legs.
 
     Attributes:
-        in_node_E: each expert's number on this node; experts of other nodes share the number behind
-            the last.
-        here_X: indexed by these numbers, the number on this rank; L for experts of other ranks.
+        on_node_E: the number of each expert on this node, from 0; all experts of other nodes share
+            the number after the last.
+        on_rank_X: the number of each expert on this rank, indexed by the number on this node; L for
+            experts of other ranks.
     """
 
-    in_node_E: Tensor
-    here_X: Tensor
+    on_node_E: Tensor
+    on_rank_X: Tensor
 
 
-def number_twice(seat: Seat, num_experts: int, device: torch.device) -> Numbers:
-    """Number the experts of this node, and among these the experts of this rank."""
-    local = num_experts // seat.ranks
-    of_node = local * seat.places
-    return Numbers(
-        number_experts(num_experts, of_node, seat.node, device),
-        number_experts(of_node + 1, local, seat.place, device),
+def number_experts_of_legs(
+    position: NodePosition, num_experts: int, device: torch.device
+) -> ExpertNumbers:
+    """Number the experts of this node, and the experts of this rank."""
+    num_local = num_experts // position.num_ranks
+    num_on_node = num_local * position.ranks_per_node
+    return ExpertNumbers(
+        number_experts(num_experts, num_on_node, position.node, device),
+        number_experts(num_on_node + 1, num_local, position.local_rank, device),
     )
 
 
 @dataclass(frozen=True)
-class InNode:
-    """The part of the second leg that is known before the rows of the first leg are received.
+class SecondLeg:
+    """The second leg, as far as it is known before the first leg has ended.
 
     Attributes:
-        group, place: the ranks of this node, and the local rank of this one.
+        group, local_rank: the ranks of this node, and the local rank of this rank.
         counts: the counts of both legs.
-        here_X: see `Numbers`.
+        on_rank_X: see `ExpertNumbers`.
         where: the position in the model, for errors.
     """
 
     group: dist.ProcessGroup
-    place: int
+    local_rank: int
     counts: LegCounts
-    here_X: Tensor
+    on_rank_X: Tensor
     where: str
 
-    def exchange(self, ids_ZK: Tensor) -> AllToAllExchange:
-        """Plan the second leg without a host sync; `ids_ZK` are numbers of experts on the node."""
-        places, local = len(self.counts.to_places), len(self.counts.counts_L)
-        # Experts of other nodes are numbered as if they were on one more rank of this node.
-        sends_UZ = find_destinations(ids_ZK // local, places + 1)[:places]
-        order = order_rows(sends_UZ, self.place, min(places, ids_ZK.shape[1]))
+    def plan(self, ids_ZK: Tensor) -> AllToAllExchange:
+        """Plan the second leg, without a host sync; `ids_ZK` number the experts of the node."""
+        num_ranks, num_local = len(self.counts.to_local_ranks), len(self.counts.counts_L)
+        # Experts of other nodes are numbered as if one more rank of this node owned them.
+        sends_UZ = find_destinations(ids_ZK // num_local, num_ranks + 1)[:num_ranks]
+        order = order_rows(sends_UZ, self.local_rank, min(num_ranks, ids_ZK.shape[1]))
         return AllToAllExchange.of_counts(
             order,
             self.group,
-            self.place,
-            sends=self.counts.to_places,
-            receives=self.counts.from_places,
-            local_id_E=self.here_X,
+            self.local_rank,
+            sends=self.counts.to_local_ranks,
+            receives=self.counts.from_local_ranks,
+            local_id_E=self.on_rank_X,
             counts_L=self.counts.counts_L,
             where=self.where,
         )
@@ -296,43 +312,46 @@ class InNode:
 
 @dataclass(frozen=True)
 class HierarchicalExchange:
-    """The exchange of one chunk: the first leg, and what is known of the second."""
+    """The exchange of one chunk in two legs."""
 
-    to_nodes: AllToAllExchange
-    in_node: InNode
+    first_leg: AllToAllExchange
+    second_leg: SecondLeg
 
     @property
     def num_tokens(self) -> int:
-        return self.to_nodes.num_tokens
+        return self.first_leg.num_tokens
 
-    def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> PassedOnRows:
+    def start(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> ForwardedRows:
         """Send every token to the nodes of its experts, with its weights in fp32 or wider."""
-        return PassedOnRows(self.in_node, self.to_nodes.start(x_TH, weights_TK, expert_ids_TK))
+        rows_to_nodes = self.first_leg.start(x_TH, weights_TK, expert_ids_TK)
+        return ForwardedRows(rows_to_nodes, self.second_leg)
 
 
-class PassedOnRows:
-    """Rows that are being sent to a node, and then to the ranks of their experts there."""
+class ForwardedRows:
+    """Rows that are being sent to a node, and that `finish` forwards to the ranks there."""
 
-    def __init__(self, in_node: InNode, crossing: DispatchedRows) -> None:
-        self._in_node, self._crossing = in_node, crossing
-        self._inside: DispatchedRows | None = None
+    def __init__(self, rows_to_nodes: DispatchedRows, second_leg: SecondLeg) -> None:
+        self._rows_to_nodes, self._second_leg = rows_to_nodes, second_leg
+        self._rows_to_ranks: DispatchedRows | None = None
 
     @property
     def counts_L(self) -> list[int]:
-        return self._in_node.counts.counts_L
+        return self._second_leg.counts.counts_L
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows_ZH, weights_ZK, ids_ZK = self._crossing.finish()
-        self._inside = self._in_node.exchange(ids_ZK).start(rows_ZH, weights_ZK, ids_ZK)
-        return self._inside.finish()
+        rows_ZH, weights_ZK, ids_ZK = self._rows_to_nodes.finish()
+        exchange = self._second_leg.plan(ids_ZK)
+        self._rows_to_ranks = exchange.start(rows_ZH, weights_ZK, ids_ZK)
+        return self._rows_to_ranks.finish()
 
     def abandon(self) -> None:
         """Wait for the transfers of both legs."""
-        self._crossing.abandon()
-        if self._inside is not None:
-            self._inside.abandon()
+        self._rows_to_nodes.abandon()
+        if self._rows_to_ranks is not None:
+            self._rows_to_ranks.abandon()
 
     def start_combine(self, rows_RH: Tensor) -> CombinedRows:
-        """Add up results inside the node, and send the sums to the nodes of their tokens."""
-        assert self._inside is not None
-        return self._crossing.start_combine(self._inside.start_combine(rows_RH).finish())
+        """Add up results inside the node, and start to send the sums to the tokens' nodes."""
+        assert self._rows_to_ranks is not None
+        sums_ZH = self._rows_to_ranks.start_combine(rows_RH).finish()
+        return self._rows_to_nodes.start_combine(sums_ZH)
