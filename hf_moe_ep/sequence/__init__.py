@@ -1,5 +1,5 @@
 """Sequence parallelism: the ranks of an sp group split the sequences of one batch.
 
-Here: slices of a sequence, and attention over heads. Never: the data loader that gives these ranks
-the same batch (`integrations/`).
+This folder slices sequences, and splits attention over heads. The data loader that gives these
+ranks the same batch belongs in `integrations/`.
 """

@@ -1,6 +1,6 @@
 """Register the hooks of sequence parallelism (sp_size > 1).
 
-causal LM             hooks that split the batch and gather the outputs; a loss for slices
+causal LM             hooks that split the sequences and gather the outputs; a loss for slices
 every decoder layer   a pre-forward hook that slices the arguments with one entry per token
 attention modules     a copy of the config, which selects `split_attention`
 """
@@ -26,7 +26,7 @@ _REMEDY = "leave sp_size at 1 (ep_size and FSDP2 work)"
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Raise if the sequences of this model cannot be split."""
+    """Raise ValueError if sp_size > 1 and the sequences of this model cannot be split."""
     sp_size = state.config.sp_size or 1
     if sp_size == 1:
         return
@@ -56,13 +56,13 @@ def check(parts: Parts, state: ModelState) -> None:
 
 
 def _check_mixers(parts: Parts, sp_size: int) -> None:
-    """Raise if a module outside of attention mixes tokens along the sequence.
+    """Raise ValueError if a module other than attention mixes tokens along the sequence.
 
-    Attention is split over heads. Any other such module would see a slice of the sequence only.
+    Attention gets whole sequences, split over heads. Another module would get only a slice.
     """
     plan = parts.plan
     if plan.mixers:
-        # Under the same name another layer may have attention, or a module that mixes nothing.
+        # A module with the same name in another layer may be attention, or may not mix tokens.
         kinds = {
             f"{name} ({type(module).__name__})"
             for name in plan.mixers
@@ -77,13 +77,13 @@ def _check_mixers(parts: Parts, sp_size: int) -> None:
 
 
 def attach(parts: Parts, state: ModelState) -> None:
-    """Register the hooks of the module docstring, and select our attention function."""
+    """Register the hooks, the loss and the attention function of the module docstring."""
     if state.config.sp_size == 1:
         return
     select_attention(parts.attention, state, attention_with)
     for index, layer in enumerate(parts.layers):
-        take = TakeSlice(arguments_of(layer, state.config.sp_size or 1), first=index == 0)
-        layer.register_forward_pre_hook(take, with_kwargs=True)
+        take_slice = TakeSlice(arguments_of(layer, state.config.sp_size or 1), first=index == 0)
+        layer.register_forward_pre_hook(take_slice, with_kwargs=True)
     causal_lm = parts.causal_lm
     causal_lm.register_forward_pre_hook(SplitSequence(state), with_kwargs=True)
     causal_lm.register_forward_hook(JoinLogits(state), with_kwargs=True)
@@ -99,6 +99,6 @@ def select_attention(
     `frames` is True for a vision tower, whose stock function may separate frames itself.
     """
     stock = {id(module.config): module.config for module in modules}  # layers may differ
-    own = {key: own_attention_config(config, wrap, frames=frames) for key, config in stock.items()}
+    ours = {key: own_attention_config(config, wrap, frames=frames) for key, config in stock.items()}
     for module in modules:
-        state.replace(module, "config", own[id(module.config)])
+        state.replace(module, "config", ours[id(module.config)])

@@ -5,9 +5,9 @@
     attention_mask         stays whole: attention sees the whole sequence
 
 The names come from the signature of the layer, which `patch` reads. The shape of a tensor would not
-do: any tensor may be as long as the sequence by accident. So `patch` refuses a layer with a tensor
-argument that is in none of the tables below. Flags and caches, which have other annotations than
-tensors, are passed on unchanged.
+be enough, because any tensor may be as long as the sequence by chance. `patch` therefore refuses a
+layer with a tensor argument that is in none of the tables below. Arguments whose annotation names
+no tensor, such as flags and caches, are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BY_TOKEN = {
     "position_ids": -1,
     "attention_scaling": 2,  # (B or 1, 1, S, 1): one scale per query, for all heads
 }
-# Arguments that are passed on unchanged. So is every argument whose name ends in "mask".
+# Arguments that are passed on unchanged, as are all arguments whose names end in "mask".
 _WHOLE = {
     "cache_position",
     "output_attentions",
@@ -63,20 +63,20 @@ class LayerArguments:
             raise ValueError(
                 f"{self.class_name} names {len(self.positional)} positional arguments and was "
                 f"called with {len(args)}, so sp_size={part.size} cannot know which have one entry "
-                f"per token; call it with keywords after hidden_states"
+                f"per token; call the layer with keywords after hidden_states"
             )
         names = zip(self.positional[1:], args[1:], strict=False)
-        return (args[0], *(self._own_part(name, value, part) for name, value in names))
+        return (args[0], *(self._slice_argument(name, value, part) for name, value in names))
 
     def slice_named(self, kwargs: dict[str, Any], part: Slice) -> dict[str, Any]:
         """Slice the keyword arguments that are in `_BY_TOKEN`, and pass on all others."""
-        return {name: self._own_part(name, value, part) for name, value in kwargs.items()}
+        return {name: self._slice_argument(name, value, part) for name, value in kwargs.items()}
 
-    def _own_part(self, name: str, value: Any, part: Slice) -> Any:
+    def _slice_argument(self, name: str, value: Any, part: Slice) -> Any:
         if name not in _BY_TOKEN:
             return value
         if type(value) in (tuple, list):
-            return type(value)(self._own_part(name, one, part) for one in value)
+            return type(value)(self._slice_argument(name, element, part) for element in value)
         if not isinstance(value, Tensor):
             return value
         dim = _BY_TOKEN[name]
@@ -95,7 +95,7 @@ def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
     """Read the signature of a decoder layer.
 
     Raises:
-        ValueError: a tensor argument is in no table, so it may or may not have one entry per token.
+        ValueError: a tensor argument is in no table, so it is not known if it must be sliced.
     """
     by_name = _named_parameters(layer)
     class_name = type(layer).__name__
@@ -117,16 +117,17 @@ def arguments_of(layer: nn.Module, sp_size: int) -> LayerArguments:
 
 
 def _may_be_tensor(parameter: inspect.Parameter) -> bool:
-    """Return True if the annotation of a parameter names tensors, or is missing."""
+    """Return True if the annotation of a parameter names a tensor, or is missing."""
     missing = parameter.annotation is parameter.empty
     return missing or "Tensor" in str(parameter.annotation)
 
 
 def _named_parameters(layer: nn.Module) -> list[inspect.Parameter]:
-    """Return the named parameters of a layer's forward; look inside a wrapper that names none.
+    """Return the named parameters of a layer's forward.
 
-    The forward of the class is read: a forward that transformers or Accelerate set on the instance
-    takes any arguments.
+    If the layer is a wrapper without named parameters, return those of the module inside. The
+    forward of the class is used, because a forward that transformers or Accelerate sets on the
+    instance takes any arguments.
     """
     _, *parameters = inspect.signature(forward_of_class(layer)).parameters.values()
     by_name = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

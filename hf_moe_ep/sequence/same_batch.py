@@ -1,7 +1,7 @@
-"""Check that all ranks of an sp group were given the same batch, of which each computes a slice.
+"""Check that all ranks of an sp group have the same batch, because each rank computes a slice of it.
 
-With different batches the model would train on sequences joined from parts of several samples. Each
-forward compares sizes, names and a checksum of every tensor.
+With different batches the model would train on sequences joined from parts of several samples. The
+check runs in each forward and compares the names, sizes and checksums of all tensors.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from hf_moe_ep.ranks.collectives import gather_counts
 
 
 def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessGroup) -> None:
-    """Raise on every rank of `group` if the batches differ.
+    """Raise ValueError on every rank of `group` if the batches differ.
 
     Args:
         given: the arguments of the forward by name; all tensors among them are compared.
         tokens: token ids (B, S) or embeddings (B, S, H), for the sizes in the error.
     """
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    names = zlib.crc32(
-        "".join(f"{name}{tuple(tensors[name].shape)}" for name in sorted(tensors)).encode()
+    names = sorted(tensors)
+    checksum_of_names = zlib.crc32(
+        "".join(f"{name}{tuple(tensors[name].shape)}" for name in names).encode()
     )
-    sums = sum(_checksum(tensors[name]) * factor for factor, name in enumerate(sorted(tensors), 1))
-    assert isinstance(sums, Tensor)
-    mine = torch.tensor([*tokens.shape[:2], names], device=tokens.device)
-    by_rank = gather_counts(torch.cat([mine, sums.view(1)]), group, where="the sp group's batches")
+    checksum = sum(_checksum(tensors[name]) * factor for factor, name in enumerate(names, 1))
+    assert isinstance(checksum, Tensor)
+    sizes_and_names = torch.tensor(
+        [*tokens.shape[:2], checksum_of_names], device=tokens.device
+    )
+    own_numbers = torch.cat([sizes_and_names, checksum.view(1)])
+    by_rank = gather_counts(own_numbers, group, where="the sp group's batches")
     if any(numbers != by_rank[0] for numbers in by_rank):
         ranks = dist.get_process_group_ranks(group)
         sizes = ", ".join(
@@ -38,15 +42,16 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
             for rank, (rows, length, *_) in zip(ranks, by_rank, strict=True)
         )
         raise ValueError(
-            f"ranks of one sp group were given different batches ({sizes}; equal sizes mean other "
-            f"contents), but the ranks {ranks} split one batch. In your own loop select samples by "
-            f"hf_moe_ep.data_parallel_rank(model) of hf_moe_ep.data_parallel_size(model); random "
-            f"numbers in a data set or collate function need the same seed on all of these ranks"
+            f"ranks of one sp group were given different batches ({sizes}; if the sizes are equal, "
+            f"the contents differ), but the ranks {ranks} split one batch. In your own loop select "
+            f"samples by hf_moe_ep.data_parallel_rank(model) of "
+            f"hf_moe_ep.data_parallel_size(model); random numbers in a data set or collate "
+            f"function need the same seed on all of these ranks"
         )
 
 
 def _checksum(x: Tensor) -> Tensor:
-    """Return an int64 checksum. It depends on the order of integers, but not of floats."""
+    """Return an int64 checksum, which depends on the order of integers but not of floats."""
     if x.is_floating_point():
         return x.detach().sum(dtype=torch.float64).view(torch.int64)
     positions = torch.arange(1, x.numel() + 1, device=x.device)

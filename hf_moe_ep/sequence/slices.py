@@ -1,7 +1,7 @@
 """Slices of sequences, one per rank of an sp group, and the collectives that join them.
 
-With `sp` ranks and sequences of S tokens every rank has ceil(S / sp) tokens of each row; the last
-slices are padded. Both collectives are differentiable:
+With `sp` ranks and sequences of S tokens, every rank has ceil(S / sp) tokens of each row of the
+batch; the last slices are padded. Both collectives are differentiable:
 
     gather_slices   (B, S / sp, V)        to   (B, S, V) on every rank
     sum_slices      one number per slice  to   their sum on every rank
@@ -27,9 +27,10 @@ SLICE = "hf_moe_ep_slice"
 
 
 class Slice:
-    """The slice of one rank: its tokens of the `length` tokens of each row, in whole `unit`s.
+    """The slice of one rank: a part of the `length` tokens of each row.
 
-    This is no dataclass, because FSDP2 copies every dataclass among the arguments of a unit.
+    The number of tokens in a slice is a multiple of `unit`. This is not a dataclass, because FSDP2
+    copies every dataclass among the arguments of a unit.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class Slice:
     ) -> None:
         self.group, self.rank, self.size = group, rank, size
         self.length, self.unit = length, unit
-        # Position ids of the whole sequence, by which flash attention separates packed documents.
+        # The position ids of the whole sequence. Flash attention finds packed documents in them.
         self.positions: Tensor | None = None
-        # Tensors that all layers are given: the whole tensor and its slice, by id.
+        # For tensors that all layers receive: id of the whole tensor -> (whole tensor, slice).
         self._shared: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -53,14 +54,14 @@ class Slice:
         part = x.narrow(dim, start, min(self.local, self.length - start))
         missing = self.local - part.shape[dim]
         if not missing:
-            return part.clone()  # a view would keep the whole alive
+            return part.clone()  # a view would keep the whole tensor alive
         shape = list(part.shape)
         shape[dim] = missing
         return torch.cat([part, part.new_full(shape, fill)], dim)
 
     def take_shared(self, whole: Tensor, dim: int) -> Tensor:
-        """Return the slice of a tensor that all layers are given; it is sliced only once."""
-        if whole.requires_grad:  # each recomputation in backward needs a graph of its own
+        """Return the slice of a tensor that all layers receive; reuse the slice if possible."""
+        if whole.requires_grad:  # each recompute in backward needs a graph of its own
             return self.take(whole, dim)
         if id(whole) not in self._shared:
             self._shared[id(whole)] = whole, self.take(whole, dim)
@@ -68,7 +69,7 @@ class Slice:
 
 
 def gather_slices(x: Tensor, part: Slice) -> Tensor:
-    """All-gather (B, S / sp, V) to (B, S, V); backward adds the gradients of all ranks."""
+    """All-gather slices (B, S / sp, V) to (B, S, V); backward adds the gradients of all ranks."""
     whole: Tensor = _Gather.apply(x, part)
     return whole
 
@@ -84,7 +85,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, part: Slice) -> Tensor:
         ctx.part = part
         whole = all_gather(x, part.group).movedim(0, 1).flatten(1, 2)[:, : part.length]
-        # A copy: an in-place operator on a view would lose the hook that FSDP2 put on the view.
+        # An in-place operator on a view would lose the hook that FSDP2 registers on the output.
         return whole.clone() if is_view(whole) else whole
 
     @staticmethod
@@ -109,5 +110,5 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum(x: Tensor, part: Slice) -> Tensor:
-    """Sum a scalar over the group; gathering first makes every rank add in the same order."""
+    """Sum a scalar over the group; after an all-gather all ranks add in the same order."""
     return all_gather(x, part.group).sum()

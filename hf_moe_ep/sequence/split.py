@@ -1,15 +1,15 @@
 """Split a forward into slices of its sequence, and join its outputs.
 
-    before the causal LM  SplitSequence: all ranks have the same batch. A `Slice` is passed down
-                          with it; masks and positions are computed for the whole sequence
+    before the causal LM  SplitSequence: all ranks have the same batch; adds a `Slice` to the
+                          arguments. Stock code computes masks and positions of whole sequences
     decoder layers        TakeSlice: the first layer slices the hidden states, and every layer its
                           other arguments with one entry per token
     loss                  split_loss: labels are shifted, then sliced; the losses of all slices are
                           summed
-    after the causal LM   JoinLogits: gather the outputs, if no loss was asked for
+    after the causal LM   JoinLogits: gathers the outputs if no loss is computed
 
-The `Slice` of a forward is a keyword argument from the causal LM down to attention and loss, so a
-layer that is recomputed in backward gets the slice of its own forward.
+The `Slice` of a forward is passed as a keyword argument from the causal LM down to attention and
+loss, so a layer that is recomputed in backward gets the slice of its own forward.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hf_moe_ep.upstream.replaced_forwards import is_computed_by_liger
 
 
 class SplitSequence(Ours):
-    """Pre-forward hook of the causal LM: decide if this forward is split.
+    """Pre-forward hook of the causal LM: splits a forward in training mode or with labels.
 
-    A forward is split in training mode or with labels. Any other forward is split only with
-    `use_cache=False` and without `logits_to_keep`; so the forwards of `generate` are not split.
+    Any other forward is split only if it has `use_cache=False` and no `logits_to_keep`. The
+    forwards of `generate` are therefore not split.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -49,15 +49,16 @@ class SplitSequence(Ours):
             return None
         given = bind_forward(model, args, kwargs)
         keep = given.get("logits_to_keep", 0)
-        picks = isinstance(keep, Tensor) or bool(keep)
-        learns = model.training or given.get("labels") is not None
-        split = learns or (given.get("use_cache") is False and not picks)
+        selects_positions = isinstance(keep, Tensor) or bool(keep)
+        always_split = model.training or given.get("labels") is not None
+        split = always_split or (given.get("use_cache") is False and not selects_positions)
         if given_cache(given) is not None or not split:
             return None
-        if picks:
+        if selects_positions:
             raise ValueError(
                 f"logits_to_keep={keep} selects positions of the whole sequence, but with sp_size="
-                f"{meshes.sp_size} a forward in training or with labels is split; leave it out"
+                f"{meshes.sp_size} a forward in training or with labels is split; leave "
+                f"logits_to_keep out"
             )
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         tokens: Tensor = given[name]
@@ -76,10 +77,11 @@ class SplitSequence(Ours):
         part = Slice(group, rank, meshes.sp_size, length=tokens.shape[1])
         given[SLICE] = part
         if is_fused_head(given):
-            whole = given.get("labels") if given.get("shift_labels") is None else None
-            given["shift_labels"] = _next_labels(whole, given.get("shift_labels"), part)
-            # TRL's head no longer reads `labels`; JoinLogits reads how the labels were given.
-            given["labels"] = whole
+            labels = given.get("labels") if given.get("shift_labels") is None else None
+            given["shift_labels"] = _next_labels(labels, given.get("shift_labels"), part)
+            # With shift_labels TRL's head ignores `labels`. JoinLogits sees in `labels` if the
+            # caller has shifted them.
+            given["labels"] = labels
         given["use_cache"] = False
         given["attention_mask"] = _mask_to_pass(
             given.get("position_ids"), given.get("attention_mask")
@@ -88,7 +90,7 @@ class SplitSequence(Ours):
 
 
 class JoinLogits(Ours):
-    """Forward hook of the causal LM: gather the outputs, or drop them if there is a loss."""
+    """Forward hook of the causal LM: gathers the outputs, or drops them if there is a loss."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -101,17 +103,17 @@ class JoinLogits(Ours):
         if part is None:
             return None
         if is_fused_head(kwargs):
-            as_stock = part.length if kwargs.get("labels") is None else part.length - 1
-            return _join_fused(output, part, as_stock)
+            stock_length = part.length if kwargs.get("labels") is None else part.length - 1
+            return _join_fused(output, part, stock_length)
         if isinstance(output, tuple):
             raise ValueError("return_dict=False is not supported with sp_size > 1; leave it out")
-        whole = kwargs.get("labels") is None
-        whole |= self.state.config.gather_logits or self.state.gather_logits
-        # None instead of a slice, from which a metric would silently be wrong.
+        gathers = kwargs.get("labels") is None
+        gathers |= self.state.config.gather_logits or self.state.gather_logits
+        # Outputs that are not gathered become None: a metric of a slice would silently be wrong.
         return replace(
             output,
             **{
-                name: _join(output.get(name), part) if whole else None
+                name: _join(output.get(name), part) if gathers else None
                 for name in ("logits", "hidden_states", "attentions", "router_logits")
                 if name in output
             },
@@ -121,7 +123,7 @@ class JoinLogits(Ours):
 def _join(x: Any, part: Slice) -> Any:
     """Gather slices (B, S / sp, V), flat slices (B * S / sp, V), or tuples of either."""
     if not isinstance(x, Tensor):
-        return None if x is None else tuple(_join(one, part) for one in x)
+        return None if x is None else tuple(_join(element, part) for element in x)
     flat = x.ndim == 2
     slices = x.unflatten(0, (-1, part.local)) if flat else x
     whole = gather_slices(slices, part)
@@ -129,10 +131,9 @@ def _join(x: Any, part: Slice) -> Any:
 
 
 class TakeSlice(Ours):
-    """Pre-forward hook of a decoder layer: slice its arguments with one entry per token.
+    """Pre-forward hook of a decoder layer: slices the arguments with one entry per token.
 
-    These are position embeddings and ids, inputs of this layer, and scales of queries. Masks stay
-    whole. `layer_arguments.py` lists all of them.
+    `layer_arguments.py` lists these arguments, such as position embeddings. Masks stay whole.
     """
 
     def __init__(self, arguments: LayerArguments, *, first: bool) -> None:
@@ -146,8 +147,8 @@ class TakeSlice(Ours):
             return None
         if not args:
             raise ValueError(
-                f"sp_size={part.size} slices the first argument of {type(layer).__name__}, which "
-                f"was called with keywords alone; call it as layer(hidden_states, ...)"
+                f"sp_size={part.size} slices the first argument of {type(layer).__name__}, but the "
+                f"layer was called with keywords alone; call it as layer(hidden_states, ...)"
             )
         part.positions = kwargs.get("position_ids")
         hidden, *others = self.arguments.slice_positional(args, part)
@@ -159,10 +160,10 @@ class TakeSlice(Ours):
 def split_loss(
     stock: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kw: Any
 ) -> Tensor:
-    """Return the loss of the whole sequence, the same on all ranks, from this rank's logits.
+    """Return the loss of the whole sequence, equal on all ranks, from this rank's logits.
 
-    Its gradient on one rank is sp times that of the loss, because FSDP2 averages gradients over all
-    ranks, as in data parallelism.
+    The gradient of this rank's logits is multiplied by sp_size, because FSDP2 averages the
+    gradients of parameters over all ranks, as in data parallelism.
     """
     part: Slice | None = kw.pop(SLICE, None)
     if part is None:
@@ -172,8 +173,8 @@ def split_loss(
     if count is None:
         counted = labels[:, 1:] if shifted is None else shifted
         count = (counted != ignored).sum()
-    mine = _next_labels(labels, shifted, part, ignored)
-    loss = stock(logits, None, *args, shift_labels=mine, num_items_in_batch=count, **kw)
+    own_labels = _next_labels(labels, shifted, part, ignored)
+    loss = stock(logits, None, *args, shift_labels=own_labels, num_items_in_batch=count, **kw)
     return sum_slices(loss, part)
 
 
@@ -190,44 +191,45 @@ def _next_labels(
 def _join_fused(output: Any, part: Slice, length: int) -> Any:
     """Gather the outputs of TRL's fused head for `length` tokens, and drop its loss of a slice.
 
-    `length` excludes the last token, which has no label, unless the labels were already shifted: so
-    TRL does without sp.
+    As in TRL without sp, `length` excludes the last token, which has no label, unless the caller
+    has shifted the labels.
     """
-    whole = {
+    gathered = {
         name: _gather_numbers(x, part, length)
         for name, x in output.items()
         if isinstance(x, Tensor) and x.ndim == 2
     }
-    return replace(output, **whole, loss=None)
+    return replace(output, **gathered, loss=None)
 
 
 def _gather_numbers(x: Tensor, part: Slice, length: int) -> Tensor:
-    """Gather (B, S / sp) to (B, length)."""
+    """Gather slices (B, S / sp) of numbers or flags to (B, length)."""
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     whole = gather_slices(numbers.unsqueeze(-1), part).squeeze(-1)[:, :length]
-    # A copy, because FSDP2 warns about an output that is a view.
+    # The result is a copy, because FSDP2 warns about an output that is a view.
     return whole.to(x.dtype, copy=True)
 
 
 def _mask_to_pass(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """Return the mask, or None if the positions restart within a row.
 
-    Positions that restart separate documents packed into one row. But transformers ignores them if
-    it also gets a mask, and the documents would silently attend to each other (masking_utils.py,
-    _preprocess_mask_arguments).
+    If several documents are packed into one row, the positions restart at each document. But
+    transformers ignores positions if it also gets a mask, and the documents would silently attend
+    to each other (masking_utils.py, _preprocess_mask_arguments).
     """
     if positions is None or mask is None or mask.ndim != 2:
         return mask
     if positions.ndim == 3:
-        if positions.shape[0] != 4:  # (time, row, column) of pictures; no position of the text
+        if positions.shape[0] != 4:  # (time, row, column), without positions of the text
             return mask
         positions = positions[0]
-    both = (mask[:, 1:] * mask[:, :-1]).bool()
-    restarts, whole = torch.stack([(both & (positions.diff() <= 0)).any(), mask.all()]).tolist()
-    if restarts and not whole:
+    both_visible = (mask[:, 1:] * mask[:, :-1]).bool()
+    is_restart = both_visible & (positions.diff() <= 0)
+    restarts, all_visible = torch.stack([is_restart.any(), mask.all()]).tolist()
+    if restarts and not all_visible:
         raise ValueError(
             "position_ids restart within a row, which means packed documents, but the "
             "attention_mask has zeros, and with a mask stock code treats a row as one document; "
-            "leave the mask out and fill up rows with a document whose labels are -100"
+            "leave the mask out, and pad each row with a document whose labels are -100"
         )
     return None if restarts else mask

@@ -1,23 +1,22 @@
 """Ulysses sequence parallelism: split the sequence over ranks, and attention over its heads.
 
-Every rank of an sp group is given the same batch. The model's own code computes masks, positions
-and embeddings for the whole sequence; then each rank keeps one slice. With 2 ranks, 4 heads and 8
-tokens:
+Every rank of an sp group gets the same batch. Stock code computes masks, positions and embeddings
+of the whole sequence; then each rank keeps one slice. With 2 ranks, 4 heads and 8 tokens:
 
     rank 0   tokens 0-3  |  heads 0 1 of tokens 0-7  |  tokens 0-3
     rank 1   tokens 4-7  |  heads 2 3 of tokens 0-7  |  tokens 4-7
              projections    attention, stock code       projection, experts, head, loss
 
 Each layer has two all-to-alls: one for queries, keys and values, and one for the results. If sp
-does not divide the length, the slices are padded at the end; attention does not see the padding. If
-there are fewer key and value heads than ranks, they are repeated until every rank has one.
+does not divide the length, the last slices are padded; attention does not see the padding. If there
+are fewer key and value heads than ranks, these heads are repeated until every rank has one.
 
-    own_heads     (B, Q, S / sp, W)   to   (B, Q / sp, S, W)      Q heads, W the width of one
+    own_heads     (B, Q, S / sp, W)   to   (B, Q / sp, S, W)      Q heads of width W
     own_tokens    (B, S, Q / sp, W)   to   (B, S / sp, Q, W)
 
-Both are differentiable, and the backward of one is the exchange of the other. W may differ between
-tensors: values may be narrower than queries. Attention sinks, one number per head, are sliced to
-the heads of the rank. Source: DeepSpeed-Ulysses, arXiv 2309.14509.
+Both functions are differentiable; the backward of each is the exchange of the other. W may differ
+between tensors: values may be narrower than queries. Attention sinks, one number per head, are
+sliced to the heads of the rank. Source: DeepSpeed-Ulysses, arXiv 2309.14509.
 """
 
 from __future__ import annotations
@@ -45,7 +44,10 @@ def split_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend over the whole sequence for the heads of this rank; registered with transformers."""
+    """Compute attention over the whole sequence for the heads of this rank.
+
+    This function is registered with transformers' attention interface.
+    """
     part: Slice | None = kwargs.pop(SLICE, None)
     module = stock_attention(module)
     if part is None:
@@ -58,14 +60,17 @@ def split_attention(
     if kv_heads < part.size:
         key, value = (x.repeat_interleave(part.size // kv_heads, 1) for x in (key, value))
     query, key, value = own_heads(query, key, value, part)
-    # Stock code reads from the module how often to repeat each key.
+    # Stock code reads from the module how often each key and value head is repeated.
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     out_BSQW, _ = stock(module, query, key, value, attention_mask, **kwargs)
     return own_tokens(out_BSQW, part), None
 
 
 def own_heads(query: Tensor, key: Tensor, value: Tensor, part: Slice) -> tuple[Tensor, ...]:
-    """Exchange (B, Q, S / sp, W) each for this rank's heads of all tokens: (B, Q / sp, S, W)."""
+    """Exchange three tensors (B, Q, S / sp, W) for this rank's heads of all tokens.
+
+    The results are (B, Q / sp, S, W).
+    """
     whole: tuple[Tensor, ...] = _HeadsToSequence.apply(part, query, key, value)
     return tuple(x[:, :, : part.length] for x in whole)
 
@@ -77,7 +82,7 @@ def own_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
 
 
 def check_heads(heads: int, kv_heads: int, sp_size: int) -> None:
-    """Raise if the heads cannot be split; the error lists the sizes that work."""
+    """Raise ValueError if the heads cannot be split; the error lists the sizes that work."""
     sizes = [n for n in range(1, heads + 1) if _splits(heads, kv_heads, n)]
     if sp_size not in sizes:
         raise ValueError(
@@ -87,7 +92,7 @@ def check_heads(heads: int, kv_heads: int, sp_size: int) -> None:
 
 
 def attention_with(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `split_attention` around a stock attention function."""
+    """Return `split_attention` with a stock attention function as its first argument."""
     return partial(split_attention, stock)
 
 
@@ -97,13 +102,13 @@ def _slice_sinks(module: Any, kwargs: dict[str, Any], part: Slice) -> None:
     Flash attention takes the sinks as an argument. Eager attention reads them from the module,
     which is a copy here (models/gpt_oss/modeling_gpt_oss.py).
     """
-    whole = kwargs.get("s_aux")
-    if whole is None:
+    sinks = kwargs.get("s_aux")
+    if sinks is None:
         return
-    own = whole.unflatten(0, (part.size, -1))[part.rank]
-    kwargs["s_aux"] = own
+    own_sinks = sinks.unflatten(0, (part.size, -1))[part.rank]
+    kwargs["s_aux"] = own_sinks
     parameters = module._parameters
-    module._parameters = {name: own if x is whole else x for name, x in parameters.items()}
+    module._parameters = {name: own_sinks if x is sinks else x for name, x in parameters.items()}
 
 
 def _splits(heads: int, kv_heads: int, size: int) -> bool:
@@ -111,47 +116,48 @@ def _splits(heads: int, kv_heads: int, size: int) -> bool:
 
 
 class _HeadsToSequence(torch.autograd.Function):
-    """Exchange (B, Q, S / sp, W) each for (B, Q / sp, S, W), padding included."""
+    """Exchange tensors (B, Q, S / sp, W) for tensors (B, Q / sp, S, W), padding included."""
 
     @staticmethod
     def forward(ctx: Any, part: Slice, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.part = part
         by_owner = [x.unflatten(1, (part.size, -1)).movedim(1, 0) for x in tensors]
-        return tuple(x.movedim(0, 2).flatten(2, 3) for x in _swap_in_one(by_owner, part))
+        return tuple(x.movedim(0, 2).flatten(2, 3) for x in _swap_together(by_owner, part))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
         by_owner = [grad.unflatten(2, (part.size, -1)).movedim(2, 0) for grad in grads]
-        return None, *(x.movedim(0, 1).flatten(1, 2) for x in _swap_in_one(by_owner, part))
+        return None, *(x.movedim(0, 1).flatten(1, 2) for x in _swap_together(by_owner, part))
 
 
-def _swap_in_one(tensors: Sequence[Tensor], part: Slice) -> list[Tensor]:
-    """Exchange the slices of several tensors in one all-to-all; dim 0 of each counts ranks."""
-    numbers = [x[0].numel() for x in tensors]
-    packed = tensors[0].new_empty(part.size, sum(numbers))
-    for x, room in zip(tensors, packed.split(numbers, 1), strict=True):
-        room.view(x.shape).copy_(x)
-    arrived = swap_slices(packed, part.group).split(numbers, 1)
-    return [x.view(like.shape) for x, like in zip(arrived, tensors, strict=True)]
+def _swap_together(tensors: Sequence[Tensor], part: Slice) -> list[Tensor]:
+    """Exchange several tensors in one all-to-all; `tensor[r]` is the slice for rank r."""
+    sizes = [x[0].numel() for x in tensors]
+    packed = tensors[0].new_empty(part.size, sum(sizes))
+    for x, target in zip(tensors, packed.split(sizes, 1), strict=True):
+        target.view(x.shape).copy_(x)
+    received = swap_slices(packed, part.group).split(sizes, 1)
+    return [x.view(like.shape) for x, like in zip(received, tensors, strict=True)]
 
 
 class _SequenceToHeads(torch.autograd.Function):
-    """Exchange (B, S without padding, Q / sp, W) for (B, S / sp, Q, W)."""
+    """Exchange a tensor (B, S without padding, Q / sp, W) for (B, S / sp, Q, W)."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, part: Slice) -> Tensor:
         ctx.part = part
         padded = functional.pad(out, (0, 0, 0, 0, 0, part.local * part.size - part.length))
-        arrived = swap_slices(padded.unflatten(1, (part.size, -1)).movedim(1, 0), part.group)
-        # Stock code views the result, and with one head per rank flatten returns a strided view.
-        return arrived.movedim(0, 2).flatten(2, 3).contiguous()
+        received = swap_slices(padded.unflatten(1, (part.size, -1)).movedim(1, 0), part.group)
+        # Stock code calls view on the result, and with one head per rank flatten returns a strided
+        # tensor.
+        return received.movedim(0, 2).flatten(2, 3).contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         part = ctx.part
         by_owner = grad.unflatten(2, (part.size, -1)).movedim(2, 0)
-        arrived = swap_slices(by_owner, part.group).movedim(0, 1).flatten(1, 2)
-        return arrived[:, : part.length], None
+        received = swap_slices(by_owner, part.group).movedim(0, 1).flatten(1, 2)
+        return received[:, : part.length], None
