@@ -1,4 +1,4 @@
-"""Check that all ranks of an sp group have the same batch, because each rank computes a slice of it.
+"""Check that all ranks of an sp group have the same batch, of which each computes a slice.
 
 With different batches the model would train on sequences joined from parts of several samples. The
 check runs in each forward and compares the names, sizes and checksums of all tensors.
@@ -30,9 +30,7 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
     )
     checksum = sum(_checksum(tensors[name]) * factor for factor, name in enumerate(names, 1))
     assert isinstance(checksum, Tensor)
-    sizes_and_names = torch.tensor(
-        [*tokens.shape[:2], checksum_of_names], device=tokens.device
-    )
+    sizes_and_names = torch.tensor([*tokens.shape[:2], checksum_of_names], device=tokens.device)
     own_numbers = torch.cat([sizes_and_names, checksum.view(1)])
     by_rank = gather_counts(own_numbers, group, where="the sp group's batches")
     if any(numbers != by_rank[0] for numbers in by_rank):
