@@ -1,5 +1,5 @@
 """Models with pictures or sound.
 
-Here: encoders on ranks with different inputs, slices of patches, and position ids of pictures.
-Never: attention over slices of a sequence (`sequence/`).
+This folder runs encoders on ranks with different inputs, slices the patches of pictures, and
+computes position ids of pictures. Attention over slices of a sequence belongs in `sequence/`.
 """

@@ -2,8 +2,8 @@
 
 If the blocks of a vision tower are FSDP2 units of their own:
 
-owner of the tower    pre-forward hook: every rank runs the tower, or none does
-root                  the same before `generate`
+owner of the tower    pre-forward hook: either all ranks run the tower, or no rank does
+root                  the same for the call by which `generate` encodes
 with sp_size > 1      hooks on the tower and the language model that take slices of the patches and
                       gather the features; the tower's attention modules get a config that selects
                       our attention
@@ -12,18 +12,19 @@ If there are encoders of any other class:
 
 owner of the encoders pre-forward hook: gather all encoders if any rank has input
 decoder               pre-forward hook: give every rank gradients for the same parameters
-every encoder         hooks: refuse to run sharded, and record if an output requires a gradient
-root                  gather all encoders before `generate`
+every encoder         hooks: refuse to run while sharded, and record if an output requires a
+                      gradient
+root                  gather all encoders for the call by which `generate` encodes
 
 If a layer has experts for pictures alone:
 
-decoder               pre-forward hook: mark the ranks that have no picture while another rank has
-block of such a layer forward hook: run these experts on no rows on a marked rank
+decoder               pre-forward hook: mark a rank without pictures if another rank has pictures
+block of such a layer forward hook: on a marked rank, run these experts on no rows
 
-If the model takes pictures or sound and no encoder was found:
+If the model takes pictures or sound, but no encoder was found:
 
-root                  pre-forward hook: refuse ranks with different kinds of input; the same before
-                      `generate`
+root                  pre-forward hook: refuse ranks with different kinds of input; the same for the
+                      call by which `generate` encodes
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from hf_moe_ep.upstream.towers import (
 )
 from hf_moe_ep.vision.branches import MarkTextOnlyRanks, RunPictureExperts
 from hf_moe_ep.vision.encoders import (
+    AlignGradients,
     GatherEncoders,
-    NoteGraph,
-    OnlyGathered,
-    TieEncoders,
+    RecordGraph,
+    RefuseShardedEncoder,
     encode_before_generate,
 )
 from hf_moe_ep.vision.patches import (
@@ -64,18 +65,18 @@ from hf_moe_ep.vision.unlike import RefuseDifferentInputs
 
 
 def check(parts: Parts, state: ModelState) -> None:
-    """Refuse a vision tower whose attention cannot be split, if sp_size > 1.
+    """With sp_size > 1, refuse encoders whose attention cannot be split.
 
     Raises:
-        ValueError: sp_size does not divide the heads of the tower, or the tower uses eager
-            attention or a function that is not in transformers' attention interface; or the model
-            has other encoders.
+        ValueError: sp_size does not divide the heads of the tower; the tower uses eager attention,
+            or a function that is not in transformers' attention interface; or the model has other
+            encoders.
     """
     if state.config.sp_size == 1:
         return
     if parts.encoders is not None:
         raise ValueError(
-            f"sp_size ({state.config.sp_size}) > 1 was not built for the "
+            f"sp_size ({state.config.sp_size}) > 1 does not support the encoders "
             f"{', '.join(parts.plan.encoders)} of {parts.plan.model_type}; leave sp_size at 1"
         )
     if parts.tower is None:
@@ -111,13 +112,13 @@ def attach(parts: Parts, state: ModelState) -> None:
 
 
 def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
-    before = GatherEncoders(state)
-    encoders.owner.register_forward_pre_hook(before, with_kwargs=True)
-    tie = TieEncoders(state, encoders.owner, before)
-    encoders.decoder.register_forward_pre_hook(tie, with_kwargs=True)
+    gather_encoders = GatherEncoders(state)
+    encoders.owner.register_forward_pre_hook(gather_encoders, with_kwargs=True)
+    align_gradients = AlignGradients(state, encoders.owner, gather_encoders)
+    encoders.decoder.register_forward_pre_hook(align_gradients, with_kwargs=True)
     for module in encoders.modules:
-        module.register_forward_pre_hook(OnlyGathered())
-        module.register_forward_hook(NoteGraph(before))
+        module.register_forward_pre_hook(RefuseShardedEncoder())
+        module.register_forward_hook(RecordGraph(gather_encoders))
     blocks = [m for m in encoders.decoder.modules() if has_experts_of_pictures(m)]
     if blocks:
         encoders.decoder.register_forward_pre_hook(MarkTextOnlyRanks(state), with_kwargs=True)
@@ -127,6 +128,6 @@ def _attach_encoders(root: Any, encoders: Encoders, state: ModelState) -> None:
 
 
 def _wrap_encoding(wrapper: Callable[..., Any], root: nn.Module, state: ModelState) -> None:
-    """Wrap the encoder call that `generate` makes first by `wrapper(stock, model_kwargs)`."""
+    """Wrap the call by which `generate` encodes its inputs with `wrapper(stock, model_kwargs)`."""
     if hasattr(root, ENCODE_AHEAD):
         state.replace(root, ENCODE_AHEAD, partial(wrapper, getattr(root, ENCODE_AHEAD)))

@@ -1,13 +1,13 @@
-"""Experts for picture tokens alone, on ranks whose batch has no picture.
+"""Run experts for picture tokens on ranks whose batch has no picture.
 
 Some layers have one set of experts for text and one for pictures, and stock code skips the second
 set if a batch has no picture tokens. With expert parallelism and FSDP2 all ranks must run both
-sets, or the ranks with pictures wait for ever. So before the decoder runs, the ranks sum how many
-of them have picture tokens. If any has, a rank without them runs the second set on an empty tensor:
-it takes part in every exchange, and its gradients are exact zeros.
+sets, or the ranks with pictures wait forever. Before the decoder runs, the ranks therefore count
+how many of them have picture tokens. If any rank has some, every rank without them runs the second
+set on an empty tensor: it takes part in every exchange, and its gradients are exact zeros.
 
-The decision is stored as an attribute of the tensor of token types, which every layer receives,
-also when a layer is recomputed in backward.
+The decision is stored as an attribute of the tensor of token types. Every layer receives this
+tensor, also in a recompute in backward.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hf_moe_ep.upstream.models import bind_forward
 from hf_moe_ep.upstream.towers import EXPERTS_OF_PICTURES, TOKEN_KINDS
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
-_OTHERS_SEE = "_hf_moe_ep_others_see"
+_ONLY_OTHERS_HAVE_PICTURES = "_hf_moe_ep_others_see"
 
 
 class MarkTextOnlyRanks(ShardedOnly):
-    """Pre-forward hook of the decoder: mark the token types if only other ranks have pictures."""
+    """Pre-forward hook of the decoder: marks the token types if only other ranks have pictures."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -40,21 +40,22 @@ class MarkTextOnlyRanks(ShardedOnly):
             return None
         given = bind_forward(decoder, args, kwargs)
         kinds_BS = given.get(TOKEN_KINDS)
-        mine = torch.zeros((), dtype=torch.int64, device=meshes.device)
+        has_pictures = torch.zeros((), dtype=torch.int64, device=meshes.device)
         if kinds_BS is not None:
-            mine = mine + kinds_BS.any()
-        # A host sync. Stock code has one in every layer.
-        here, anywhere = torch.stack([mine, sum_over_ranks(mine)]).tolist()
-        if here or not anywhere:
+            has_pictures = has_pictures + kinds_BS.any()
+        # This is a host sync. Stock code has one in every layer.
+        totals = torch.stack([has_pictures, sum_over_ranks(has_pictures)])
+        on_this_rank, on_all_ranks = totals.tolist()
+        if on_this_rank or not on_all_ranks:
             return None
         text = given["inputs_embeds"]
         marked_BS = torch.zeros(text.shape[:2], dtype=torch.int64, device=text.device)
-        setattr(marked_BS, _OTHERS_SEE, True)
+        setattr(marked_BS, _ONLY_OTHERS_HAVE_PICTURES, True)
         return (), {**given, TOKEN_KINDS: marked_BS}
 
 
 class RunPictureExperts(ShardedOnly):
-    """Forward hook of a block: on a marked rank, run the experts for pictures on no rows."""
+    """Forward hook of a block: on a marked rank, runs the experts for pictures on no rows."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -63,7 +64,7 @@ class RunPictureExperts(ShardedOnly):
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> Any:
         given = bind_forward(block, args, kwargs)
-        if not getattr(given.get(TOKEN_KINDS), _OTHERS_SEE, False):
+        if not getattr(given.get(TOKEN_KINDS), _ONLY_OTHERS_HAVE_PICTURES, False):
             return None
         no_rows = given["hidden_states"].flatten(0, 1)[:0]
         unused = getattr(block, EXPERTS_OF_PICTURES)(no_rows)

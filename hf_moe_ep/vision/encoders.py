@@ -1,24 +1,24 @@
-"""Encoders for pictures, videos or sound, of any class, where ranks differ in their inputs.
+"""Encoders of any class for pictures, videos or sound, if ranks have different inputs.
 
-Every child of the owner, except the decoder, is one FSDP2 unit, sharded over all ranks. A rank
-without a picture does not run the encoder, so an all-gather inside the encoder's forward would make
-the other ranks wait for ever. Encoders are therefore gathered outside of their forward. Ranks
-exchange what they have twice:
+The owner is the module that holds the encoders and the decoder. Each of its children, except the
+decoder, is one FSDP2 unit, sharded over all ranks. A rank without a picture does not run the
+encoder, so an all-gather inside the encoder's forward would make the other ranks wait forever.
+Encoders are therefore gathered outside of their forward. The ranks compare their inputs twice:
 
     before the encoders  Does any rank have pictures or sound? If so, all ranks gather all encoders,
-                         and each rank runs its own as often as it has input, as stock code does.
-    after the encoders   Which parameters get a gradient on any rank? `ZeroGradients` sends exact
-                         zeros to such a parameter on a rank where the loss does not reach it. A
-                         parameter that no rank uses gets no gradient, as in stock, so weight decay
-                         does not move it. A reentrant checkpoint hides its graph until it is
-                         recomputed: all parameters that it may use get zeros in addition.
+                         and each rank runs them as often as it has input, as in stock code.
+    after the encoders   Which parameters get a gradient on any rank? On a rank whose loss does not
+                         depend on such a parameter, `ZeroGradients` sends exact zeros to it. A
+                         parameter that no rank uses gets no gradient, as in stock code, so weight
+                         decay does not change it. A reentrant checkpoint hides its graph until it
+                         is recomputed, so all parameters that it may use get zeros in addition.
 
-FSDP2 reduces the gradients at the end of the backward, unit by unit, and passes over units without
-gradients. Because of the zeros these are the same units on all ranks, in the same order.
+FSDP2 reduces the gradients at the end of the backward, unit by unit, and skips units without
+gradients. Because of the zeros all ranks reduce the same units in the same order.
 
 Encoders stay gathered, in the compute dtype, from before their forward until the end of the
-backward, and so do their gradients. If no encoder is trained, and under no_grad, they are resharded
-when the decoder begins. A step without pictures and sound on any rank gathers nothing.
+backward, and so do their gradients. If no encoder is trained, and under no_grad, the encoders are
+resharded when the decoder begins. A step in which no rank has pictures or sound gathers nothing.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from hf_moe_ep.upstream.towers import is_encoder_input
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
 # A parameter counts 2 on a rank where it gets a gradient, 1 where a checkpoint may use it, else 0.
-_SURE = 2
+_HAS_GRADIENT = 2
 
 
 class GatherEncoders(ShardedOnly):
-    """Pre-forward hook of the owner: gather all encoders if any rank has input for one."""
+    """Pre-forward hook of the owner: gathers all encoders if any rank has input for an encoder."""
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -63,55 +63,55 @@ class GatherEncoders(ShardedOnly):
         return None
 
 
-class TieEncoders(ShardedOnly):
-    """Pre-forward hook of the decoder: give all ranks gradients for the same parameters."""
+class AlignGradients(ShardedOnly):
+    """Pre-forward hook of the decoder: gives all ranks gradients for the same parameters."""
 
-    def __init__(self, state: ModelState, owner: nn.Module, before: GatherEncoders) -> None:
-        self.state, self.owner, self.before = state, owner, before
+    def __init__(self, state: ModelState, owner: nn.Module, encoders: GatherEncoders) -> None:
+        self.state, self.owner, self.encoders = state, owner, encoders
 
     def run(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        gathered, self.before.gathered = self.before.gathered, None
+        gathered, self.encoders.gathered = self.encoders.gathered, None
         meshes = self.state.meshes
         if gathered is None or meshes is None:
             return None
         given = bind_forward(decoder, args, kwargs)
         with_grad = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
-        trained = self._trained()
+        trained = self._trained_parameters()
         reached, hidden = reached_parameters(with_grad, trained)
-        mine = [_SURE if id(p) in reached else int(id(p) in hidden) for p in trained]
+        counts = [_HAS_GRADIENT if id(p) in reached else int(id(p) in hidden) for p in trained]
         # Backward also runs through a frozen encoder whose inputs require a gradient.
-        in_graph = self.before.in_graph or any(mine)
-        any_in_graph, *sums = sum_on_host(self.state, [in_graph, *mine])
+        in_graph = self.encoders.in_graph or any(counts)
+        any_in_graph, *sums = sum_on_host(self.state, [in_graph, *counts])
         if not any_in_graph:
             for unit in gathered:
                 unit.reshard()
             return None
-        # Other sums mean a sure gradient on every rank, or none on any rank.
-        differs = [0 < count < _SURE * meshes.world_size for count in sums]
-        rows = zip(trained, mine, differs, strict=True)
-        missing = [parameter for parameter, count, differ in rows if differ and count < _SURE]
+        # With a sum of 0 no rank has a gradient, and with the largest sum every rank has one.
+        differs = [0 < total < _HAS_GRADIENT * meshes.world_size for total in sums]
+        rows = zip(trained, counts, differs, strict=True)
+        missing = [p for p, count, differ in rows if differ and count < _HAS_GRADIENT]
         embeds = given.get("inputs_embeds")
         assert isinstance(embeds, Tensor), "the model embeds its text before the decoder"
-        passed = [embeds, *(tensor for tensor in with_grad if tensor is not embeds)]
-        # A decoder may leave some of its inputs unused, such as features for more layers than it
-        # has. If ranks differ, these inputs need a gradient as well: `fill`. An earlier backward
-        # may have resharded the encoders.
+        inputs = [embeds, *(tensor for tensor in with_grad if tensor is not embeds)]
+        # A decoder may not use all of its inputs, such as features for more layers than it has.
+        # Backward fills the missing gradients of these inputs with zeros if ranks differ. An
+        # earlier backward may have resharded the encoders, so backward also gathers them again.
         regather = partial(_gather_encoders, self.state)
-        tied = ZeroGradients.apply(len(passed), any(differs), regather, *passed, *missing)
-        replaced = {id(tensor): other for tensor, other in zip(passed, tied, strict=True)}
+        outputs = ZeroGradients.apply(len(inputs), any(differs), regather, *inputs, *missing)
+        replaced = {id(tensor): output for tensor, output in zip(inputs, outputs, strict=True)}
         return (), with_tensors(given, replaced)
 
-    def _trained(self) -> list[nn.Parameter]:
+    def _trained_parameters(self) -> list[nn.Parameter]:
         """List the trainable parameters of the encoders, in the same order on every rank."""
-        parts = [unit.parameters() for unit in self.state.encoders]
-        parts.append(self.owner.parameters(recurse=False))
-        return [*dict.fromkeys(p for part in parts for p in part if p.requires_grad)]
+        groups = [unit.parameters() for unit in self.state.encoders]
+        groups.append(self.owner.parameters(recurse=False))
+        return [*dict.fromkeys(p for group in groups for p in group if p.requires_grad)]
 
 
-class OnlyGathered(Ours):
-    """Pre-forward hook of an encoder: refuse to run if the encoder is sharded."""
+class RefuseShardedEncoder(Ours):
+    """Pre-forward hook of an encoder: raises ValueError if the encoder is not gathered."""
 
     def __call__(self, encoder: nn.Module, args: tuple[Any, ...]) -> None:
         if isinstance(encoder, FSDPModule) and not is_gathered(encoder):
@@ -122,14 +122,14 @@ class OnlyGathered(Ours):
             )
 
 
-class NoteGraph(Ours):
-    """Forward hook of an encoder: record if one of its outputs requires a gradient."""
+class RecordGraph(Ours):
+    """Forward hook of an encoder: records if an output of the encoder requires a gradient."""
 
-    def __init__(self, before: GatherEncoders) -> None:
-        self.before = before
+    def __init__(self, encoders: GatherEncoders) -> None:
+        self.encoders = encoders
 
     def __call__(self, encoder: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        self.before.in_graph |= any(tensor.requires_grad for tensor in tensors_in(outputs))
+        self.encoders.in_graph |= any(tensor.requires_grad for tensor in tensors_in(outputs))
 
 
 def encode_before_generate(
@@ -138,11 +138,11 @@ def encode_before_generate(
     stock: Callable[[dict[str, Any]], Any],
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """Wrap `stock`, by which `generate` runs the encoders first: all ranks gather the encoders.
+    """Wrap `stock`, by which `generate` runs the encoders: gather the encoders on all ranks first.
 
-    The root is gathered too, for parameters that belong to no encoder, such as a separator between
-    rows of a picture. Outside of the root's forward FSDP2 does not cast its inputs, so pixels and
-    sound are cast here.
+    The root is gathered too, because some parameters belong to no encoder, such as a separator
+    between rows of a picture. FSDP2 casts inputs only in the root's forward, so pixels and sound
+    are cast here.
     """
     if state.meshes is None or not _any_rank_has_input(state, model_kwargs):
         return stock(model_kwargs)
@@ -159,7 +159,7 @@ def encode_before_generate(
 
 
 def _gather_encoders(state: ModelState) -> list[FSDPModule]:
-    """Gather all encoders and return those that were sharded. Every rank calls this."""
+    """Gather all encoders, and return those that were sharded. Every rank calls this function."""
     sharded = [unit for unit in state.encoders if not is_gathered(unit)]
     for unit in sharded:
         unit.unshard()

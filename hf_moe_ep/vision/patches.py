@@ -1,16 +1,17 @@
 """Split the patches of pictures over the ranks of an sp group.
 
 All ranks of an sp group have the same pictures. Each rank takes a slice of all patches, in whole
-merge units (2 x 2 patches become one token). In attention it computes some of the heads over whole
-pictures (`sequence/ulysses.py`). The merged features are all-gathered once, after the tower. With 2
-ranks and pictures of 3 and 2 tokens:
+merge units (2 x 2 patches become one token). In attention each rank computes some of the heads over
+whole pictures (`sequence/ulysses.py`). The merged features are all-gathered once, after the tower.
+With 2 ranks, picture A of 3 tokens and picture B of 2 tokens:
 
-    rank 0   AAAA AAAA AAAA      patches, blocks, mergers      features of A and B, whole
-    rank 1   BBBB BBBB (pad)
+             patches, blocks, mergers      after the all-gather
+    rank 0   AAAA AAAA AAAA                features of A and B
+    rank 1   BBBB BBBB (padding)           features of A and B
 
-The model inserts the features into the embeddings of the whole sequence, which is split later.
-Deepstack features are added by the first layers of the language model, after that split, so each
-rank keeps their rows for its slice of the text.
+The model inserts the features into the embeddings of the whole sequence, which is split later. The
+first layers of the language model add the deepstack features after that split, so each rank keeps
+the rows of these features that belong to its slice of the text.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PatchSlice(Slice):
 
 
 class TakePatches(Ours):
-    """Pre-forward hook of the tower: slice the pixels and the tables computed from `grid_thw`."""
+    """Pre-forward hook of the tower: slices the pixels and the tables computed from `grid_thw`."""
 
     @torch.compiler.disable
     def __call__(
@@ -56,14 +57,14 @@ class TakePatches(Ours):
         if part is None:
             return None
         tables = tower_tables(tower, kwargs["grid_thw"])
-        mine: dict[str, Any] = {name: part.take(table, 0) for name, table in tables.items()}
-        # Passed on as a Python number, which saves each layer a host sync.
-        mine["max_seqlen"] = max(part.frames)
-        return (part.take(args[0], 0), *args[1:]), {**kwargs, **mine}
+        slices: dict[str, Any] = {name: part.take(table, 0) for name, table in tables.items()}
+        # A Python number saves each layer a host sync.
+        slices["max_seqlen"] = max(part.frames)
+        return (part.take(args[0], 0), *args[1:]), {**kwargs, **slices}
 
 
 class JoinFeatures(Ours):
-    """Forward hook of the tower: gather the features of all slices in one all-gather."""
+    """Forward hook of the tower: gathers the features of all slices in one all-gather."""
 
     @torch.compiler.disable
     def __call__(
@@ -72,15 +73,15 @@ class JoinFeatures(Ours):
         part: PatchSlice | None = kwargs.get(SLICE)
         if part is None:
             return None
-        mine = torch.stack([outputs.pooler_output, *outputs.deepstack_features])
-        whole = gather_slices(mine, part.of_features())
-        # Copies: an in-place operator on a view would lose the hook that FSDP2 put on the view.
-        pooled, *deepstack = (features.clone() for features in whole)
+        own_features = torch.stack([outputs.pooler_output, *outputs.deepstack_features])
+        all_features = gather_slices(own_features, part.of_features())
+        # An in-place operator on a view would lose the hook that FSDP2 registers on the output.
+        pooled, *deepstack = (features.clone() for features in all_features)
         return type(outputs)(pooler_output=pooled, deepstack_features=deepstack)
 
 
 class TakeDeepstack(Ours):
-    """Pre-forward hook of the language model: slice the deepstack features as the text."""
+    """Pre-forward hook of the language model: slices the deepstack features like the text."""
 
     @torch.compiler.disable
     def __call__(
@@ -90,14 +91,14 @@ class TakeDeepstack(Ours):
         features = kwargs.get("deepstack_visual_embeds")
         if part is None or features is None:
             return None
-        seen_BS: Tensor = kwargs["visual_pos_masks"]
-        row_BS = seen_BS.flatten().cumsum(0).view_as(seen_BS) - 1
-        mine_BS = part.take(seen_BS, 1)
-        rows = part.take(row_BS, 1)[mine_BS]
+        is_visual_BS: Tensor = kwargs["visual_pos_masks"]
+        row_BS = is_visual_BS.flatten().cumsum(0).view_as(is_visual_BS) - 1
+        own_mask_BS = part.take(is_visual_BS, 1)
+        rows = part.take(row_BS, 1)[own_mask_BS]
         deepstack = [feature[rows] for feature in features]
         return args, {
             **kwargs,
-            "visual_pos_masks": mine_BS,
+            "visual_pos_masks": own_mask_BS,
             "deepstack_visual_embeds": deepstack,
         }
 
@@ -117,15 +118,17 @@ def patch_attention(
     max_length_k: int,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend within each frame, for this rank's heads; registered with transformers.
+    """Compute attention within each frame for this rank's heads.
+
+    This function is registered with transformers' attention interface.
 
     Args:
         stock: the attention function that the user chose.
-        varlen: True if `stock` separates frames by `cu_seq_lens_q`. Otherwise `stock` is called
+        varlen: True if `stock` separates frames by `cu_seq_lens_q`. If False, `stock` is called
             once per frame.
         module: the attention module, with our config.
         query, key, value: (1, heads, patches of this rank, head width).
-        cu_seq_lens_q: (frames + 1,): the start of each frame, and the end of the last one.
+        cu_seq_lens_q: (frames + 1,): the start of each frame, and the end of the last frame.
 
     Returns:
         The output (1, patches of this rank, heads, head width), and None for the weights.
@@ -147,5 +150,5 @@ def patch_attention(
 
 
 def patch_attention_with(stock: Callable[..., Any], *, varlen: bool) -> Callable[..., Any]:
-    """Return `patch_attention` around a stock attention function."""
+    """Return `patch_attention` with a stock attention function as its first argument."""
     return partial(patch_attention, stock, varlen)

@@ -1,24 +1,24 @@
 """`PositionCollator`: compute the position ids of vision-language batches in the data loader.
 
 Tokens of a picture have a time, a row and a column. Stock code computes these three numbers in
-forward, on the training device, and reads the frames, height and width of each picture back: at
-least three host syncs per picture. A data loader's worker has the same numbers on the CPU:
+forward, on the training device, and reads the frames, height and width of each picture on the host:
+at least three host syncs per picture. A data loader's worker has the same numbers on the CPU:
 
     DataLoader(dataset, collate_fn=PositionCollator(model, collate), num_workers=4)
     Trainer(model, args, data_collator=PositionCollator(model, collate), ...)
 
-One row: two tokens of text, a picture of 2 x 2 tokens, text again.
+Example: two tokens of text, a picture of 2 x 2 tokens, and one token of text.
 
     time     0 1 2 2 2 2 4
     row      0 1 2 2 3 3 4
     column   0 1 2 3 2 3 4
 
 The numbers come from the model's own `get_rope_index` (transformers, models/qwen3_vl_moe). Stock
-code does not call that function for a batch without pictures, and such a batch is not changed here,
-so the model's outputs are bit-equal to stock's.
+code does not call that function for a batch without pictures, so such a batch is returned
+unchanged. The model's outputs are therefore bit-equal to stock's.
 
-Do not use it with a loader that slices whole batches along their first dimension
-(`dispatch_batches` of Accelerate): the first dimension of `position_ids` has the three numbers.
+Do not use the collator with a loader that slices whole batches along their first dimension
+(`dispatch_batches` of Accelerate): the first dimension of `position_ids` holds the three numbers.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class PositionCollator:
     """A collate function that adds `position_ids` (3, B, S) to batches with pictures.
 
     Args:
-        model: a vision-language model, with any wrappers around it. Only its config is kept, so no
-            weights are sent to the workers.
+        model: a vision-language model, with any wrappers around it. The collator keeps only the
+            config, so no weights are sent to the workers.
         collate: a function that turns a list of samples into a batch. The batch holds `input_ids`
             (B, S), `mm_token_type_ids` (B, S), the grids of the pictures and, with padding,
             `attention_mask`, as the model's processor returns them. Spawned workers need a
             function that can be pickled.
 
     Raises:
-        ValueError: the model has no such positions; or, when called, the batch has pictures but no
-            `mm_token_type_ids`.
+        ValueError: the model has no `get_rope_index`; or, when the collator is called, the batch
+            has pictures but no `mm_token_type_ids`.
     """
 
     def __init__(self, model: nn.Module, collate: Callable[[list[Any]], Any]) -> None:
@@ -72,9 +72,9 @@ class PositionCollator:
 
 
 def _find_inner(model: nn.Module) -> nn.Module:
-    """Return the module whose own class has `get_rope_index`.
+    """Return the module whose class has `get_rope_index`.
 
-    Instances are not asked: a PEFT wrapper also has the attributes of the module inside it.
+    Only classes are searched, because a PEFT wrapper has the attributes of the module inside it.
     """
     for module in model.modules():
         if hasattr(type(module), "get_rope_index"):
@@ -86,7 +86,7 @@ def _find_inner(model: nn.Module) -> nn.Module:
 
 
 def _without_weights(inner: nn.Module) -> Any:
-    """Return an instance of the same class that holds the config and nothing else."""
+    """Return an instance of the same class that holds only the config."""
     # FSDP2 replaces the class of a module by a subclass that no worker can import.
     stock: Any = stock_class(type(inner))
     bare: Any = stock.__new__(stock)

@@ -1,17 +1,19 @@
-"""Run a vision tower that is sharded block by block, where ranks differ in pictures and videos.
+"""Run a vision tower whose blocks are sharded, if ranks have different pictures and videos.
 
-The blocks of the tower are FSDP2 units over all ranks, so either all ranks run the tower or none: a
-rank that skipped the tower would leave the others waiting in an all-gather. Before the language
-model runs, the ranks sum how many of them have pixels:
+The blocks of the tower are FSDP2 units over all ranks, so either all ranks must run the tower or
+none: if one rank skipped the tower, the other ranks would wait for it in an all-gather. Before the
+language model runs, the ranks count how many of them have pixels:
 
     no rank has pixels    no rank runs the tower; its parameters get no gradient, as in stock code
     any rank has pixels   every rank runs the tower once: on its images and videos together, or on
-                          one picture of zeros. Then `ZeroGradients` connects the outputs to the
-                          text embeddings: they change nothing and receive exact zeros in backward
+                          one picture of zeros. `ZeroGradients` then connects the outputs for the
+                          zeros to the text embeddings: they change no value, and receive exact
+                          zeros in backward
 
-The outputs of the tower go to the model's own forward as `mm_encoder_outputs`, so images and videos
-may be spread over ranks in any way. `generate` encodes pictures before its first forward, images
-and videos in two calls; there every rank runs the tower as often as any other.
+The outputs of the tower are passed to the model's own forward as `mm_encoder_outputs`, so images
+and videos may be distributed over ranks in any way. `generate` encodes pictures before its first
+forward, with one call for images and one for videos; for each of them all ranks run the tower, or
+no rank does.
 
 Within an sp group each rank takes a slice of the patches (`patches.py`).
 """
@@ -40,7 +42,8 @@ from hf_moe_ep.upstream.towers import (
 from hf_moe_ep.vision.patches import PatchSlice
 from hf_moe_ep.vision.zero_gradients import ZeroGradients
 
-# By modality: two arguments of the inner model's forward, and the token's name in its config.
+# By modality: the arguments with pixels and sizes of the inner model's forward, and the name of the
+# modality's token in the model's config.
 _MODALITIES = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
@@ -48,7 +51,7 @@ _MODALITIES = {
 
 
 class TowerOnce(ShardedOnly):
-    """Pre-forward hook of the model that holds the tower: run it on every rank or on none."""
+    """Pre-forward hook of the tower's owner: runs the tower on all ranks or on none."""
 
     def __init__(self, state: ModelState, tower: nn.Module, num_layers: int) -> None:
         self.state, self.tower, self.num_layers = state, tower, num_layers
@@ -64,25 +67,25 @@ class TowerOnce(ShardedOnly):
         if meshes is None or meshes.world_size == 1:
             return None
         given = bind_forward(inner, args, kwargs)
-        if not any(self._seen_anywhere(inner, given, meshes.device)):
+        if not any(self._modalities_on_any_rank(inner, given, meshes.device)):
             return None
-        here = {
+        own_inputs = {
             name: (given[pixels], given[grid])
             for name, (pixels, grid, _) in _MODALITIES.items()
             if given.get(pixels) is not None
         }
-        if not here:  # only other ranks have pixels
+        if not own_inputs:  # only other ranks have pixels
             outputs = run_tower(inner, *self._picture_of_zeros(meshes.device))
             unused = _features(outputs, self.num_layers)
             if any(feature.requires_grad for feature in unused):
                 self._connect(inner, given, unused)
             return (), given
-        pixels, grids = (torch.cat(parts) for parts in zip(*here.values(), strict=True))
-        counts = [len(grid) for _, grid in here.values()]
+        pixels, grids = (torch.cat(parts) for parts in zip(*own_inputs.values(), strict=True))
+        counts = [len(grid) for _, grid in own_inputs.values()]
         split = self._split(given.get(SLICE), grids)
         outputs = split_tower_outputs(run_tower(inner, pixels, grids, **split), counts)
-        given[TOWER_OUTPUTS] = dict(zip(here, outputs, strict=True))
-        for name in here:
+        given[TOWER_OUTPUTS] = dict(zip(own_inputs, outputs, strict=True))
+        for name in own_inputs:
             given[_MODALITIES[name][0]] = None  # or the inner model would run the tower again
         return (), given
 
@@ -99,16 +102,16 @@ class TowerOnce(ShardedOnly):
             return stock(model_kwargs)
         if isinstance(root, FSDPModule):
             begin_with_root(root)
-        anywhere = self._seen_anywhere(inner, model_kwargs, meshes.device)
-        for (pixels, _, _), seen in zip(_MODALITIES.values(), anywhere, strict=True):
-            if seen and model_kwargs.get(pixels) is None:
+        on_any_rank = self._modalities_on_any_rank(inner, model_kwargs, meshes.device)
+        for (pixels, _, _), must_run in zip(_MODALITIES.values(), on_any_rank, strict=True):
+            if must_run and model_kwargs.get(pixels) is None:
                 run_tower(inner, *self._picture_of_zeros(meshes.device))
         return stock(model_kwargs)
 
     def _connect(self, inner: nn.Module, given: dict[str, Any], unused: list[Tensor]) -> None:
-        """Make backward of the text embeddings run through `unused`, with a gradient of zeros.
+        """Make the backward of the text embeddings run through `unused`, with gradients of zero.
 
-        Otherwise this rank would skip the backward of the tower, in which other ranks wait.
+        Otherwise this rank would skip the backward of the tower, where other ranks wait for it.
         """
 
         def connect(embeds_BSH: Tensor) -> Tensor:
@@ -123,13 +126,13 @@ class TowerOnce(ShardedOnly):
             handle.remove()
             return connect(embeds_BSH)
 
-        # Looked up at each forward: PEFT and resize_token_embeddings replace the embedding.
+        # PEFT and resize_token_embeddings replace the embedding, so it is looked up each time.
         embedding = input_embedding(inner)
         assert embedding is not None
         handle = embedding.register_forward_hook(torch.compiler.disable(connect_once))
         self.embedding_hook = handle
 
-    def _seen_anywhere(
+    def _modalities_on_any_rank(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> list[bool]:
         """Return, for each modality, True if any rank has pixels.
@@ -137,32 +140,34 @@ class TowerOnce(ShardedOnly):
         Raises:
             ValueError: on every rank, if the pixels of a rank do not fit their grids or its text.
         """
-        claims = list(self._claims(inner, given, device))
-        none = torch.zeros((), dtype=torch.int64, device=device)
-        wrong = sum((left != right for _, left, right in claims), none)
-        has = [given.get(pixels) is not None for pixels, _, _ in _MODALITIES.values()]
-        # The one host sync of a forward.
-        mine = torch.cat([wrong[None], torch.tensor(has, device=device).to(wrong.dtype)])
-        num_wrong, *anywhere = sum_over_ranks(mine).tolist()
-        if num_wrong:
-            wrong_here = [
+        pairs = list(self._sizes_to_compare(inner, given, device))
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        num_own_errors = sum((left != right for _, left, right in pairs), zero)
+        has = torch.tensor(
+            [given.get(pixels) is not None for pixels, _, _ in _MODALITIES.values()], device=device
+        )
+        own_counts = torch.cat([num_own_errors[None], has.to(num_own_errors.dtype)])
+        # This is the only host sync of this hook.
+        num_errors, *rank_counts = sum_over_ranks(own_counts).tolist()
+        if num_errors:
+            own_errors = [
                 text.format(int(left), int(right))
-                for text, left, right in claims
+                for text, left, right in pairs
                 if int(left) != int(right)
             ]
             raise ValueError(
-                "; ".join(wrong_here)
+                "; ".join(own_errors)
                 or "another rank's images do not fit its text; the error of that rank has the sizes"
             )
-        return [count > 0 for count in anywhere]
+        return [count > 0 for count in rank_counts]
 
-    def _claims(
+    def _sizes_to_compare(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (text, left, right): two scalars on `device` that must be equal, and an error text.
 
-        The text has a `{}` for each number. Nothing is compared if the tower has already run,
-        because then the arguments hold no pixels.
+        The text has a `{}` for each number. If the tower has already run, nothing is yielded,
+        because the arguments hold no pixels.
         """
         if given.get(TOWER_OUTPUTS):
             return
@@ -172,16 +177,17 @@ class TowerOnce(ShardedOnly):
             sizes, rows = given.get(grid), given.get(pixels)
             zero = torch.zeros((), dtype=torch.int64, device=device)
             patches = zero if sizes is None else sizes.prod(1).sum()
-            has = zero if rows is None else zero + rows.shape[0]
-            yield f"{grid} has {{}} patches, {pixels} has {{}} rows", patches, has
+            num_rows = zero if rows is None else zero + rows.shape[0]
+            yield f"{grid} has {{}} patches, {pixels} has {{}} rows", patches, num_rows
             if ids is not None:
                 text = f"input_ids has {{}} tokens of {token}, {grid} makes {{}}"
                 yield text, (ids == getattr(inner.config, token)).sum(), patches // merge**2
 
     def _split(self, sequence: Slice | None, grids: Tensor) -> dict[str, PatchSlice]:
-        """Return the keyword argument with this rank's slice of the patches; {} without sp.
+        """Return the keyword argument with this rank's slice of the patches, or {} without sp.
 
-        `sequence` is this rank's slice of the text, `grids` (pictures, 3) the sizes in patches.
+        `sequence` is this rank's slice of the text; `grids` (pictures, 3) has the frames, height
+        and width of each picture in patches.
         """
         if sequence is None:
             return {}
@@ -190,7 +196,7 @@ class TowerOnce(ShardedOnly):
         return {SLICE: PatchSlice(sequence, frames, merge**2)}
 
     def _picture_of_zeros(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return pixels and grid of the smallest picture: m x m patches, which become one token."""
+        """Return pixels and grid of the smallest picture: its patches are merged into one token."""
         merge, values = tower_sizes(self.tower)
         pixels = torch.zeros(merge * merge, values, device=device)
         return pixels, torch.tensor([[1, merge, merge]], device=device)
@@ -199,7 +205,7 @@ class TowerOnce(ShardedOnly):
 def _features(outputs: Any, num_layers: int) -> list[Tensor]:
     """List the outputs of the tower that a decoder of `num_layers` layers uses.
 
-    After each of its first layers the decoder adds one of the deepstack features.
+    The decoder adds one of the deepstack features after each of its first layers.
     """
     return [
         feature

@@ -1,7 +1,8 @@
 """`RefuseDifferentInputs`: raise on every rank if only some ranks have pictures or sound.
 
-This serves models whose towers were not found. Such towers belong to the FSDP2 unit of the root, so
-either all ranks run them or none: ranks that differ would wait for each other for ever.
+This hook is for models in which no tower was found. Their towers belong to the FSDP2 unit of the
+root, so either all ranks must run them or none. Otherwise the ranks would wait for each other
+forever.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hf_moe_ep.vision.encoders import encode_before_generate, sum_on_host
 
 
 class RefuseDifferentInputs(ShardedOnly):
-    """Pre-forward hook of the root: compare over ranks which arguments of `names` were given.
+    """Pre-forward hook of the root: checks that all ranks were given the same arguments of `names`.
 
     Raises:
         ValueError: on every rank, if some ranks were given an argument and others were not.

@@ -1,6 +1,7 @@
-"""`ZeroGradients`: backward also runs through tensors that the loss of this rank does not use.
+"""`ZeroGradients` makes backward run through modules that the loss of this rank does not depend on.
 
-Other ranks use the same modules and wait there for this rank, in an all-gather or a reduce-scatter.
+The loss of another rank depends on these modules. In their backward that rank waits for this rank,
+in an all-gather or a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from hf_moe_ep.ops.autograd import nothing
 class ZeroGradients(torch.autograd.Function):
     """Return the first `count` tensors; backward sends exact zeros to all other tensors.
 
-    Backward passes the gradients of the first `count` tensors on. With `fill` it also replaces a
-    missing one by zeros. It calls `before_backward` first.
+    Backward first calls `before_backward`. It passes on the gradients of the first `count` tensors;
+    with `fill`, a missing gradient of these tensors is replaced by zeros.
 
-    Forward saves a tensor that backward reads. Under activation checkpointing that makes this rank
-    recompute exactly when ranks recompute that do use the other tensors, and not before or after a
-    collective in which these ranks wait.
+    Forward saves a tensor that backward reads, because under activation checkpointing the first
+    read of a saved tensor starts the recompute. This rank therefore recomputes at the same point as
+    the ranks that use the other tensors, and all ranks run their collectives in the same order.
     """
 
     @staticmethod
@@ -38,7 +39,7 @@ class ZeroGradients(torch.autograd.Function):
         ctx.like = [(tensor.new_empty(0), tensor.shape) for tensor in tensors]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(tensors[0].new_empty(0))
-        # Copies: an in-place operator on a view would lose the hook that FSDP2 put on the view.
+        # An in-place operator on a view would lose the hook that FSDP2 registers on the output.
         return tuple(tensor.clone() for tensor in tensors[:count])
 
     @staticmethod
