@@ -1,4 +1,4 @@
 """LoRA adapters on stacked experts: their factors, their computation, their export for servers.
 
-Never here: adapters on other modules, which PEFT computes itself.
+PEFT itself computes adapters on other modules.
 """

@@ -1,13 +1,13 @@
 """LoRA factors of stacked experts: PEFT's layout, and the layout in a sharded model.
 
-    PEFT, stock and in files      lora_A (E * r, in)   expert slowest
-                                  lora_B (out, r * E)  expert FASTEST
-    sharded, under PEFT's names   lora_A [E, r, in]
-                                  lora_B [E, out, r]   split over ep like the weights they adapt
+    PEFT's layout           lora_A (E * r, in)     expert is the slowest index of E * r
+    (unsharded, in files)   lora_B (out, r * E)    expert is the FASTEST index of r * E
+    sharded model           lora_A [E, r, in]      both keep PEFT's names, and are split over ep
+                            lora_B [E, out, r]     like the weights that they adapt
 
-In PEFT's layout the part of an expert in lora_B is every E-th column, which no DTensor placement
-can describe. With experts as the first dim, both factors are sharded, gathered and checkpointed
-like stacked weights. The shape letter P is the rank r of an adapter.
+In PEFT's layout an expert owns every E-th column of lora_B, which no DTensor placement can
+describe. With experts as the first dim, both factors are sharded, gathered and checkpointed like
+stacked weights. The shape letter P is the rank r of an adapter.
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ class Adapter:
     scale: float
     num_experts: int
 
-    def of_experts(self, mine: slice) -> tuple[Tensor, Tensor]:
-        """Return a_LPI and b_LOP of the experts `mine`; a sharded model has only these experts."""
+    def of_experts(self, local_experts: slice) -> tuple[Tensor, Tensor]:
+        """Return a_LPI and b_LOP of `local_experts`; a sharded model has no other experts."""
         a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (self.a, self.b))
         if is_stacked(a):
             return a, b
         a_EPI, b_EOP = stack_a(a, self.num_experts), stack_b(b, self.num_experts)
-        return a_EPI[mine], b_EOP[mine].contiguous()
+        return a_EPI[local_experts], b_EOP[local_experts].contiguous()
 
 
-def join(adapters: Sequence[Adapter], mine: slice) -> tuple[Tensor, Tensor, float]:
+def join(adapters: Sequence[Adapter], local_experts: slice) -> tuple[Tensor, Tensor, float]:
     """Join active adapters into one (a_LPI, b_LOP, scale), whose rank is the sum of their ranks."""
-    parts = [(*adapter.of_experts(mine), adapter.scale) for adapter in adapters]
+    parts = [(*adapter.of_experts(local_experts), adapter.scale) for adapter in adapters]
     if len(parts) == 1:
         return parts[0]
     return torch.cat([a for a, _, _ in parts], 1), torch.cat([b * s for _, b, s in parts], 2), 1.0
 
 
 def is_stacked(factor: Tensor) -> bool:
-    """Return whether experts are the first dim of a factor, as in a sharded model."""
+    """Return True if experts are the first dim of a factor, as in a sharded model."""
     return factor.ndim == 3
 
 
 def stack_a(packed: Tensor, num_experts: int) -> Tensor:
-    """(E * r, in) -> [E, r, in]."""
+    """Convert lora_A from PEFT's layout (E * r, in) to [E, r, in]."""
     return packed.unflatten(0, (num_experts, -1))
 
 
 def stack_b(packed: Tensor, num_experts: int) -> Tensor:
-    """(out, r * E) -> [E, out, r]; peft, ParamWrapper.get_delta_weight."""
+    """Convert lora_B from (out, r * E) (peft, ParamWrapper.get_delta_weight) to [E, out, r]."""
     return packed.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 
 def pack_a(stacked: Tensor) -> Tensor:
-    """[E, r, in] -> (E * r, in)."""
+    """Convert lora_A from [E, r, in] to PEFT's layout (E * r, in)."""
     return stacked.flatten(0, 1)
 
 
 def pack_b(stacked: Tensor) -> Tensor:
-    """[E, out, r] -> (out, r * E)."""
+    """Convert lora_B from [E, out, r] to PEFT's layout (out, r * E)."""
     return stacked.permute(1, 2, 0).flatten(1, 2)
 
 
 def pack_factors(model: nn.Module, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict of whole tensors with all LoRA factors in PEFT's layout."""
+    """Return a copy of a state dict of unsharded tensors, with LoRA factors in PEFT's layout."""
     packed = dict(state_dict)
     for name, factor in parameter_factors(model):
         for key in {name, canonical_name(name)} & packed.keys():

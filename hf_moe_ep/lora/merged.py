@@ -1,13 +1,13 @@
 """Add adapters to slices of a weight: W + scale * B A, for some experts, rows and columns.
 
-For experts 2 and 3, rows 0 and 1, of gate_up_proj [8, 48, 32] these slices of the factors and one
-product are needed:
+For example, the rows 0 and 1 of experts 2 and 3 of gate_up_proj [8, 48, 32] need one product of
+these slices of the factors:
 
     b_EOP [8, 48, r]   b[2:4, 0:2]        a_EPI [8, r, 32]   a[2:4]
 
-The rounding is that of PEFT's `merge`: each adapter in turn is added to the weight, in the
-promoted dtype of both, and the sum is cast to the weight's dtype. On a CPU a whole parameter is
-equal to PEFT's to the bit, and so are single experts whose matrices are not tiny.
+The rounding is that of PEFT's `merge`: one adapter after the other is added to the weight, in the
+promoted dtype of both, and each sum is cast to the weight's dtype. On a CPU a whole parameter is
+bit-equal to PEFT's result, and so are single experts whose matrices are not tiny.
 
 The slices are copies that are sent or written to files; the model's own weights are not changed.
 """
@@ -27,13 +27,13 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Update:
-    """The update of one parameter by one adapter, with whole factors on this rank.
+    """The update of one parameter by one adapter, with unsharded factors.
 
     Attributes:
-        a, b: (r, in) and (out, r), or [E, r, in] and [E, out, r].
-        scale: the factor of their product.
-        turned: true if the parameter is (in, out).
-        casts: true if the product is cast to the parameter's dtype before it is added.
+        a, b: the factors, (r, in) and (out, r), or [E, r, in] and [E, out, r].
+        scale: the product of the factors is multiplied by this number.
+        turned: True if the parameter is stored transposed, (in, out).
+        casts: True if the product is cast to the parameter's dtype before it is added.
     """
 
     a: Tensor
@@ -54,8 +54,8 @@ class Update:
         dtype = b.dtype
         if b.device.type == "cpu" and dtype in _HALF:
             a, b = a.float(), b.float()
-        # The same products as in PEFT: for a turned stack its einsum exchanges the operands, which
-        # rounds differently if a dim is small.
+        # PEFT's einsum exchanges the operands for a transposed stack, which rounds differently if a
+        # dim is small. Here the products are the same as in PEFT.
         if experts and self.turned:
             return (a.mT @ b.mT).mul_(self.scale).to(dtype)
         product = (b @ a).mul_(self.scale).to(dtype)
@@ -63,7 +63,7 @@ class Update:
 
 
 def with_experts_in_front(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the factors of a stack, in either layout, as [E, r, in] and [E, out, r]."""
+    """Return the factors of a stack, which have either layout, as [E, r, in] and [E, out, r]."""
     if is_stacked(a):
         return a, b
     return stack_a(a, num_experts), stack_b(b, num_experts)

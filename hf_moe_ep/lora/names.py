@@ -1,13 +1,13 @@
-"""The keys of an adapter's file: LoRA on stacked experts, on single experts, on other modules.
+"""The keys of the tensors in an adapter file, with LoRA on stacked experts or on single experts.
 
     layers.0.mlp.experts.lora_A.weight               stacked: the outer wrapper of PEFT
     layers.0.mlp.experts.base_layer.lora_A.weight    stacked: an inner wrapper
     layers.0.mlp.experts.3.up_proj.lora_A.weight     single: the matrix of one expert
     layers.0.self_attn.q_proj.lora_A.weight          another module: copied unchanged
 
-A key does not say which parameter its wrapper adapts (see `per_expert.py`). PEFT compares targets
-with whole components at the end of a name: `up_proj` and `experts.3.up_proj` match the third key,
-`proj` does not.
+A key does not name the parameter that its wrapper adapts (see `per_expert.py`). PEFT compares a
+target with whole components at the end of a module's name: `up_proj` and `experts.3.up_proj` match
+the module of the third key, `proj` does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Stacked parameter -> the matrices of one expert that it contains, concatenated along rows.
+# Stacked parameter -> the matrices of one expert, which the parameter contains one below the other.
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 STACKED_KEY = re.compile(r"(?P<experts>.+\.experts)(\.base_layer)*\.lora_[AB]\.weight")
@@ -34,7 +34,7 @@ class Stack:
         experts: the experts module.
         parameter: the name of its parameter, a key of `PARTS`.
         num_experts: the number of experts in the parameter.
-        rank, alpha: the rank and alpha of a single expert.
+        rank, alpha: the rank and alpha of the LoRA of one expert.
         wrapper: the module that has lora_A and lora_B in the stacked form.
     """
 
@@ -51,11 +51,11 @@ class Stack:
 
     @property
     def short_name(self) -> str:
-        """The name without the layer, as target_parameters contains it."""
+        """The name without the layer, such as `mlp.experts.down_proj`."""
         return re.sub(r".*\.\d+\.", "", self.name)
 
     def modules(self) -> list[list[str]]:
-        """List, for each expert, its modules in the single form."""
+        """List the modules of each expert in the single form."""
         return [
             [f"{self.experts}.{expert}.{part}" for part in PARTS[self.parameter]]
             for expert in range(self.num_experts)
@@ -66,18 +66,18 @@ class Stack:
 
 
 def is_of_experts(key: str) -> bool:
-    """Return whether a key belongs to LoRA on experts, in either form."""
+    """Return True if a key belongs to LoRA on experts, stacked or single."""
     return bool(STACKED_KEY.fullmatch(key) or SINGLE_KEY.fullmatch(key))
 
 
 def other_modules(keys: Iterable[str]) -> list[str]:
-    """List the other modules with LoRA, sorted."""
-    found = [_ANY_KEY.match(key) for key in keys if not is_of_experts(key)]
-    return sorted({match["module"] for match in found if match})
+    """List the modules with LoRA that are not experts, sorted."""
+    matches = [_ANY_KEY.match(key) for key in keys if not is_of_experts(key)]
+    return sorted({match["module"] for match in matches if match})
 
 
 def targets_that_hit(names: Iterable[str]) -> set[str]:
-    """Collect every target that matches one of `names`: all ends that begin at a component."""
+    """Collect every target that matches one of `names`: of `a.b.c` these are a.b.c, b.c and c."""
     targets: set[str] = set()
     for name in names:
         components = name.split(".")

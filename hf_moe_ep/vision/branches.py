@@ -44,9 +44,9 @@ class MarkTextOnlyRanks(ShardedOnly):
         if kinds_BS is not None:
             has_pictures = has_pictures + kinds_BS.any()
         # This is a host sync. Stock code has one in every layer.
-        totals = torch.stack([has_pictures, sum_over_ranks(has_pictures)])
-        on_this_rank, on_all_ranks = totals.tolist()
-        if on_this_rank or not on_all_ranks:
+        counts = torch.stack([has_pictures, sum_over_ranks(has_pictures)])
+        has_own, ranks_with_pictures = counts.tolist()
+        if has_own or ranks_with_pictures == 0:
             return None
         text = given["inputs_embeds"]
         marked_BS = torch.zeros(text.shape[:2], dtype=torch.int64, device=text.device)
