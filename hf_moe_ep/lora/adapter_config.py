@@ -13,13 +13,14 @@ With r 8, lora_alpha 16, two experts, and q_proj adapted as well:
     layers_to_transform [0]                             null, and names as in the line before
 
 Single experts get full names, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also
-match layers without experts. Names cannot be added to the targets of the last two lines, which are
-replaced by the names of the modules that the file adapts. From single to stacked, if gate and up
-have different A, the rank doubles, and an alpha is added that keeps the scale.
+match layers without experts. Names cannot be added to a regular expression, nor to a list of
+layers (the last two lines). These entries are replaced by the names of all modules that the file
+adapts. In the direction from single to stacked, the rank doubles if gate and up have different
+lora_A, and an entry of alpha_pattern keeps the scale.
 
 The keys of rank_pattern and alpha_pattern are regular expressions for the end of a name; the first
-key that matches decides. Keys are renamed first. Then an entry is added at the front for every name
-that would still get a wrong value.
+key that matches decides. A conversion first renames the keys. Then it adds an entry at the front
+for every name that would still get a wrong value.
 
 The tensors are converted in per_expert.py.
 """
@@ -38,10 +39,10 @@ from hf_moe_ep.upstream.hub import read_object
 
 CONFIG = "adapter_config.json"
 
-# A pattern for the matrices of a stacked parameter in all experts, after "experts.".
+# By stacked parameter: a pattern for its matrices in all experts, which follows "experts.".
 _IN_EVERY_EXPERT = {"gate_up_proj": r"\d+\.(gate_proj|up_proj)", "down_proj": r"\d+\.down_proj"}
-# The end of a pattern's key in the stacked and in the single form. A bare down_proj matches in both
-# forms, and matches layers without experts as well: it is not changed.
+# The end of a pattern's key in the stacked and in the single form. A bare down_proj is not in the
+# table: it matches in both forms, and in layers without experts, so it is not changed.
 _KEY_ENDS = (
     ("gate_up_proj", _IN_EVERY_EXPERT["gate_up_proj"]),
     ("experts.down_proj", "experts." + _IN_EVERY_EXPERT["down_proj"]),
@@ -68,11 +69,11 @@ def alpha_of_same_scale(config: Mapping[str, Any], alpha: float, growth: int) ->
     return alpha * (math.sqrt(growth) if config.get("use_rslora") else growth)
 
 
-def possible_places(config: Mapping[str, Any]) -> list[str]:
-    """Return patterns for the names of experts in all architectures that the adapter can belong to.
+def patterns_of_experts(config: Mapping[str, Any]) -> list[str]:
+    """Return the patterns of experts' names in all architectures that the adapter can belong to.
 
-    One pattern, if the config names the architecture. The architectures are those in which gate and
-    up are known to be the halves of a stacked parameter.
+    If the config names the architecture, the list has one pattern. The known architectures are
+    those whose stacked parameter consists of gate and up.
 
     Raises:
         ValueError: the config names another architecture.
@@ -87,7 +88,7 @@ def possible_places(config: Mapping[str, Any]) -> list[str]:
     if model_type not in (None, *SINGLE_EXPERTS):
         known = ", ".join(SINGLE_EXPERTS)
         raise ValueError(
-            f"adapters on single experts of {model_type!r} are not known; those of {known} are"
+            f"adapters on single experts of {model_type!r} are not supported; supported: {known}"
         )
     return [SINGLE_EXPERTS[model_type]] if model_type else list(SINGLE_EXPERTS.values())
 
@@ -98,17 +99,18 @@ def config_for_single(
     """Convert a config from stacked to single experts; `others` are all other modules with LoRA."""
     result = dict(config)
     of_experts = targets_that_hit(stack.name for stack in stacks)
-    kept, added = [], []
+    other_parameters, single_targets = [], []
     for target in config["target_parameters"]:
         if target not in of_experts:
-            kept.append(target)
+            other_parameters.append(target)
             continue
         before, _, parameter = target.rpartition(".")
         before = f"{before}." if before else ""
         for expert in range(stacks[0].num_experts):
-            added += [f"{before}{expert}.{part}" for part in PARTS[parameter]]
-    result["target_modules"] = _module_targets(result, others, kept) + added
-    result["target_parameters"] = kept or None
+            single_targets += [f"{before}{expert}.{part}" for part in PARTS[parameter]]
+    module_targets = _list_module_targets(result, others, other_parameters)
+    result["target_modules"] = module_targets + single_targets
+    result["target_parameters"] = other_parameters or None
     wanted: dict[str, tuple[int, float, str]] = {}
     for stack in stacks:
         key = rf"{re.escape(stack.experts)}\.{_IN_EVERY_EXPERT[stack.parameter]}"
@@ -121,7 +123,7 @@ def config_for_stacked(
 ) -> dict[str, Any]:
     """Convert a config from single to stacked experts, without dropout (PEFT does not support it).
 
-    `growth` has the factor by which the rank of each parameter grows.
+    `growth` maps each stacked parameter to the factor by which its rank grows.
     """
     result = _with_parameter_targets(config, stacks, others) | {"lora_dropout": 0.0}
     wanted = {}
@@ -137,11 +139,11 @@ def _with_parameter_targets(
 ) -> dict[str, Any]:
     """Move the experts from target_modules to target_parameters."""
     result = dict(config)
-    becomes_names = _becomes_names(config)
+    needs_full_names = _needs_full_names(config)
     of_experts = targets_that_hit(module for stack in stacks for module in stack.all_modules())
     of_others = targets_that_hit(others)
     parameters, modules = list(config.get("target_parameters") or []), []
-    for target in _module_targets(result, others, parameters):
+    for target in _list_module_targets(result, others, parameters):
         single = _SINGLE_TARGET.fullmatch(target)
         if single and target in of_experts:
             parameter = single["part"] if single["part"] in PARTS else "gate_up_proj"
@@ -152,26 +154,28 @@ def _with_parameter_targets(
     for stack in stacks:
         if targets_that_hit([stack.name]) & set(parameters):
             continue
-        in_layers = sum(stack.parameter == other.parameter for other in stacks)
-        everywhere = in_layers == num_layers and not becomes_names
-        parameters.append(stack.short_name if everywhere else stack.name)
+        num_adapted = sum(stack.parameter == other.parameter for other in stacks)
+        in_all_layers = num_adapted == num_layers and not needs_full_names
+        parameters.append(stack.short_name if in_all_layers else stack.name)
     result["target_modules"] = modules
     result["target_parameters"] = list(dict.fromkeys(parameters))
     return result
 
 
-def _becomes_names(config: Mapping[str, Any]) -> bool:
-    """Return whether names cannot be added to target_modules, so that names replace it."""
+def _needs_full_names(config: Mapping[str, Any]) -> bool:
+    """Return True if no name can be added to target_modules; full names must then replace it."""
     limited = config.get("layers_to_transform") is not None or config.get("exclude_modules")
     return bool(limited) or isinstance(config.get("target_modules"), str)
 
 
-def _module_targets(config: dict[str, Any], others: list[str], parameters: list[str]) -> list[str]:
+def _list_module_targets(
+    config: dict[str, Any], others: list[str], parameters: list[str]
+) -> list[str]:
     """Return target_modules as a list; clear the entries of `config` that would limit the list.
 
-    `parameters` are targets that stay in target_parameters; their modules are left out.
+    `parameters` are the targets that stay in target_parameters; the list omits their modules.
     """
-    if not _becomes_names(config):
+    if not _needs_full_names(config):
         return list(config.get("target_modules") or [])
     for key in ("layers_to_transform", "layers_pattern", "exclude_modules"):
         config[key] = None
@@ -184,45 +188,45 @@ def _with_patterns(
     wanted: Mapping[str, tuple[int, float, str]],
     ends: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
-    """Set rank_pattern and alpha_pattern so that every name gets its (rank, alpha).
+    """Set rank_pattern and alpha_pattern so that every name gets its rank and its alpha.
 
-    `wanted` maps each name to its rank, its alpha and the key to use for it; `ends` are (old, new)
-    ends of keys.
+    `wanted` maps each name to its rank, its alpha and the key that a new entry should have. `ends`
+    are the pairs (old, new) of ends of keys.
     """
     for index, (field, default) in enumerate(_FIELDS):
-        renamed = {}
+        pattern = {}
         for key, value in (config.get(field) or {}).items():
-            renamed[_renamed(key, ends)] = value
-        values = {name: (found[index], found[2]) for name, found in wanted.items()}
-        config[field] = _settled(renamed, config[default], values)
+            pattern[_rename_key(key, ends)] = value
+        values = {name: (entry[index], entry[2]) for name, entry in wanted.items()}
+        config[field] = _add_missing_entries(pattern, config[default], values)
     return config
 
 
-def _renamed(key: str, ends: Sequence[tuple[str, str]]) -> str:
+def _rename_key(key: str, ends: Sequence[tuple[str, str]]) -> str:
     for old, new in ends:
         if key.endswith(old):
             return key.removesuffix(old) + new
     return key
 
 
-def _settled(
+def _add_missing_entries(
     pattern: dict[str, Any], default: Any, wanted: Mapping[str, tuple[Any, str]]
 ) -> dict[str, Any]:
     """Add entries at the front until every name of `wanted`, {name: (value, key)}, gets its value.
 
-    A new entry can match another name that had the right value before, and that name then needs an
-    entry of its own. The second time a key is needed, the whole name is used instead, which matches
-    no other name.
+    A new entry can match another name that had the right value before. This name then needs an
+    entry of its own. If a key is already in use, the new key is the whole name, which matches no
+    other name.
     """
-    is_settled = False
-    while not is_settled:
-        is_settled = True
+    is_complete = False
+    while not is_complete:
+        is_complete = True
         for name, (value, key) in wanted.items():
             if _look_up(pattern, default, name) != value:
                 key = re.escape(name) if key in pattern else key
                 others = {k: v for k, v in pattern.items() if k != key}
                 pattern = {key: value, **others}
-                is_settled = False
+                is_complete = False
     return pattern
 
 

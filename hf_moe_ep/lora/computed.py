@@ -1,16 +1,16 @@
 """Compute PEFT's LoRA adapters of experts without merging them into the stacked weights.
 
 PEFT adapts a parameter such as `gate_up_proj` by a wrapper around its module. During a forward the
-wrapper replaces the parameter by `W + scale * B A`, a tensor of the size of all experts, which is
-made twice and saved for backward. Here the wrapper only stores its factors on the experts module,
-and `ops.expert_mlp` adds two thin products to the product of each expert.
+wrapper replaces the parameter by `W + scale * B A`. This tensor has the size of all experts; it is
+computed twice and saved for backward. Here the wrapper only stores its factors on the experts
+module, and `ops.expert_mlp` adds two thin products to the product of each expert.
 
-The factors stay parameters of PEFT's wrappers. When the model is sharded they are sharded over ep
-with their experts, in the same FSDP2 unit (`factors.py` describes the layouts). Saved adapters are
-stock adapters, in PEFT's layout.
+The factors stay parameters of PEFT's wrappers. When the model is sharded, the factors are sharded
+over ep with their experts, in the same FSDP2 unit (`factors.py` describes the layouts). Adapters
+are saved in PEFT's layout, so stock PEFT can load them.
 
-`integrations/install.py` wraps PEFT's functions with `activate`, `call_base_model`, `load_adapter`,
-`merge` and `unmerge`, for the adapters of a patched model alone.
+`integrations/install.py` wraps functions of PEFT with `activate`, `call_base_model`,
+`load_adapter`, `merge` and `unmerge`. Only adapters of patched models are affected.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Stack = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class StackedFactor:
-    """One LoRA factor of experts that this package computes, and its two layouts.
+    """One LoRA factor of experts that this package computes, and the conversions of its layout.
 
     Attributes:
         parameter: the factor, in either layout.
-        stack: converts from PEFT's layout to that with experts as the first dim.
-        pack: converts back.
+        stack: converts from PEFT's layout to the layout with experts as the first dim.
+        pack: converts from the layout with experts as the first dim to PEFT's layout.
     """
 
     parameter: nn.Parameter
@@ -46,9 +46,9 @@ class StackedFactor:
 
 
 def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
-    """Yield every LoRA factor of experts in `model`, including those in PEFT's wrappers.
+    """Yield every LoRA factor of experts in `model`, including factors in PEFT's wrappers.
 
-    Factors of experts that the model's own code computes keep PEFT's layout and are left out.
+    Factors of experts that the model's own code computes are omitted; they keep PEFT's layout.
     """
     for _, factor in parameter_factors(model):
         if _computed_here(factor.module):
@@ -58,7 +58,7 @@ def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
 
 
 def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
-    """Wrap `ParamWrapper._activate_lora`: give the factors to our experts for one forward."""
+    """Wrap `ParamWrapper._activate_lora`: store the factors on our experts for one forward."""
     experts = self.get_base_layer()
     if not _computed_here(experts):
         return original(self, active_adapters)
@@ -67,18 +67,18 @@ def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]
         for n in active_adapters
         if n in self.lora_A
     ]
-    return _store(experts, self.parameter_name, adapters)
+    return _store_adapters(experts, self.parameter_name, adapters)
 
 
 @contextmanager
-def _store(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[None]:
+def _store_adapters(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[None]:
     layer: MoELayer = getattr(experts, STATE)
     assert layer.compute is not None
     known = layer.compute.parameters
     if parameter not in known:
         raise ValueError(
             f"an adapter targets {parameter} of {type(experts).__name__}; only adapters of "
-            f"{' and '.join(known)} can be computed: take it out of target_parameters"
+            f"{' and '.join(known)} can be computed: take {parameter} out of target_parameters"
         )
     layer.adapters[parameter] = adapters
     try:
@@ -99,7 +99,7 @@ def call_base_model(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 
 def check_attachable(state: ModelState) -> None:
-    """Raise ValueError if the model of `state` is sharded: no adapter can be attached any more."""
+    """Raise ValueError if the model is sharded, because adapters can no longer be attached."""
     if state.meshes is not None:
         raise ValueError(
             f"this model is sharded over {state.meshes.world_size} ranks; attach adapters before "
@@ -111,7 +111,7 @@ def check_attachable(state: ModelState) -> None:
 def load_adapter(
     original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap `PeftModel.load_adapter`: refuse a sharded model."""
+    """Wrap `PeftModel.load_adapter`: raise ValueError if the model is sharded."""
     if ranks := _sharded_over(self):
         raise ValueError(
             f"load_adapter on a model that is sharded over {ranks} ranks; load {model_id} before "
@@ -122,7 +122,10 @@ def load_adapter(
 
 
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the method `name` of `BaseTuner`, which merges or unloads: refuse a sharded model."""
+    """Wrap a method of `BaseTuner` that merges or unloads: raise ValueError if the model is sharded.
+
+    `name` is the name of the method, for the error.
+    """
     if ranks := _sharded_over(self):
         raise ValueError(
             f"{name} on a model that is sharded over {ranks} ranks; save the adapter with "
@@ -133,7 +136,7 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 
 def unmerge(original: Callable[..., Any], self: Any) -> Any:
-    """Wrap `BaseTuner.unmerge_adapter`: refuse a sharded model with merged adapters."""
+    """Wrap `BaseTuner.unmerge_adapter`: raise ValueError if a sharded model has merged adapters."""
     if ranks := _sharded_over(self):
         for path, layer in adapter_layers(self):
             if getattr(layer, "merged", False):
@@ -146,7 +149,7 @@ def unmerge(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _computed_here(experts: Any) -> bool:
-    """Return whether this package computes the module (not stock code, not the eager backend)."""
+    """Return True if this package computes the module (not stock code or the eager backend)."""
     layer = getattr(experts, STATE, None)
     return isinstance(layer, MoELayer) and layer.compute is not None
 

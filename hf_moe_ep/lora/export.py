@@ -1,8 +1,8 @@
 """Convert PEFT's adapter folders for servers that read only single experts, and back.
 
-The whole adapter is in memory once. The new folder is written under a temporary name next to the
-target and renamed when it is complete. per_expert.py describes the layouts, adapter_config.py the
-changes of the config. .bin files are not supported.
+A conversion needs memory for the whole adapter. The new folder is written under a temporary name
+next to the target and renamed when it is complete. per_expert.py describes the layouts of tensors,
+adapter_config.py the changes of the config. Weights in .bin files are not supported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Converted:
     Attributes:
         layers: the number of layers with adapted experts.
         experts: the number of experts in one layer.
-        tensors, copied: the number of tensors of experts, and of other modules.
+        tensors, copied: the number of converted tensors (of experts), and of copied tensors.
         bytes: the size of all tensors.
         notes: warnings about values that a reader of the folder will treat differently.
     """
@@ -59,10 +59,10 @@ def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str
 
     In adapter_config.json the names `mlp.experts.0.gate_proj` and so on are added to
     target_modules, because a bare `gate_proj` would also match layers without experts. SGLang does
-    not accept regular expressions: a regular expression in target_modules, layers_to_transform and
-    exclude_modules are replaced by the names of the modules that the file adapts. Experts are
-    removed from target_parameters, which becomes null if nothing is left. r, lora_alpha and
-    use_rslora stay.
+    not accept regular expressions. A regular expression in target_modules, layers_to_transform and
+    exclude_modules are therefore replaced by the names of all modules that the file adapts. Experts
+    are removed from target_parameters, which becomes null if nothing is left. r, lora_alpha and
+    use_rslora do not change.
 
     Args:
         source: a folder with adapter_config.json and adapter_model.safetensors.
@@ -71,7 +71,7 @@ def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str
     Raises:
         ValueError: source or target is not such a folder; there is no LoRA on stacked experts; the
             architecture is unknown; shapes contradict each other or the config (the number of
-            experts is the rows of lora_A / rank).
+            experts is the number of rows of lora_A, divided by the rank).
     """
     return _convert(source, target, to_single)
 
@@ -80,10 +80,10 @@ def fuse_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str])
     """Write the adapter of folder `source`, LoRA on single experts, as LoRA on stacked experts.
 
     Each layer gets lora_A (E * r, in) and lora_B (out, r * E) of gate_up_proj and down_proj. If
-    lora_A of gate and up are equal everywhere, r and the bytes are those before `export_adapter`.
-    Otherwise gate_up_proj gets A = [A_gate; A_up] and a block diagonal B, and rank_pattern and
-    alpha_pattern keep the scale. lora_dropout becomes 0, the only value that PEFT accepts on
-    parameters.
+    lora_A of gate and up are equal in all experts, r does not change, and the result of
+    `export_adapter` is converted back to the same bytes. Otherwise gate_up_proj gets
+    A = [A_gate; A_up] and a block diagonal B, and rank_pattern and alpha_pattern keep the scale.
+    lora_dropout becomes 0, the only value that PEFT accepts for parameters.
 
     Args:
         source, target: as in `export_adapter`.
@@ -111,7 +111,7 @@ def _convert(
         raise ValueError(f"target {target} exists and is not empty; name another folder")
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
 
-    def ours(folder: str, names: list[str]) -> set[str]:
+    def list_converted_files(folder: str, names: list[str]) -> set[str]:
         files = {name for name in names if name == CONFIG or name.startswith("adapter_model.")}
         return files if Path(folder) == source else set()
 
@@ -119,7 +119,7 @@ def _convert(
         with safe_open(source / WEIGHTS, "pt") as file:
             opened = _open(source, file)
             tensors, config, stacks = convert(opened)
-            shutil.copytree(source, partial, ignore=ours)
+            shutil.copytree(source, partial, ignore=list_converted_files)
             of_experts, copied, size = _write(partial / WEIGHTS, opened, tensors)
         (partial / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         partial.rename(target)
@@ -158,11 +158,11 @@ def _open(source: Path, file: Any) -> AdapterFile:
 
 
 def _write(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int, int]:
-    """Write the tensors of experts that `tensors` yields, and copy all others.
+    """Write the tensors of experts that `tensors` yields, and copy all other tensors.
 
-    Returns the number of each kind, and the size of all.
+    Returns the number of tensors of experts, the number of others, and the size of all tensors.
     """
-    # Cloned, because gate and up share lora_A, and safetensors refuses tensors that share memory.
+    # safetensors refuses tensors that share memory, and gate and up share lora_A.
     of_experts = {
         adapter.prefix + name: tensor.clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors(adapter.read)
@@ -178,14 +178,17 @@ def _write(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int
 
 
 def _notes(old: dict[str, Any], config: dict[str, Any], names: list[str]) -> list[str]:
-    """List what servers or trainers ignore silently; `names` are the new modules or parameters."""
+    """List the entries of a config that servers or trainers ignore silently.
+
+    `names` are the modules or parameters that the new config adapts.
+    """
     notes = []
-    usual = scale(config, config["r"], config["lora_alpha"])
+    default_scale = scale(config, config["r"], config["lora_alpha"])
     scales = [scale(config, *rank_and_alpha(config, name)) for name in names]
-    if not all(math.isclose(one, usual) for one in scales):
+    if not all(math.isclose(scale_of_name, default_scale) for scale_of_name in scales):
         notes.append(
             f"rank_pattern or alpha_pattern change scales; vLLM ignores them, and scales every "
-            f"module by {usual:g}"
+            f"module by {default_scale:g}"
         )
     dropout = old.get("lora_dropout")
     if dropout and not config["lora_dropout"]:

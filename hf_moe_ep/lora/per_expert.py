@@ -5,19 +5,20 @@ PEFT stores LoRA on a stacked parameter (`target_parameters`; rank r, E experts)
     lora_A (E * r, in)   expert slowest: row e * r + i is row i of expert e
     lora_B (out, r * E)  expert fastest: column i * E + e is column i of expert e
 
-(peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight), and nests one wrapper per parameter, in
-the order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, and down_proj, the
-outer wrapper, is `experts.lora_A`. Keys do not say which wrapper adapts which parameter, but shapes
-do: gate_up maps H to 2F and down F to H, and no sizes fit both. Servers that read only single
-experts ignore such files silently (vllm-project/vllm#41384, sgl-project/sglang#27381). With E = 2,
-r = 1 and gate_up A = [a0; a1], B = [[g0, g1], [u0, u1]] they need
+(peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight). It nests one wrapper per parameter, in
+the order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, and down_proj, with
+the outer wrapper, is `experts.lora_A`. Keys do not name the parameter that a wrapper adapts, but
+the shapes identify it: gate_up maps H to 2F, down maps F to H, and no sizes fit both. Servers that
+read only single experts ignore such files silently (vllm-project/vllm#41384,
+sgl-project/sglang#27381). For E = 2, r = 1 and gate_up A = [a0; a1], B = [[g0, g1], [u0, u1]], such
+servers need
 
     experts.0.gate_proj  A = a0, B = g0        experts.1.gate_proj  A = a1, B = g1
     experts.0.up_proj    A = a0, B = u0        experts.1.up_proj    A = a1, B = u1
 
-Bytes are copied, and nothing is computed. In the other direction an A that gate and up share is
-stored once. Two different ones become rank 2r with A = [a_gate; a_up], a block diagonal B, and an
-alpha that keeps the scale.
+This conversion only copies bytes. In the other direction, an A that gate and up share is stored
+once. Different A of gate and up become one A = [a_gate; a_up] of rank 2r, with a block diagonal B
+and an alpha that keeps the scale.
 
 names.py reads names, adapter_config.py converts the config, export.py reads and writes files.
 merged.py adds adapters to weights. DoRA is not supported.
@@ -37,7 +38,7 @@ from hf_moe_ep.lora.adapter_config import (
     CONFIG,
     config_for_single,
     config_for_stacked,
-    possible_places,
+    patterns_of_experts,
     rank_and_alpha,
 )
 from hf_moe_ep.lora.factors import pack_a, pack_b, stack_a, stack_b
@@ -61,10 +62,10 @@ class AdapterFile:
 
     Attributes:
         config: the contents of adapter_config.json.
-        shapes: the tensors on the meta device, by their names after `prefix`.
-        read: loads one tensor.
+        shapes: the tensors on the meta device, by their names without `prefix`.
+        read: loads one tensor, by its name without `prefix`.
         prefix: the prefix that PEFT gives to every name, or "".
-        metadata: the metadata of the tensors' file.
+        metadata: the metadata of the file with the tensors.
     """
 
     config: dict[str, Any]
@@ -87,7 +88,7 @@ def _key(module: str, factor: str) -> str:
 
 
 def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
-    """Return the tensors of single experts, their config, and the stacks that they come from."""
+    """Return the tensors of single experts, their config, and the stacks of the source file."""
     stacks = _find_stacks(file)
 
     def tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -104,9 +105,9 @@ def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
 
 
 def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
-    """Return the tensors of stacked experts, their config, and the stacks."""
-    stacks = _find_singles(file)
-    shared = _share_their_a(file, stacks)
+    """Return the tensors of stacked experts, their config, and the stacks of the result."""
+    stacks = _plan_stacks(file)
+    shared = _gate_and_up_share_a(file, stacks)
 
     def tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
         for stack in stacks:
@@ -128,8 +129,8 @@ def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]
     return tensors, config, stacks
 
 
-def _share_their_a(file: AdapterFile, stacks: list[Stack]) -> bool:
-    """Return whether gate and up have equal lora_A in every expert of every layer."""
+def _gate_and_up_share_a(file: AdapterFile, stacks: list[Stack]) -> bool:
+    """Return True if gate and up have equal lora_A in every expert of every layer."""
     return all(
         torch.equal(file.factor(gate, "A"), file.factor(up, "A"))
         for stack in stacks
@@ -143,13 +144,15 @@ def _find_stacks(file: AdapterFile) -> list[Stack]:
     stacks: list[Stack] = []
     fix = f"correct r or rank_pattern in {CONFIG}"
     for experts, wrappers in _adapted_experts(file, STACKED_KEY, "stacked").items():
-        for parameter, wrapper in _parameters(file, experts, sorted(set(wrappers))).items():
+        by_parameter = _match_wrappers(file, experts, sorted(set(wrappers)))
+        for parameter, wrapper in by_parameter.items():
             rank, alpha = rank_and_alpha(file.config, f"{experts}.{parameter}")
             (rows, _), (out, columns) = file.shapes_of(wrapper)
             if rows % rank or rows != columns or out % len(PARTS[parameter]):
                 raise ValueError(
-                    f"{wrapper}: lora_A has {rows} rows, lora_B {columns} columns and {out} rows; "
-                    f"at rank {rank} these are no whole number of experts or halves; {fix}"
+                    f"{wrapper}: lora_A has {rows} rows, lora_B has {columns} columns and {out} "
+                    f"rows; at rank {rank} these are no whole number of experts, or of halves; "
+                    f"{fix}"
                 )
             stack = Stack(experts, parameter, rows // rank, rank, alpha, wrapper)
             if stacks and stack.num_experts != stacks[0].num_experts:
@@ -161,18 +164,22 @@ def _find_stacks(file: AdapterFile) -> list[Stack]:
     return stacks
 
 
-def _parameters(file: AdapterFile, experts: str, wrappers: list[str]) -> dict[str, str]:
-    """Map parameters to the wrappers that adapt them: two by shapes, a single one by config."""
+def _match_wrappers(file: AdapterFile, experts: str, wrappers: list[str]) -> dict[str, str]:
+    """Map each adapted parameter to its wrapper.
+
+    A single wrapper is identified by target_parameters, and two wrappers by their shapes.
+    """
     targets = file.config.get("target_parameters") or []
     named = [name for name in PARTS if targets_that_hit([f"{experts}.{name}"]) & set(targets)]
     if len(named) != len(wrappers):
         raise ValueError(
             f"{experts} has LoRA on {len(wrappers)} parameters, but target_parameters in {CONFIG} "
-            f"names {len(named)} of {', '.join(PARTS)}; name those that were trained"
+            f"names {len(named)} of {', '.join(PARTS)}; name the parameters that were trained"
         )
     if len(named) == 1:
         return {named[0]: wrappers[0]}
-    for up, down in (wrappers, wrappers[::-1]):  # PEFT's order comes last, for the message
+    # PEFT's order is tried last, so an error shows the shapes in this order.
+    for up, down in (wrappers, wrappers[::-1]):
         (_, up_in), (up_out, _) = file.shapes_of(up)
         (_, down_in), (down_out, _) = file.shapes_of(down)
         if up_in == down_out and up_out == 2 * down_in:
@@ -183,8 +190,8 @@ def _parameters(file: AdapterFile, experts: str, wrappers: list[str]) -> dict[st
     )
 
 
-def _find_singles(file: AdapterFile) -> list[Stack]:
-    """Find the stacks that single experts become, and check that all experts have one form."""
+def _plan_stacks(file: AdapterFile) -> list[Stack]:
+    """Plan the stacks of a file of single experts, and check that all experts fit into them."""
     for name in ("use_dora", "lora_bias"):
         if file.config.get(name):
             raise ValueError(f"PEFT has no {name} on stacked experts; merge this adapter instead")
@@ -193,41 +200,45 @@ def _find_singles(file: AdapterFile) -> list[Stack]:
     num_experts = 1 + max(numbers)
     stacks = []
     for experts, modules in layers.items():
-        parts_there = {module.rpartition(".")[2] for module in modules}
-        parameters = [name for name, parts in PARTS.items() if parts_there & set(parts)]
+        adapted_parts = {module.rpartition(".")[2] for module in modules}
+        parameters = [name for name, parts in PARTS.items() if adapted_parts & set(parts)]
         for parameter in parameters:
             wrapper = experts if parameter == parameters[-1] else f"{experts}.base_layer"
             rank, alpha = rank_and_alpha(file.config, f"{experts}.0.{PARTS[parameter][0]}")
             stack = Stack(experts, parameter, num_experts, rank, alpha, wrapper)
-            of_first = stack.modules()[0]
-            for of_expert in stack.modules():
-                for module, like in zip(of_expert, of_first):
+            first_expert = stack.modules()[0]
+            for expert in stack.modules():
+                for module, like in zip(expert, first_expert):
                     _check_single(file, stack, module, like)
             stacks.append(stack)
     return stacks
 
 
 def _check_single(file: AdapterFile, stack: Stack, module: str, like: str) -> None:
-    """Raise ValueError unless a module has LoRA of the stack's rank and scale, shaped as `like`."""
+    """Raise ValueError if the rank, scale, shapes or dtype of a module do not fit into the stack.
+
+    `like` is the same module of the first expert.
+    """
     for factor in "AB":
-        name, model = _key(module, factor), _key(like, factor)
-        if name not in file.shapes or model not in file.shapes:
+        key, first_key = _key(module, factor), _key(like, factor)
+        if key not in file.shapes or first_key not in file.shapes:
             raise ValueError(
-                f"{name if name not in file.shapes else model} is missing: stacked experts have "
-                f"LoRA on all {stack.num_experts} experts, on gate_proj and up_proj together"
+                f"{key if key not in file.shapes else first_key} is missing: stacked experts have "
+                f"LoRA on all {stack.num_experts} experts, and on both gate_proj and up_proj"
             )
-        got, want = file.shapes[name], file.shapes[model]
-        if got.shape != want.shape or got.dtype != want.dtype:
+        tensor, first = file.shapes[key], file.shapes[first_key]
+        if tensor.shape != first.shape or tensor.dtype != first.dtype:
             raise ValueError(
-                f"{name} is {got.dtype} {got.shape}, {model} {want.dtype} {want.shape}"
+                f"{key} is {tensor.dtype} {tensor.shape}, but {first_key} is {first.dtype} "
+                f"{first.shape}; a stacked parameter has one dtype, and one shape for all experts"
             )
     in_config = rank_and_alpha(file.config, module)
     in_file = file.shapes_of(module)[0][0]
     if in_config != (stack.rank, stack.alpha) or in_file != stack.rank:
         raise ValueError(
             f"{module} has rank {in_file} in its file and rank and alpha {in_config} in {CONFIG}, "
-            f"the other modules of {stack.name} {(stack.rank, stack.alpha)}; a stacked parameter "
-            f"has one rank and one alpha"
+            f"but other modules of {stack.name} have {(stack.rank, stack.alpha)}; a stacked "
+            f"parameter has one rank and one alpha"
         )
 
 
@@ -235,18 +246,18 @@ def _adapted_experts(file: AdapterFile, key: Pattern[str], form: str) -> dict[st
     """Map each experts module to the modules with LoRA on its experts.
 
     Raises:
-        ValueError: there is none; some have another form, or a name that no known architecture has
-            for experts.
+        ValueError: there are no such modules; some have another form than `form`, or a name that no
+            known architecture has for experts.
     """
-    patterns = possible_places(file.config)
-    found: dict[str, list[str]] = {}
+    patterns = patterns_of_experts(file.config)
+    adapted: dict[str, list[str]] = {}
     for name in file.shapes:
         match = key.fullmatch(name)
         if match and any(matches(pattern, match["experts"]) for pattern in patterns):
-            found.setdefault(match["experts"], []).append(name.rpartition(".lora_")[0])
+            adapted.setdefault(match["experts"], []).append(name.rpartition(".lora_")[0])
         elif ".experts." in name and ".lora_" in name:
-            places = " or ".join(f"'{pattern}'" for pattern in patterns)
-            raise ValueError(f"{name} is not LoRA on {form} experts of {places}; see --to")
-    if not found:
+            known = " or ".join(f"'{pattern}'" for pattern in patterns)
+            raise ValueError(f"{name} is not LoRA on {form} experts of {known}; see --to")
+    if not adapted:
         raise ValueError(f"no LoRA on {form} experts in this adapter; see --to")
-    return found
+    return adapted

@@ -386,7 +386,7 @@ STACKED_ERRORS = {
     "rank": (lambda f: edit(f, r=5), "lora_A has 24 rows.*at rank 5.*correct r or rank_pattern"),
     "columns": (
         lambda f: change(f, "0.mlp.experts.lora_B.weight", torch.ones(H, 21)),
-        "24 rows, lora_B 21 columns",
+        "24 rows, lora_B has 21 columns",
     ),
     "experts": (
         lambda f: edit(f, rank_pattern={"layers.1.mlp.experts.down_proj": 6}),
@@ -407,7 +407,7 @@ STACKED_ERRORS = {
     ),
     "architecture": (
         lambda f: edit(f, auto_mapping={"parent_library": "transformers.models.gpt_oss.modeling"}),
-        "adapters on single experts of 'gpt_oss' are not known; those of qwen3_moe",
+        "adapters on single experts of 'gpt_oss' are not supported; supported: qwen3_moe",
     ),
     "base model": (lambda f: base_model(f, "gpt_oss"), "adapters on single experts of 'gpt_oss'"),
     "place": (
