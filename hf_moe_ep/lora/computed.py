@@ -122,9 +122,10 @@ def load_adapter(
 
 
 def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a method of `BaseTuner` that merges or unloads: raise ValueError if the model is sharded.
+    """Wrap the method `name` of `BaseTuner`, which merges or unloads adapters.
 
-    `name` is the name of the method, for the error.
+    Raises:
+        ValueError: the model is sharded.
     """
     if ranks := _sharded_over(self):
         raise ValueError(
