@@ -105,7 +105,7 @@ def global_aux_loss(
         own_sums = own_sums.sum(0, keepdim=True)
     totals = own_sums.detach() if world_size == 1 else sum_over_ranks(own_sums)
     all_pairs_XE, all_probabilities_XE = totals.unbind(1)
-    # Every token that is no padding has top_k pairs.
+    # Every token that is not padding has top_k pairs.
     num_tokens_X1 = all_pairs_XE.sum(1, keepdim=True) / top_k
     factor_XE = num_experts / len(totals) * all_pairs_XE / num_tokens_X1.square()
     own_term = world_size * (factor_XE * own_sums[:, 1]).sum()

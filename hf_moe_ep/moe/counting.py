@@ -41,7 +41,7 @@ class ForwardBegins(Ours):
 class ForwardEnds(Ours):
     """Forward hook of the root: clears the record of `ForwardBegins`.
 
-    If a layer is called outside of the root's forward, only the gradient mode inside it decides.
+    A layer that is called outside of the root's forward is counted if it has gradients enabled.
     """
 
     def __init__(self, state: ModelState) -> None:

@@ -40,7 +40,7 @@ from hf_moe_ep.upstream.experts_interface import (
     post_expert_norm,
 )
 
-# Tensor cores and 16-byte loads need sizes that are multiples of this.
+# Tensor cores and 16-byte loads need sizes that are multiples of this number.
 ALIGNMENT = 16
 
 
@@ -204,10 +204,10 @@ def _find_formula(module: nn.Module, flags: ExpertsFlags, model_type: str) -> Ex
             f"the gate of {type(module).__name__} does not run: {error}; transformers' experts "
             f"interface needs its activation as act_fn, or a method _apply_gate"
         ) from error
-    swishes = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
-    others = [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
+    activations = [("swish", alpha) for alpha in sorted({1.0, *alphas})]
+    activations += [(name, 1.0) for name in ACTIVATIONS if name != "swish"]
     limits_and_offsets = itertools.product([math.inf, *sorted(limits)], (0.0, 1.0))
-    for (name, alpha), (limit, offset) in itertools.product(swishes + others, limits_and_offsets):
+    for (name, alpha), (limit, offset) in itertools.product(activations, limits_and_offsets):
         formula = ExpertFormula(
             flags.has_gate, not flags.is_concatenated, name, alpha, limit, offset
         )

@@ -1,7 +1,7 @@
 """Check that the forwards on which expert parallelism relies are not replaced.
 
     experts       our forward, or transformers' experts interface, which calls ours
-    MoE block     the module that contains the experts, which has to call them
+    MoE block     the forward of the module that contains the experts and has to call them
     attention     with sp_size > 1: transformers' attention interface, which calls ours
 
 Liger (`use_liger_kernel=True`) binds its own forward to experts modules, before or after `patch`.

@@ -64,8 +64,8 @@ class ForwardGuard(Ours):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.state.check_ready()
-        # An unsharded model does not need the number, for which torch.compile would recompile the
-        # forward every time.
+        # Only a sharded model needs the number of the forward. In another model torch.compile would
+        # recompile the forward each time the number changes.
         if self.state.meshes is not None:
             self._begin_forward(module, self.state.meshes)
 
@@ -84,7 +84,7 @@ def moe_forward(
 ) -> Tensor:
     """Return the weighted sum of each token's experts, (T, H).
 
-    transformers calls this as the forward of every experts module of a patched model.
+    transformers calls this function as the forward of every experts module of a patched model.
     """
     layer: MoELayer = getattr(experts, STATE)
     meshes = layer.model.meshes

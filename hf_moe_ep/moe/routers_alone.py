@@ -60,10 +60,10 @@ class RoutersAlone(Ours):
             return
         inputs = [_detached(value) for value in args]
         named = {name: _detached(value) for name, value in kwargs.items()}
-        before = [value._version for value in inputs if isinstance(value, Tensor)]
+        versions = [value._version for value in inputs if isinstance(value, Tensor)]
         with hidden_from_function_modes():
             second = router.forward(*inputs, **named)
-        if before != [value._version for value in inputs if isinstance(value, Tensor)]:
+        if versions != [value._version for value in inputs if isinstance(value, Tensor)]:
             raise ValueError(
                 f"aux_loss_per_layer=True: {type(router).__name__} changes its input in place (it "
                 f"adds noise), so it cannot run twice; set the router's noise to 0 in the model's "

@@ -1,6 +1,6 @@
 """Asynchronous dispatch and combine as autograd nodes, shared by all dispatchers.
 
-One layer, one forward, all tokens in one chunk:
+The calls for one layer in one forward, if all tokens are in one chunk:
 
     (exchange,) = dispatcher.plan(...)       computes the destinations of rows, and sends no row
     arriving = exchange.start(...)           starts to send tokens to the ranks of their experts

@@ -24,8 +24,8 @@ receive tokens of another layer, or run into DeepEP's time-out; `dispatcher="all
 error instead.
 
 Interface: `Buffer` of https://github.com/deepseek-ai/DeepEP, deep_ep/buffer.py in V1.2 and
-deep_ep/buffers/legacy.py in V2. The limits that are checked here are those of its
-csrc/deep_ep.cpp and csrc/kernels/intranode.cu.
+deep_ep/buffers/legacy.py in V2. The limits that are checked here come from
+csrc/deep_ep.cpp and csrc/kernels/intranode.cu of that repository.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from hf_moe_ep.moe.dispatch.async_exchange import DispatchedRows, Wire
 from hf_moe_ep.moe.dispatch.counts import check_max_rows
 from hf_moe_ep.ranks.collectives import gather_counts
 
-# The ranks that DeepEP treats as one node, and its default number of queue pairs (between nodes it
-# needs as many as SMs).
+# The number of ranks that DeepEP treats as one node, and its default number of queue pairs (between
+# nodes DeepEP needs one queue pair per SM).
 _RANKS_PER_NODE, _QUEUE_PAIRS = 8, 24
 # DeepEP copies a row in two halves of 16-byte words, and one warp handles the experts of a token.
 _HIDDEN_MULTIPLE, _MAX_TOP_K = 16, 32

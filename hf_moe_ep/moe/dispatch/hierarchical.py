@@ -15,16 +15,16 @@ backward together send four rows between nodes for each distinct (token, other n
 the minimum. A router that chooses a token's experts from few groups, as DeepSeek-V3 does from 4 of
 8, makes such pairs rarer if the experts of each group are on one node. No option is needed.
 
-Both legs of this exchange are exchanges of `all_to_all.py`, with their autograd nodes. The first
-leg runs between the ranks with the same local rank; its destinations are nodes. The second leg runs
-between the ranks of a node. Its tokens are the rows of the first leg: first the rows from other
-nodes, then the rows of this rank. Backward runs the legs in reverse order. It also adds up the
-gradients inside a node before it sends them to another node.
+Each leg is an exchange of `all_to_all.py`, with its autograd nodes. The first leg runs between the
+ranks with the same local rank; its destinations are nodes. The second leg runs between the ranks of
+a node. Its tokens are the rows of the first leg: first the rows from other nodes, then the rows of
+this rank. Backward runs the legs in reverse order, so gradients too are added up inside a node
+before they are sent to another node.
 
 One exchange of counts plans both legs. Every rank sends its numbers of rows per node and per rank.
-From the numbers of all ranks, each rank computes how many rows it will forward. Which rows these
-are follows from the expert ids that are received with the rows. The device computes that after the
-first leg, without a host sync.
+From the numbers of all ranks, each rank computes how many rows it will forward. After the first
+leg the device finds these rows by the expert ids that were received with the rows, without a host
+sync.
 
 Rows are sent between nodes while experts run, as in `all_to_all.py`. The second leg does not
 overlap with experts.
