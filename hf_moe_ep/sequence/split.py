@@ -107,13 +107,13 @@ class JoinLogits(Ours):
             return _join_fused(output, part, stock_length)
         if isinstance(output, tuple):
             raise ValueError("return_dict=False is not supported with sp_size > 1; leave it out")
-        gathers = kwargs.get("labels") is None
-        gathers |= self.state.config.gather_logits or self.state.gather_logits
+        gather_outputs = kwargs.get("labels") is None
+        gather_outputs |= self.state.config.gather_logits or self.state.gather_logits
         # Outputs that are not gathered become None: a metric of a slice would silently be wrong.
         return replace(
             output,
             **{
-                name: _join(output.get(name), part) if gathers else None
+                name: _join(output.get(name), part) if gather_outputs else None
                 for name in ("logits", "hidden_states", "attentions", "router_logits")
                 if name in output
             },

@@ -69,8 +69,8 @@ def check(parts: Parts, state: ModelState) -> None:
 
     Raises:
         ValueError: sp_size does not divide the heads of the tower; the tower uses eager attention,
-            or a function that is not in transformers' attention interface; or the model has other
-            encoders.
+            or a function that is not in transformers' attention interface; or the model has
+            encoders other than a vision tower.
     """
     if state.config.sp_size == 1:
         return
@@ -99,10 +99,10 @@ def attach(parts: Parts, state: ModelState) -> None:
             _wrap_encoding(partial(refuse.encode_before_generate, parts.root), parts.root, state)
     if tower is None:
         return
-    run_once = TowerOnce(state, tower.module, len(parts.layers))
-    tower.owner.register_forward_pre_hook(run_once, with_kwargs=True)
-    encode = partial(run_once.encode_before_generate, parts.root, tower.owner)
-    _wrap_encoding(encode, parts.root, state)
+    run_tower_once = TowerOnce(state, tower.module, len(parts.layers))
+    tower.owner.register_forward_pre_hook(run_tower_once, with_kwargs=True)
+    encode_on_all_ranks = partial(run_tower_once.encode_before_generate, parts.root, tower.owner)
+    _wrap_encoding(encode_on_all_ranks, parts.root, state)
     if state.config.sp_size == 1:
         return
     select_attention(tower.attention, state, patch_attention_with, frames=True)

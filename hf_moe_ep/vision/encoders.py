@@ -3,7 +3,7 @@
 The owner is the module that holds the encoders and the decoder. Each of its children, except the
 decoder, is one FSDP2 unit, sharded over all ranks. A rank without a picture does not run the
 encoder, so an all-gather inside the encoder's forward would make the other ranks wait forever.
-Encoders are therefore gathered outside of their forward. The ranks compare their inputs twice:
+Encoders are therefore gathered outside of their forward. The ranks exchange information twice:
 
     before the encoders  Does any rank have pictures or sound? If so, all ranks gather all encoders,
                          and each rank runs them as often as it has input, as in stock code.

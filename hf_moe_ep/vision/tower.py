@@ -67,7 +67,7 @@ class TowerOnce(ShardedOnly):
         if meshes is None or meshes.world_size == 1:
             return None
         given = bind_forward(inner, args, kwargs)
-        if not any(self._modalities_on_any_rank(inner, given, meshes.device)):
+        if not any(self._find_modalities(inner, given, meshes.device)):
             return None
         own_inputs = {
             name: (given[pixels], given[grid])
@@ -75,15 +75,16 @@ class TowerOnce(ShardedOnly):
             if given.get(pixels) is not None
         }
         if not own_inputs:  # only other ranks have pixels
-            outputs = run_tower(inner, *self._picture_of_zeros(meshes.device))
-            unused = _features(outputs, self.num_layers)
+            outputs = run_tower(inner, *self._make_picture_of_zeros(meshes.device))
+            unused = _list_used_features(outputs, self.num_layers)
             if any(feature.requires_grad for feature in unused):
                 self._connect(inner, given, unused)
             return (), given
         pixels, grids = (torch.cat(parts) for parts in zip(*own_inputs.values(), strict=True))
         counts = [len(grid) for _, grid in own_inputs.values()]
-        split = self._split(given.get(SLICE), grids)
-        outputs = split_tower_outputs(run_tower(inner, pixels, grids, **split), counts)
+        slice_argument = self._slice_patches(given.get(SLICE), grids)
+        tower_output = run_tower(inner, pixels, grids, **slice_argument)
+        outputs = split_tower_outputs(tower_output, counts)
         given[TOWER_OUTPUTS] = dict(zip(own_inputs, outputs, strict=True))
         for name in own_inputs:
             given[_MODALITIES[name][0]] = None  # or the inner model would run the tower again
@@ -102,10 +103,10 @@ class TowerOnce(ShardedOnly):
             return stock(model_kwargs)
         if isinstance(root, FSDPModule):
             begin_with_root(root)
-        on_any_rank = self._modalities_on_any_rank(inner, model_kwargs, meshes.device)
+        on_any_rank = self._find_modalities(inner, model_kwargs, meshes.device)
         for (pixels, _, _), must_run in zip(_MODALITIES.values(), on_any_rank, strict=True):
             if must_run and model_kwargs.get(pixels) is None:
-                run_tower(inner, *self._picture_of_zeros(meshes.device))
+                run_tower(inner, *self._make_picture_of_zeros(meshes.device))
         return stock(model_kwargs)
 
     def _connect(self, inner: nn.Module, given: dict[str, Any], unused: list[Tensor]) -> None:
@@ -132,7 +133,7 @@ class TowerOnce(ShardedOnly):
         handle = embedding.register_forward_hook(torch.compiler.disable(connect_once))
         self.embedding_hook = handle
 
-    def _modalities_on_any_rank(
+    def _find_modalities(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> list[bool]:
         """Return, for each modality, True if any rank has pixels.
@@ -140,14 +141,14 @@ class TowerOnce(ShardedOnly):
         Raises:
             ValueError: on every rank, if the pixels of a rank do not fit their grids or its text.
         """
-        pairs = list(self._sizes_to_compare(inner, given, device))
+        pairs = list(self._list_size_pairs(inner, given, device))
         zero = torch.zeros((), dtype=torch.int64, device=device)
         num_own_errors = sum((left != right for _, left, right in pairs), zero)
         has = torch.tensor(
             [given.get(pixels) is not None for pixels, _, _ in _MODALITIES.values()], device=device
         )
         own_counts = torch.cat([num_own_errors[None], has.to(num_own_errors.dtype)])
-        # This is the only host sync of this hook.
+        # This is the only host sync.
         num_errors, *rank_counts = sum_over_ranks(own_counts).tolist()
         if num_errors:
             own_errors = [
@@ -161,7 +162,7 @@ class TowerOnce(ShardedOnly):
             )
         return [count > 0 for count in rank_counts]
 
-    def _sizes_to_compare(
+    def _list_size_pairs(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (text, left, right): two scalars on `device` that must be equal, and an error text.
@@ -183,7 +184,7 @@ class TowerOnce(ShardedOnly):
                 text = f"input_ids has {{}} tokens of {token}, {grid} makes {{}}"
                 yield text, (ids == getattr(inner.config, token)).sum(), patches // merge**2
 
-    def _split(self, sequence: Slice | None, grids: Tensor) -> dict[str, PatchSlice]:
+    def _slice_patches(self, sequence: Slice | None, grids: Tensor) -> dict[str, PatchSlice]:
         """Return the keyword argument with this rank's slice of the patches, or {} without sp.
 
         `sequence` is this rank's slice of the text; `grids` (pictures, 3) has the frames, height
@@ -195,14 +196,14 @@ class TowerOnce(ShardedOnly):
         merge, _ = tower_sizes(self.tower)
         return {SLICE: PatchSlice(sequence, frames, merge**2)}
 
-    def _picture_of_zeros(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _make_picture_of_zeros(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return pixels and grid of the smallest picture: its patches are merged into one token."""
         merge, values = tower_sizes(self.tower)
         pixels = torch.zeros(merge * merge, values, device=device)
         return pixels, torch.tensor([[1, merge, merge]], device=device)
 
 
-def _features(outputs: Any, num_layers: int) -> list[Tensor]:
+def _list_used_features(outputs: Any, num_layers: int) -> list[Tensor]:
     """List the outputs of the tower that a decoder of `num_layers` layers uses.
 
     The decoder adds one of the deepstack features after each of its first layers.
