@@ -13,9 +13,9 @@ With r 8, lora_alpha 16, two experts, and q_proj adapted as well:
     layers_to_transform [0]                             null, and names as in the line before
 
 Single experts get full names, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also
-match layers without experts. Names cannot be added to a regular expression, nor to a list of
-layers (the last two lines). These entries are replaced by the names of all modules that the file
-adapts. In the direction from single to stacked, the rank doubles if gate and up have different
+match layers without experts. No name can be added if target_modules is a regular expression, or if
+layers_to_transform or exclude_modules limits it (the last two lines). It is then replaced by the
+names of all modules that the file adapts. In the direction from single to stacked, the rank doubles if gate and up have different
 lora_A, and an entry of alpha_pattern keeps the scale.
 
 The keys of rank_pattern and alpha_pattern are regular expressions for the end of a name; the first
@@ -104,10 +104,10 @@ def config_for_single(
         if target not in of_experts:
             other_parameters.append(target)
             continue
-        before, _, parameter = target.rpartition(".")
-        before = f"{before}." if before else ""
+        prefix, _, parameter = target.rpartition(".")
+        prefix = f"{prefix}." if prefix else ""
         for expert in range(stacks[0].num_experts):
-            single_targets += [f"{before}{expert}.{part}" for part in PARTS[parameter]]
+            single_targets += [f"{prefix}{expert}.{part}" for part in PARTS[parameter]]
     module_targets = _list_module_targets(result, others, other_parameters)
     result["target_modules"] = module_targets + single_targets
     result["target_parameters"] = other_parameters or None
@@ -115,7 +115,7 @@ def config_for_single(
     for stack in stacks:
         key = rf"{re.escape(stack.experts)}\.{_IN_EVERY_EXPERT[stack.parameter]}"
         wanted |= dict.fromkeys(stack.all_modules(), (stack.rank, stack.alpha, key))
-    return _with_patterns(result, wanted, _KEY_ENDS)
+    return _set_patterns(result, wanted, _KEY_ENDS)
 
 
 def config_for_stacked(
@@ -125,16 +125,16 @@ def config_for_stacked(
 
     `growth` maps each stacked parameter to the factor by which its rank grows.
     """
-    result = _with_parameter_targets(config, stacks, others) | {"lora_dropout": 0.0}
+    result = _move_experts_to_parameters(config, stacks, others) | {"lora_dropout": 0.0}
     wanted = {}
     for stack in stacks:
-        times = growth[stack.parameter]
-        alpha = alpha_of_same_scale(config, stack.alpha, times)
-        wanted[stack.name] = (stack.rank * times, alpha, stack.short_name)
-    return _with_patterns(result, wanted, [(single, stacked) for stacked, single in _KEY_ENDS])
+        factor = growth[stack.parameter]
+        alpha = alpha_of_same_scale(config, stack.alpha, factor)
+        wanted[stack.name] = (stack.rank * factor, alpha, stack.short_name)
+    return _set_patterns(result, wanted, [(single, stacked) for stacked, single in _KEY_ENDS])
 
 
-def _with_parameter_targets(
+def _move_experts_to_parameters(
     config: Mapping[str, Any], stacks: Sequence[Stack], others: list[str]
 ) -> dict[str, Any]:
     """Move the experts from target_modules to target_parameters."""
@@ -183,7 +183,7 @@ def _list_module_targets(
     return [name for name in others if not targets_that_hit([name]) & owners]
 
 
-def _with_patterns(
+def _set_patterns(
     config: dict[str, Any],
     wanted: Mapping[str, tuple[int, float, str]],
     ends: Sequence[tuple[str, str]],
@@ -224,8 +224,8 @@ def _add_missing_entries(
         for name, (value, key) in wanted.items():
             if _look_up(pattern, default, name) != value:
                 key = re.escape(name) if key in pattern else key
-                others = {k: v for k, v in pattern.items() if k != key}
-                pattern = {key: value, **others}
+                other_entries = {k: v for k, v in pattern.items() if k != key}
+                pattern = {key: value, **other_entries}
                 is_complete = False
     return pattern
 

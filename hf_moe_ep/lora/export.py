@@ -59,10 +59,10 @@ def export_adapter(source: str | os.PathLike[str], target: str | os.PathLike[str
 
     In adapter_config.json the names `mlp.experts.0.gate_proj` and so on are added to
     target_modules, because a bare `gate_proj` would also match layers without experts. SGLang does
-    not accept regular expressions. A regular expression in target_modules, layers_to_transform and
-    exclude_modules are therefore replaced by the names of all modules that the file adapts. Experts
-    are removed from target_parameters, which becomes null if nothing is left. r, lora_alpha and
-    use_rslora do not change.
+    not accept regular expressions. If target_modules is one, or if layers_to_transform or
+    exclude_modules limits it, the names of all modules that the file adapts replace these entries.
+    Experts are removed from target_parameters, which becomes null if nothing is left. r,
+    lora_alpha and use_rslora do not change.
 
     Args:
         source: a folder with adapter_config.json and adapter_model.safetensors.

@@ -5,7 +5,7 @@ PEFT stores LoRA on a stacked parameter (`target_parameters`; rank r, E experts)
     lora_A (E * r, in)   expert slowest: row e * r + i is row i of expert e
     lora_B (out, r * E)  expert fastest: column i * E + e is column i of expert e
 
-(peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight). It nests one wrapper per parameter, in
+(peft/tuners/lora/layer.py, ParamWrapper.get_delta_weight). PEFT nests one wrapper per parameter, in
 the order of `named_parameters`: gate_up_proj is `experts.base_layer.lora_A`, and down_proj, with
 the outer wrapper, is `experts.lora_A`. Keys do not name the parameter that a wrapper adapts, but
 the shapes identify it: gate_up maps H to 2F, down maps F to H, and no sizes fit both. Servers that
@@ -91,7 +91,7 @@ def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
     """Return the tensors of single experts, their config, and the stacks of the source file."""
     stacks = _find_stacks(file)
 
-    def tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
+    def yield_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
         for stack in stacks:
             a_EPI = stack_a(read(_key(stack.wrapper, "A")), stack.num_experts)
             b_EOP = stack_b(read(_key(stack.wrapper, "B")), stack.num_experts).contiguous()
@@ -101,7 +101,7 @@ def to_single(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
                     yield _key(module, "B"), part_OP
 
     config = config_for_single(file.config, stacks, other_modules(file.shapes))
-    return tensors, config, stacks
+    return yield_tensors, config, stacks
 
 
 def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]:
@@ -109,7 +109,7 @@ def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]
     stacks = _plan_stacks(file)
     shared = _gate_and_up_share_a(file, stacks)
 
-    def tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
+    def yield_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
         for stack in stacks:
             a_of_experts, b_of_experts = [], []
             for modules in stack.modules():
@@ -126,7 +126,7 @@ def to_stacked(file: AdapterFile) -> tuple[Tensors, dict[str, Any], list[Stack]]
 
     growth = {parameter: 1 if shared else len(parts) for parameter, parts in PARTS.items()}
     config = config_for_stacked(file.config, stacks, other_modules(file.shapes), growth)
-    return tensors, config, stacks
+    return yield_tensors, config, stacks
 
 
 def _gate_and_up_share_a(file: AdapterFile, stacks: list[Stack]) -> bool:
