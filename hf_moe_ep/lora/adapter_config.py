@@ -14,9 +14,9 @@ With r 8, lora_alpha 16, two experts, and q_proj adapted as well:
 
 Single experts get full names, `mlp.experts.0.gate_proj`, because a bare `gate_proj` would also
 match layers without experts. No name can be added if target_modules is a regular expression, or if
-layers_to_transform or exclude_modules limits it (the last two lines). It is then replaced by the
-names of all modules that the file adapts. In the direction from single to stacked, the rank doubles if gate and up have different
-lora_A, and an entry of alpha_pattern keeps the scale.
+layers_to_transform or exclude_modules limits it (the last two lines). The names of all modules that
+the file adapts then replace target_modules. In the direction from single to stacked, the rank
+doubles if gate and up have different lora_A, and an entry of alpha_pattern keeps the scale.
 
 The keys of rank_pattern and alpha_pattern are regular expressions for the end of a name; the first
 key that matches decides. A conversion first renames the keys. Then it adds an entry at the front

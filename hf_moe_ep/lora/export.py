@@ -117,10 +117,10 @@ def _convert(
 
     try:
         with safe_open(source / WEIGHTS, "pt") as file:
-            opened = _open(source, file)
+            opened = _open_adapter(source, file)
             tensors, config, stacks = convert(opened)
             shutil.copytree(source, partial, ignore=list_converted_files)
-            of_experts, copied, size = _write(partial / WEIGHTS, opened, tensors)
+            num_converted, num_copied, size = _write_tensors(partial / WEIGHTS, opened, tensors)
         (partial / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         partial.rename(target)
     except SafetensorError as error:
@@ -132,11 +132,12 @@ def _convert(
         names = [module for stack in stacks for module in stack.all_modules()]
     else:
         names = [stack.name for stack in stacks]
-    notes = _notes(opened.config, config, names + other_modules(opened.shapes))
-    return Converted(layers, stacks[0].num_experts, of_experts, copied, size, notes)
+    notes = _list_notes(opened.config, config, names + other_modules(opened.shapes))
+    num_experts = stacks[0].num_experts
+    return Converted(layers, num_experts, num_converted, num_copied, size, notes)
 
 
-def _open(source: Path, file: Any) -> AdapterFile:
+def _open_adapter(source: Path, file: Any) -> AdapterFile:
     config = read_object(source / CONFIG)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{CONFIG} is of peft_type {config.get('peft_type')!r}, not 'LORA'")
@@ -157,7 +158,7 @@ def _open(source: Path, file: Any) -> AdapterFile:
     return AdapterFile(config, shapes, read, prefix, file.metadata() or {})
 
 
-def _write(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int, int]:
+def _write_tensors(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int, int]:
     """Write the tensors of experts that `tensors` yields, and copy all other tensors.
 
     Returns the number of tensors of experts, the number of others, and the size of all tensors.
@@ -177,7 +178,7 @@ def _write(path: Path, adapter: AdapterFile, tensors: Tensors) -> tuple[int, int
     return len(of_experts), len(others), size
 
 
-def _notes(old: dict[str, Any], config: dict[str, Any], names: list[str]) -> list[str]:
+def _list_notes(old: dict[str, Any], config: dict[str, Any], names: list[str]) -> list[str]:
     """List the entries of a config that servers or trainers ignore silently.
 
     `names` are the modules or parameters that the new config adapts.
