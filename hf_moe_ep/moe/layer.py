@@ -20,7 +20,7 @@ Shape legend of the package. The letters are suffixes of names: `x_TH` has the s
     T  tokens of this rank              H  hidden
     E  experts                          L  experts of this rank
     K  experts per token (top-k)        D  ranks of the ep group
-    N  rows sent                        J  rows per token, at most min(K, D)
+    N  rows sent or kept                J  rows per token, at most min(K, D)
     R  rows received                    Y  cells of a [D, T] table, flattened
     A  (row, expert) pairs computed     M  pairs of one block (BLOCK_M of the kernels)
     F  hidden of an expert              G  2 F, gate above up

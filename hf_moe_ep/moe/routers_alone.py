@@ -5,8 +5,8 @@
 
 Both runs compute the same logits. The gradient of the second logits ends at the router's own
 parameters. A loss of the first logits would also train the layers before a router to even out the
-router's load, which makes the model worse: `benchmarks/results/balance-cpu.md` compares the
-held-out losses of both variants.
+router's load, which makes the model worse. `benchmarks/results/balance-cpu.md` has the held-out
+losses of a model with stock's aux loss, which trains all layers, and with this loss.
 
 The second run costs one product, [T, H] by [H, E]. It runs in a forward hook of the router, where
 the router's parameters are still gathered; a recompute of a checkpointed layer also runs the router

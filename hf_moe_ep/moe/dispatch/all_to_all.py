@@ -98,7 +98,7 @@ class AllToAll:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AllToAll:
-        """A copy of the model uses the same process group."""
+        """Share the process group with a copy of the model."""
         return self
 
     def _exchange(
