@@ -74,11 +74,11 @@ def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]
 def _store_adapters(experts: Any, parameter: str, adapters: list[Adapter]) -> Iterator[None]:
     layer: MoELayer = getattr(experts, STATE)
     assert layer.compute is not None
-    known = layer.compute.parameters
-    if parameter not in known:
+    adaptable = layer.compute.parameters
+    if parameter not in adaptable:
         raise ValueError(
             f"an adapter targets {parameter} of {type(experts).__name__}; only adapters of "
-            f"{' and '.join(known)} can be computed: take {parameter} out of target_parameters"
+            f"{' and '.join(adaptable)} can be computed: take {parameter} out of target_parameters"
         )
     layer.adapters[parameter] = adapters
     try:

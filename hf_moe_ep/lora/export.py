@@ -106,7 +106,7 @@ def _convert(
         if not (source / name).is_file():
             raise ValueError(f"{source} is no adapter folder: it has no {name}")
     if target == source or source in target.parents:
-        raise ValueError(f"target {target} lies in source {source}; name another folder")
+        raise ValueError(f"target {target} is inside source {source}; name another folder")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"target {target} exists and is not empty; name another folder")
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")

@@ -269,7 +269,7 @@ def _check_blocks(module: nn.Module, flags: ExpertsFlags, quantisation: Quantisa
 def _why_not_triton(module: nn.Module, flags: ExpertsFlags, required: bool) -> str:
     """Return the reason why the Triton kernels cannot compute this module, or "" if they can."""
     if flags.has_post_expert_norm:
-        return "a norm behind each expert"
+        return "a norm follows each expert"
     down = module.down_proj
     assert isinstance(down, Tensor)
     ffn, hidden = down.shape[1:] if flags.is_transposed else (down.shape[2], down.shape[1])

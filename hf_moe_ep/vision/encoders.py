@@ -181,11 +181,11 @@ def _cast_inputs(state: ModelState, given: dict[str, Any]) -> dict[str, Any]:
 
 def _any_rank_has_input(state: ModelState, given: dict[str, Any]) -> bool:
     """Return True if any rank was given a tensor for an encoder."""
-    here = any(
+    has_input = any(
         is_encoder_input(name) and next(tensors_in(value), None) is not None
         for name, value in given.items()
     )
-    return sum_on_host(state, [here])[0] > 0
+    return sum_on_host(state, [has_input])[0] > 0
 
 
 def sum_on_host(state: ModelState, numbers: Sequence[int]) -> list[int]:

@@ -42,8 +42,8 @@ class RefuseDifferentInputs(ShardedOnly):
         meshes = self.state.meshes
         if meshes is None or meshes.world_size == 1:
             return
-        here = [next(tensors_in(given.get(name)), None) is not None for name in self.names]
-        counts = zip(self.names, sum_on_host(self.state, here), strict=True)
+        has_input = [next(tensors_in(given.get(name)), None) is not None for name in self.names]
+        counts = zip(self.names, sum_on_host(self.state, has_input), strict=True)
         differing = [name for name, count in counts if 0 < count < meshes.world_size]
         if differing:
             raise ValueError(

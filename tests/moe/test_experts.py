@@ -171,7 +171,7 @@ def test_why_not_triton() -> None:
     if not (MODELS / "muse_spark").is_dir():  # a later transformers has it
         return
     norm = _build("muse_spark", "modeling_muse_spark", "MuseSparkExperts")
-    with pytest.raises(ValueError, match=r"MuseSparkExperts here: a norm behind each expert"):
+    with pytest.raises(ValueError, match=r"MuseSparkExperts here: a norm follows each expert"):
         choose_compute(norm, "triton", recompute=False)
 
 
