@@ -51,7 +51,7 @@ def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
     Factors of experts that the model's own code computes are omitted; they keep PEFT's layout.
     """
     for _, factor in parameter_factors(model):
-        if _computed_here(factor.module):
+        if _is_computed_here(factor.module):
             stack, pack = (stack_b, pack_b) if factor.is_b else (stack_a, pack_a)
             stack_all = partial(stack, num_experts=factor.num_experts)
             yield StackedFactor(factor.parameter, stack_all, pack)
@@ -60,7 +60,7 @@ def stacked_factors(model: nn.Module) -> Iterator[StackedFactor]:
 def activate(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
     """Wrap `ParamWrapper._activate_lora`: store the factors on our experts for one forward."""
     experts = self.get_base_layer()
-    if not _computed_here(experts):
+    if not _is_computed_here(experts):
         return original(self, active_adapters)
     adapters = [
         Adapter(self.lora_A[n].weight, self.lora_B[n].weight, self.scaling[n], self.num_experts)
@@ -112,7 +112,7 @@ def load_adapter(
     original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Wrap `PeftModel.load_adapter`: raise ValueError if the model is sharded."""
-    if ranks := _sharded_over(self):
+    if ranks := _count_sharded_ranks(self):
         raise ValueError(
             f"load_adapter on a model that is sharded over {ranks} ranks; load {model_id} before "
             f"apply_ep_fsdp2 or accelerator.prepare: PeftModel.from_pretrained(base, {model_id!r}, "
@@ -127,7 +127,7 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
     Raises:
         ValueError: the model is sharded.
     """
-    if ranks := _sharded_over(self):
+    if ranks := _count_sharded_ranks(self):
         raise ValueError(
             f"{name} on a model that is sharded over {ranks} ranks; save the adapter with "
             f"hf_moe_ep.save_pretrained(model, directory), then call it in one process on "
@@ -138,7 +138,7 @@ def merge(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwar
 
 def unmerge(original: Callable[..., Any], self: Any) -> Any:
     """Wrap `BaseTuner.unmerge_adapter`: raise ValueError if a sharded model has merged adapters."""
-    if ranks := _sharded_over(self):
+    if ranks := _count_sharded_ranks(self):
         for path, layer in adapter_layers(self):
             if getattr(layer, "merged", False):
                 raise ValueError(
@@ -149,13 +149,13 @@ def unmerge(original: Callable[..., Any], self: Any) -> Any:
     return original(self)
 
 
-def _computed_here(experts: Any) -> bool:
+def _is_computed_here(experts: Any) -> bool:
     """Return True if this package computes the module (not stock code or the eager backend)."""
     layer = getattr(experts, STATE, None)
     return isinstance(layer, MoELayer) and layer.compute is not None
 
 
-def _sharded_over(model: nn.Module) -> int:
+def _count_sharded_ranks(model: nn.Module) -> int:
     """Return the number of ranks over which this package has sharded a model, or 0."""
     state = find_state(model)
     return 0 if state is None or state.meshes is None else state.meshes.world_size

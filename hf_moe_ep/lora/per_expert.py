@@ -143,7 +143,7 @@ def _find_stacks(file: AdapterFile) -> list[Stack]:
     """Find the stacks in a file of stacked experts, and check their sizes against the config."""
     stacks: list[Stack] = []
     fix = f"correct r or rank_pattern in {CONFIG}"
-    for experts, wrappers in _adapted_experts(file, STACKED_KEY, "stacked").items():
+    for experts, wrappers in _find_adapted_experts(file, STACKED_KEY, "stacked").items():
         by_parameter = _match_wrappers(file, experts, sorted(set(wrappers)))
         for parameter, wrapper in by_parameter.items():
             rank, alpha = rank_and_alpha(file.config, f"{experts}.{parameter}")
@@ -195,7 +195,7 @@ def _plan_stacks(file: AdapterFile) -> list[Stack]:
     for name in ("use_dora", "lora_bias"):
         if file.config.get(name):
             raise ValueError(f"PEFT has no {name} on stacked experts; merge this adapter instead")
-    layers = _adapted_experts(file, SINGLE_KEY, "single")
+    layers = _find_adapted_experts(file, SINGLE_KEY, "single")
     numbers = [int(module.split(".")[-2]) for modules in layers.values() for module in modules]
     num_experts = 1 + max(numbers)
     stacks = []
@@ -242,7 +242,7 @@ def _check_single(file: AdapterFile, stack: Stack, module: str, like: str) -> No
         )
 
 
-def _adapted_experts(file: AdapterFile, key: Pattern[str], form: str) -> dict[str, list[str]]:
+def _find_adapted_experts(file: AdapterFile, key: Pattern[str], form: str) -> dict[str, list[str]]:
     """Map each experts module to the modules with LoRA on its experts.
 
     Raises:

@@ -21,7 +21,7 @@ from hf_moe_ep.moe.aux_loss import attach_aux_loss, detach_aux_loss
 from hf_moe_ep.moe.counting import ForwardBegins, ForwardEnds
 from hf_moe_ep.moe.dispatch.deepep import load_deep_ep
 from hf_moe_ep.moe.experts import choose_compute
-from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, rely_on_forwards
+from hf_moe_ep.moe.forwards import KeepForwards, check_forwards, record_forwards
 from hf_moe_ep.moe.layer import ForwardGuard, moe_forward
 from hf_moe_ep.moe.routers_alone import find_routers
 from hf_moe_ep.ops.quantised import Quantisation, check_available
@@ -63,7 +63,7 @@ def attach(parts: Parts, state: ModelState) -> None:
     for model in models_with_experts_implementation(parts.root):
         refuse = partial(refuse_experts_implementation, model)
         state.replace(model, "set_experts_implementation", refuse)
-    rely_on_forwards(parts, state)
+    record_forwards(parts, state)
     parts.root.register_forward_pre_hook(KeepForwards(state))
     parts.root.register_forward_pre_hook(ForwardGuard(state))
     parts.root.register_forward_pre_hook(ForwardBegins(state))

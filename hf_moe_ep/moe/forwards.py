@@ -42,16 +42,16 @@ _logger = logging.getLogger("hf_moe_ep")
 
 def check_forwards(parts: Parts, state: ModelState) -> None:
     """Raise ValueError if a forward was replaced before `patch`, except by Liger."""
-    for name, module, is_experts in _relied_on(parts, state):
+    for name, module, is_experts in _list_relied_on(parts, state):
         if not is_computed_by_liger(module):
             _check_forward(name, module, forward_of_class(module), "before patch()")
         if not is_experts:
             _check_class(name, module)
 
 
-def rely_on_forwards(parts: Parts, state: ModelState) -> None:
+def record_forwards(parts: Parts, state: ModelState) -> None:
     """Replace Liger's forward of experts by ours, and record the forward of every module."""
-    for name, module, is_experts in _relied_on(parts, state):
+    for name, module, is_experts in _list_relied_on(parts, state):
         if is_experts and is_computed_by_liger(module):
             state.replace(module, "forward", MethodType(moe_forward, module))
         state.relied_on.append(ReliedOn(name, module, next(forward_functions(module)), is_experts))
@@ -68,7 +68,7 @@ def keep_forwards(state: ModelState) -> None:
         # This runs in every forward of the model. Usually the first function already matches.
         if entry.function in forward_functions(entry.module):
             continue
-        if not (entry.is_experts and is_ligers(_innermost(entry.module))):
+        if not (entry.is_experts and is_ligers(_find_innermost(entry.module))):
             _check_forward(entry.name, entry.module, entry.function, "since patch()")
         state.replace(entry.module, "forward", MethodType(moe_forward, entry.module))
         entry.function = moe_forward
@@ -109,7 +109,7 @@ def _check_liger_can_run(root: nn.Module, device: torch.device) -> None:
         if is_computed_by_liger(module):
             raise ValueError(
                 f"Liger computes {name or type(module).__name__} "
-                f"({qualified_name(_innermost(module))}), and its kernels need a "
+                f"({qualified_name(_find_innermost(module))}), and its kernels need a "
                 f"GPU, while this model is on the CPU; leave out use_liger_kernel=True, and "
                 f"everything else that applies Liger"
             )
@@ -123,7 +123,7 @@ def _triton_is_interpreted() -> bool:
     return triton_mlp.interpreted()
 
 
-def _relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.Module, bool]]:
+def _list_relied_on(parts: Parts, state: ModelState) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield (name, module, is_experts) of every module whose forward must not be replaced."""
     if state.config.experts_backend != "eager":
         experts = {id(module) for module in parts.experts.values()}
@@ -159,12 +159,12 @@ def _check_forward(name: str, module: nn.Module, wanted: Callable[..., Any], whe
     if wanted not in forward_functions(module):
         raise ValueError(
             f"the forward of {name} ({type(module).__name__}) was replaced {when} by "
-            f"{qualified_name(_innermost(module))}, which would compute without hf_moe_ep; leave "
-            f"out this replacement (use_kernels=True, kernelize, a patcher), or wrap "
+            f"{qualified_name(_find_innermost(module))}, which would compute without hf_moe_ep; "
+            f"leave out this replacement (use_kernels=True, kernelize, a patcher), or wrap "
             f"{qualified_name(wanted)} instead of replacing it"
         )
 
 
-def _innermost(module: nn.Module) -> Callable[..., Any]:
+def _find_innermost(module: nn.Module) -> Callable[..., Any]:
     """Return the forward of a module without the functions that wrap it."""
     return list(forward_functions(module))[-1]

@@ -130,7 +130,7 @@ def _ep_forward(
     # The operators of the planning are therefore hidden.
     hide_operators = nullcontext() if state.frame is None else hidden_from_modes()
     with hide_operators:
-        slots_TK = _slots_of_experts(layer, expert_ids_TK)
+        slots_TK = _replace_ids_by_slots(layer, expert_ids_TK)
         exchanges = _plan_exchanges(layer, experts.training, x_TH, expert_ids_TK, slots_TK)
     first_expert = meshes.ep_rank * (state.num_experts // meshes.ep_size)
     weights: ExpertWeights | None = None
@@ -155,7 +155,7 @@ def _ep_forward(
     return chunks.finish()
 
 
-def _slots_of_experts(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
+def _replace_ids_by_slots(layer: MoELayer, expert_ids_TK: Tensor) -> Tensor:
     """Replace each expert id by the slot in which `balance_experts` has placed the expert.
 
     Rank r owns the slots r * L to (r + 1) * L - 1, so only the dispatch needs slots. All code that
@@ -175,7 +175,7 @@ def _plan_exchanges(
     if frame is not None and frame.replaying:
         return frame.take(layer.index, expert_ids_TK)
     assert state.dispatcher is not None
-    header = _header(layer, training, x_TH, expert_ids_TK)
+    header = _make_header(layer, training, x_TH, expert_ids_TK)
     hidden_bytes = x_TH.shape[1] * x_TH.element_size()
     try:
         exchanges: Sequence[Exchange] = state.dispatcher.plan(
@@ -198,7 +198,7 @@ def _weights_of_first_run(layer: MoELayer, weights_TK: Tensor) -> Tensor:
     return frame.weights(layer.index, weights_TK)
 
 
-def _header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Header:
+def _make_header(layer: MoELayer, training: bool, x_TH: Tensor, expert_ids_TK: Tensor) -> Header:
     routing = layer.model.routing
     return Header(
         forward=layer.model.forward_number,

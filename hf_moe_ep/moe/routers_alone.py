@@ -58,8 +58,8 @@ class RoutersAlone(Ours):
         # layer must run the same operators as its first run.
         if not (router.training and torch.is_grad_enabled()):
             return
-        inputs = [_detached(value) for value in args]
-        named = {name: _detached(value) for name, value in kwargs.items()}
+        inputs = [_detach(value) for value in args]
+        named = {name: _detach(value) for name, value in kwargs.items()}
         versions = [value._version for value in inputs if isinstance(value, Tensor)]
         with hidden_from_function_modes():
             second = router.forward(*inputs, **named)
@@ -71,7 +71,9 @@ class RoutersAlone(Ours):
             )
         if self._recorded is None:
             return
-        for first_output, second_output in zip(_tensors(output), _tensors(second), strict=True):
+        for first_output, second_output in zip(
+            _list_tensors(output), _list_tensors(second), strict=True
+        ):
             if first_output.is_floating_point():
                 self._recorded[id(first_output)] = first_output, second_output
 
@@ -102,9 +104,9 @@ def find_routers(parts: Parts) -> list[nn.Module]:
     return [module for name, module in named if pattern and matches(pattern, stock_name(name))]
 
 
-def _detached(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def _list_tensors(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else [v for v in output if torch.is_tensor(v)]

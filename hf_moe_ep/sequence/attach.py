@@ -16,7 +16,7 @@ from hf_moe_ep.derive import is_mixer
 from hf_moe_ep.plan import matches
 from hf_moe_ep.sequence.layer_arguments import arguments_of
 from hf_moe_ep.sequence.split import JoinLogits, SplitSequence, TakeSlice, split_loss
-from hf_moe_ep.sequence.ulysses import attention_with, check_heads
+from hf_moe_ep.sequence.ulysses import check_heads, wrap_attention
 from hf_moe_ep.state import ModelState
 from hf_moe_ep.upstream.attention_interface import check_attention, own_attention_config
 from hf_moe_ep.upstream.models import attention_heads
@@ -80,7 +80,7 @@ def attach(parts: Parts, state: ModelState) -> None:
     """Register the hooks, the loss and the attention function of the module docstring."""
     if state.config.sp_size == 1:
         return
-    select_attention(parts.attention, state, attention_with)
+    select_attention(parts.attention, state, wrap_attention)
     for index, layer in enumerate(parts.layers):
         take_slice = TakeSlice(arguments_of(layer, state.config.sp_size or 1), first=index == 0)
         layer.register_forward_pre_hook(take_slice, with_kwargs=True)

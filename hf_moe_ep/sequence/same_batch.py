@@ -28,7 +28,9 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
     checksum_of_names = zlib.crc32(
         "".join(f"{name}{tuple(tensors[name].shape)}" for name in names).encode()
     )
-    checksum = sum(_checksum(tensors[name]) * factor for factor, name in enumerate(names, 1))
+    checksum = sum(
+        _compute_checksum(tensors[name]) * factor for factor, name in enumerate(names, 1)
+    )
     assert isinstance(checksum, Tensor)
     sizes_and_names = torch.tensor([*tokens.shape[:2], checksum_of_names], device=tokens.device)
     own_numbers = torch.cat([sizes_and_names, checksum.view(1)])
@@ -48,7 +50,7 @@ def check_same_batch(given: dict[str, Any], tokens: Tensor, group: dist.ProcessG
         )
 
 
-def _checksum(x: Tensor) -> Tensor:
+def _compute_checksum(x: Tensor) -> Tensor:
     """Return an int64 checksum, which depends on the order of integers but not of floats."""
     if x.is_floating_point():
         return x.detach().sum(dtype=torch.float64).view(torch.int64)

@@ -78,12 +78,12 @@ class SplitSequence(Ours):
         given[SLICE] = part
         if is_fused_head(given):
             labels = given.get("labels") if given.get("shift_labels") is None else None
-            given["shift_labels"] = _next_labels(labels, given.get("shift_labels"), part)
+            given["shift_labels"] = _slice_next_labels(labels, given.get("shift_labels"), part)
             # With shift_labels TRL's head ignores `labels`. JoinLogits sees in `labels` if the
             # caller has shifted them.
             given["labels"] = labels
         given["use_cache"] = False
-        given["attention_mask"] = _mask_to_pass(
+        given["attention_mask"] = _choose_mask(
             given.get("position_ids"), given.get("attention_mask")
         )
         return (), given
@@ -173,12 +173,12 @@ def split_loss(
     if count is None:
         counted = labels[:, 1:] if shifted is None else shifted
         count = (counted != ignored).sum()
-    own_labels = _next_labels(labels, shifted, part, ignored)
+    own_labels = _slice_next_labels(labels, shifted, part, ignored)
     loss = stock(logits, None, *args, shift_labels=own_labels, num_items_in_batch=count, **kw)
     return sum_slices(loss, part)
 
 
-def _next_labels(
+def _slice_next_labels(
     labels: Tensor | None, shifted: Tensor | None, part: Slice, ignored: int = IGNORED_LABEL
 ) -> Tensor:
     """Return the next label of each token of this rank's slice, padded with `ignored`."""
@@ -210,7 +210,7 @@ def _gather_numbers(x: Tensor, part: Slice, length: int) -> Tensor:
     return whole.to(x.dtype, copy=True)
 
 
-def _mask_to_pass(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
+def _choose_mask(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """Return the mask, or None if the positions restart within a row.
 
     If several documents are packed into one row, the positions restart at each document. But

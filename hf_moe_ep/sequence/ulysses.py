@@ -11,8 +11,8 @@ Each layer has two all-to-alls: one for queries, keys and values, and one for th
 does not divide the length, the last slices are padded; attention does not see the padding. If there
 are fewer key and value heads than ranks, these heads are repeated until every rank has one.
 
-    own_heads     (B, Q, S / sp, W)   to   (B, Q / sp, S, W)      Q heads of width W
-    own_tokens    (B, S, Q / sp, W)   to   (B, S / sp, Q, W)
+    exchange_for_heads     (B, Q, S / sp, W)   to   (B, Q / sp, S, W)      Q heads of width W
+    exchange_for_tokens    (B, S, Q / sp, W)   to   (B, S / sp, Q, W)
 
 Both functions are differentiable; the backward of each is the exchange of the other. W may differ
 between tensors: values may be narrower than queries. Attention sinks, one number per head, are
@@ -59,14 +59,16 @@ def split_attention(
         kwargs["position_ids"] = part.positions
     if kv_heads < part.size:
         key, value = (x.repeat_interleave(part.size // kv_heads, 1) for x in (key, value))
-    query, key, value = own_heads(query, key, value, part)
+    query, key, value = exchange_for_heads(query, key, value, part)
     # Stock code reads from the module how often each key and value head is repeated.
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     out_BSQW, _ = stock(module, query, key, value, attention_mask, **kwargs)
-    return own_tokens(out_BSQW, part), None
+    return exchange_for_tokens(out_BSQW, part), None
 
 
-def own_heads(query: Tensor, key: Tensor, value: Tensor, part: Slice) -> tuple[Tensor, ...]:
+def exchange_for_heads(
+    query: Tensor, key: Tensor, value: Tensor, part: Slice
+) -> tuple[Tensor, ...]:
     """Exchange three tensors (B, Q, S / sp, W) for this rank's heads of all tokens.
 
     The results are (B, Q / sp, S, W).
@@ -75,7 +77,7 @@ def own_heads(query: Tensor, key: Tensor, value: Tensor, part: Slice) -> tuple[T
     return tuple(x[:, :, : part.length] for x in whole)
 
 
-def own_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
+def exchange_for_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
     """Exchange (B, S, Q / sp, W) for all heads of this rank's tokens: (B, S / sp, Q, W)."""
     out: Tensor = _SequenceToHeads.apply(out_BSQW, part)
     return out
@@ -83,7 +85,7 @@ def own_tokens(out_BSQW: Tensor, part: Slice) -> Tensor:
 
 def check_heads(heads: int, kv_heads: int, sp_size: int) -> None:
     """Raise ValueError if the heads cannot be split; the error lists the sizes that work."""
-    sizes = [n for n in range(1, heads + 1) if _splits(heads, kv_heads, n)]
+    sizes = [n for n in range(1, heads + 1) if _can_split(heads, kv_heads, n)]
     if sp_size not in sizes:
         raise ValueError(
             f"sp_size ({sp_size}) must divide the attention heads ({heads}), and divide or be "
@@ -91,7 +93,7 @@ def check_heads(heads: int, kv_heads: int, sp_size: int) -> None:
         )
 
 
-def attention_with(stock: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return `split_attention` with a stock attention function as its first argument."""
     return partial(split_attention, stock)
 
@@ -111,7 +113,7 @@ def _slice_sinks(module: Any, kwargs: dict[str, Any], part: Slice) -> None:
     module._parameters = {name: own_sinks if x is sinks else x for name, x in parameters.items()}
 
 
-def _splits(heads: int, kv_heads: int, size: int) -> bool:
+def _can_split(heads: int, kv_heads: int, size: int) -> bool:
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 

@@ -58,7 +58,7 @@ from hf_moe_ep.vision.patches import (
     JoinFeatures,
     TakeDeepstack,
     TakePatches,
-    patch_attention_with,
+    wrap_patch_attention,
 )
 from hf_moe_ep.vision.tower import TowerOnce
 from hf_moe_ep.vision.unlike import RefuseDifferentInputs
@@ -105,7 +105,7 @@ def attach(parts: Parts, state: ModelState) -> None:
     _wrap_encoding(encode_on_all_ranks, parts.root, state)
     if state.config.sp_size == 1:
         return
-    select_attention(tower.attention, state, patch_attention_with, frames=True)
+    select_attention(tower.attention, state, wrap_patch_attention, frames=True)
     tower.module.register_forward_pre_hook(TakePatches(), with_kwargs=True)
     tower.module.register_forward_hook(JoinFeatures(), with_kwargs=True)
     tower.decoder.register_forward_pre_hook(TakeDeepstack(), with_kwargs=True)

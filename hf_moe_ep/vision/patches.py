@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_moe_ep.sequence.slices import SLICE, Slice, gather_slices
-from hf_moe_ep.sequence.ulysses import own_heads, own_tokens
+from hf_moe_ep.sequence.ulysses import exchange_for_heads, exchange_for_tokens
 from hf_moe_ep.state import Ours
 from hf_moe_ep.upstream.attention_interface import stock_attention
 from hf_moe_ep.upstream.towers import tower_tables
@@ -41,7 +41,7 @@ class PatchSlice(Slice):
         super().__init__(sequence.group, sequence.rank, sequence.size, sum(frames), unit)
         self.frames = frames
 
-    def of_features(self) -> Slice:
+    def make_feature_slice(self) -> Slice:
         """Return this rank's slice of the features; each unit of patches becomes one feature."""
         return Slice(self.group, self.rank, self.size, self.length // self.unit)
 
@@ -74,7 +74,7 @@ class JoinFeatures(Ours):
         if part is None:
             return None
         own_features = torch.stack([outputs.pooler_output, *outputs.deepstack_features])
-        all_features = gather_slices(own_features, part.of_features())
+        all_features = gather_slices(own_features, part.make_feature_slice())
         # An in-place operator on a view would lose the hook that FSDP2 registers on the output.
         pooled, *deepstack = (features.clone() for features in all_features)
         return type(outputs)(pooler_output=pooled, deepstack_features=deepstack)
@@ -136,7 +136,7 @@ def patch_attention(
     part: PatchSlice | None = kwargs.pop(SLICE, None)
     module = stock_attention(module)
     if part is not None:
-        query, key, value = own_heads(query, key, value, part)
+        query, key, value = exchange_for_heads(query, key, value, part)
     if varlen:
         kwargs |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         kwargs |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
@@ -146,9 +146,9 @@ def patch_attention(
         by_frame = zip(*(x.split(frames, 2) for x in (query, key, value)), strict=True)
         outs = [stock(module, *qkv, attention_mask, **kwargs)[0] for qkv in by_frame]
         out = torch.cat(outs, 1)
-    return (out if part is None else own_tokens(out, part)), None
+    return (out if part is None else exchange_for_tokens(out, part)), None
 
 
-def patch_attention_with(stock: Callable[..., Any], *, varlen: bool) -> Callable[..., Any]:
+def wrap_patch_attention(stock: Callable[..., Any], *, varlen: bool) -> Callable[..., Any]:
     """Return `patch_attention` with a stock attention function as its first argument."""
     return partial(patch_attention, stock, varlen)

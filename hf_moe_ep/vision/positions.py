@@ -52,7 +52,7 @@ class PositionCollator:
 
     def __init__(self, model: nn.Module, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
-        self._bare = _without_weights(_find_inner(model))
+        self._bare = _make_without_weights(_find_inner(model))
         self._wanted = [*inspect.signature(self._bare.get_rope_index).parameters]
 
     def __call__(self, samples: list[Any]) -> MutableMapping[str, Any]:
@@ -85,7 +85,7 @@ def _find_inner(model: nn.Module) -> nn.Module:
     )
 
 
-def _without_weights(inner: nn.Module) -> Any:
+def _make_without_weights(inner: nn.Module) -> Any:
     """Return an instance of the same class that holds only the config."""
     # FSDP2 replaces the class of a module by a subclass that no worker can import.
     stock: Any = stock_class(type(inner))

@@ -66,13 +66,13 @@ def load_deep_ep() -> Any:
     try:
         from deep_ep import Buffer
     except ImportError as error:
-        raise ImportError(_not_installed(str(error))) from error
+        raise ImportError(_explain_missing(str(error))) from error
     if Buffer is None:  # V2, built with DISABLE_LEGACY
-        raise ImportError(_not_installed("this build lacks the legacy Buffer"))
+        raise ImportError(_explain_missing("this build lacks the legacy Buffer"))
     return Buffer
 
 
-def _not_installed(why: str) -> str:
+def _explain_missing(why: str) -> str:
     return (
         f'dispatcher="deepep" needs the class deep_ep.Buffer: {why}. Build DeepEP 1.2 or newer '
         "from source (its README on GitHub says how), for NVIDIA GPUs that all see each "
