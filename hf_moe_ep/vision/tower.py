@@ -67,7 +67,7 @@ class TowerOnce(ShardedOnly):
         if meshes is None or meshes.world_size == 1:
             return None
         given = bind_forward(inner, args, kwargs)
-        if not any(self._find_modalities(inner, given, meshes.device)):
+        if not any(self._seen_anywhere(inner, given, meshes.device)):
             return None
         own_inputs = {
             name: (given[pixels], given[grid])
@@ -103,7 +103,7 @@ class TowerOnce(ShardedOnly):
             return stock(model_kwargs)
         if isinstance(root, FSDPModule):
             begin_with_root(root)
-        on_any_rank = self._find_modalities(inner, model_kwargs, meshes.device)
+        on_any_rank = self._seen_anywhere(inner, model_kwargs, meshes.device)
         for (pixels, _, _), must_run in zip(_MODALITIES.values(), on_any_rank, strict=True):
             if must_run and model_kwargs.get(pixels) is None:
                 run_tower(inner, *self._make_picture_of_zeros(meshes.device))
@@ -133,7 +133,7 @@ class TowerOnce(ShardedOnly):
         handle = embedding.register_forward_hook(torch.compiler.disable(connect_once))
         self.embedding_hook = handle
 
-    def _find_modalities(
+    def _seen_anywhere(
         self, inner: nn.Module, given: dict[str, Any], device: torch.device
     ) -> list[bool]:
         """Return, for each modality, True if any rank has pixels.
