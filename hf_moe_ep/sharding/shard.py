@@ -1,8 +1,8 @@
 """Shard a patched model: split experts over ep, then make FSDP2 units of all modules.
 
     unit                 mesh                          gradient
-    experts of a layer,  ep_fsdp, after Shard(0) / ep  summed; 1/world is applied in our backward,
-    and their adapters                                 with fp16 partly after the reduction
+    experts of a layer,  ep_fsdp, after Shard(0) / ep  divided by the world in our backward, then
+    and their adapters                                 summed; fp16 and "eager": see below
     decoder layer, and   fsdp                          averaged by FSDP2
     weights that all its
     experts share
@@ -15,6 +15,10 @@
     root (the rest)      fsdp                          averaged by FSDP2
     correction biases    not sharded; in the dtype in  none
                          which they were loaded
+
+`grad_divisors` (`sharding/options.py`) chooses the divisor of our backward. With fp16 it is smaller
+than the world, and the rest is applied after the sum. The code of the model itself
+(experts_backend="eager") does not divide, so FSDP2 averages the gradients of its experts.
 
 With tied weights embedding, norm and head are one unit, because a parameter can be in one unit
 only. Expert weights stay DTensors of global shape [E, ...] on (ep_fsdp, ep), so a checkpoint can be
