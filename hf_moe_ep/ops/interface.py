@@ -93,7 +93,7 @@ class ExpertWeights:
 
     The matrices are up [L, G, H] and down [L, H, F], with any strides. The biases are up [L, G] and
     down [L, H]. The factors of the adapters are up_a [L, P, H], up_b [L, G, P], down_a [L, P, F]
-    and down_b [L, H, P], in the dtype of the matrices. A bias or factor that does not exist is None.
+    and down_b [L, H, P], in the dtype of the matrices. Missing biases and factors are None.
 
     If `quantised` names a format of `quantised.py`, up and down are the bytes of that format and
     the scale tensors are set. Bytes and scales then have no gradient, and biases and factors have
@@ -165,7 +165,7 @@ class Routing:
 
 
 def empty_grad(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate the gradient of `like`. Matrices keep their strides; other tensors are contiguous."""
+    """Allocate the gradient of `like`. Only a stack of matrices keeps its strides."""
     layout = torch.preserve_format if like.dim() == 3 else torch.contiguous_format
     return torch.empty_like(like, dtype=dtype, memory_format=layout)
 

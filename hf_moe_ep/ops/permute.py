@@ -31,12 +31,13 @@ def add_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tenso
 
         self_check_sums(rows_NH, slots_TJ.shape[1])
         return on_its_device(combine)(rows_NH.contiguous(), slots_TJ.contiguous(), None)
-    wide = torch.promote_types(rows_NH.dtype, torch.float32)
-    out_TH = rows_NH.new_zeros(num_tokens, hidden, dtype=wide)
+    wide_dtype = torch.promote_types(rows_NH.dtype, torch.float32)
+    out_TH = rows_NH.new_zeros(num_tokens, hidden, dtype=wide_dtype)
     if not rows_NH.is_cuda:
         # On a CPU index_add_ adds rows in their order; on a GPU the order changes with every run.
-        return out_TH.index_add_(0, token_of_row_N, rows_NH.to(wide)).to(rows_NH.dtype)
-    padded_NH = torch.cat([rows_NH.to(wide), out_TH.new_zeros(1, hidden)])
+        out_TH.index_add_(0, token_of_row_N, rows_NH.to(wide_dtype))
+        return out_TH.to(rows_NH.dtype)
+    padded_NH = torch.cat([rows_NH.to(wide_dtype), out_TH.new_zeros(1, hidden)])
     for slot_T in slots_TJ.unbind(1):
         out_TH += padded_NH.index_select(0, slot_T)
     return out_TH
