@@ -269,8 +269,8 @@ def _quantise_fp8(weight_OI: Tensor) -> Quantised:
     squares = weight_OI.float().view(rows // 128, 128, columns // 128, 128)
     largest = squares.abs().amax((1, 3))
     limit = torch.finfo(_FP8).max
-    # As in transformers' quantiser, values are multiplied by the inverse scale. A block of zeros has
-    # scale 1.
+    # Values are multiplied by the inverse scale, as in transformers' quantiser. A block of zeros
+    # has scale 1.
     inverse = torch.where(largest > 0, limit / largest, torch.ones_like(largest))
     scaled = (squares * inverse[:, None, :, None]).clamp(-limit, limit)
     return Quantised(scaled.to(_FP8).view(rows, columns).view(torch.uint8), 1 / inverse)

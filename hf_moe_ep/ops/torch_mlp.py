@@ -67,7 +67,7 @@ def forward(
         pre_MG = _pre_activations(
             rows_RH, experts, block, pre_AG[block.pairs] if keep_pre else None
         )
-        act_MF = _multiply_by_weights(activate(pre_MG, formula), block.weight_M)
+        act_MF = _apply_weights(activate(pre_MG, formula), block.weight_M)
         y_MH = _multiply(act_MF, experts, "down", block)
         if experts.down_bias is not None:
             for expert, (y, weight) in block.split(y_MH, block.weight_M.to(y_MH)):
@@ -108,7 +108,7 @@ def backward(
         pre_MG = _pre_activations(rows_RH, experts, block) if saved_MG is None else saved_MG
         grad_MH = grad_RH.index_select(0, block.row_M)
         grad_act_MF = _multiply(grad_MH, experts, "down", block, back=True)
-        scaled_MF = _multiply_by_weights(grad_act_MF, block.weight_M)
+        scaled_MF = _apply_weights(grad_act_MF, block.weight_M)
         act_MF, grad_pre_MG = activate_backward(pre_MG, scaled_MF, formula)
         if grad_weights is not None:
             # vecdot would round to autocast's dtype if backward runs under autocast.
@@ -164,13 +164,11 @@ def _add_expert_grads(
     block = grads.block
     grad_MH = grads.grad_MH
     if "down_bias" in buffers:
-        _sum_pairs(
-            _multiply_by_weights(grad_MH, block.weight_M), buffers["down_bias"], block, scale
-        )
+        _sum_pairs(_apply_weights(grad_MH, block.weight_M), buffers["down_bias"], block, scale)
     if "up_bias" in buffers:
         _sum_pairs(grads.grad_pre_MG, buffers["up_bias"], block, scale)
     if buffers.keys() & {"down", "down_a", "down_b"}:
-        act_MF = _multiply_by_weights(grads.act_MF, block.weight_M)
+        act_MF = _apply_weights(grads.act_MF, block.weight_M)
         _add_matrix_grads(act_MF, grad_MH, experts, "down", buffers, block, scale)
     if buffers.keys() & {"up", "up_a", "up_b"}:
         x_MH = rows_RH.index_select(0, block.row_M)
@@ -329,6 +327,6 @@ def _sum_pairs(rows_MO: Tensor, buffer: GradBuffer, block: Block, scale: float) 
         buffer.grad[expert] = buffer.grad[expert] + sum_O if buffer.add else sum_O
 
 
-def _multiply_by_weights(act_MF: Tensor, weight_M: Tensor) -> Tensor:
+def _apply_weights(act_MF: Tensor, weight_M: Tensor) -> Tensor:
     # With fp32 weights the product is computed in fp32 and rounded once.
     return (act_MF * weight_M.unsqueeze(1)).to(act_MF.dtype)
