@@ -150,7 +150,7 @@ def compare_with_one_process(log: list[dict], one_process: Path) -> list[str]:
     print("\nThe same training on the same batches in one stock process")
     print_speed(one_process)
     print(f"  first {len(losses)} training losses: largest difference {difference:.1e}")
-    print(f"  last held-out loss: {end:.4f} on 4 processes, {stock_end:.4f} in the stock process")
+    print(f"  last held-out loss: {end:.4f} in this run, {stock_end:.4f} in the stock process")
     failures = []
     if len(losses) != len(stock_losses) or difference > 1e-4:
         failures.append(f"the first training losses differ by {difference:.1e}, more than 1e-4")
@@ -161,9 +161,7 @@ def compare_with_one_process(log: list[dict], one_process: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--start", type=Path, required=True, help="folder of the model before training"
-    )
+    parser.add_argument("--start", type=Path, required=True, help="the untrained model")
     parser.add_argument("--run", type=Path, required=True, help="--output_dir of the training")
     parser.add_argument("--one_process", type=Path, help="--output_dir of a run to compare with")
     same = "the same value as in training"

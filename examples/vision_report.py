@@ -101,9 +101,7 @@ def plot_answers(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--start", type=Path, required=True, help="folder of the model before training"
-    )
+    parser.add_argument("--start", type=Path, required=True, help="the untrained model")
     parser.add_argument("--run", type=Path, required=True, help="--output_dir of the training")
     parser.add_argument("--plot", type=Path, required=True, help="PNG file to write")
     args = parser.parse_args()
