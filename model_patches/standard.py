@@ -44,7 +44,7 @@ SEQUENCE_PARALLEL = frozenset(
 )
 
 # Architectures whose adapters on stacked experts can be exported as adapters on gate_proj, up_proj
-# and down_proj of each expert, and imported again. Values are patterns of the experts' module names.
+# and down_proj of each expert, and read back. The values are patterns of experts' module names.
 SINGLE_EXPERTS = {
     "qwen3_moe": "layers.*.mlp.experts",
     "qwen3_vl_moe": "language_model.layers.*.mlp.experts",
