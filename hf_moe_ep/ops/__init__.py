@@ -7,7 +7,7 @@ ranks, models or a training framework.
     torch_mlp     the implementation in plain torch, with one matrix product per expert
     triton_mlp    the implementation with the Triton kernels of `kernels/`
     self_check    compares the compiled kernels with torch before their first use
-    quantised     the formats of quantised, frozen matrices, which each use dequantises again
+    quantised     the formats of quantised, frozen matrices, which are dequantised at every use
     reference     computes one row at a time; the tests compare both implementations with it
     permute       sums the rows that dispatch copied from a token; sum_check compares its kernel
     autograd      helpers of autograd functions

@@ -1,7 +1,7 @@
 """Compute down(f(gate(x)) * up(x)) for all (row, expert) pairs and their weighted sum per row.
 
-`expert_mlp` is this function. `postpone_grads` makes it compute the gradients of the weights later,
-while gradients of rows are being sent to other ranks.
+`postpone_grads` makes `expert_mlp` compute the gradients of the weights later, while gradients of
+rows are being sent to other ranks.
 
 The pairs are sorted by expert once, so each expert needs one matrix product over consecutive pairs.
 With two experts, top-2 and row 1 going to expert 0 only (L = 2 means "no expert here"):
@@ -9,10 +9,10 @@ With two experts, top-2 and row 1 going to expert 0 only (L = 2 means "no expert
     expert_ids_RK = [[1, 0], [0, 2]]   ->   sorted pairs: rows 0, 1 of expert 0, row 0 of expert 1
 
 The forward saves the rows, the pre-activations of each pair and the routing for backward; with
-`recompute` it saves only the rows and the routing. Backward computes the activation again. It
-needs no expert output for the gradient of the routing weights: with `out += w (down @ a)` this
-gradient is `<grad, down @ a> = <down^T grad, a>`, and backward computes `down^T grad` anyway
-(SonicMoE, arXiv 2512.14080, section 4).
+`recompute` it saves only the rows and the routing. Backward computes the activation again. The
+gradient of the routing weights needs no expert output: with `out += w (down @ a)` this gradient is
+`<grad, down @ a> = <down^T grad, a>`, and backward computes `down^T grad` anyway (SonicMoE, arXiv
+2512.14080, section 4).
 
 The operators of `operators.py` call one of the two implementations, `torch_mlp` or `triton_mlp`.
 """
@@ -44,7 +44,7 @@ def expert_mlp(
     recompute: bool = False,
     backend: str = "torch",
 ) -> Tensor:
-    """Return out_RH, the weighted sum of each row's expert outputs (zeros without an expert here).
+    """Return out_RH, each row's weighted sum of expert outputs (0 if no expert of the row is here).
 
     Args:
         rows_RH: in the dtype of the experts' weights. Quantised weights are dequantised to the

@@ -32,7 +32,7 @@ ACTIVATIONS = ("swish", "gelu", "gelu_tanh", "relu2")
 
 @dataclass(frozen=True)
 class ExpertFormula:
-    """The parameters of the formula above. `limit` is inf if nothing is clamped."""
+    """The parameters of the formula in the module docstring. `limit` is inf without clamping."""
 
     gated: bool = True
     interleaved: bool = False

@@ -67,8 +67,8 @@ class LowRank:
 class LowRows:
     """The second product of an adapter, `low_AP @ b_LPO[expert]`; `low_AP` is the first product.
 
-    The kernel that multiplies by the expert's matrix computes it and adds both products. Both
-    tensors are None if the matrix has no adapter.
+    The kernel that multiplies rows by the expert's matrix adds this product to its own. Both tensors
+    are None if the matrix has no adapter.
     """
 
     low_AP: Tensor | None = None
@@ -165,13 +165,13 @@ class Routing:
 
 
 def empty_grad(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate the gradient of `like`. Only a stack of matrices keeps its strides."""
+    """Allocate the gradient of `like`, with its strides if `like` is a stack of matrices."""
     layout = torch.preserve_format if like.dim() == 3 else torch.contiguous_format
     return torch.empty_like(like, dtype=dtype, memory_format=layout)
 
 
 class GradBuffer(NamedTuple):
-    """The memory of a gradient. If `add`, callers add to its values; else they fill it."""
+    """The memory of a gradient. With `add` the caller adds to `grad`, otherwise it fills `grad`."""
 
     grad: Tensor
     add: bool
@@ -209,10 +209,10 @@ class ExpertGrads:
 
 @dataclass
 class PostponedGrads:
-    """The experts' gradients that the backward of an `expert_mlp` call has not computed.
+    """The experts' gradients of an `expert_mlp` call, which are computed after its backward.
 
-    This backward sets `finish`, which computes them and adds them to its argument. Calls for other
-    chunks of rows with the same weights share `sums`.
+    The backward sets `finish`; `finish(grads)` computes the gradients and adds them to `grads`.
+    Calls for other chunks of rows with the same weights share `sums`.
     """
 
     sums: ExpertGrads = field(default_factory=lambda: ExpertGrads(wide=True))

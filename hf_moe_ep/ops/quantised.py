@@ -7,8 +7,9 @@ values along I share a scale:
                   block_scale   [O, I / 64]       fp32, one for 64 neighbours
     nf4, nested   values        [O, I / 2]
                   block_scale   [O, I / 64]       bytes: bitsandbytes' 8-bit codes
-                  nested_scale  [blocks, 2]       fp32 scale and offset of 256 bytes of block_scale,
-                                                  counted row by row; the last block may have fewer
+                  nested_scale  [blocks, 2]       fp32 scale and offset for each block of 256 bytes
+                                                  of block_scale, counted row by row; the last block
+                                                  may be shorter
     fp8           values        [O, I]            the bytes of float8_e4m3fn
                   block_scale   [O / 128, I / 128]  fp32, one for 128 x 128: value = fp8 * scale;
                                                   in published checkpoints weight_scale_inv
@@ -18,10 +19,10 @@ in nested nf4 and 1.0002 in fp8. A stack holds the matrices of all experts, each
 itself: [E, O, I / 2] and so on. `values` has the dtype uint8 in all formats, so neither gloo nor
 FSDP2 has to support an 8-bit float dtype.
 
-bitsandbytes, imported at its first use, quantises to nf4 and dequantises it. The scales of nested
-nf4 are dequantised here; all codes and values equal those of bitsandbytes. The product of a stored
-value and its scale is computed in fp32 and rounded once. Quantised matrices are frozen, so no
-function of this module has a gradient.
+bitsandbytes quantises and dequantises nf4; it is imported at its first use. The scales of nested
+nf4 are dequantised here. All codes and values equal the codes and values of bitsandbytes. The
+product of a stored value and its scale is computed in fp32 and rounded once. Quantised matrices are
+frozen, so no function of this module has a gradient.
 """
 
 from __future__ import annotations
@@ -299,8 +300,8 @@ def _nested_codes(device: torch.device) -> Tensor:
 
         0.55 * 1e-6        0.325 * 1e-5, 0.775 * 1e-5        four values * 1e-4        ..
 
-    They are not taken from bitsandbytes, because up to version 0.49 its CPU code overwrites the
-    first value of its own table with -1.
+    These values are not read from bitsandbytes, because up to version 0.49 its CPU code overwrites
+    the first value of its own table with -1.
     """
     codes = [torch.tensor([0.0, 1.0], device="cpu")]
     for bits in range(7):

@@ -13,8 +13,8 @@ the results differ:
 
 Two calls are of the same kind if Triton builds the same kernels for both. Every kernel is therefore
 checked before it is launched, and a test compares the checked kernels with the launched kernels.
-The check also finds kernels that cannot be built or do not fit into the GPU. It takes little more
-time than the compilation of these kernels, which the call needs anyway.
+The check also finds kernels that cannot be built or do not fit into the GPU. Most of the check's
+time is the compilation of the kernels, which the call needs anyway.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Kind:
         tensors: names of the experts' tensors that are not None.
         trained: names of the inputs that need a gradient: rows, weights and the experts' tensors.
         transposed: whether the matrices are transposed views.
-        few: whether experts have few rows each, FEW_ROWS being the limit of the mean.
+        few: whether experts have fewer than FEW_ROWS rows on average.
         ranks: ranks of the adapters of up and down, 0 without an adapter.
         quantised: format of the matrices, empty if they are not quantised.
     """

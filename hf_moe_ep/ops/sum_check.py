@@ -60,7 +60,7 @@ def token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
 
 
 def draw_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw rows_AH. Return them, the slots_RK of three sums, and the rows at these slots in fp64.
+    """Return random rows_AH, the slots_RK of three sums, and the rows at these slots in fp64.
 
     The third sum is empty, because all of its slots are A ("no position").
     """
@@ -75,7 +75,7 @@ def draw_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compare(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
-    """Check that tensors differ by at most `limit` of the largest element, integers not at all.
+    """Check that floats differ by at most `limit` times the largest element, integers by nothing.
 
     Raises:
         RuntimeError: the difference is larger. The message has the tensor's name and `fix`.
