@@ -67,8 +67,8 @@ class LowRank:
 class LowRows:
     """The second product of an adapter, `low_AP @ b_LPO[expert]`; `low_AP` is the first product.
 
-    The kernel that multiplies rows by the expert's matrix adds this product to its own. Both tensors
-    are None if the matrix has no adapter.
+    The kernel that multiplies rows by the expert's matrix adds this product to its own product.
+    Both tensors are None if the matrix has no adapter.
     """
 
     low_AP: Tensor | None = None

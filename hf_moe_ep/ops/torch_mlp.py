@@ -160,7 +160,7 @@ def _add_expert_grads(
     experts: ExpertWeights,
     scale: float,
 ) -> None:
-    """Add `scale` times the experts' gradients of one block to the buffers, or fill the buffers."""
+    """Add `scale` times the experts' gradients of one block to the buffers, or store it there."""
     block = grads.block
     grad_MH = grads.grad_MH
     if "down_bias" in buffers:

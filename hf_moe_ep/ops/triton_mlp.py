@@ -5,8 +5,8 @@
 
 An adapter of rank P adds `scale * b @ a` to a matrix. Neither b @ a nor a second tensor of the
 output's size is computed: `thin_mm` computes `low_AP = scale * rows @ a^T`, and the kernel that
-multiplies by the matrix adds `low_AP @ b^T` to its sums. Backward does the same with a and b
-exchanged. The gradients of a and b are thin `outer` products, each with one low_AP:
+multiplies by the matrix adds `low_AP @ b^T` to its sums ("+ low b"). Backward does the same with a
+and b exchanged. The gradients of a and b are thin `outer` products, each with one low_AP:
 
     forward    thin_mm -> up + low b        thin_mm -> grouped_mm + low b
     backward   thin_mm -> dgated + low a    thin_mm -> grouped_mm + low a     thin_mm, outer x 4
@@ -173,7 +173,7 @@ def _fill_with_zeros(experts: ExpertWeights, need: set[str], grads: ExpertGrads)
 
 @dataclass(frozen=True)
 class _GradInputs:
-    """Inputs of the computation of the experts' gradients, besides the output's gradient.
+    """The tensors that `_add_expert_grads` reads, besides the output's gradient.
 
     `act_AF` is already multiplied by the routing weights.
     """
@@ -258,7 +258,7 @@ def _low_rows(
     *,
     gather: bool = False,
 ) -> LowRows:
-    """Compute the first product of an adapter; `gather` reads the row of each pair."""
+    """Compute the first product of an adapter, with `gather` for the row of each pair."""
     if adapter is None:
         return NO_ADAPTER
     a_LIP = adapter.a_LPI.transpose(1, 2)
@@ -284,7 +284,7 @@ def _add_expert_grads(
     order_L = routing.offsets.diff().argsort(descending=True)
 
     def add(name: str, left: Tensor, right: Tensor | None, **options: bool) -> None:
-        """Add left^T right to the gradient `name`, or (left^T right)^T if it is of a factor a."""
+        """Add left^T right to the gradient `name`, or (left^T right)^T if `name` is a factor a."""
         out_LOI, is_sum = grads.buffer(name, getattr(experts, name))
         out_LOI = out_LOI.transpose(1, 2) if name.endswith("_a") else out_LOI
         assert right is not None

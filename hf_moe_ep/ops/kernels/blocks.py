@@ -1,11 +1,10 @@
 """Block sizes of the Triton kernels: a plain table, without tuning at run time.
 
 If every rank tuned by itself, ranks would choose different sizes and wait for each other in
-collectives, and the first step would take minutes, which looks like a hang. `choose_blocks` chooses
-the row of the table by the GPU's generation, the bytes of the dtype and the mean number of rows per
-expert.
-`benchmarks/compile_kernels.py` compiles the kernels with every row ahead of time and checks their
-registers, shared memory and loops.
+collectives, and the first step would take minutes, which looks like a hang. `choose_blocks` selects
+a row of the table by the GPU's generation, the bytes of the dtype and the mean number of rows per
+expert. `benchmarks/compile_kernels.py` compiles the kernels for all rows of the table ahead of time
+and checks their registers, shared memory and loops.
 
     m                     rows of a tile, the same in all kernels of a call
     Block(n, k, ...)      columns, step along the sum, warps, pipeline stages; `registers` limits

@@ -1,4 +1,4 @@
-"""Compute the gradients of the experts' weights, the sums of outer products over their pairs.
+"""Compute the gradients of weights: for each expert, the sum of the outer products of its pairs.
 
     out[l] (+)= scale * left^T right, where left and right have the pairs of expert l as rows
 

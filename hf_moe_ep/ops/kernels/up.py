@@ -4,9 +4,9 @@
     act_AF[a] = gate formula of pre_AG[a], computed from the fp32 sums
 
 The second product of an adapter adds a few steps to the same sum; `LowRows` holds the result of the
-first product. Gate and up are one product, twice as wide as act. If the weights are concatenated, a
-block has the same columns of both halves. If they are interleaved, a block has pairs of columns,
-which are split after the sum.
+first product. Gate and up are one product, twice as wide as act. If gate and up are concatenated in
+the weight, a block has the same columns of both halves. If gate and up are interleaved, a block has
+pairs of columns, which are split after the sum.
 """
 
 from __future__ import annotations
