@@ -9,8 +9,9 @@ reward is for digits in the answer, so that a model that never answers right can
 your own task, replace `sums` and the two rewards.
 
 The model generates the completions itself, by `generate` on the ranks that train it. With
-`--use_vllm` vLLM generates the completions, in TRL's modes `--vllm_mode server` and `--vllm_mode
-colocate`. Each step then sends vLLM the model's tensors in the hub's layout, with adapters merged.
+`--use_vllm`, vLLM generates the completions, in TRL's modes `--vllm_mode server` and
+`--vllm_mode colocate`. Each step then sends vLLM the model's tensors in the hub's layout, with
+adapters merged.
 
 Any flag of GRPOConfig works. Without a GPU, launch with cpu_4.yaml and add `--use_cpu --bf16
 False`. The script writes the model (with --lora a stock PEFT adapter), the tokenizer and

@@ -36,9 +36,9 @@ class ScriptArguments:
     ep_size: int = 1
     text_file: str | None = None
     block_size: int = 256
-    # The evaluation uses at most eval_blocks blocks, and a multiple of eval_multiple. Set this to
-    # ranks x per_device_eval_batch_size: the Trainer completes a last batch that is not full by
-    # repeating blocks, or with dataloader_drop_last drops it.
+    # The evaluation uses at most eval_blocks blocks, and a multiple of eval_multiple. Set
+    # eval_multiple to ranks x per_device_eval_batch_size. Otherwise the Trainer completes the last
+    # batch by repeating blocks, or drops this batch with dataloader_drop_last.
     eval_blocks: int = 64
     eval_multiple: int = 1
 

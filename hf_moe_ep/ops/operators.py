@@ -1,8 +1,8 @@
 """The expert MLP as two operators of torch.library, and the autograd formula that connects them.
 
 torch.compile and activation checkpointing see only `hf_moe_ep::expert_mlp` and its backward; they
-do not trace into these operators. `Settings` holds the arguments that are not tensors, `save` and
-`run_backward` are the two parts of the autograd formula.
+do not trace into these operators. `Settings` holds the arguments that are not tensors. `save` and
+`run_backward` are the two halves of the autograd formula, which `expert_mlp.py` uses as well.
 
     expert_mlp(rows, weights, *experts, expert_ids, counts, *settings) -> out, *kept
     expert_mlp_backward(grad, saved[], needs[], *settings) -> grads[]
@@ -202,9 +202,10 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     implementation = torch_mlp if settings.backend == "torch" else _import_triton_mlp()
     shapes = implementation.routing_shapes(num_pairs, up.shape[0], rows)
     device = "cpu" if settings.backend == "torch" else rows.device
+    devices = (rows.device, device, device, device)
     pair, offsets, tiles, row = (
-        torch.empty(shape, dtype=torch.int32, device=where)
-        for shape, where in zip(shapes, (rows.device, device, device, device), strict=True)
+        torch.empty(shape, dtype=torch.int32, device=device)
+        for shape, device in zip(shapes, devices, strict=True)
     )
     out = rows.new_empty(rows.shape)
     return out, rows.new_empty(pre_shape), pair, slots, offsets, tiles, row

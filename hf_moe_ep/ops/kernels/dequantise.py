@@ -66,7 +66,7 @@ Matrices = Tensor | ByteMatrices
 
 
 def matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int, int, int]:
-    """Return a kernel's arguments: values, scales and strides (0 for bytes: contiguous)."""
+    """Return a kernel's arguments: values, scales and strides. Quantised bytes have strides 0."""
     if isinstance(matrix, ByteMatrices):
         return matrix.values, matrix.scale, 0, 0, 0
     stride_l, stride_k, stride_n = matrix.stride()
@@ -90,7 +90,7 @@ def byte_product(
 ):  # fmt: skip
     """Return [M, N]: rows at `position` [M] times the transposed rows `o_n` [N] of the matrix.
 
-    With BACK the rows are multiplied by the matrix's columns `o_n`, its block number `column`.
+    With BACK the second factor is the matrix's columns `o_n`, which are its block number `column`.
     """
     tl.static_assert(EVEN_K)
     BLOCK_N: tl.constexpr = o_n.shape[0]
