@@ -36,7 +36,7 @@ from matplotlib import pyplot as plt
 PROMPTS = ("The with statement", "Changed in version 3", "If the object")
 
 
-def stack(blocks: list[dict]) -> torch.Tensor:
+def stack_blocks(blocks: list[dict]) -> torch.Tensor:
     return torch.stack([block["input_ids"] for block in blocks])
 
 
@@ -174,9 +174,9 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.run)
     train_text, held_out_text = split_text(args.text_file)
-    train = stack(pack(tokenizer, train_text, args.block_size))
+    train = stack_blocks(pack(tokenizer, train_text, args.block_size))
     limits = (args.eval_blocks, args.eval_multiple)
-    held_out = stack(pack(tokenizer, held_out_text, args.block_size, *limits))
+    held_out = stack_blocks(pack(tokenizer, held_out_text, args.block_size, *limits))
     contexts, targets = held_out[:, :-1].flatten(), held_out[:, 1:].flatten()
     unigram = unigram_loss(train, targets, len(tokenizer))
     bigram = bigram_loss(train, contexts, targets, len(tokenizer))

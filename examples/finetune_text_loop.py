@@ -57,7 +57,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def endless(loader: DataLoader) -> Iterator[dict]:
+def repeat_forever(loader: DataLoader) -> Iterator[dict]:
     while True:
         yield from loader
 
@@ -100,7 +100,7 @@ def main() -> None:
     if (checkpoint := newest_checkpoint(args.output_dir)) is not None:
         first_step = load_checkpoint(checkpoint, model, optimizer, scheduler)["step"]
     # The batches of the steps before the checkpoint are loaded and skipped.
-    batches = islice(endless(train_loader), first_step * args.accumulation_steps, None)
+    batches = islice(repeat_forever(train_loader), first_step * args.accumulation_steps, None)
     steps = range(first_step, args.max_steps)
     bar = tqdm(steps, disable=not accelerator.is_main_process)
     model.train()

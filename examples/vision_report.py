@@ -64,7 +64,7 @@ def score(
     return torch.cat(losses).mean().item(), torch.cat(tokens)
 
 
-def examine(
+def evaluate(
     directory: Path, tokenizer: PreTrainedTokenizerBase, digits: list[Sample], text: list[Sample]
 ) -> Result:
     model = AutoModelForImageTextToText.from_pretrained(directory).eval()
@@ -111,7 +111,7 @@ def main() -> None:
     image_processor = AutoImageProcessor.from_pretrained(args.run, backend="pil")
     pictures, digits = read_digits(held_out=True)
     samples = held_out_samples(tokenizer, image_processor)
-    before, after = (examine(folder, tokenizer, *samples) for folder in (args.start, args.run))
+    before, after = (evaluate(folder, tokenizer, *samples) for folder in (args.start, args.run))
     accuracy = after.accuracy(digits)
 
     print(f"\nHeld out: {len(digits)} scanned digits, {len(samples[1])} blocks of text")

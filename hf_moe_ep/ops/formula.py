@@ -81,7 +81,7 @@ def activate(pre_AG: Tensor, formula: ExpertFormula) -> Tensor:
     if formula.clamped:
         gate_AF = gate_AF.clamp(max=formula.limit)
         up_AF = up_AF.clamp(-formula.limit, formula.limit)
-    f_AF = _f(gate_AF, formula)
+    f_AF = _apply_activation(gate_AF, formula)
     if not formula.gated:
         return f_AF
     return f_AF.mul_(up_AF + formula.up_offset if formula.up_offset else up_AF)
@@ -98,14 +98,14 @@ def activate_backward(
     if formula.clamped:
         gate_AF = gate_AF.clamp(max=formula.limit)
         up_AF = up_AF.clamp(-formula.limit, formula.limit)
-    f_AF = _f(gate_AF, formula)
+    f_AF = _apply_activation(gate_AF, formula)
     if not formula.gated:
-        grad_gate_AF.copy_(_f_backward(grad_AF, gate_AF, formula))
+        grad_gate_AF.copy_(_activation_backward(grad_AF, gate_AF, formula))
         act_AF = f_AF
     else:
         torch.mul(grad_AF, f_AF, out=grad_up_AF)
         factor_AF = up_AF + formula.up_offset if formula.up_offset else up_AF
-        grad_gate_AF.copy_(_f_backward(grad_AF * factor_AF, gate_AF, formula))
+        grad_gate_AF.copy_(_activation_backward(grad_AF * factor_AF, gate_AF, formula))
         act_AF = f_AF.mul_(factor_AF)
     if formula.clamped:
         grad_gate_AF.masked_fill_(raw_gate_AF > formula.limit, 0)
@@ -114,7 +114,7 @@ def activate_backward(
     return act_AF, grad_pre_AG
 
 
-def _f(gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
+def _apply_activation(gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
     if formula.activation == "gelu":
         return functional.gelu(gate_AF)
     if formula.activation == "gelu_tanh":
@@ -126,7 +126,7 @@ def _f(gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
     return gate_AF * torch.sigmoid(gate_AF * formula.alpha)
 
 
-def _f_backward(grad_AF: Tensor, gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
+def _activation_backward(grad_AF: Tensor, gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
     aten = torch.ops.aten
     if formula.activation == "gelu":
         return aten.gelu_backward(grad_AF, gate_AF)

@@ -50,15 +50,15 @@ def expert_mlp(
         out_H = torch.zeros_like(row_H)
         for expert, weight in zip(experts_K.tolist(), weights_K, strict=True):
             if expert < experts.up.shape[0]:
-                pre_G = _linear(row_H, _merged(experts, "up", expert), experts.up_bias, expert)
+                pre_G = _linear(row_H, _merge(experts, "up", expert), experts.up_bias, expert)
                 act_F = _gate(pre_G, formula)
-                y_H = _linear(act_F, _merged(experts, "down", expert), experts.down_bias, expert)
+                y_H = _linear(act_F, _merge(experts, "down", expert), experts.down_bias, expert)
                 out_H = out_H + weight * y_H
         out_RH.append(out_H)
     return torch.stack(out_RH) if out_RH else torch.zeros_like(rows_RH)
 
 
-def _merged(experts: ExpertWeights, name: str, expert: int) -> Tensor:
+def _merge(experts: ExpertWeights, name: str, expert: int) -> Tensor:
     """Return the matrix `name` of one expert with its adapter merged into it."""
     weight_LOI: Tensor = getattr(experts, name)
     adapter = experts.adapter(name)

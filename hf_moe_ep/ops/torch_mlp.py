@@ -63,7 +63,7 @@ def forward(
     """Return out_RH and the pre-activations pre_AG (with 0 rows unless `keep_pre`)."""
     pre_AG = rows_RH.new_empty(len(routing.pair_A) if keep_pre else 0, experts.up.shape[1])
     out_RH = _zeros_for_sums(rows_RH)
-    for block in _blocks(routing, weights_RK):
+    for block in _split_into_blocks(routing, weights_RK):
         pre_MG = _pre_activations(
             rows_RH, experts, block, pre_AG[block.pairs] if keep_pre else None
         )
@@ -103,7 +103,7 @@ def backward(
     buffers = {} if postpone else _grad_buffers(expert_grads, experts, routing, need)
     add = partial(_add_expert_grads, rows_RH=rows_RH, experts=experts, scale=grad_scale)
     postponed: list[_BlockGrads] = []
-    for block in _blocks(routing, weights_RK):
+    for block in _split_into_blocks(routing, weights_RK):
         saved_MG = None if pre_AG is None else pre_AG[block.pairs]
         pre_MG = _pre_activations(rows_RH, experts, block) if saved_MG is None else saved_MG
         grad_MH = grad_RH.index_select(0, block.row_M)
@@ -205,7 +205,7 @@ class _BlockGrads:
     grad_pre_MG: Tensor
 
 
-def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[Block]:
+def _split_into_blocks(routing: Routing, weights_RK: Tensor) -> Iterator[Block]:
     # On a GPU smaller blocks would save nothing: all pairs are one block.
     on_cpu = routing.pair_A.device.type == "cpu"
     smallest = _BLOCK if on_cpu else len(routing.pair_A)
