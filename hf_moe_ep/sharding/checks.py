@@ -59,9 +59,8 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
         if rank is not None:
             raise ValueError(
                 f"ranks disagree about {name}: rank 0 has {expected}, rank {rank} has "
-                f"{values[rank]}; "
-                f"every rank must patch the same model with the same arguments (a size or an "
-                f"environment variable may depend on the rank)"
+                f"{values[rank]}; every rank must patch the same model with the same arguments (a "
+                f"size or an environment variable may depend on the rank)"
             )
     together("sharding", partial(_check_rank0_has_values, len(on_meta), len(tensors)))
 
