@@ -51,5 +51,5 @@ def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
 
 
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace the method `name` of one object by `function`, with the old method as first argument."""
+    """Replace the method `name` of one object by `function(stock method, ...)`."""
     setattr(owner, name, partial(function, getattr(owner, name)))

@@ -129,9 +129,9 @@ def _download(name: str, subfolder: str, kwargs: dict[str, Any]) -> Path:
 
 
 def why_unreachable(name: str, file: str) -> str | None:
-    """Ask the hub once for a file of a model. Return the reason if it cannot be downloaded, or None.
+    """Return the reason why a file of a model cannot be downloaded now, or None if it can.
 
-    This function returns within 8 seconds. Without a network, `hf_hub_download` takes 23 seconds,
+    This function asks the hub once, and returns within 8 seconds. Without a network, `hf_hub_download` takes 23 seconds,
     because it tries seven times (huggingface_hub/file_download.py). Behind a firewall that drops
     packets it takes minutes, because each try waits a minute for every address of the hub. The
     timeout of the HTTP client does not include the lookup of addresses, so the request runs in a
@@ -309,7 +309,7 @@ def on_meta(build: Callable[[], Any]) -> Any:
 
 
 def file_name(name: str) -> str:
-    """Remove the components that wrappers and PEFT add, to get a parameter's name in checkpoints."""
+    """Return a parameter's name in checkpoints, which has no components of wrappers and PEFT."""
     return _COPIES.sub("", stock_name(name)).removeprefix(_PEFT_PREFIX)
 
 

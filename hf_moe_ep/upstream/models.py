@@ -229,7 +229,7 @@ def set_source(model: Any, name: str) -> None:
 
 
 def takes_images(config: Any) -> bool:
-    """Return True if transformers has a model of images and text for `config` (modeling_auto.py)."""
+    """Return True if transformers has an image-text model for `config` (modeling_auto.py)."""
     return type(config) in AutoModelForImageTextToText._model_mapping
 
 
