@@ -131,11 +131,12 @@ def _download(name: str, subfolder: str, kwargs: dict[str, Any]) -> Path:
 def why_unreachable(name: str, file: str) -> str | None:
     """Return the reason why a file of a model cannot be downloaded now, or None if it can.
 
-    This function asks the hub once, and returns within 8 seconds. Without a network, `hf_hub_download` takes 23 seconds,
-    because it tries seven times (huggingface_hub/file_download.py). Behind a firewall that drops
-    packets it takes minutes, because each try waits a minute for every address of the hub. The
-    timeout of the HTTP client does not include the lookup of addresses, so the request runs in a
-    thread, which is abandoned after 8 seconds.
+    This function asks the hub once, and returns within 8 seconds. Without a network,
+    `hf_hub_download` takes 23 seconds, because it tries seven times
+    (huggingface_hub/file_download.py). Behind a firewall that drops packets it takes minutes,
+    because each try waits a minute for every address of the hub. The timeout of the HTTP client
+    does not include the lookup of addresses, so the request runs in a thread, which is abandoned
+    after 8 seconds.
     """
     answer: Future[None] = Future()
 

@@ -83,7 +83,7 @@ def operator_name(operator: Any) -> str:
 def is_made_of_others(operator: Any) -> bool:
     """Return True if an operator only calls other operators, as `matmul` calls `mm`.
 
-    Dispatch modes usually see `mm` only. Inside an operator of torch.library they see `matmul` too.
+    Dispatch modes usually see `mm`. Inside an operator of torch.library they see `matmul` instead.
     """
     is_composite: bool = operator.namespace == "aten" and operator._can_decompose()
     return is_composite
@@ -166,10 +166,7 @@ def collective_of(operator: Any) -> str | None:
 
 
 def payload_of(operator: Any, args: tuple[Any, ...]) -> int:
-    """Count the bytes of a collective's largest tensor.
-
-    This is the result of an all-gather, and the input of other collectives.
-    """
+    """Count the bytes of an all-gather's result, or of the input of another collective."""
     _, argument = _COLLECTIVES[operator_name(operator)]
     return sum(x.numel() * x.element_size() for x in tensors_in(args[argument]))
 

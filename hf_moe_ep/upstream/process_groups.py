@@ -67,9 +67,9 @@ def take_default_timeout(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """Create a fake default group inside the block: `world_size` ranks, of which only `rank` exists.
+    """Create a default group for one process, as `rank` of `world_size` ranks, inside the block.
 
-    Its collectives return at once and transfer nothing.
+    The other ranks do not exist. Collectives return at once and transfer nothing.
     """
     # The import registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
