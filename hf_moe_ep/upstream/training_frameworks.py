@@ -86,7 +86,7 @@ def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
 
 
 def declare_fsdp(state: AcceleratorState) -> None:
-    """Set FSDP as the distributed type of all Accelerators in this process (accelerate/state.py)."""
+    """Set FSDP as the distributed type of all Accelerators in this process."""
     state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
