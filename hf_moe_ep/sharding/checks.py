@@ -23,7 +23,7 @@ from hf_moe_ep.upstream.module_names import canonical_name
 
 
 def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:
-    """Raise on every rank if ranks would train different models, or if rank 0 has no weights."""
+    """Raise on every rank if models, configs or precisions differ, or if rank 0 has no weights."""
     layers = sorted(
         (getattr(module, STATE).index, canonical_name(name))
         for name, module in model.named_modules()
@@ -45,8 +45,8 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
         "precision": f"{options.mp_policy}, fp32_masters={options.fp32_masters}",
         "parameters": f"{len(shapes)}, sha256 {hashlib.sha256(str(shapes).encode()).hexdigest()}",
     }
-    # The loop below reports the first difference. A difference of a config field comes last because
-    # the facts above are easier to understand: the names of the layers rather than their number.
+    # Only the first difference is reported. Config fields come last, because the facts above are
+    # easier to understand: the names of the MoE layers say more than a field with their number.
     for name, value in sorted(model_config_fields(model).items()):
         facts[f"{name} of the model's config"] = repr(value)
     loaded = [p for p in model.parameters() if p not in options.empty_params]

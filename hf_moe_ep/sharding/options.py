@@ -21,8 +21,8 @@ class ShardOptions:
 
     Attributes:
         mp_policy: FSDP2's mixed precision. `param_dtype` replaces a `reduce_dtype` of None, because
-            that has two meanings: torch 2.15 then reduces in the dtype of the sharded parameters,
-            earlier versions in `param_dtype`.
+            None has two meanings: torch 2.15 reduces in the dtype of the sharded parameters, and
+            earlier versions reduce in `param_dtype`.
         offload_policy: FSDP2's CPU offload.
         fp32_masters: keep trainable parameters in fp32.
         reshard_after_forward: as in `fully_shard`.
@@ -89,13 +89,14 @@ def grad_divisors(
         fp16   fp32          8        64          (8, 8)
         fp16   fp16          8        64          (32, 2)
 
-    Our backward divides by `before` and rounds the quotient to `dtype`. FSDP2 sums the gradients,
-    and one more pass over the sum divides it by `after`. A single division in backward is therefore
-    the fastest. In fp16 it would lose gradients, because the smallest fp16 number is 6e-8.
-    Backward then divides by ep_size only: the tokens of ep_size ranks added to the gradient, so the
-    quotient has the magnitude of the gradient of a dense weight. If the reduction is in fp16 too,
-    its sum must stay below 65504, so `before` also has about the square root of the remaining
-    factor, as FSDP2 does.
+    Our backward divides by `before`, and rounds the quotient to `dtype`. FSDP2 then sums the
+    gradients over ranks. If `after` is not 1, one more pass over the sum divides it by `after`.
+
+    In fp16, small gradients divided by the world size would become 0, because the smallest number
+    is 6e-8. Backward therefore divides by ep_size only: the tokens of ep_size ranks contribute to
+    the gradient, so the quotient is about as large as the gradient of a dense weight. If the
+    reduction is in fp16 too, its sum must stay below 65504. Like FSDP2, we then also divide by
+    about the square root of the remaining factor before the reduction.
     """
     if dtype != torch.float16:
         return world_size, 1

@@ -1,8 +1,8 @@
 """Shard a patched model: split experts over ep, then make FSDP2 units of all modules.
 
     unit                 mesh                           gradient
-    experts of a layer,  ep_fsdp; dim 0 is split over   summed by FSDP2; our backward divides it by
-    and their adapters   ep before                      the world size (fp16: `grad_divisors`)
+    experts of a layer,  ep_fsdp; dim 0 is split over   divided by the world size in our backward
+    and their adapters   ep before                      (fp16: `grad_divisors`), summed by FSDP2
     decoder layer, and   fsdp                           averaged by FSDP2
     weights that all its
     experts share
@@ -137,13 +137,13 @@ def shard_units(
             experts_options = _ignore(options, _sharded_parameters(experts))
             new_entries = fill([experts])
             _shard_experts(experts, new_entries, state, meshes, experts_options)
-    for part in units.vision:
-        fill([part])
-        shard(part)
-    for part in units.encoders:
-        fill([part])
-        with without_forward_hooks(part):
-            state.encoders.append(shard(part))
+    for module in units.vision:
+        fill([module])
+        shard(module)
+    for encoder in units.encoders:
+        fill([encoder])
+        with without_forward_hooks(encoder):
+            state.encoders.append(shard(encoder))
     if units.embedding is not None and not units.tied:
         fill([units.embedding])
         shard(units.embedding)
@@ -189,7 +189,7 @@ def _shard_experts(
     meshes: Meshes,
     options: ShardOptions,
 ) -> None:
-    """Make an experts module a unit whose gradients are summed; `entries` are those of `_fill`."""
+    """Make an experts module a unit whose gradients are summed; `_fill` has returned `entries`."""
     shard_dim = state.config.expert_shard_dim
 
     def placement(parameter: nn.Parameter) -> Shard:
@@ -213,8 +213,8 @@ def _shard_experts(
     if state.config.experts_backend == "eager":
         return
     assert isinstance(experts, FSDPModule)
-    # FSDP2 must not divide the sum, because run_experts divides in backward. FSDP2 would use
-    # PREMUL_SUM, which gloo does not support and which gives zeros with NCCL in bf16
+    # FSDP2 sums without dividing, because run_experts divides in backward. A division by FSDP2 would
+    # use PREMUL_SUM, which gloo does not support and which gives zeros with NCCL in bf16
     # (https://github.com/pytorch/pytorch/issues/190747).
     experts.set_gradient_divide_factor(1.0)
     experts.set_force_sum_reduction_for_comms(True)
@@ -281,7 +281,7 @@ def _check_expert_shard_dim(
 ) -> None:
     """Raise if a weight cannot be sharded along `expert_shard_dim`.
 
-    This option does not concern the factors of adapters.
+    The factors of adapters are not checked, because the option does not apply to them.
     """
     for weight in experts.parameters():
         if _is_shared(weight, entries):
@@ -325,11 +325,11 @@ def _quantised_placement(entry: ParameterEntry, shard_dim: str | int, meshes: Me
     dim_1_can_be_split = rows_may_be_cut((rows, columns), quantisation, ep_fsdp_size)
     if shard_dim == 1 and not dim_1_can_be_split:
         _, name = entry.owners[0]
-        nested = " or of the 256 scales with one nested scale" if quantisation.nested else ""
+        nested = " or 256 scales that share a nested scale" if quantisation.nested else ""
         raise ValueError(
             f"expert_shard_dim=1 shards the {rows} rows of {name} [out {rows}, in {columns}] over "
-            f"ep_fsdp ({ep_fsdp_size}) and would split a block of the {quantisation.kind} values "
-            f"with one scale{nested}; try expert_shard_dim='auto' or 0"
+            f"ep_fsdp ({ep_fsdp_size}) and would split a block of {quantisation.kind} values that "
+            f"share a scale{nested}; try expert_shard_dim='auto' or 0"
         )
     use_dim_1 = shard_dim == 1 or (shard_dim == "auto" and experts % ep_fsdp_size != 0)
     return Shard(1) if dim_1_can_be_split and use_dim_1 else Shard(0)

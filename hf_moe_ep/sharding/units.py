@@ -45,7 +45,7 @@ class Units:
 def find_units(model: nn.Module, plan: ModelPlan) -> Units:
     """Find the units of a model that is not sharded yet."""
     parts = find_parts(model, plan)
-    in_front_of_tail = [parts.embedding] if parts.tied and parts.embedding is not None else []
+    tied_embedding = [parts.embedding] if parts.tied and parts.embedding is not None else []
     head = [] if parts.head is None else [parts.head]
     tower = [] if parts.tower is None else [*parts.tower.blocks, parts.tower.module]
     return Units(
@@ -54,7 +54,7 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
         vision=tower,
         encoders=[] if parts.encoders is None else [*parts.encoders.modules],
         embedding=parts.embedding,
-        tail=[*in_front_of_tail, *parts.final_norm, *head],
+        tail=[*tied_embedding, *parts.final_norm, *head],
         tied=parts.tied,
     )
 
@@ -72,8 +72,8 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
       shards, but not the gathered weights. A later backward through the last forward still works,
       because FSDP2 gathers the parameters again.
     """
-    last = len(units.layers) - 1
-    last_layer = [units.layers[last], *units.experts.get(last, ())]
+    last_index = len(units.layers) - 1
+    last_layer = [units.layers[last_index], *units.experts.get(last_index, ())]
     for unit in last_layer:
         if isinstance(unit, FSDPModule):
             unit.set_reshard_after_forward(False, recurse=False)
@@ -98,7 +98,7 @@ def keep_last_layer(units: Units, root: nn.Module) -> None:
 def allow_reentrant_checkpoints(units: Units) -> None:
     """Register `forget_finished_backward` on all units that activation checkpointing may recompute.
 
-    It makes two forwards before one backward possible with reentrant checkpointing.
+    The hook makes two forwards before one backward possible with reentrant checkpointing.
     """
     for unit in (*units.layers, *units.all_experts, *units.vision):
         # This hook must run before FSDP2's own hook, which reads the state that this hook resets.
@@ -132,9 +132,9 @@ def set_prefetch(units: Units) -> None:
         stages.append([tail])
     # The tower has a chain of its own, because it does not run in a step without pixels.
     tower: list[list[FSDPModule]] = []
-    for part in (*units.vision[-1:], *units.vision[:-1]):
-        assert isinstance(part, FSDPModule)
-        tower.append([part])
+    for module in (*units.vision[-1:], *units.vision[:-1]):
+        assert isinstance(module, FSDPModule)
+        tower.append([module])
     for chain in (stages, tower):
         trains = False
         for stage, next_stage in pairwise(chain):

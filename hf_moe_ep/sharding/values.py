@@ -46,9 +46,9 @@ class ParameterEntry:
 
     Attributes:
         parameter: the parameter.
-        owners: a module that has the parameter and the parameter's name in this module; a tied
-            parameter has several such pairs.
-        stack: the function that makes experts dim 0 of an adapter's factor; None for others.
+        owners: (module, name of the parameter in this module); a tied parameter has several owners.
+        stack: the function that makes experts dim 0 of an adapter's factor, None for other
+            parameters.
         over_ep: True if dim 0 counts experts, which are split over ep.
         compute: the `Compute` of the experts module if the parameter is to be quantised, else None.
     """
@@ -65,7 +65,7 @@ class ParameterEntry:
         return None if self.compute is None else self.compute.quantisation
 
     def local_LOI(self, ep_size: int) -> tuple[int, int, int]:
-        """Return (experts of a rank, out, in), also if the module stores the transposes."""
+        """Return (experts of a rank, out, in), also if the module stores transposed matrices."""
         experts, rows, columns = self.parameter.shape
         transposed = self.compute is not None and self.compute.transposed
         return (experts // ep_size, *((columns, rows) if transposed else (rows, columns)))
@@ -148,7 +148,7 @@ def _quantise(value: Tensor, entry: ParameterEntry) -> dict[str, Tensor]:
 
 
 def broadcast_from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return rank 0's values on `device`. On rank 0 the result may be `tensor` itself."""
+    """Broadcast `tensor` from rank 0 to `device`. Rank 0 may return `tensor` itself."""
     if dist.get_rank() == 0:
         value = tensor.to(device).contiguous()
     else:
@@ -181,18 +181,18 @@ def broadcast_correction_biases(
     Every rank keeps the whole bias in its own dtype, like a correction bias that is a buffer. A
     bias rounded to bf16 would change the routers' choice of experts.
     """
-    new: dict[nn.Parameter, nn.Parameter] = {}
+    new_biases: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.requires_grad or not is_correction_bias(name):
                 continue
-            if parameter not in new:
+            if parameter not in new_biases:
                 value = parameter.detach()
                 if parameter not in options.empty_params:
                     value = broadcast_from_rank0(value, device)
-                new[parameter] = nn.Parameter(value, requires_grad=False)
-            setattr(module, name, new[parameter])
-    return frozenset(new.values())
+                new_biases[parameter] = nn.Parameter(value, requires_grad=False)
+            setattr(module, name, new_biases[parameter])
+    return frozenset(new_biases.values())
 
 
 def broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.device) -> None:
