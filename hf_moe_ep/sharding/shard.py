@@ -213,7 +213,7 @@ def _shard_experts(
     if state.config.experts_backend == "eager":
         return
     assert isinstance(experts, FSDPModule)
-    # FSDP2 sums without dividing, because run_experts divides in backward. A division by FSDP2 would
+    # FSDP2 sums without dividing, because run_experts divides in backward. To divide, FSDP2 would
     # use PREMUL_SUM, which gloo does not support and which gives zeros with NCCL in bf16
     # (https://github.com/pytorch/pytorch/issues/190747).
     experts.set_gradient_divide_factor(1.0)

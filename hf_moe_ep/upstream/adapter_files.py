@@ -37,7 +37,7 @@ _MORE_THAN_A_PRODUCT = {
 }
 # Values of init_lora_weights that leave the base unchanged. All other strings change the base.
 _INITS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
-_MERGE_WITH_PEFT = "merge it in one process, with PEFT's merge_and_unload"
+_MERGE_WITH_PEFT = "merge the adapter in one process, with PEFT's merge_and_unload"
 # The fields above that are possible on a model on meta, as they need no values of the base.
 _ALLOWED_ON_META = ("lora_bias", "alora_invocation_tokens")
 _EMBEDDINGS = "embed_tokens"
@@ -142,7 +142,7 @@ def attach_without_values(model: nn.Module, config: Any) -> nn.Module:
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which PEFT loads the factors of a weight of `dtype`.
+    """Return the dtype in which PEFT loads the factors for a weight of dtype `dtype`.
 
     This is the effect of `autocast_adapter_dtype`, which is True by default
     (peft/tuners/tuners_utils.py).
@@ -159,13 +159,13 @@ def saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     from peft import get_peft_model_state_dict
 
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    of_adapter = get_peft_model_state_dict(model, state, save_embedding_layers=False)
-    ids = {id(tensor) for tensor in of_adapter.values()}
-    return of_adapter, {key: tensor for key, tensor in state.items() if id(tensor) not in ids}
+    adapter = get_peft_model_state_dict(model, state, save_embedding_layers=False)
+    adapter_ids = {id(tensor) for tensor in adapter.values()}
+    return adapter, {key: tensor for key, tensor in state.items() if id(tensor) not in adapter_ids}
 
 
 def with_prefix(keys: Iterable[str]) -> Mapping[str, str]:
-    """Map PEFT's key of each tensor to its key in a file, which has no prefix in transformers."""
+    """Map PEFT's key of each tensor to its key in a file. Files of transformers have no prefix."""
     names = list(keys)
     prefix = "" if any(name.startswith(_PREFIX) for name in names) else _PREFIX
     return {f"{prefix}{name}": name for name in names}

@@ -151,7 +151,7 @@ class LowRank:
         a, b: the factors (r, in) and (out, r). The factors of stacked experts are in PEFT's
             layout, or have the experts as their first dim.
         scale: PEFT's `scaling` of the adapter.
-        num_experts: the number of stacked experts; 0 for a parameter that is no stack.
+        num_experts: the number of stacked experts; 0 if the parameter is not stacked.
         turned: True if the parameter is stored transposed, as (in, out).
         casts: True if PEFT casts the product to the parameter's dtype before the addition.
     """

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_moe_ep.upstream.experts_interface import EXPERTS_IMPLEMENTATION
 
+# The attribute of our copy of a config that holds the stock config.
 _STOCK_CONFIG = "_hf_moe_ep_stock"
 # The interface has no function "eager". With this implementation a module calls the function of
 # the second name, which is defined in the module's own file.

@@ -33,9 +33,9 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     """Convert a model's tensors to those that `save_pretrained` writes, with transformers' code.
 
     Args:
-        model: the reverse of the conversions with which the model was loaded is applied. If there
-            were none, or one of them decoded quantized weights, the conversions of the model's
-            class are reversed instead. A model of another library has no conversions.
+        model: the conversions with which this model was loaded are reversed. If there were none, or
+            one of them decoded quantized weights, the conversions of the model's class are reversed
+            instead. A model of another library has no conversions.
         tensors: the tensors by their names in a stock model, or other objects on which
             transformers' operations work.
     """
@@ -60,8 +60,8 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
     """Map each of a checkpoint's `keys` to the key in `wanted` that names the same tensor.
 
     Two keys name the same tensor if the renamings in from_pretrained, including those for older
-    checkpoints, turn both into the same name. A key is left out if no key, or more than one key, in
-    `wanted` names the same tensor.
+    checkpoints, turn both into the same name. A key is left out unless exactly one key in `wanted`
+    names the same tensor.
     """
     if not isinstance(model, PreTrainedModel):
         return {}
@@ -80,10 +80,10 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
             for name in sorted(names, key=dot_natural_key)
         }
 
-    by_final: dict[str, list[str]] = {}
+    wanted_by_final: dict[str, list[str]] = {}
     for name, final_name in final_names(wanted).items():
-        by_final.setdefault(final_name, []).append(name)
-    matches = {key: by_final.get(final_name, []) for key, final_name in final_names(keys).items()}
+        wanted_by_final.setdefault(final_name, []).append(name)
+    matches = {key: wanted_by_final.get(final, []) for key, final in final_names(keys).items()}
     return {key: names[0] for key, names in matches.items() if len(names) == 1}
 
 

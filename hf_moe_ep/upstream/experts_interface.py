@@ -20,16 +20,17 @@ EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 
 
 def register_experts_forward(forward: Callable[..., Any]) -> None:
-    """Register `forward` as the experts implementation EXPERTS_IMPLEMENTATION of configs."""
+    """Register `forward` under the name EXPERTS_IMPLEMENTATION, with which a config selects it."""
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, forward)
 
 
 def refuse_experts_implementation(model: Any, implementation: str | dict[str, str]) -> None:
-    """Replace the method `set_experts_implementation` of a patched model.
+    """Handle a call of `set_experts_implementation` on a patched model.
 
-    A call with one name comes from the user, and would have no effect on patched experts, which
-    have a config of their own. A call with a dict comes from `generate`, which selects another
-    stock implementation until it ends (transformers/generation/utils.py). It is passed on.
+    Users call this method with one name, which would have no effect on patched experts, because
+    they have a config of their own. `generate` calls it with a dict, to select another stock
+    implementation until `generate` returns (transformers/generation/utils.py). This call is passed
+    on to stock's method.
 
     Raises:
         ValueError: `implementation` is one name.
@@ -115,7 +116,7 @@ def _swiglu(pre_AG: Tensor) -> Tensor:
 
 
 def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
-    """Return two sets of numbers: those that may be the alpha of a clamped gate, and its limit.
+    """Return two sets of numbers: candidates for the alpha and for the limit of a clamped gate.
 
     Models store these two constants under different names.
     """

@@ -43,10 +43,10 @@ def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
                 return None
             arrays.append(array if prompt is None else np.concatenate([prompt, array]))
     generation = trainer.vllm_generation
-    ranks = getattr(generation, "tensor_parallel_size", 1)
-    if ranks == 1:
+    num_ranks = getattr(generation, "tensor_parallel_size", 1)
+    if num_ranks == 1:
         return arrays
-    rank, num_samples = dist.get_rank(generation.tp_group), len(arrays) // ranks
+    rank, num_samples = dist.get_rank(generation.tp_group), len(arrays) // num_ranks
     return arrays[rank * num_samples : (rank + 1) * num_samples]
 
 
