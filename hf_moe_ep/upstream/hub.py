@@ -37,8 +37,10 @@ from hf_moe_ep.upstream.module_names import stock_name
 # Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
 _PEFT_PREFIX = "base_model.model."
+# The components that PEFT adds to the names of modules in modules_to_save.
 _COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
-_DOWNLOAD = (
+# The options of snapshot_download that callers may pass.
+_DOWNLOAD_OPTIONS = (
     "cache_dir",
     "force_download",
     "local_files_only",
@@ -63,7 +65,9 @@ def download_options(options: dict[str, Any]) -> dict[str, Any]:
 
     Returns the removed options.
     """
-    return {name: options.pop(name) for name in (*_DOWNLOAD, "subfolder") if name in options}
+    return {
+        name: options.pop(name) for name in (*_DOWNLOAD_OPTIONS, "subfolder") if name in options
+    }
 
 
 def local_folder(
@@ -282,9 +286,9 @@ def forget_quantization(config: Any, source: str) -> None:
         return
     fields = quantized if isinstance(quantized, dict) else quantized.to_dict()
     method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
-    packed = method == "fp8" and fields.get("expert_dtype") == "fp4"
-    if method not in _DECODED or packed:
-        kind = f"{method} with experts of fp4" if packed else method or "an unknown method"
+    has_fp4_experts = method == "fp8" and fields.get("expert_dtype") == "fp4"
+    if method not in _DECODED or has_fp4_experts:
+        kind = f"{method} with experts of fp4" if has_fp4_experts else method or "an unknown method"
         raise ValueError(
             f"the weights in {source} are quantized by {kind}, which cannot be trained here; use a "
             f"bf16 checkpoint of this model, or one quantized by {' or '.join(_DECODED)}, whose "
@@ -294,7 +298,7 @@ def forget_quantization(config: Any, source: str) -> None:
 
 
 def _dtype_named(name: str) -> torch.dtype:
-    """Return torch's dtype of the name `name`, such as "bfloat16"."""
+    """Return the torch.dtype with the name `name`, such as "bfloat16"."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}; use 'bfloat16' or torch.bfloat16")
@@ -302,7 +306,7 @@ def _dtype_named(name: str) -> torch.dtype:
 
 
 def on_meta(build: Callable[[], Any]) -> Any:
-    """Call `build` and tie the weights. Parameters are on meta, and buffers have values."""
+    """Build a model with tied weights, whose parameters are on meta and whose buffers have values."""
     with init_empty_weights(include_buffers=False):
         model = build()
     model.tie_weights()
@@ -317,7 +321,7 @@ def file_name(name: str) -> str:
 def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:
     """Return `keys` without the keys that the model's class ignores in checkpoints.
 
-    The class lists the ignored keys for transformers/modeling_utils.py.
+    The class lists patterns of these keys for stock's from_pretrained (modeling_utils.py).
     """
     patterns = getattr(without_adapters(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]

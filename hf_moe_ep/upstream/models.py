@@ -22,7 +22,7 @@ from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
 # The label of tokens that the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
-# Names of the argument for the cache of keys and values, in transformers >= 5.24 and before.
+# Names of the argument for the cache of keys and values, since transformers 5.24 and before.
 CACHE_NAMES = ("cache", "past_key_values")
 _AUX_LOSS, _AUX_COEFFICIENT = "load_balancing_loss_func", "router_aux_loss_coef"
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
@@ -60,7 +60,7 @@ def output_head(model: Any) -> nn.Module | None:
 
 
 def base_model_prefix(model: Any) -> str:
-    """Return the name of the attribute that holds a model's base model, or "" without a head."""
+    """Return the name of the attribute that holds the base model; "" if there is none."""
     prefix = str(getattr(model, "base_model_prefix", ""))
     return prefix if prefix and hasattr(model, prefix) else ""
 
@@ -76,8 +76,8 @@ def aux_loss_coefficient(causal_lm: Any) -> str | None:
         return None
     for name in (_AUX_COEFFICIENT, f"config.text_config.{_AUX_COEFFICIENT}"):
         holder: Any = causal_lm
-        for part in name.split("."):
-            holder = getattr(holder, part, None)
+        for attribute in name.split("."):
+            holder = getattr(holder, attribute, None)
         if holder is not None:
             return name
     return f"config.{_AUX_COEFFICIENT}"
@@ -131,7 +131,7 @@ def checkpoint_layers(model: Any) -> None:
 def bind_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call of `module.forward` by name."""
+    """Return the arguments of a call `module.forward(*args, **kwargs)` by their names."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     arguments = dict(bound.arguments)
     arguments.update(arguments.pop("kwargs", {}))
@@ -175,7 +175,7 @@ def has_fused_head() -> bool:
 
 
 def add_fused_head(model: nn.Module) -> dict[str, Any]:
-    """Add TRL's fused head to a model, as its SFTTrainer does (trl/trainer/utils.py).
+    """Add TRL's fused head to a model, as TRL's SFTTrainer does (trl/trainer/utils.py).
 
     Returns the keyword arguments that make a forward use the head.
 

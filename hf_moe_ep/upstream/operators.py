@@ -27,7 +27,7 @@ _LIKE = {
         _ATEN._scaled_dot_product_flash_attention_backward
     ),
 }
-# Operators that read and write nothing: they allocate memory, or create a view.
+# Operators that move no bytes, or a single number: they allocate memory or create a view.
 _MOVE_NOTHING = {
     "_local_scalar_dense",
     "_unsafe_view",

@@ -1,4 +1,4 @@
-"""Find the function that computes a module: the forward of its class, or a replaced forward.
+"""Find the function that computes a module: the forward of its class, or a replacement of it.
 
 Liger (liger_kernel/transformers/monkey_patch.py, called by transformers/integrations/liger.py)
 binds forwards to the modules of a model. Liger also replaces classes of transformers by its own
@@ -20,8 +20,8 @@ _LIGER = "liger_kernel"
 def forward_functions(module: Any) -> Iterator[Callable[..., Any]]:
     """Yield the function of `module.forward` and the functions that it wraps, the outermost first.
 
-    Wrappers of Accelerate (autocast, hooks) store the wrapped function in `__wrapped__`. In other
-    wrappers it is found as a bound method of this module in a closure, a default or a partial.
+    Wrappers of Accelerate (autocast, hooks) store the wrapped function in `__wrapped__`. Other
+    wrappers refer to a bound method of this module in a closure, a default or a partial.
     """
     forward = module.forward
     while forward is not None:

@@ -27,7 +27,7 @@ from hf_moe_ep.upstream.modules import remove_hooks
 
 
 def stock_class(kind: type) -> type:
-    """Return the class that FSDP2 replaced by the subclass `kind`; `kind` itself if it did not."""
+    """Return the class that FSDP2 has replaced by `kind`, or `kind` itself if it is stock's."""
     return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
 
 
@@ -56,7 +56,7 @@ def keep_recorded_outputs(model: nn.Module) -> None:
     for module in model.modules():
         stock = str(stock_class(type(module)))
         if isinstance(module, FSDPModule) and stock in registry:
-            # The registry's own __setitem__ takes a class, but the keys are names.
+            # The registry's own __setitem__ takes a model instead of a key.
             dict.__setitem__(registry, str(type(module)), registry[stock])
 
 

@@ -66,20 +66,20 @@ def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
     the module's `__getattr__` (PEP 562), which restores the class.
     """
     names = vars(accelerate)
-    kind, before = names.pop("Accelerator", None), names.get("__getattr__")
-    if kind is None:
+    accelerator_class, stock_getattr = names.pop("Accelerator", None), names.get("__getattr__")
+    if accelerator_class is None:
         return
 
     def look_up(name: str) -> Any:
         if name == "Accelerator":
-            names["Accelerator"] = kind
+            names["Accelerator"] = accelerator_class
             names.pop("__getattr__")
-            if before is not None:
-                names["__getattr__"] = before
+            if stock_getattr is not None:
+                names["__getattr__"] = stock_getattr
             call()
-            return kind
-        if before is not None:
-            return before(name)
+            return accelerator_class
+        if stock_getattr is not None:
+            return stock_getattr(name)
         raise AttributeError(f"module 'accelerate' has no attribute {name!r}")
 
     names["__getattr__"] = look_up
