@@ -306,7 +306,7 @@ def _dtype_named(name: str) -> torch.dtype:
 
 
 def on_meta(build: Callable[[], Any]) -> Any:
-    """Build a model with tied weights, whose parameters are on meta and whose buffers have values."""
+    """Build a model with tied weights. Its parameters are on meta, and its buffers have values."""
     with init_empty_weights(include_buffers=False):
         model = build()
     model.tie_weights()

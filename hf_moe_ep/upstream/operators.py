@@ -110,13 +110,13 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 def _with_all_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give keys and values as many heads as queries have, as the formulas of torch 2.11 expect."""
-    query = 1 if "backward" in operator_name(operator) else 0
-    heads = args[query].shape[1]
+    key_index = 2 if "backward" in operator_name(operator) else 1
+    heads = args[key_index - 1].shape[1]
     repeated = [
         x.new_empty((x.shape[0], heads, *x.shape[2:]), device="meta")
-        for x in args[query + 1 : query + 3]
+        for x in args[key_index : key_index + 2]
     ]
-    return (*args[: query + 1], *repeated, *args[query + 3 :])
+    return (*args[:key_index], *repeated, *args[key_index + 2 :])
 
 
 def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -40,8 +40,8 @@ class Allowed:
             return "missing"
         if self.versions.contains(version, prereleases=True):
             return ""
-        lower = SpecifierSet(",".join(str(s) for s in self.versions if s.operator[0] in ">~="))
-        return "too new" if lower.contains(version, prereleases=True) else "too old"
+        minimum = SpecifierSet(",".join(str(s) for s in self.versions if s.operator[0] in ">~="))
+        return "too new" if minimum.contains(version, prereleases=True) else "too old"
 
     def sentence(self, version: str | None) -> str:
         """Return the problem, the allowed range and the fix; "" for a version in the range."""
@@ -62,7 +62,10 @@ class Allowed:
 
 
 def allowed_packages() -> list[Allowed] | None:
-    """List the packages in our metadata that apply to this Python; None if it is not installed."""
+    """List the packages in hf_moe_ep's metadata that apply to this Python.
+
+    Returns None if hf_moe_ep is not installed, and so has no metadata.
+    """
     try:
         our_metadata = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -8,10 +8,11 @@ A `Wrap` names the other project's function, its target, by a string: `module:Cl
     specialise(trainer, rows)          one object: a subclass is inserted in front of stock's class
 
         class MyTrainer(Trainer)       specialise(MyTrainer()) changes the object's classes to
-                                       MyTrainer -> (ours) -> Trainer, so that `super().save_model`
-                                       in MyTrainer reaches ours first and stock's after it
+                                       MyTrainer -> (ours) -> Trainer. `super().save_model` in
+                                       MyTrainer then calls our method, which calls stock's
 
-    bind_wrapper(model, row)           one object: a bound method, to be set as its attribute
+    bind_wrapper(model, row)           one object: a bound method, which the caller sets on the
+                                       object
 
 An installed version may lack a target. The feature that needs the target is then switched off: one
 warning names the target and the feature, all other rows work, and each call that would use the
