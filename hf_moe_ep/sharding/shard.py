@@ -306,7 +306,7 @@ def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int
     if shard_dim == 1 and not dim_1_is_even:
         raise ValueError(
             f"expert_shard_dim=1 shards dim 1 of an expert weight {tuple(shape)} evenly over "
-            f"ep_fsdp, whose size ({ep_fsdp_size}) does not divide dim 1; try "
+            f"ep_fsdp ({ep_fsdp_size}), but {ep_fsdp_size} does not divide dim 1; try "
             f"expert_shard_dim='auto'"
         )
     use_dim_1 = shard_dim == 1 or (shard_dim == "auto" and shape[0] % ep_fsdp_size != 0)
