@@ -1,4 +1,8 @@
-"""The architectures that were tested against stock, by `config.model_type`."""
+"""The architectures that were tested against stock, by `config.model_type`.
+
+An architecture that is missing here can be patched, sharded and trained without a message. Only
+sp_size > 1 is refused (`sequence/attach.py`), and so is the export of adapters on single experts.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ with scales (`ops/quantised.py`).
 `grad_scale` is 1 / world size: through the dispatch an expert receives the gradients of its whole
 ep group, so its FSDP2 unit only sums gradients. FSDP2 divides the gradients of other parameters by
 the world size; those of experts are divided here (under fp16 only in part, see
-`sharding/options.py`).
+`sharding/options.py`). The multiplication is done where these gradients are computed, in
+`ops/torch_mlp.py` and `ops/triton_mlp.py`.
 
 How a module is computed is decided once, when the model is patched. Its formula is found by running
 the module's own gate on numbers and comparing the results with those of the known formulas. A gate

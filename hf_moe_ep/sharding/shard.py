@@ -1,8 +1,8 @@
 """Shard a patched model: split experts over ep, then make FSDP2 units of all modules.
 
     unit                 mesh                           gradient
-    experts of a layer,  ep_fsdp; dim 0 is split over   divided by the world size in our backward
-    and their adapters   ep before                      (fp16: `grad_divisors`), summed by FSDP2
+    experts of a layer,  ep_fsdp; dim 0 is split over   divided by the world size in our backward,
+    and their adapters   ep before                      then summed; fp16 and "eager": see below
     decoder layer, and   fsdp                           averaged by FSDP2
     weights that all its
     experts share
@@ -15,6 +15,10 @@
     root (the rest)      fsdp                           averaged by FSDP2
     correction biases    not sharded; in the dtype in   none
                          which they were loaded
+
+`grad_divisors` (`options.py`) returns the divisor of our backward. With fp16 the divisor is smaller
+than the world size, and the sum is divided by the remaining factor. Stock's experts code
+(experts_backend="eager") does not divide in backward, so FSDP2 averages the gradients.
 
 With tied weights embedding, norm and head are one unit, because a parameter can be in one unit
 only. Expert weights are DTensors of global shape [E, ...] on (ep_fsdp, ep), so a checkpoint can be

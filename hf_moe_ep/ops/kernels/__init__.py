@@ -1,5 +1,16 @@
 """Triton kernels of the experts, each with the function that launches it.
 
+    sort_pairs    sorts the (row, expert) pairs by expert and cuts them into tiles
+    up            gathers rows, multiplies by the gate and up matrices, computes f(gate) * up
+    grouped_mm    the down product, the gradient of the rows, and the thin products of adapters
+    reduce        sums the rows of each token, and other sums
+    dgated        backward through down and the gate
+    outer         the gradients of the matrices
+
+Three files hold functions that these kernels call: `gate` (the formula of the gate), `product` (the
+loop of a product) and `dequantise`. `choose_blocks` in `blocks` selects the tile sizes of all
+kernels from a table; `triton_mlp.py` calls it.
+
 In a kernel's body the comment after a load gives the shape of the loaded block: M rows of the
 output, N columns, K elements of a step along the sum, P elements of a step along an adapter's rank.
 `p_` is a pointer, `b_` a block of values, `o_` offsets, `m_` a mask.

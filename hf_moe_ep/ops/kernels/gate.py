@@ -1,6 +1,7 @@
 """Steps that the kernels run after the main loop: adapters, the formula of `formula.py`, halves.
 
-All values are fp32. Constants are compile-time values: an unclamped formula compiles without a
+This file has no kernel of its own: `up.py` and `dgated.py` call these functions. All values are
+fp32. Constants are compile-time values: an unclamped formula compiles without a
 clamp, and experts without an adapter compile without its product.
 """
 
