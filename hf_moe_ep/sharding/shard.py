@@ -193,7 +193,7 @@ def _shard_experts(
     meshes: Meshes,
     options: ShardOptions,
 ) -> None:
-    """Make an experts module a unit whose gradients are summed; `_fill` has returned `entries`."""
+    """Make an experts module an FSDP2 unit on ep_fsdp. `_fill` has returned `entries`."""
     shard_dim = state.config.expert_shard_dim
 
     def placement(parameter: nn.Parameter) -> Shard:
