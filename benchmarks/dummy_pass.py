@@ -78,7 +78,7 @@ def timed_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     generator = torch.Generator().manual_seed(rank)
     input_ids = torch.randint(VOCAB - 2, (ROWS, LENGTH), generator=generator)
-    asks = TowerOnce._who_sees
+    asks = TowerOnce._seen_anywhere
 
     def somebody_does(*args: Any) -> list[bool]:
         """Ask as `rests` does, and answer that another rank has an image and a video."""
@@ -90,7 +90,7 @@ def timed_rank(rank: int, steps: int, frozen: bool) -> dict[str, list[float]]:
         for way, answer in ways.items():
             dist.barrier()
             start = time.perf_counter()
-            with patch.object(TowerOnce, "_who_sees", answer):
+            with patch.object(TowerOnce, "_seen_anywhere", answer):
                 model(input_ids=input_ids, labels=input_ids).loss.backward()
             clip_grad_norm_(model, 1.0)
             optimizer.step()

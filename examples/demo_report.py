@@ -1,20 +1,21 @@
-"""Judge a run of finetune_text.py from the files it wrote, in one stock process.
+"""Evaluate a run of finetune_text.py from the files that it wrote, in one stock process.
 
-The checkpoint is reloaded with stock transformers and scored on the held-out blocks. Two
-baselines say what that loss is worth, both fitted on the training blocks and scored on the very
-same tokens (all losses are nats per token):
+The checkpoint is reloaded with stock transformers and evaluated on the held-out blocks. Its loss is
+compared with two baselines, which are fitted on the training blocks and evaluated on the same
+held-out tokens (all losses are in nats per token):
 
     unigram   add-k counts
     bigram    interpolated Kneser-Ney: with c = counts, d = a discount, types(v) = number of
               different successors of v, cont(w) = share of different bigrams that end in w:
               p(w|v) = (max(c(v,w) - d, 0) + d * types(v) * cont(w)) / c(v)
 
-k and d are the best of a grid *on the held-out text itself*, in the baselines' favour. Formula:
-Chen and Goodman, "An Empirical Study of Smoothing Techniques for Language Modeling", 1998.
+k and d are the best values of a grid on the held-out text itself, which favours the baselines. The
+formula is from Chen and Goodman, "An Empirical Study of Smoothing Techniques for Language
+Modeling", 1998.
 
-Exits with an error if training did not beat the bigrams, or if the reloaded checkpoint does not
-give the loss that the Trainer saw. `--one_process DIR` also compares the run, step by step, with
-the same training in one stock process.
+The script exits with an error if the model's loss is not below the bigrams' loss, or if the
+reloaded checkpoint has another loss than the Trainer logged. `--one_process DIR` also compares the
+run, step by step, with the same training in one stock process.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from matplotlib import pyplot as plt
 PROMPTS = ("The with statement", "Changed in version 3", "If the object")
 
 
-def stack(blocks: list[dict]) -> torch.Tensor:
+def stack_blocks(blocks: list[dict]) -> torch.Tensor:
     return torch.stack([block["input_ids"] for block in blocks])
 
 
@@ -57,13 +58,13 @@ def bigram_loss(
     firsts, seconds = bigrams // vocab_size, bigrams % vocab_size
     totals = torch.bincount(stream[:-1], minlength=vocab_size).double()[contexts]
     types = torch.bincount(firsts, minlength=vocab_size).double()[contexts]
-    # Half a bigram for every word, so that a word which never ended one is not impossible.
+    # Half a bigram is added for every word, so that every word has a probability above zero.
     cont = torch.bincount(seconds, minlength=vocab_size).double() + 0.5
     cont = (cont / cont.sum())[targets]
 
     wanted = contexts * vocab_size + targets
-    at = torch.searchsorted(bigrams, wanted).clamp(max=len(bigrams) - 1)
-    count = torch.where(bigrams[at] == wanted, counts[at], 0).double()
+    index = torch.searchsorted(bigrams, wanted).clamp(max=len(bigrams) - 1)
+    count = torch.where(bigrams[index] == wanted, counts[index], 0).double()
     losses = []
     for d in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
         probs = ((count - d).clamp(min=0) + d * types * cont) / totals.clamp(min=1)
@@ -73,7 +74,7 @@ def bigram_loss(
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, held_out: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Mean loss per token, and how many tokens each expert of each layer received."""
+    """Return the mean loss per token, and the number of tokens of each expert of each layer."""
     config = model.config
     total, load = 0.0, torch.zeros(config.num_hidden_layers, config.num_experts, dtype=torch.int64)
     for input_ids in held_out.split(8):
@@ -115,7 +116,7 @@ def print_speed(run: Path) -> None:
 
 
 def print_load(load: torch.Tensor) -> None:
-    print("\nTokens per expert on the held-out text (rows: layers, columns: experts)")
+    print("\nNumber of held-out tokens of each expert (rows: layers, columns: experts)")
     for layer, row in enumerate(load.tolist()):
         busiest = max(row) * len(row) / sum(row)
         cells = "".join(f"{tokens:6d}" for tokens in row)
@@ -140,41 +141,42 @@ def last_eval_loss(log: list[dict]) -> float:
 
 
 def compare_with_one_process(log: list[dict], one_process: Path) -> list[str]:
-    """Print both runs side by side; return what is wrong."""
-    other = read_log(one_process)
-    ours = [row["loss"] for row in log if "loss" in row][:20]
-    theirs = [row["loss"] for row in other if "loss" in row][:20]
-    apart = max(abs(a - b) for a, b in zip(ours, theirs))
-    end, other_end = last_eval_loss(log), last_eval_loss(other)
-    print("\nThe same training in one stock process, same batches")
+    """Print a comparison of both runs, and return the differences that are too large."""
+    stock_log = read_log(one_process)
+    losses = [row["loss"] for row in log if "loss" in row][:20]
+    stock_losses = [row["loss"] for row in stock_log if "loss" in row][:20]
+    difference = max(abs(a - b) for a, b in zip(losses, stock_losses))
+    end, stock_end = last_eval_loss(log), last_eval_loss(stock_log)
+    print("\nThe same training on the same batches in one stock process")
     print_speed(one_process)
-    print(f"  first {len(ours)} training losses: largest difference {apart:.1e}")
-    print(f"  last held-out loss: {end:.4f} here, {other_end:.4f} there")
+    print(f"  first {len(losses)} training losses: largest difference {difference:.1e}")
+    print(f"  last held-out loss: {end:.4f} in this run, {stock_end:.4f} in the stock process")
     failures = []
-    if len(ours) != len(theirs) or apart > 1e-4:
-        failures.append(f"the first training losses differ by {apart:.1e}, more than 1e-4")
-    if abs(end / other_end - 1) > 0.02:
-        failures.append(f"the last held-out losses, {end} and {other_end}, differ by over 2 %")
+    if len(losses) != len(stock_losses) or difference > 1e-4:
+        failures.append(f"the first training losses differ by {difference:.1e}, more than 1e-4")
+    if abs(end / stock_end - 1) > 0.02:
+        failures.append(f"the last held-out losses, {end} and {stock_end}, differ by over 2 %")
     return failures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--start", type=Path, required=True, help="the model before training")
+    parser.add_argument("--start", type=Path, required=True, help="the untrained model")
     parser.add_argument("--run", type=Path, required=True, help="--output_dir of the training")
     parser.add_argument("--one_process", type=Path, help="--output_dir of a run to compare with")
-    parser.add_argument("--text_file", help="as in the training")
-    parser.add_argument("--block_size", type=int, default=256, help="as in the training")
-    parser.add_argument("--eval_blocks", type=int, default=64, help="as in the training")
-    parser.add_argument("--eval_multiple", type=int, default=1, help="as in the training")
+    same = "the same value as in training"
+    parser.add_argument("--text_file", help=same)
+    parser.add_argument("--block_size", type=int, default=256, help=same)
+    parser.add_argument("--eval_blocks", type=int, default=64, help=same)
+    parser.add_argument("--eval_multiple", type=int, default=1, help=same)
     args = parser.parse_args()
     disable_progress_bar()
 
     tokenizer = AutoTokenizer.from_pretrained(args.run)
     train_text, held_out_text = split_text(args.text_file)
-    train = stack(pack(tokenizer, train_text, args.block_size))
+    train = stack_blocks(pack(tokenizer, train_text, args.block_size))
     limits = (args.eval_blocks, args.eval_multiple)
-    held_out = stack(pack(tokenizer, held_out_text, args.block_size, *limits))
+    held_out = stack_blocks(pack(tokenizer, held_out_text, args.block_size, *limits))
     contexts, targets = held_out[:, :-1].flatten(), held_out[:, 1:].flatten()
     unigram = unigram_loss(train, targets, len(tokenizer))
     bigram = bigram_loss(train, contexts, targets, len(tokenizer))
@@ -201,9 +203,12 @@ def main() -> None:
     print("\nPlots\n  " + "\n  ".join(map(str, plots)))
 
     if after >= bigram:
-        failures.append(f"held-out loss {after:.4f} is not below the bigrams' {bigram:.4f}")
+        failures.append(f"held-out loss {after:.4f} is not below the bigrams' loss {bigram:.4f}")
     if abs(after - last_eval_loss(log)) > 1e-3:
-        failures.append(f"reloaded, the model scores {after:.4f}; Trainer: {last_eval_loss(log)}")
+        failures.append(
+            f"the reloaded model has held-out loss {after:.4f}, the Trainer logged "
+            f"{last_eval_loss(log):.4f}"
+        )
     if failures:
         sys.exit("FAILED: " + "; ".join(failures))
 

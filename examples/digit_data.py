@@ -1,19 +1,20 @@
 """Pictures of digits and plain text for the vision example, mixed at random.
 
-The pictures are the 1797 handwritten digits, 8 x 8 pixels, that scikit-learn ships: real scans
-(UCI, "Optical Recognition of Handwritten Digits"), no download. The last 320 of them are held out;
-the text is that of text_data.py. A sample is one of two things:
+The pictures are the 1797 handwritten digits of 8 x 8 pixels that scikit-learn contains. They are
+real scans (UCI, "Optical Recognition of Handwritten Digits") and need no download. The last 320
+digits are held out. The text is the text of text_data.py. There are two kinds of samples:
 
     pictures   What digits are these? [picture] -> 7 [picture] -> 0       1 to 6 pictures
     text       one block of plain text                                    no picture
 
-Labels of the first are on the digits alone, of the second on every token. `DigitsAndText` gives
-both with equal odds, but in runs of `run` samples of one kind: with runs as long as a rank's batch,
-a rank has pictures in one step and none in the next, whatever the others have.
+In picture samples only the digits have labels; in text samples every token has a label.
+`DigitsAndText` draws both kinds with equal probability, in runs of `run` samples of one kind. If a
+run is as long as a rank's batch, a rank may have pictures in one step and none in the next, and
+other ranks may differ.
 
-Pictures go through the stock image processor of Qwen-VL models, in its PIL form. The stock
-processor around it wants torchvision for videos, which there are none of here, so the one thing
-left of its work is done below: a placeholder token for every 2 x 2 patches.
+The stock image processor of Qwen-VL models prepares the pictures, in its PIL version. The stock
+processor that contains it is not used, because it needs torchvision for videos. Its only remaining
+task is done here: inserting a placeholder token for every 2 x 2 patches.
 """
 
 import torch
@@ -35,7 +36,7 @@ Sample = dict[str, torch.Tensor]
 
 
 def read_digits(*, held_out: bool) -> tuple[list[Image.Image], list[int]]:
-    """The pictures, 8 x 8 in 256 shades of grey, and what they show."""
+    """Return the pictures, 8 x 8 pixels in 256 shades of grey, and the digits that they show."""
     data = load_digits()
     part = slice(-NUM_HELD_OUT, None) if held_out else slice(-NUM_HELD_OUT)
     shades = (data.images[part] * (255 / 16)).astype("uint8")
@@ -48,24 +49,24 @@ def picture_sample(
     pictures: list[Image.Image],
     digits: list[int],
 ) -> Sample:
-    """One conversation: token ids, labels on the digits, token types (1 = picture), pixels."""
+    """Build a sample: token ids, labels on the digits, token types (1 = picture) and pixels."""
     pixels = image_processor(pictures, return_tensors="pt")
     arrow = tokenizer.encode(ARROW)
     start, end, pad = tokenizer.convert_tokens_to_ids([VISION_START, VISION_END, IMAGE_PAD])
     ids = tokenizer.encode(QUESTION)
     labels, types = [-100] * len(ids), [0] * len(ids)
     for grid, digit in zip(pixels["image_grid_thw"], digits, strict=True):
-        num_places = int(grid.prod()) // image_processor.merge_size**2
+        num_tokens = int(grid.prod()) // image_processor.merge_size**2
         answer = tokenizer.convert_tokens_to_ids(str(digit))
-        ids += [start, *[pad] * num_places, end, *arrow, answer]
-        labels += [-100] * (num_places + 2 + len(arrow)) + [answer]
-        types += [0, *[1] * num_places, 0, *[0] * len(arrow), 0]
+        ids += [start, *[pad] * num_tokens, end, *arrow, answer]
+        labels += [-100] * (num_tokens + 2 + len(arrow)) + [answer]
+        types += [0, *[1] * num_tokens, 0, *[0] * len(arrow), 0]
     columns = {"input_ids": ids, "labels": labels, "mm_token_type_ids": types}
     return {name: torch.tensor(column) for name, column in columns.items()} | dict(pixels)
 
 
 def text_samples(tokenizer: PreTrainedTokenizerBase, text: str, **limits: int) -> list[Sample]:
-    """Blocks of plain text; `limits` as in `text_data.pack`."""
+    """Return blocks of plain text as samples; `limits` are arguments of `text_data.pack`."""
     blocks = pack(tokenizer, text, BLOCK_SIZE, **limits)
     return [block | {"mm_token_type_ids": torch.zeros_like(block["input_ids"])} for block in blocks]
 
@@ -73,7 +74,7 @@ def text_samples(tokenizer: PreTrainedTokenizerBase, text: str, **limits: int) -
 def held_out_samples(
     tokenizer: PreTrainedTokenizerBase, image_processor
 ) -> tuple[list[Sample], list[Sample]]:
-    """(one sample for every held-out picture, equally many blocks of held-out text)."""
+    """Return a sample for every held-out picture, and as many samples of held-out text."""
     pictures, digits = read_digits(held_out=True)
     _, text = split_text()
     return [
@@ -83,7 +84,7 @@ def held_out_samples(
 
 
 class DigitsAndText(Dataset):
-    """Training samples without end: sample i is drawn by a generator that i seeds."""
+    """Random training samples. Sample i is drawn by a generator with the seed i."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, image_processor, *, num_samples: int, run: int
@@ -107,7 +108,7 @@ class DigitsAndText(Dataset):
 
 
 def collate(samples: list[Sample], *, pad_token_id: int) -> Sample:
-    """A batch, padded on the right; pixels and grids of all its pictures one after the other."""
+    """Build a batch, padded on the right. The pixels and grids of all pictures are concatenated."""
     fill = {"input_ids": pad_token_id, "labels": -100, "mm_token_type_ids": 0}
     columns = {name: [sample[name] for sample in samples] for name in fill}
     columns["attention_mask"] = [torch.ones_like(ids) for ids in columns["input_ids"]]

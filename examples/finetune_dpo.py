@@ -3,14 +3,16 @@
     accelerate launch --config_file examples/accelerate/gpu_8.yaml examples/finetune_dpo.py \
         --model Qwen/Qwen3-30B-A3B --ep_size 8 --output_dir out/dpo --bf16
 
-Everything here is a stock TRL script except the lines that use hf_moe_ep; `--ep_size 0` leaves
-the model stock. The reference is what TRL loads by itself, the checkpoint of --model: beside a
-patched policy it is sharded like the policy, and frozen. `--preferences` names a file of JSON
-lines with "prompt", "chosen" and "rejected"; without one, a passage of the text that the other
-examples train on is to be continued by its own words rather than by another passage's.
+This is a stock TRL script except for the lines that use hf_moe_ep. With `--ep_size 0` the model is
+not patched. TRL loads the reference model itself, from the checkpoint --model. If the policy is
+patched, the reference is sharded in the same way and frozen. `--preferences` names a file of JSON
+lines with "prompt", "chosen" and "rejected". By default, a prompt is the beginning of a passage of
+the text that the other examples use. The next words of this passage are the chosen answer, and
+words of another passage are the rejected answer.
 
-Any flag of DPOConfig works; without a GPU launch with cpu_4.yaml and add `--use_cpu --bf16 False`.
-Writes model and tokenizer to --output_dir, and trainer_state.json (every logged loss and margin).
+Any flag of DPOConfig works. Without a GPU, launch with cpu_4.yaml and add `--use_cpu --bf16 False`.
+The script writes the model, the tokenizer and trainer_state.json (every logged loss and margin) to
+--output_dir.
 """
 
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ class ScriptArguments:
 
 
 def continuations(text: str) -> list[dict[str, str]]:
-    """Return passages: WORDS words, to be followed by their own next words, not another's."""
+    """Return preferences for the passage's own next words. All texts have WORDS words."""
     passages = [passage.split() for passage in text.split("\n\n")]
     passages = [words for words in passages if len(words) >= 2 * WORDS]
     return [
@@ -65,8 +67,8 @@ def main() -> None:
     trainer = DPOTrainer(
         model, args=training_args, train_dataset=train_dataset, processing_class=tokenizer
     )
-    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
-    trainer.train(resume_from_checkpoint=begun)
+    checkpoint = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero() and args.ep_size > 0:

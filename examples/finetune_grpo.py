@@ -1,20 +1,21 @@
-"""Train a Mixture-of-Experts language model by rewards that a program checks, with TRL's GRPO.
+"""Train a Mixture-of-Experts language model with rewards that a program computes, by TRL's GRPO.
 
     accelerate launch --config_file examples/accelerate/gpu_8.yaml examples/finetune_grpo.py \
         --model Qwen/Qwen3-30B-A3B --ep_size 8 --output_dir out/grpo --bf16 --lora
 
-Everything here is a stock TRL script except the lines that use hf_moe_ep; `--ep_size 0` leaves
-the model stock. The prompts are sums of two numbers. One reward is for the right answer. Another,
-for answering in digits, is something that a model without a clue can learn from. For a task of
-your own replace `sums` and the two rewards.
+This is a stock TRL script except for the lines that use hf_moe_ep. With `--ep_size 0` the model is
+not patched. The prompts are sums of two numbers. One reward is for the right answer. The other
+reward is for digits in the answer, so that a model that never answers right can learn as well. For
+your own task, replace `sums` and the two rewards.
 
-Completions come from the model itself, by `generate` on the ranks that train it. `--use_vllm` lets
-vLLM make them, as TRL has it: `--vllm_mode server` or `--vllm_mode colocate`. Then each step sends
-vLLM the tensors of a checkpoint from the hub, adapters merged.
+The model generates the completions itself, by `generate` on the ranks that train it. With
+`--use_vllm`, vLLM generates the completions, in TRL's modes `--vllm_mode server` and
+`--vllm_mode colocate`. Each step then sends vLLM the model's tensors in the hub's layout, with
+adapters merged.
 
-Any flag of GRPOConfig works; without a GPU launch with cpu_4.yaml and add `--use_cpu --bf16 False`.
-Writes the model, or with --lora a stock PEFT adapter, and the tokenizer to --output_dir, and
-trainer_state.json (every logged reward).
+Any flag of GRPOConfig works. Without a GPU, launch with cpu_4.yaml and add `--use_cpu --bf16
+False`. The script writes the model (with --lora a stock PEFT adapter), the tokenizer and
+trainer_state.json (every logged reward) to --output_dir.
 """
 
 import random
@@ -42,21 +43,21 @@ class ScriptArguments:
 
 
 def sums(count: int, largest: int) -> list[dict[str, str]]:
-    """Return prompts, the same on every rank, and their answers."""
+    """Return prompts and their answers, the same on every rank."""
     numbers = random.Random(0)
     pairs = [(numbers.randint(0, largest), numbers.randint(0, largest)) for _ in range(count)]
     return [{"prompt": f"{a} + {b} = ", "answer": str(a + b)} for a, b in pairs]
 
 
 def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Reward 1 where the first number of a completion is the answer."""
-    found = [re.search(r"\d+", completion) for completion in completions]
-    pairs = zip(found, answer, strict=True)
-    return [float(number is not None and number[0] == wanted) for number, wanted in pairs]
+    """Return reward 1 for each completion whose first number is the answer, else 0."""
+    numbers = [re.search(r"\d+", completion) for completion in completions]
+    pairs = zip(numbers, answer, strict=True)
+    return [float(number is not None and number[0] == expected) for number, expected in pairs]
 
 
 def in_digits(completions: list[str], **_: Any) -> list[float]:
-    """Reward the share of a completion's characters that are digits."""
+    """Return as reward the share of digits among the characters of each completion."""
     return [
         sum(character in "0123456789" for character in completion) / max(len(completion), 1)
         for completion in completions
@@ -90,8 +91,8 @@ def main() -> None:
         processing_class=tokenizer,
         peft_config=adapters,
     )
-    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
-    trainer.train(resume_from_checkpoint=begun)
+    checkpoint = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero() and args.ep_size > 0:

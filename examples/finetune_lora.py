@@ -3,12 +3,13 @@
     accelerate launch --config_file examples/accelerate/gpu_8.yaml examples/finetune_lora.py \
         --model Qwen/Qwen3-30B-A3B --ep_size 8 --output_dir out/adapter --bf16
 
-Everything here is a stock PEFT script except the lines that use hf_moe_ep; `--ep_size 0` leaves
-the model stock. Any flag of TrainingArguments works; without a GPU launch with cpu_4.yaml and add
+This is a stock PEFT script except for the lines that use hf_moe_ep. With `--ep_size 0` the model is
+not patched. Any flag of TrainingArguments works. Without a GPU, launch with cpu_4.yaml and add
 `--use_cpu`.
 
-Writes a stock PEFT adapter to --output_dir, and trainer_state.json (every logged loss). Servers
-that read single experts want it converted: `hf-moe-ep export-adapter out/adapter out/served`.
+The script writes a stock PEFT adapter and trainer_state.json (every logged loss) to --output_dir.
+Servers that read single experts need a converted adapter:
+`hf-moe-ep export-adapter out/adapter out/served`.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class ScriptArguments:
     lora_rank: int = 16
     text_file: str | None = None
     block_size: int = 256
-    # Of a batch that is not full the Trainer repeats blocks: a multiple of all ranks' batches.
+    # Use a multiple of ranks x per_device_eval_batch_size. Otherwise the Trainer completes the last
+    # batch by repeating blocks, which changes the loss.
     eval_blocks: int = 64
 
 
@@ -64,8 +66,8 @@ def main() -> None:
         eval_dataset=pack(tokenizer, held_out_text, args.block_size, args.eval_blocks),
         processing_class=tokenizer,
     )
-    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
-    trainer.train(resume_from_checkpoint=begun)
+    checkpoint = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.evaluate()
     trainer.save_model()
     trainer.save_state()

@@ -1,15 +1,15 @@
-"""Fine-tune adapters on experts that are held in 4 bits: what QLoRA is to a dense model.
+"""Fine-tune adapters on experts that are stored in 4 bits: QLoRA for Mixture-of-Experts models.
 
     accelerate launch --config_file examples/accelerate/gpu_8.yaml examples/finetune_qlora.py \
         --model Qwen/Qwen3-30B-A3B --ep_size 8 --output_dir out/adapter --bf16
 
-`examples/finetune_lora.py`, with another line to load the model: each rank reads its share of a
-checkpoint in bf16, and quantises the experts one by one as it reads them. Attention and all else
-stays in bf16. `--experts_dtype fp8` takes a checkpoint that is published in FP8 as it is.
+The script differs from `examples/finetune_lora.py` in how it loads the model: each rank reads its
+share of a checkpoint in bf16, and quantises each expert while reading it. All other weights stay in
+bf16. With `--experts_dtype fp8` a checkpoint that is published in FP8 is used without conversion.
 
-Writes a stock PEFT adapter to --output_dir, and trainer_state.json (every logged loss). Started
-again, it goes on from the newest complete checkpoint there.
-`hf-moe-ep merge-adapter MODEL ADAPTER OUT` adds it to the checkpoint in bf16.
+The script writes a stock PEFT adapter and trainer_state.json (every logged loss) to --output_dir.
+If it is started again, it resumes from the newest complete checkpoint in --output_dir.
+`hf-moe-ep merge-adapter MODEL ADAPTER OUT` writes the bf16 checkpoint with the adapter merged.
 """
 
 from dataclasses import dataclass
@@ -31,13 +31,14 @@ class ScriptArguments:
     lora_rank: int = 16
     text_file: str | None = None
     block_size: int = 256
-    # Of a batch that is not full the Trainer repeats blocks: a multiple of all ranks' batches.
+    # Use a multiple of ranks x per_device_eval_batch_size. Otherwise the Trainer completes the last
+    # batch by repeating blocks, which changes the loss.
     eval_blocks: int = 64
 
 
 def main() -> None:
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))
-    # Making TrainingArguments starts the process group, over which the model is then read.
+    # Creating TrainingArguments starts the process group, which from_pretrained needs.
     args, training_args = parser.parse_args_into_dataclasses()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -65,8 +66,8 @@ def main() -> None:
         eval_dataset=pack(tokenizer, held_out_text, args.block_size, args.eval_blocks),
         processing_class=tokenizer,
     )
-    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
-    trainer.train(resume_from_checkpoint=begun)
+    checkpoint = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.evaluate()
     trainer.save_model()
     trainer.save_state()

@@ -3,12 +3,12 @@
     accelerate launch --config_file examples/accelerate/gpu_8.yaml examples/finetune_text.py \
         --model Qwen/Qwen3-30B-A3B --ep_size 8 --output_dir out/qwen3 --bf16
 
-Everything here is a stock script except the lines that use hf_moe_ep; `--ep_size 0` leaves the
-model stock. Any flag of TrainingArguments works. `run_demo.sh` runs this on four CPU processes.
-Started again, it goes on from the newest complete checkpoint in --output_dir.
+This is a stock script except for the lines that use hf_moe_ep. With `--ep_size 0` the model is not
+patched. Any flag of TrainingArguments works. `run_demo.sh` runs the script on four CPU processes.
+If it is started again, it resumes from the newest complete checkpoint in --output_dir.
 
-Writes to --output_dir: the model and tokenizer (hub layout), trainer_state.json (every logged
-loss) and rank_stats.json (tokens per second and peak memory of each rank).
+The script writes to --output_dir the model and the tokenizer (hub layout), trainer_state.json
+(every logged loss) and rank_stats.json (tokens per second and peak memory of each rank).
 """
 
 import json
@@ -36,14 +36,15 @@ class ScriptArguments:
     ep_size: int = 1
     text_file: str | None = None
     block_size: int = 256
-    # At most eval_blocks, and a multiple of eval_multiple = ranks x per_device_eval_batch_size: of
-    # a batch that is not full the Trainer repeats blocks, or with drop_last leaves them out.
+    # The evaluation uses at most eval_blocks blocks, and a multiple of eval_multiple. Set
+    # eval_multiple to ranks x per_device_eval_batch_size. Otherwise the Trainer completes the last
+    # batch by repeating blocks, or drops this batch with dataloader_drop_last.
     eval_blocks: int = 64
     eval_multiple: int = 1
 
 
 def rank_stats(trainer: Trainer, block_size: int, steps: int, seconds: float) -> list[dict]:
-    """Tokens per second and peak memory of every rank (GPU memory where there is one)."""
+    """Return tokens per second and peak memory of every rank (GPU memory if it uses a GPU)."""
     args = trainer.args
     blocks = args.per_device_train_batch_size * args.gradient_accumulation_steps
     tokens = steps * blocks * block_size
@@ -73,14 +74,16 @@ def main() -> None:
         eval_dataset=pack(tokenizer, held_out_text, args.block_size, *limits),
         processing_class=tokenizer,
     )
-    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
-    result = trainer.train(resume_from_checkpoint=begun)
+    checkpoint = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
 
-    first = json.loads(Path(begun, TRAINER_STATE_NAME).read_text())["global_step"] if begun else 0
-    steps = trainer.state.global_step - first
+    first_step = 0
+    if checkpoint:
+        first_step = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())["global_step"]
+    steps = trainer.state.global_step - first_step
     stats = rank_stats(trainer, args.block_size, steps, result.metrics["train_runtime"])
     if trainer.is_world_process_zero():
         Path(training_args.output_dir, "rank_stats.json").write_text(json.dumps(stats, indent=2))

@@ -1,19 +1,19 @@
-"""finetune_text.py as a bare Accelerate loop, for those who write their own.
+"""Fine-tune as finetune_text.py does, in a bare Accelerate loop without the Trainer.
 
     accelerate launch --config_file examples/accelerate/cpu_4.yaml examples/finetune_text_loop.py \
         --model out/demo/start --ep_size 2 --output_dir out/loop --cpu --block_size 128 --lr 6e-3
 
-Of hf_moe_ep are `patch`, `global_token_count` and what keeps checkpoints: every --save_steps one in
---output_dir/step-N. Started again, the loop goes on from the newest complete one, amid an epoch
-too.
+From hf_moe_ep, the loop uses `patch`, `global_token_count` and the functions for checkpoints. Every
+--save_steps steps it saves a checkpoint in --output_dir/step-N. If it is started again, it resumes
+from the newest complete checkpoint, even in the middle of an epoch.
 
-`global_token_count` matters in any loop on several ranks. A step's loss is the mean over the tokens
-of all micro-batches of all ranks, so every micro-batch divides the sum over its own tokens by that
-one count, and the micro-batches simply add up. FSDP2 then averages gradients over ranks where a sum
-is wanted, hence the factor `num_processes`.
+Any loop on several ranks needs `global_token_count`. A step's loss is the mean over the tokens of
+all micro-batches of all ranks. Every micro-batch therefore divides the sum of its tokens' losses by
+the count of all these tokens, and the losses of the micro-batches are added up. FSDP2 averages
+gradients over ranks, but their sum is needed; the factor `num_processes` corrects this.
 
-Without accelerator.accumulate: it would also divide by the number of micro-batches, and stop a
-step early at the end of an epoch.
+The loop does not use accelerator.accumulate, which would also divide by the number of micro-batches
+and end a step early at the end of an epoch.
 """
 
 import argparse
@@ -46,27 +46,27 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--text_file", help="default: Python's own documentation")
     parser.add_argument("--block_size", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=4, help="blocks a rank and micro-batch")
+    parser.add_argument("--batch_size", type=int, default=4, help="blocks per micro-batch and rank")
     parser.add_argument("--accumulation_steps", type=int, default=1)
     parser.add_argument("--max_steps", type=int, default=160)
-    parser.add_argument("--save_steps", type=int, default=0, help="a checkpoint every N, 0: none")
+    parser.add_argument("--save_steps", type=int, default=0, help="save every N steps; 0: never")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--cpu", action="store_true", help="for a launch config with use_cpu")
+    parser.add_argument("--cpu", action="store_true", help="set with a use_cpu launch config")
     return parser.parse_args()
 
 
-def endless(loader: DataLoader) -> Iterator[dict]:
+def repeat_forever(loader: DataLoader) -> Iterator[dict]:
     while True:
         yield from loader
 
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
-    """Mean loss of the held-out blocks; `loader` yields one at a time."""
+    """Return the mean loss of the held-out blocks. `loader` yields single blocks."""
     model.eval()
-    # gather_for_metrics drops the blocks that were repeated to give every rank equally many.
+    # gather_for_metrics drops the blocks that were repeated to give all ranks the same number.
     losses = [accelerator.gather_for_metrics(model(**batch).loss.reshape(1)) for batch in loader]
     model.train()
     return torch.cat(losses).mean().item()
@@ -75,9 +75,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
 def main() -> None:
     args = parse_args()
     set_seed(args.seed)
-    # Seeded by itself, the order of the blocks does not depend on the number of ranks.
-    order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
-    accelerator = Accelerator(cpu=args.cpu, dataloader_config=order)
+    # A seedable sampler makes the order of the blocks independent of the number of ranks.
+    loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
+    accelerator = Accelerator(cpu=args.cpu, dataloader_config=loading)
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)
@@ -87,7 +87,7 @@ def main() -> None:
     train = pack(tokenizer, train_text, args.block_size)
     held_out = pack(tokenizer, held_out_text, args.block_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
-    # Not prepared: a prepared scheduler advances once a process at every step.
+    # The scheduler is not prepared: a prepared scheduler advances num_processes times per step.
     scheduler = get_cosine_schedule_with_warmup(optimizer, args.max_steps // 8, args.max_steps)
     model, optimizer, train_loader, held_out_loader = accelerator.prepare(
         model,
@@ -96,12 +96,12 @@ def main() -> None:
         DataLoader(held_out),
     )
 
-    first = 0
-    if (newest := newest_checkpoint(args.output_dir)) is not None:
-        first = load_checkpoint(newest, model, optimizer, scheduler)["step"]
-    # Batches that were seen are made again, and passed over.
-    batches = islice(endless(train_loader), first * args.accumulation_steps, None)
-    steps = range(first, args.max_steps)
+    first_step = 0
+    if (checkpoint := newest_checkpoint(args.output_dir)) is not None:
+        first_step = load_checkpoint(checkpoint, model, optimizer, scheduler)["step"]
+    # The batches of the steps before the checkpoint are loaded and skipped.
+    batches = islice(repeat_forever(train_loader), first_step * args.accumulation_steps, None)
+    steps = range(first_step, args.max_steps)
     bar = tqdm(steps, disable=not accelerator.is_main_process)
     model.train()
     for step in bar:

@@ -3,15 +3,15 @@
     accelerate launch --config_file examples/accelerate/cpu_4.yaml examples/finetune_vision.py \
         --model out/demo_vision/start --ep_size 2 --sp_size 2 --output_dir out/demo_vision/trained
 
-Everything here is a stock script except the lines that use hf_moe_ep. Any flag of
-TrainingArguments works. `run_vision_demo.sh` runs this on four CPU processes.
+This is a stock script except for the lines that use hf_moe_ep. Any flag of TrainingArguments works.
+`run_vision_demo.sh` runs the script on four CPU processes.
 
-Some ranks have pictures where others have none: nothing here takes care of it. The model's loss is
-the mean over a rank's labels, and ranks count equally (it has `accepts_loss_kwargs=False`), so a
-picture's few labels weigh as much as a block of text.
+In some steps only some ranks have pictures; hf_moe_ep handles this without code in the script. The
+model has `accepts_loss_kwargs=False`: its loss is the mean over a rank's labels, and all ranks have
+the same weight. The few labels of pictures therefore weigh as much as blocks of text.
 
-Writes to --output_dir: model, tokenizer and image processor, as stock from_pretrained reads them,
-and trainer_state.json.
+The script writes the model, the tokenizer and the image processor to --output_dir, as stock
+from_pretrained reads them, and trainer_state.json.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,8 @@ class ScriptArguments:
 def main() -> None:
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))
     args, training_args = parser.parse_args_into_dataclasses()
-    # The data set draws at random itself, and its runs of one kind are to reach one rank each.
+    # The data set draws at random itself. In sequential order, each of its runs of samples of one
+    # kind is the batch of a single rank.
     training_args.train_sampling_strategy = "sequential"
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -64,8 +65,8 @@ def main() -> None:
         data_collator=PositionCollator(model, make_batch),
         processing_class=tokenizer,
     )
-    begun = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
-    trainer.train(resume_from_checkpoint=begun)
+    checkpoint = training_args.resume_from_checkpoint or newest_checkpoint(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.evaluate()
     trainer.save_model()
     trainer.save_state()

@@ -1,8 +1,8 @@
 """Write a small, untrained Qwen3-MoE checkpoint and a tokenizer, for runs on a laptop.
 
-The tokenizer is a byte-level BPE trained on the training text alone; the model is a stock
-`Qwen3MoeForCausalLM` with random weights, nine tenths of them in experts, as in the large ones.
-The directory looks like any checkpoint from the Hub: per-expert keys, config, tokenizer.
+The tokenizer is a byte-level BPE trained only on the training text. The model is a stock
+`Qwen3MoeForCausalLM` with random weights, nine tenths of them in experts, as in large models.
+The directory looks like a checkpoint from the Hub: per-expert keys, config, tokenizer.
 """
 
 import argparse
@@ -63,8 +63,9 @@ def main() -> None:
     tokenizer = train_tokenizer(train_text, args.vocab_size)
     set_seed(args.seed)
     model = Qwen3MoeForCausalLM(small_config(len(tokenizer), args.moe_intermediate_size))
-    # Large beside what the layers add to it, so that from the first step on the residual stream
-    # says which token it stands for; drawn like the rest, the loss falls several times slower.
+    # The embeddings are large compared with the outputs of the layers, so the residual stream shows
+    # from the first step on which token it belongs to. With embeddings as small as other weights,
+    # the loss falls several times slower.
     torch.nn.init.normal_(model.model.embed_tokens.weight)
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)

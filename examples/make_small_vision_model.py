@@ -1,8 +1,9 @@
 """Write a small, untrained Qwen3-VL-MoE checkpoint with tokenizer and image processor.
 
-For runs on a laptop: the tokenizer is that of make_small_model.py with the tokens that stand for
-pictures, the model a stock `Qwen3VLMoeForConditionalGeneration` with random weights. A picture of
-8 x 8 pixels is scaled to 16 x 16: 4 x 4 patches, and 2 x 2 tokens of the language model.
+The model is for runs on a laptop. The tokenizer is the tokenizer of make_small_model.py plus the
+placeholder tokens of pictures, and the model is a stock `Qwen3VLMoeForConditionalGeneration` with
+random weights. A picture of 8 x 8 pixels is scaled to 16 x 16 pixels, which are 4 x 4 patches and
+2 x 2 tokens of the language model.
 """
 
 import argparse
@@ -26,7 +27,7 @@ HIDDEN, VISION_HIDDEN = 96, 64
 
 
 def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLMoeConfig:
-    """Heads of every kind are even in number, so that sp_size 2 can split them."""
+    """Return a config in which all numbers of heads are even, so that sp_size 2 can split them."""
     ids = tokenizer.convert_tokens_to_ids
     return Qwen3VLMoeConfig(
         text_config={
@@ -67,7 +68,7 @@ def small_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLMoeConfig:
 
 
 def small_image_processor() -> Qwen2VLImageProcessorPil:
-    """Scales any picture to about SIDE x SIDE pixels and its shades to -1 ... 1."""
+    """Return a processor that scales pictures to about SIDE x SIDE pixels and values -1 .. 1."""
     return Qwen2VLImageProcessorPil(
         patch_size=PATCH,
         temporal_patch_size=2,
@@ -89,7 +90,7 @@ def main() -> None:
     tokenizer.add_tokens([VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD], special_tokens=True)
     set_seed(args.seed)
     model = Qwen3VLMoeForConditionalGeneration(small_config(tokenizer))
-    # Large beside what the layers add to it, as in make_small_model.py.
+    # make_small_model.py explains why the embeddings are large.
     torch.nn.init.normal_(model.get_input_embeddings().weight)
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)

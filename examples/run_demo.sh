@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Train a small Mixture-of-Experts model on four CPU processes with expert parallelism, reload it
-# with stock transformers and report. Needs no GPU and no network; about five minutes on 2 cores.
+# with stock transformers and print a report. This needs no GPU and no network, and takes about five
+# minutes on 2 cores.
 #
-#   bash examples/run_demo.sh           results in out/demo
-#   bash examples/run_demo.sh --check   also trains in one stock process and compares the two
+#   bash examples/run_demo.sh           writes the results to out/demo
+#   bash examples/run_demo.sh --check   also trains in one stock process and compares both runs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,7 +25,8 @@ out=out/demo
 rm -rf "$out"
 mkdir -p "$out"
 
-# Python versions differ in the length of their documentation: whole batches of 32 blocks of it.
+# The length of the documentation depends on the Python version. --eval_multiple 32 evaluates only
+# whole batches of 4 processes x 8 blocks.
 data=(--block_size 128 --eval_blocks 160 --eval_multiple 32)
 training=(
     --model "$out/start" "${data[@]}" --use_cpu
@@ -34,24 +36,24 @@ training=(
     --save_strategy no --report_to none
 )
 
-echo "== 1/3 A small untrained model"
+echo "== 1/3 Make a small untrained model"
 python examples/make_small_model.py "$out/start"
 
-echo "== 2/3 Training on 4 processes, experts split over 2"
+echo "== 2/3 Train on 4 processes, with the experts split over 2"
 accelerate launch --config_file examples/accelerate/cpu_4.yaml examples/finetune_text.py \
     "${training[@]}" --ep_size 2 --output_dir "$out/trained" \
     --per_device_train_batch_size 4 --per_device_eval_batch_size 8
 
 report=(--start "$out/start" --run "$out/trained" "${data[@]}")
 if $check; then
-    # Accelerate deals batches to ranks in turn: 4 ranks x 4 samples are one batch of 16 here.
-    echo "== The same training in one stock process"
+    # Accelerate gives batches to ranks in turn, so one batch of 16 equals 4 batches of 4 blocks.
+    echo "== Train in one stock process for comparison"
     python examples/finetune_text.py \
         "${training[@]}" --ep_size 0 --output_dir "$out/one_process" \
         --per_device_train_batch_size 16 --per_device_eval_batch_size 32
     report+=(--one_process "$out/one_process")
 fi
 
-echo "== 3/3 Report, from a stock process"
+echo "== 3/3 Report of a stock process"
 python examples/demo_report.py "${report[@]}"
 echo "The trained model, in hub layout: $out/trained"

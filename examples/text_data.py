@@ -1,11 +1,11 @@
-"""Plain text for the examples: read it, split it, cut it into blocks of one length.
+"""Plain text for the examples: `split_text` reads and splits it, `pack` cuts it into equal blocks.
 
 The default text needs no download: it is the documentation that CPython ships for `help()`.
-It repeats itself (`help("specialnames")` contains five other topics), so a paragraph is kept only
-the first time it appears; otherwise the held-out text would be full of training sentences.
+The text repeats itself (`help("specialnames")` contains five other topics), so only the first copy
+of a paragraph is used. Otherwise the held-out text would contain many training sentences.
 
-Every tenth run of 16 paragraphs is held out, so both sides cover the same topics and a held-out
-passage is still long enough to need context. Nothing here knows about ranks.
+Every tenth run of 16 paragraphs is held out. Training text and held-out text therefore cover the
+same topics, and held-out passages are long enough to need context.
 """
 
 from pathlib import Path
@@ -38,13 +38,17 @@ def pack(
     max_blocks: int | None = None,
     multiple_of: int = 1,
 ) -> list[dict]:
-    """Tokenize `text` and cut it into blocks of `block_size` tokens; the rest is dropped.
+    """Tokenize `text` and cut it into at most `max_blocks` blocks of `block_size` tokens.
 
-    So are blocks beyond a multiple of `multiple_of`, which `dataloader_drop_last` would drop.
+    Tokens after the last whole block are dropped. So are the blocks after the last multiple of
+    `multiple_of`, which `dataloader_drop_last` would drop otherwise.
     """
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     blocks = ids[: len(ids) // block_size * block_size].view(-1, block_size)[:max_blocks]
     blocks = blocks[: len(blocks) // multiple_of * multiple_of]
     if len(blocks) == 0:
-        raise ValueError(f"the text has {len(ids)} tokens, less than one block of {block_size}")
+        raise ValueError(
+            f"the text has {len(ids)} tokens and must fill at least {multiple_of} blocks of "
+            f"{block_size} tokens; use a longer text or a smaller block_size"
+        )
     return [{"input_ids": block, "labels": block} for block in blocks]

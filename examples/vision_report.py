@@ -1,10 +1,10 @@
-"""Judge a run of finetune_vision.py from the files it wrote, in one stock process.
+"""Evaluate a run of finetune_vision.py from the files that it wrote, in one stock process.
 
-The model is reloaded with stock transformers and shown every held-out picture: what it answers is
-its most likely token out of the whole vocabulary. Losses are nats per label.
+The model is reloaded with stock transformers and evaluated on every held-out picture. Its answer is
+the most likely token of the whole vocabulary. Losses are in nats per label.
 
-Exits with an error if fewer than 80 % of the answers are right, or if the reloaded model does not
-give the losses that the Trainer saw.
+The script exits with an error if fewer than 80 % of the answers are right, or if the reloaded model
+has other losses than the Trainer logged.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from matplotlib import pyplot as plt
 
 LEAST_ACCURACY = 0.8
 BATCH_SIZE = 32
-COLUMNS, CELL_WIDTH, CELL_HEIGHT = 20, 12, 16  # of the plot; cells in pixels of the scans
+COLUMNS, CELL_WIDTH, CELL_HEIGHT = 20, 12, 16  # of the plot; cell sizes in pixels of the scans
 
 
 @dataclass
 class Result:
-    """What a model makes of the held-out samples."""
+    """A model's answers to the held-out pictures, and its losses on pictures and text."""
 
     answers: list[str]
     digits_loss: float
@@ -53,7 +53,7 @@ class Result:
 def score(
     model: PreTrainedModel, samples: list[Sample], pad_token_id: int
 ) -> tuple[float, torch.Tensor]:
-    """Mean loss per label, and the most likely token in the place of each label."""
+    """Return the mean loss per label, and the most likely token at the position of each label."""
     losses, tokens = [], []
     for first in range(0, len(samples), BATCH_SIZE):
         batch = collate(samples[first : first + BATCH_SIZE], pad_token_id=pad_token_id)
@@ -64,7 +64,7 @@ def score(
     return torch.cat(losses).mean().item(), torch.cat(tokens)
 
 
-def examine(
+def evaluate(
     directory: Path, tokenizer: PreTrainedTokenizerBase, digits: list[Sample], text: list[Sample]
 ) -> Result:
     model = AutoModelForImageTextToText.from_pretrained(directory).eval()
@@ -81,7 +81,7 @@ def last_logged(run: Path, name: str) -> float:
 def plot_answers(
     pictures: list[Image.Image], digits: list[int], answers: list[str], path: Path
 ) -> None:
-    """Every held-out picture with its answer below; wrong ones in red, with the truth."""
+    """Plot every held-out picture above its answer. Wrong answers are red, with the true digit."""
     rows = -(-len(pictures) // COLUMNS)
     sheet = np.zeros((rows * CELL_HEIGHT, COLUMNS * CELL_WIDTH), dtype=np.uint8)
     fig, ax = plt.subplots(figsize=(COLUMNS * 0.6, rows * 0.8))
@@ -94,16 +94,16 @@ def plot_answers(
         text, color = (answer, "white") if right else (f"{answer} (is {digit})", "tomato")
         ax.text(left + 3.5, top + 10.5, text, color=color, ha="center", va="center", fontsize=8)
     ax.imshow(sheet, cmap="gray", vmin=0, vmax=255)
-    ax.set_title(f"{num_right} of {len(digits)} held-out digits read right")
+    ax.set_title(f"{num_right} of {len(digits)} held-out digits were read right")
     ax.axis("off")
     fig.savefig(path, dpi=120, bbox_inches="tight")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--start", type=Path, required=True, help="the model before training")
+    parser.add_argument("--start", type=Path, required=True, help="the untrained model")
     parser.add_argument("--run", type=Path, required=True, help="--output_dir of the training")
-    parser.add_argument("--plot", type=Path, required=True, help="PNG to write")
+    parser.add_argument("--plot", type=Path, required=True, help="PNG file to write")
     args = parser.parse_args()
     disable_progress_bar()
 
@@ -111,7 +111,7 @@ def main() -> None:
     image_processor = AutoImageProcessor.from_pretrained(args.run, backend="pil")
     pictures, digits = read_digits(held_out=True)
     samples = held_out_samples(tokenizer, image_processor)
-    before, after = (examine(where, tokenizer, *samples) for where in (args.start, args.run))
+    before, after = (evaluate(folder, tokenizer, *samples) for folder in (args.start, args.run))
     accuracy = after.accuracy(digits)
 
     print(f"\nHeld out: {len(digits)} scanned digits, {len(samples[1])} blocks of text")
@@ -119,17 +119,19 @@ def main() -> None:
     print(f"  digits read right {before.accuracy(digits):16.1%} {accuracy:17.1%}")
     failures = []
     for name in ("digits_loss", "text_loss"):
-        here, there = getattr(after, name), last_logged(args.run, f"eval_{name}")
-        print(f"  {name:17} {getattr(before, name):16.4f} {here:17.4f} {there:16.4f}")
-        if abs(here - there) > 1e-3:
+        loss, logged = getattr(after, name), last_logged(args.run, f"eval_{name}")
+        print(f"  {name:17} {getattr(before, name):16.4f} {loss:17.4f} {logged:16.4f}")
+        if abs(loss - logged) > 1e-3:
             failures.append(
-                f"reloaded, the model has {name} {here:.4f}; in the Trainer {there:.4f}"
+                f"the reloaded model has {name} {loss:.4f}, the Trainer logged {logged:.4f}"
             )
     plot_answers(pictures, digits, after.answers, args.plot)
-    print(f"\nEvery picture and its answer: {args.plot}")
+    print(f"\nPlot of every picture and its answer: {args.plot}")
 
     if accuracy < LEAST_ACCURACY:
-        failures.append(f"{accuracy:.1%} of the digits are read right, not {LEAST_ACCURACY:.0%}")
+        failures.append(
+            f"{accuracy:.1%} of the digits were read right, fewer than {LEAST_ACCURACY:.0%}"
+        )
     if failures:
         sys.exit("FAILED: " + "; ".join(failures))
 

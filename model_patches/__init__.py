@@ -1,8 +1,8 @@
 """Facts about architectures that cannot be derived from a model.
 
-`standard.py` lists what was tested for each architecture. An architecture whose derived plan is not
-right has a file, named after its `config.model_type`, with one of these names:
+`standard.py` lists the features that were tested with each architecture. If the derived plan of an
+architecture is wrong, a file with the name of its `config.model_type` defines one of these:
 
-    DIFFERS    the fields of ModelPlan that replace the derived ones
-    REFUSED    the reason why models of this architecture cannot be patched, and the alternative
+    DIFFERS    fields of ModelPlan that replace the derived fields
+    REFUSED    the reason why models of this architecture cannot be patched, and an alternative
 """

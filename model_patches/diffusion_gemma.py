@@ -1,4 +1,4 @@
-"""DiffusionGemma, whose encoder and decoder are the same layers."""
+"""DiffusionGemma, whose encoder and decoder consist of the same layers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""The architectures that were tested against stock, by `config.model_type`."""
+"""The architectures that were tested against stock, by `config.model_type`.
+
+An architecture that is missing here can be patched, sharded and trained without a message. Only
+sp_size > 1 is refused (`sequence/attach.py`), and so is the export of adapters on single experts.
+"""
 
 from __future__ import annotations
 
-# sp_size > 1 gives stock's numbers. All mixing of tokens in these decoders is done by attention
-# modules that call transformers' attention interface.
+# Architectures for which sp_size > 1 was tested against stock. In these decoders only attention
+# modules that call transformers' attention interface mix tokens.
 SEQUENCE_PARALLEL = frozenset(
     {
         "afmoe",
@@ -43,8 +47,8 @@ SEQUENCE_PARALLEL = frozenset(
     }
 )
 
-# Adapters on stacked experts can be exported as adapters on gate_proj, up_proj and down_proj of
-# each expert, and read back. The value is the pattern of the experts modules.
+# Architectures whose adapters on stacked experts can be exported as adapters on gate_proj, up_proj
+# and down_proj of each expert, and read back. The values are patterns of experts' module names.
 SINGLE_EXPERTS = {
     "qwen3_moe": "layers.*.mlp.experts",
     "qwen3_vl_moe": "language_model.layers.*.mlp.experts",

@@ -6,8 +6,9 @@ weights are bytes with scales (`ops/quantised.py`).
 
 `grad_scale` is 1 / world size. FSDP2 divides the gradients of all other parameters by the world
 size, but only sums the gradients of experts, which the dispatch has already summed over an ep
-group. The experts' gradients are therefore divided here (under fp16 the second part of the division
-follows the reduction, see `sharding/options.py`).
+group. The experts' gradients are therefore multiplied by `grad_scale` where they are computed, in
+`ops/torch_mlp.py` and `ops/triton_mlp.py` (under fp16 a part of the division follows the reduction,
+see `sharding/options.py`).
 
 `choose_compute` decides once, when the model is patched, how a module is computed. To find the
 formula, it runs the module's own gate on numbers and compares the results with those of the known

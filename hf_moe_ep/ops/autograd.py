@@ -15,8 +15,9 @@ def mark_without_grad(ctx: Any, outputs: tuple[Tensor, ...], needs: tuple[bool, 
 
 
 def nothing(like: Tensor, shape: torch.Size) -> Tensor:
-    """Return a placeholder gradient of that shape, which takes the memory of one element.
+    """Return a placeholder gradient of the given shape, in the memory of one element.
 
-    A node passes it along an edge of the autograd graph if the gradient itself is passed outside.
+    A node returns the placeholder if it passes the gradient itself to the next node outside of the
+    autograd graph.
     """
     return like.new_zeros(()).expand(shape)

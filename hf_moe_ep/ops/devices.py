@@ -1,4 +1,4 @@
-"""Kernel launches on the device of their tensors, which need not be the current device."""
+"""`on_its_device` launches kernels on the device of their tensors, even if it is not current."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _R = TypeVar("_R")
 def on_its_device(
     function: Callable[Concatenate[Tensor, _P], _R],
 ) -> Callable[Concatenate[Tensor, _P], _R]:
-    """Make the first argument's device current during the call: Triton launches kernels there."""
+    """Make the first argument's device current during a call of `function`.
+
+    Triton launches kernels on the current device.
+    """
 
     @wraps(function)
     def on_device(tensor: Tensor, *args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -1,18 +1,20 @@
-"""down(f(gate(x)) * up(x)) for every (row, expert) pair, weighted and summed per row.
+"""Compute down(f(gate(x)) * up(x)) for all (row, expert) pairs and their weighted sum per row.
 
-Rows are sorted by expert once, so each expert is one matrix product over consecutive pairs. With
-two experts, top-2 and row 1 going to expert 0 only (L = 2 means "no expert here"):
+`postpone_grads` makes `expert_mlp` compute the gradients of the weights later, while gradients of
+rows are being sent to other ranks.
 
-    expert_ids_RK = [[1, 0], [0, 2]]   ->   pairs by expert: 0: rows 0, 1    1: row 0
+The pairs are sorted by expert once, so each expert needs one matrix product over consecutive pairs.
+With two experts, top-2 and row 1 going to expert 0 only (L = 2 means "no expert here"):
 
-Saved for backward: the rows, the pre-activations of each pair and the routing; with `recompute`
-only the rows and the routing. Backward recomputes the activation. The gradient of the routing
-weights needs no expert output: with `out += w (down @ a)` the gradient is
+    expert_ids_RK = [[1, 0], [0, 2]]   ->   sorted pairs: rows 0, 1 of expert 0, row 0 of expert 1
+
+The forward saves the rows, the pre-activations of each pair and the routing for backward; with
+`recompute` it saves only the rows and the routing. Backward computes the activation again. The
+gradient of the routing weights needs no expert output: with `out += w (down @ a)` this gradient is
 `<grad, down @ a> = <down^T grad, a>`, and backward computes `down^T grad` anyway (SonicMoE, arXiv
 2512.14080, section 4).
 
-There are two implementations, `torch_mlp` and `triton_mlp`, behind one pair of operators
-(`operators`).
+The operators of `operators.py` call one of the two implementations, `torch_mlp` or `triton_mlp`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def expert_mlp(
     recompute: bool = False,
     backend: str = "torch",
 ) -> Tensor:
-    """Return out_RH: the weighted sum of each row's experts, zero for a row without experts.
+    """Return out_RH, each row's weighted sum of expert outputs (0 if no expert of the row is here).
 
     Args:
         rows_RH: in the dtype of the experts' weights. Quantised weights are dequantised to the
@@ -51,11 +53,12 @@ def expert_mlp(
             once.
         weights_RK: fp32 or the dtype of the rows.
         counts_L: number of pairs of each expert, if the host knows it. None is allowed only if
-            every id names an expert: there are R * K pairs then.
+            every id names an expert, so that there are R * K pairs.
         grad_scale: multiplies the gradients of the experts' own tensors, and no other gradient.
         recompute: compute the pre-activations again in backward instead of keeping them.
-        backend: "torch"; or, for tensors that `triton_mlp.covers`, "triton" or "auto". "auto"
-            warns and uses torch if the kernels cannot be built or do not fit into the GPU.
+        backend: "torch", "triton" or "auto"; the last two only for rows that `triton_mlp.covers`
+            accepts. "auto" warns and uses torch if the kernels cannot be built for the GPU, or
+            do not fit into it.
     """
     tensors = [getattr(experts, name) for name in WEIGHT_NAMES]
     inputs = dict(zip(INPUT_NAMES, (rows_RH, weights_RK, *tensors), strict=True))
@@ -87,31 +90,33 @@ def expert_mlp(
 def postpone_grads(experts: ExpertWeights) -> ExpertWeights:
     """Return the same weights for one `expert_mlp` call that computes their gradients later.
 
-    This function makes an autograd node, and that node computes the gradients. Autograd always runs
-    the ready node that was made last. If `postpone_grads` is called after the function that sends
-    rows to other ranks and before the one that receives them, the weights' gradients are computed
-    between the backwards of both: while the rows' gradients are being sent.
+    This function creates an autograd node whose backward computes the gradients. Among the nodes
+    that are ready, autograd runs the node that was created last. Calls in this order therefore
+    compute the gradients of the weights while gradients of rows are being sent:
 
-    The returned weights can be passed in again for another chunk of rows. The gradients of all
-    chunks are added up in fp32 or wider and rounded once, so they are no less exact than those of
-    one chunk.
+        forward    send rows, postpone_grads, receive rows, expert_mlp
+        backward   expert_mlp, receive (starts to send gradients), weight gradients, send (waits)
+
+    For another chunk of rows, pass the returned weights to `postpone_grads` again. The gradients of
+    all chunks are added up in fp32 or wider and rounded once, so they are as exact as the gradients
+    of a single chunk.
     """
     tensors = experts.named_tensors()
-    wanted = any(tensor.requires_grad for tensor in tensors.values())
-    if not (wanted and torch.is_grad_enabled()):
+    needs_grad = any(tensor.requires_grad for tensor in tensors.values())
+    if not (needs_grad and torch.is_grad_enabled()):
         return experts
-    earlier = experts.postponed
-    postponed = PostponedGrads() if earlier is None else PostponedGrads(earlier.sums)
-    outputs = _Postpone.apply(postponed, earlier is None, tuple(tensors), *tensors.values())
+    previous = experts.postponed
+    postponed = PostponedGrads() if previous is None else PostponedGrads(previous.sums)
+    outputs = _Postpone.apply(postponed, previous is None, tuple(tensors), *tensors.values())
     named = dict(zip(tensors, outputs, strict=True))
     return replace(experts, postponed=postponed, **named)
 
 
 class _Postpone(torch.autograd.Function):
-    """The identity. Its backward computes the gradients with `postponed.finish`.
+    """The identity function, whose backward computes gradients by calling `postponed.finish`.
 
     The nodes of several chunks form a chain, so backward reaches the node of the first chunk last.
-    This node returns the gradients of all chunks.
+    Only that node returns gradients, summed over all chunks.
     """
 
     @staticmethod
@@ -135,18 +140,21 @@ class _Postpone(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         postponed = ctx.postponed
-        # Clearing the attribute frees the tensors that `finish` refers to.
+        # The attribute is cleared, so that the tensors that `finish` refers to are freed.
         finish, postponed.finish = postponed.finish, None
-        # The gradients of a single chunk need no wide sum.
+        # Nothing is added to the gradients of a single chunk, so they need no fp32 sums.
         grads = postponed.sums if postponed.sums or not ctx.first else ExpertGrads()
         if finish is not None:
             finish(grads)
-        found = grads.take() if ctx.first else {}
-        return (None, None, None, *(found.get(name) for name in ctx.names))
+        grad_by_name = grads.take() if ctx.first else {}
+        return (None, None, None, *(grad_by_name.get(name) for name in ctx.names))
 
 
 class _PostponingExpertMLP(torch.autograd.Function):
-    """The operator, with a backward that leaves the experts' gradients to `postponed.finish`."""
+    """The operator with another backward, which sets `postponed.finish`.
+
+    Backward computes the gradients of rows and routing weights; `finish` computes the others.
+    """
 
     @staticmethod
     def forward(ctx: Any, postponed: PostponedGrads, *inputs: Any) -> tuple[Tensor, ...]:
@@ -166,10 +174,10 @@ class _PostponingExpertMLP(torch.autograd.Function):
         grads, ctx.postponed.finish = run_backward(
             grad_RH, saved, needs, ctx.settings, postpone=True
         )
-        # The edges to `_Postpone` carry placeholders.
-        experts = [
+        # `_Postpone` gets placeholders, because `finish` computes the gradients.
+        placeholders = [
             nothing(tensor, tensor.shape) if need else None
             for tensor, need in zip(saved[2 : len(needs)], needs[2:], strict=True)
         ]
-        both = (grads.get("rows"), grads.get("weights"))
-        return (None, *both, *experts, *no_grads[1 + len(needs) :])
+        computed = (grads.get("rows"), grads.get("weights"))
+        return (None, *computed, *placeholders, *no_grads[1 + len(needs) :])

@@ -1,4 +1,4 @@
-"""The formula of an expert between its two matrices, and the order of gate and up in the first.
+"""The formula of an expert between its two matrices, and the order of the first matrix's rows.
 
     pre  = up_weight x (+ up_bias)                 [2F], or [F] without a gate
     gate, up = the two halves of pre               concatenated: g0 g1 .. u0 u1 ..
@@ -10,8 +10,11 @@
 f is one of ACTIVATIONS; `swish` with alpha 1 is silu. The clamped form with alpha 1.702, limit 7
 and up_offset 1 is gpt-oss (transformers, models/gpt_oss/modeling_gpt_oss.py, _apply_gate).
 
-Pre-activations are kept in the order of the weight's rows, so no matrix product of the backward
-needs a reordered copy of the weight. Transposed weights are passed in as views.
+`ExpertFormula` has the parameters. `activate` and `activate_backward` compute the formula in plain
+torch, and `kernels/gate.py` computes it in the Triton kernels.
+
+Pre-activations have the order of the weight's rows, so no matrix product of the backward needs a
+reordered copy of the weight. Weights that a model stores transposed are passed in as views.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ ACTIVATIONS = ("swish", "gelu", "gelu_tanh", "relu2")
 
 @dataclass(frozen=True)
 class ExpertFormula:
-    """The parameters of the module's formula. `limit` is inf if nothing is clamped."""
+    """The parameters of the formula in the module docstring. `limit` is inf without clamping."""
 
     gated: bool = True
     interleaved: bool = False
@@ -58,7 +61,7 @@ class ExpertFormula:
         }
 
     def ffn_size(self, pre_size: int) -> int:
-        """Compute F from the number of pre-activations per row."""
+        """Return F for experts with `pre_size` pre-activations per row."""
         return pre_size // 2 if self.gated else pre_size
 
 
@@ -73,12 +76,12 @@ def split(pre_AG: Tensor, formula: ExpertFormula) -> tuple[Tensor, Tensor]:
 
 
 def activate(pre_AG: Tensor, formula: ExpertFormula) -> Tensor:
-    """Return act_AF of the module's formula."""
+    """Compute act_AF by the formula of the module docstring."""
     gate_AF, up_AF = split(pre_AG, formula)
     if formula.clamped:
         gate_AF = gate_AF.clamp(max=formula.limit)
         up_AF = up_AF.clamp(-formula.limit, formula.limit)
-    f_AF = _f(gate_AF, formula)
+    f_AF = _apply_activation(gate_AF, formula)
     if not formula.gated:
         return f_AF
     return f_AF.mul_(up_AF + formula.up_offset if formula.up_offset else up_AF)
@@ -87,7 +90,7 @@ def activate(pre_AG: Tensor, formula: ExpertFormula) -> Tensor:
 def activate_backward(
     pre_AG: Tensor, grad_AF: Tensor, formula: ExpertFormula
 ) -> tuple[Tensor, Tensor]:
-    """Recompute act_AF, and compute the gradient of pre_AG from `grad_AF`, that of act_AF."""
+    """Return act_AF and the gradient of `pre_AG`. `grad_AF` is the gradient of act_AF."""
     gate_AF, up_AF = split(pre_AG, formula)
     grad_pre_AG = torch.empty_like(pre_AG)
     grad_gate_AF, grad_up_AF = split(grad_pre_AG, formula)
@@ -95,14 +98,14 @@ def activate_backward(
     if formula.clamped:
         gate_AF = gate_AF.clamp(max=formula.limit)
         up_AF = up_AF.clamp(-formula.limit, formula.limit)
-    f_AF = _f(gate_AF, formula)
+    f_AF = _apply_activation(gate_AF, formula)
     if not formula.gated:
-        grad_gate_AF.copy_(_f_backward(grad_AF, gate_AF, formula))
+        grad_gate_AF.copy_(_activation_backward(grad_AF, gate_AF, formula))
         act_AF = f_AF
     else:
         torch.mul(grad_AF, f_AF, out=grad_up_AF)
         factor_AF = up_AF + formula.up_offset if formula.up_offset else up_AF
-        grad_gate_AF.copy_(_f_backward(grad_AF * factor_AF, gate_AF, formula))
+        grad_gate_AF.copy_(_activation_backward(grad_AF * factor_AF, gate_AF, formula))
         act_AF = f_AF.mul_(factor_AF)
     if formula.clamped:
         grad_gate_AF.masked_fill_(raw_gate_AF > formula.limit, 0)
@@ -111,7 +114,7 @@ def activate_backward(
     return act_AF, grad_pre_AG
 
 
-def _f(gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
+def _apply_activation(gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
     if formula.activation == "gelu":
         return functional.gelu(gate_AF)
     if formula.activation == "gelu_tanh":
@@ -123,7 +126,7 @@ def _f(gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
     return gate_AF * torch.sigmoid(gate_AF * formula.alpha)
 
 
-def _f_backward(grad_AF: Tensor, gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
+def _activation_backward(grad_AF: Tensor, gate_AF: Tensor, formula: ExpertFormula) -> Tensor:
     aten = torch.ops.aten
     if formula.activation == "gelu":
         return aten.gelu_backward(grad_AF, gate_AF)

@@ -2,17 +2,18 @@
 
     ExpertWeights    the stacked matrices, biases and adapters of the experts on this rank
     LowRank          the two factors of an adapter
-    LowRows          the first product of an adapter, as the Triton kernels take it
+    LowRows          the arguments with which a Triton kernel adds the second product of an adapter
     Routing          the (row, expert) pairs, sorted by expert
     ExpertGrads      gradients of the experts' tensors, which several backward passes may add to
-    PostponedGrads   a computation of such gradients that backward leaves for later
+    PostponedGrads   a function that computes such gradients after the backward of `expert_mlp`
 
 Routing by example. Two experts, top-2, row 1 goes to expert 0 only (id 2 = "no expert here"):
 
     expert_ids_RK = [[1, 0], [0, 2]]   pairs are numbered row by row: 0 1 2 3
     pair_A   = [1, 2, 0]               pairs sorted by expert: expert 0 has pairs 1, 2
     offsets  = [0, 2, 3]               expert e has positions offsets[e] .. offsets[e + 1] - 1
-    slots_RK = [[2, 0], [1, 3]]        the position of each pair; 3 = A means "no position"
+    slots_RK = [[2, 0], [1, 3]]        the position of each pair; A = 3 pairs have an expert, and
+                                       the slot 3 means "no position"
 """
 
 from __future__ import annotations
@@ -51,21 +52,22 @@ WEIGHT_NAMES = (
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter adds `scale * b_LOP @ a_LPI` to the matrix of each expert; P is its rank."""
+    """An adapter, which adds `scale * b_LOP @ a_LPI` to the experts' matrices; P is its rank."""
 
     a_LPI: Tensor
     b_LOP: Tensor
     scale: float
 
     def transposed(self) -> LowRank:
-        """Return the adapter of the transposed matrix, which backward multiplies with."""
+        """Return the adapter of the transposed matrix, by which backward multiplies gradients."""
         return LowRank(self.b_LOP.transpose(1, 2), self.a_LPI.transpose(1, 2), self.scale)
 
 
 @dataclass(frozen=True)
 class LowRows:
-    """A kernel adds `low_AP @ b_LPO[expert]` to its own product of the same rows.
+    """The second product of an adapter, `low_AP @ b_LPO[expert]`; `low_AP` is the first product.
 
+    The kernel that multiplies rows by the expert's matrix adds this product to its own product.
     Both tensors are None if the matrix has no adapter.
     """
 
@@ -77,7 +79,7 @@ class LowRows:
         return 0 if self.low_AP is None else self.low_AP.shape[1]
 
     def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, int, int, int]:
-        """Return both tensors, and the strides of `b_LPO`."""
+        """Return both tensors and the three strides of `b_LPO`."""
         stride_l, stride_p, stride_o = (0, 0, 0) if self.b_LPO is None else self.b_LPO.stride()
         return self.low_AP, self.b_LPO, stride_l, stride_p, stride_o
 
@@ -87,14 +89,15 @@ NO_ADAPTER = LowRows()
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """up_LGH, down_LHF and biases up_LG, down_LH; any strides.
+    """The tensors of the experts on this rank. G is 2 F, or F without a gate.
 
-    Adapters are up_a_LPH, up_b_LGP and down_a_LPF, down_b_LHP, in the dtype of the matrices. An
-    adapter or a bias that does not exist is None.
+    The matrices are up [L, G, H] and down [L, H, F], with any strides. The biases are up [L, G] and
+    down [L, H]. The factors of the adapters are up_a [L, P, H], up_b [L, G, P], down_a [L, P, F]
+    and down_b [L, H, P], in the dtype of the matrices. Missing biases and factors are None.
 
     If `quantised` names a format of `quantised.py`, up and down are the bytes of that format and
-    the scale tensors are set. Bytes and scales need no gradient; adapters and biases then have the
-    dtype of the rows. `postponed` is set by `postpone_grads`.
+    the scale tensors are set. Bytes and scales then have no gradient, and biases and factors have
+    the dtype of the rows. `postponed` is set by `postpone_grads`.
     """
 
     up: Tensor
@@ -148,10 +151,10 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Routing:
-    """Pairs sorted by expert, all int32; the module docstring has an example.
+    """The pairs sorted by expert, as int32 tensors; the module docstring has an example.
 
-    `tiles` is the work list of the Triton kernels (`sort_pairs`). `row_A = pair_A // K` saves them
-    a division in their loops. The torch path leaves both empty.
+    `tiles` is the work list of the Triton kernels (`sort_pairs`). `row_A` is `pair_A // K`, so that
+    the kernels' loops need no division. The torch path leaves both empty.
     """
 
     pair_A: Tensor
@@ -162,13 +165,13 @@ class Routing:
 
 
 def empty_grad(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate the gradient of `like`: a matrix keeps its strides, all else is contiguous."""
+    """Allocate the gradient of `like`, with its strides if `like` is a stack of matrices."""
     layout = torch.preserve_format if like.dim() == 3 else torch.contiguous_format
     return torch.empty_like(like, dtype=dtype, memory_format=layout)
 
 
 class GradBuffer(NamedTuple):
-    """Memory for a gradient. If `add` is set it holds a sum, else it is uninitialised."""
+    """The memory of a gradient. With `add` the caller adds to `grad`, otherwise it fills `grad`."""
 
     grad: Tensor
     add: bool
@@ -177,8 +180,8 @@ class GradBuffer(NamedTuple):
 class ExpertGrads:
     """Gradients of the experts' tensors, by name.
 
-    Each gradient has the dtype of its tensor. With `wide` it is held in fp32 or wider until `take`
-    rounds it once, so that several backward passes can add to it without further rounding.
+    Each gradient has the dtype of its tensor. With `wide` all gradients are accumulated in fp32 or
+    wider, and `take` rounds them once: several backward passes add up without further rounding.
     """
 
     def __init__(self, *, wide: bool = False) -> None:
@@ -197,7 +200,7 @@ class ExpertGrads:
 
     def take(self) -> dict[str, Tensor]:
         """Remove all gradients and return them, each in the dtype of its tensor."""
-        # One at a time: a wide sum is freed before the next one is rounded.
+        # `pop` frees each wide sum before the next sum is rounded.
         return {name: self._sums.pop(name).to(self._dtypes[name]) for name in list(self._sums)}
 
     def __bool__(self) -> bool:
@@ -206,9 +209,10 @@ class ExpertGrads:
 
 @dataclass
 class PostponedGrads:
-    """The function `finish` computes the experts' gradients that a backward pass left for later.
+    """The experts' gradients of an `expert_mlp` call, which are computed after its backward.
 
-    Calls with the same weights share `sums`.
+    The backward sets `finish`; `finish(grads)` computes the gradients and adds them to `grads`.
+    Calls for other chunks of rows with the same weights share `sums`.
     """
 
     sums: ExpertGrads = field(default_factory=lambda: ExpertGrads(wide=True))

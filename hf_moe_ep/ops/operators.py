@@ -1,17 +1,18 @@
-"""The expert MLP as two operators of torch.library, and the gradient formula that connects them.
+"""The expert MLP as two operators of torch.library, and the autograd formula that connects them.
 
 torch.compile and activation checkpointing see only `hf_moe_ep::expert_mlp` and its backward; they
-do not trace into either.
+do not trace into these operators. `Settings` holds the arguments that are not tensors. `save` and
+`run_backward` are the two halves of the autograd formula, which `expert_mlp.py` uses as well.
 
     expert_mlp(rows, weights, *experts, expert_ids, counts, *settings) -> out, *kept
     expert_mlp_backward(grad, saved[], needs[], *settings) -> grads[]
 
     experts    one argument per name of WEIGHT_NAMES, None for a tensor that does not exist
-    settings   the values of `Settings.arguments`
-    kept       saved for backward: pre_AG (empty unless it is kept) and the five tensors of Routing
+    settings   the four lists of `Settings.arguments`
+    kept       saved for backward: pre_AG (empty unless `keep_pre`) and the five tensors of Routing
     saved      rows, weights, *experts, *kept
     needs      for rows, weights and each tensor of experts: whether its gradient is needed
-    grads      the gradients that are needed, in that order
+    grads      the needed gradients, in the same order
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ INPUT_NAMES = ("rows", "weights", *WEIGHT_NAMES)
 
 
 class Settings(NamedTuple):
-    """The settings of a call. The operators take them as lists of one type each.
+    """The settings of a call, which the operators take as four lists of one type each.
 
     torch.library needs about 5 microseconds per argument and call, so 4 lists are faster than 13
     arguments.
@@ -68,7 +69,7 @@ class Settings(NamedTuple):
     trained: Sequence[str]
 
     def arguments(self) -> tuple[Any, ...]:
-        """Return flags, numbers, words and trained, which the operators take."""
+        """Return the lists flags, numbers, words and trained of the operators' schemas."""
         return self[:3], self[3:9], self[9:12], self.trained
 
     @staticmethod
@@ -84,7 +85,7 @@ class Settings(NamedTuple):
         return ExpertFormula(*gate, self.alpha, self.limit, self.up_offset)
 
     def experts(self, tensors: Sequence[Tensor | None]) -> ExpertWeights:
-        """Combine the experts' tensors, in the order of WEIGHT_NAMES, with their settings."""
+        """Build ExpertWeights from these settings and tensors in the order of WEIGHT_NAMES."""
         named: dict[str, Any] = dict(zip(WEIGHT_NAMES, tensors, strict=True))
         return ExpertWeights(
             **named,
@@ -104,7 +105,7 @@ _BACKWARD_SCHEMA = f"(Tensor grad, Tensor?[] saved, bool[] needs, {_SETTINGS}) -
 
 
 def _import_triton_mlp() -> Any:
-    # Imported on demand: not every machine has Triton.
+    # The module is imported on demand, because not every machine has Triton.
     from hf_moe_ep.ops import triton_mlp
 
     return triton_mlp
@@ -116,9 +117,11 @@ def _choose_implementation(
     weights_RK: Tensor,
     num_pairs: int,
     experts: ExpertWeights,
-    *also_trained: tuple[str, ...],
+    *more_trained: tuple[str, ...],
 ) -> Any:
     """Return the module that computes the forward and, for trained inputs, the backward.
+
+    `more_trained` has further sets of trained inputs for which the kernels are checked.
 
     Raises:
         RuntimeError: the backend is "triton" and the kernels cannot run here.
@@ -128,7 +131,7 @@ def _choose_implementation(
     from hf_moe_ep.ops.self_check import self_check, warn_once
 
     formula, keep_pre = settings.formula, settings.keep_pre
-    for trained in (tuple(settings.trained), *also_trained):
+    for trained in (tuple(settings.trained), *more_trained):
         reason = self_check(
             rows_RH, weights_RK, num_pairs, experts, formula, keep_pre=keep_pre, trained=trained
         )
@@ -144,7 +147,7 @@ def _choose_implementation(
 
 
 def _routing_like_triton(routing: Routing, num_experts: int, rows_RH: Tensor) -> Routing:
-    """Give a routing of the torch path the shapes and the device that the kernels' routing has.
+    """Give a routing of the torch path the shapes and the device of the kernels' routing.
 
     Under "auto" torch.compile has taken these shapes from the fake implementation, which runs
     before it is known whether the kernels can run.
@@ -199,9 +202,10 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     implementation = torch_mlp if settings.backend == "torch" else _import_triton_mlp()
     shapes = implementation.routing_shapes(num_pairs, up.shape[0], rows)
     device = "cpu" if settings.backend == "torch" else rows.device
+    devices = (rows.device, device, device, device)
     pair, offsets, tiles, row = (
-        torch.empty(shape, dtype=torch.int32, device=where)
-        for shape, where in zip(shapes, (rows.device, device, device, device), strict=True)
+        torch.empty(shape, dtype=torch.int32, device=device)
+        for shape, device in zip(shapes, devices, strict=True)
     )
     out = rows.new_empty(rows.shape)
     return out, rows.new_empty(pre_shape), pair, slots, offsets, tiles, row
@@ -210,7 +214,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
 def _backward(
     grad: Tensor, saved: Sequence[Tensor | None], needs: Sequence[bool], *settings: Any
 ) -> list[Tensor]:
-    """Return the gradients that are needed, in the order of INPUT_NAMES."""
+    """Return the needed gradients in the order of INPUT_NAMES."""
     grads, _ = run_backward(grad, saved, needs, Settings.from_arguments(settings))
     return [grads[name] for name, need in zip(INPUT_NAMES, needs, strict=True) if need]
 
@@ -236,13 +240,13 @@ def run_backward(
     *,
     postpone: bool = False,
 ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
-    """Run the implementation's backward on the tensors that `save` kept, and return its result."""
+    """Run the implementation's backward on the saved tensors, and return its result."""
     rows_RH, weights_RK, *tensors = saved[: len(INPUT_NAMES)]
     pre_AG, *kept = saved[len(INPUT_NAMES) :]
     assert rows_RH is not None and weights_RK is not None
     routing = Routing(*(tensor for tensor in kept if tensor is not None))
     experts = settings.experts(tensors)
-    need = tuple(name for name, wanted in zip(INPUT_NAMES, needs, strict=True) if wanted)
+    need = tuple(name for name, needed in zip(INPUT_NAMES, needs, strict=True) if needed)
     num_pairs = routing.pair_A.numel()
     implementation = _choose_implementation(settings, rows_RH, weights_RK, num_pairs, experts, need)
     grads, finish = implementation.backward(
@@ -261,7 +265,7 @@ def run_backward(
 
 
 def save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    """Save the inputs and outputs of the forward that backward needs in `ctx`."""
+    """Save in `ctx` the forward's inputs and outputs that backward needs."""
     _, *kept = output
     _, _, *settings = inputs[len(INPUT_NAMES) :]
     ctx.save_for_backward(*inputs[: len(INPUT_NAMES)], *kept)
@@ -271,7 +275,7 @@ def save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
 
 
 def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    """Return one gradient for each argument of the forward operator, None where it has none."""
+    """Return a gradient for each argument of the forward operator, or None if it needs none."""
     no_grads = (None,) * len(ctx.needs_input_grad)
     if grad_RH is None:
         return no_grads
@@ -283,7 +287,7 @@ def _autograd_backward(ctx: Any, grad_RH: Tensor | None, *_: None) -> tuple[Tens
 
 _forward_op.register_autograd(_autograd_backward, setup_context=save)
 
-# The planner runs these functions to see the single steps of an operator.
+# The planner runs these functions to count the single steps of an operator.
 STEPS_INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.hf_moe_ep.expert_mlp.default: _forward,
     torch.ops.hf_moe_ep.expert_mlp_backward.default: _backward,

@@ -1,8 +1,8 @@
-"""Sum rows that are copies of tokens into their tokens.
+"""`add_rows` sums, for each token, the rows that are copies of the token.
 
-`token_of_row_N` holds the token that each row is a copy of. `slots_TJ` is the inverse: the rows
-that are copies of each token, padded with N ("no row"). An example with two tokens, the second of
-which was copied twice:
+`token_of_row_N` holds the token of which each row is a copy. `slots_TJ` is the inverse: it holds
+the rows of each token, padded with N ("no row"), and `invert` computes it. An example with two
+tokens, of which the second was copied twice:
 
     token_of_row_N = [1, 0, 1]        slots_TJ = [[1, 3],
                                                   [0, 2]]
@@ -10,6 +10,7 @@ which was copied twice:
     add_rows(r) = [r1, r0 + r2]        the adjoint of x.index_select(0, token_of_row_N)
 
 Rows are added in fp32 or wider and always in the same order, so repeated calls give equal bits.
+`count_pairs` counts the (row, expert) pairs of each expert.
 """
 
 from __future__ import annotations
@@ -21,28 +22,29 @@ from hf_moe_ep.ops.devices import on_its_device
 
 
 def add_rows(rows_NH: Tensor, token_of_row_N: Tensor, slots_TJ: Tensor) -> Tensor:
-    """Return out_TH, where `out_TH[t]` is the sum of the copies of token t. It has no gradient."""
+    """Return out_TH, where `out_TH[t]` is the sum of the copies of token t. Not differentiable."""
     num_tokens, hidden = slots_TJ.shape[0], rows_NH.shape[1]
     if rows_NH.is_cuda and rows_NH.dtype != torch.float64 and num_tokens > 0:
-        # Imported on demand: not every machine has Triton.
+        # The kernel is imported on demand, because not every machine has Triton.
         from hf_moe_ep.ops.kernels.reduce import combine
         from hf_moe_ep.ops.sum_check import self_check_sums
 
         self_check_sums(rows_NH, slots_TJ.shape[1])
         return on_its_device(combine)(rows_NH.contiguous(), slots_TJ.contiguous(), None)
-    wide = torch.promote_types(rows_NH.dtype, torch.float32)
-    out_TH = rows_NH.new_zeros(num_tokens, hidden, dtype=wide)
+    wide_dtype = torch.promote_types(rows_NH.dtype, torch.float32)
+    out_TH = rows_NH.new_zeros(num_tokens, hidden, dtype=wide_dtype)
     if not rows_NH.is_cuda:
-        # One pass in row order. On a GPU index_add_ adds in an order that changes with every run.
-        return out_TH.index_add_(0, token_of_row_N, rows_NH.to(wide)).to(rows_NH.dtype)
-    padded_NH = torch.cat([rows_NH.to(wide), out_TH.new_zeros(1, hidden)])
+        # On a CPU index_add_ adds rows in their order; on a GPU the order changes with every run.
+        out_TH.index_add_(0, token_of_row_N, rows_NH.to(wide_dtype))
+        return out_TH.to(rows_NH.dtype)
+    padded_NH = torch.cat([rows_NH.to(wide_dtype), out_TH.new_zeros(1, hidden)])
     for slot_T in slots_TJ.unbind(1):
         out_TH += padded_NH.index_select(0, slot_T)
     return out_TH
 
 
 def invert(token_of_row_N: Tensor, slot_of_row_N: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return slots_TJ: row n is at `[token_of_row_N[n], slot_of_row_N[n]]`, N at all others."""
+    """Return slots_TJ, with n at `[token_of_row_N[n], slot_of_row_N[n]]` and N everywhere else."""
     num_rows = token_of_row_N.numel()
     slots_TJ = token_of_row_N.new_full(shape, num_rows)
     slots_TJ[token_of_row_N, slot_of_row_N] = torch.arange(num_rows, device=slots_TJ.device)
@@ -54,5 +56,5 @@ def count_pairs(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
     ids = expert_ids_TK.flatten()
     if not ids.is_cuda:
         return torch.bincount(ids, minlength=num_experts)
-    # On a GPU bincount reads the largest id on the host.
+    # On a GPU bincount causes a host sync, because the host reads the largest id.
     return ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))

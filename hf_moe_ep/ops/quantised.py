@@ -1,25 +1,28 @@
 """The formats of quantised expert matrices, and the conversions from and to them.
 
-A matrix is [O, I], out and in, even if its module stores the transpose. Neighbours along I share a
-scale:
+A matrix is [O, I] (output and input size), even if its module stores the transpose. Neighbouring
+values along I share a scale:
 
     nf4           values        [O, I / 2]        two 4-bit codes per byte, as in bitsandbytes
                   block_scale   [O, I / 64]       fp32, one for 64 neighbours
     nf4, nested   values        [O, I / 2]
                   block_scale   [O, I / 64]       bytes: bitsandbytes' 8-bit codes
-                  nested_scale  [blocks, 2]       fp32 scale and offset of 256 bytes of block_scale,
-                                                  counted row by row; the last block may have fewer
+                  nested_scale  [blocks, 2]       fp32 scale and offset for each block of 256 bytes
+                                                  of block_scale, counted row by row; the last block
+                                                  may be shorter
     fp8           values        [O, I]            the bytes of float8_e4m3fn
                   block_scale   [O / 128, I / 128]  fp32, one for 128 x 128: value = fp8 * scale;
-                                                  published checkpoints: weight_scale_inv
+                                                  in published checkpoints weight_scale_inv
 
-[6, 128] in nf4 is 6 x 64 bytes and 6 x 2 scales. Bytes per value: 0.5625, nested 0.516, fp8 1.0002.
-A stack holds the matrices of all experts, each quantised by itself: [E, O, I / 2] and so on. Values
-are bytes (uint8) in all formats, so neither gloo nor FSDP2 has to support an 8-bit float dtype.
+A [6, 128] matrix in nf4 has 6 x 64 bytes and 6 x 2 scales. A value takes 0.5625 bytes in nf4, 0.516
+in nested nf4 and 1.0002 in fp8. A stack holds the matrices of all experts, each quantised by
+itself: [E, O, I / 2] and so on. `values` has the dtype uint8 in all formats, so neither gloo nor
+FSDP2 has to support an 8-bit float dtype.
 
-nf4 is computed by bitsandbytes, which is imported at its first use; every code and value equals its
-own. The product of a stored value and its scale is computed in fp32 and rounded once. Quantised
-matrices are frozen, so nothing in this module has a gradient.
+bitsandbytes quantises and dequantises nf4; it is imported at its first use. The scales of nested
+nf4 are dequantised here. All codes and values equal the codes and values of bitsandbytes. The
+product of a stored value and its scale is computed in fp32 and rounded once. Quantised matrices are
+frozen, so no function of this module has a gradient.
 """
 
 from __future__ import annotations
@@ -55,12 +58,12 @@ NF4_CODES = (
 # Suffixes of parameter names: gate_up_proj_block_scale, gate_up_proj_nested_scale.
 BLOCK_SCALE, NESTED_SCALE = "_block_scale", "_nested_scale"
 
-# Rows and columns of a matrix that share a scale.
+# Size of the blocks (rows, columns) whose values share a scale.
 _BLOCKS = {"nf4": (1, 64), "fp8": (128, 128)}
 _VALUES_PER_BYTE = {"nf4": 2, "fp8": 1}
 # Bytes of block_scale that share a nested scale.
 _NESTED_BLOCK = 256
-# How many values are quantised at once. Quantising takes about 20 bytes of memory per value.
+# Number of values that are quantised at once. Quantising takes about 20 bytes of memory per value.
 _VALUES = 1 << 17
 _FP8 = torch.float8_e4m3fn
 # The dtypes that bitsandbytes quantises from and dequantises to.
@@ -103,13 +106,13 @@ class Quantised:
         return Quantised(self.values[expert], self.block_scale[expert], nested)
 
     def copy_into(self, target: Quantised) -> None:
-        """Copy all tensors into those of `target`, which have the same shapes."""
+        """Copy all tensors into the tensors of `target`, which have the same shapes."""
         pairs = zip(target.by_name("").values(), self.by_name("").values(), strict=True)
-        for copy, tensor in pairs:
-            copy.copy_(tensor)
+        for target_tensor, tensor in pairs:
+            target_tensor.copy_(tensor)
 
     def by_name(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors by parameter name, values first; `name` is that of the values."""
+        """Return the tensors by parameter name. The values come first and are called `name`."""
         named = {name: self.values, name + BLOCK_SCALE: self.block_scale}
         if self.nested_scale is not None:
             named[name + NESTED_SCALE] = self.nested_scale
@@ -120,31 +123,31 @@ def check_available(quantisation: Quantisation) -> None:
     """Raise ImportError if a format needs a library that is not installed."""
     if quantisation.kind == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
-            'experts_dtype="nf4" quantises by bitsandbytes, which is not installed: '
+            'experts_dtype="nf4" needs bitsandbytes, which is not installed: '
             'pip install "bitsandbytes>=0.49"; experts_dtype="fp8" needs only torch'
         )
 
 
 def check_sizes(name: str, shape_OI: tuple[int, int], quantisation: Quantisation) -> None:
-    """Raise ValueError if the blocks do not divide the matrix of the parameter `name`."""
+    """Raise ValueError if the matrix of the parameter `name` does not consist of whole blocks."""
     kind = quantisation.kind
-    words = ("out", "in")
-    for word, size, block in zip(words, shape_OI, _BLOCKS[kind], strict=True):
+    dims = ("out", "in")
+    for dim, size, block in zip(dims, shape_OI, _BLOCKS[kind], strict=True):
         if size % block:
-            other = "fp8" if kind == "nf4" else "nf4"
-            fits = not any(n % b for n, b in zip(shape_OI, _BLOCKS[other], strict=True))
-            remedy = f'use experts_dtype="{other}", or ' if fits else ""
+            other_kind = "fp8" if kind == "nf4" else "nf4"
+            fits = not any(n % b for n, b in zip(shape_OI, _BLOCKS[other_kind], strict=True))
+            remedy = f'use experts_dtype="{other_kind}", or ' if fits else ""
             raise ValueError(
-                f"{kind} has blocks of {block} along the {word} dimension of an expert's matrix, "
-                f"and {name} [out {shape_OI[0]}, in {shape_OI[1]}] has {size}, which {block} does "
-                f"not divide; {remedy}leave the experts in bf16 (experts_dtype=None)"
+                f"{kind} has blocks of {block} along the {dim} dimension of an expert's matrix, "
+                f"but {name} [out {shape_OI[0]}, in {shape_OI[1]}] has {size}, which is not a "
+                f"multiple of {block}; {remedy}leave the experts in bf16 (experts_dtype=None)"
             )
 
 
 def empty_stack(
     shape_EOI: tuple[int, int, int], quantisation: Quantisation, device: torch.device | str
 ) -> Quantised:
-    """Allocate the tensors of a stack; the meta device is allowed."""
+    """Allocate the tensors of a stack, on the meta device without memory."""
     experts, rows, columns = shape_EOI
     kind, nested = quantisation.kind, quantisation.nested
     block_rows, block_columns = _BLOCKS[kind]
@@ -172,10 +175,10 @@ def quantise_stack(weight_EOI: Tensor, quantisation: Quantisation) -> Quantised:
 
 @torch.no_grad()
 def quantise(weight_OI: Tensor, quantisation: Quantisation) -> Quantised:
-    """Quantise the matrix of one expert. Without nested scales whole rows of it are allowed.
+    """Quantise the matrix of one expert, or some of its rows if the scales are not nested.
 
-    A few rows are quantised at a time, independently of the others. Nested scales come last,
-    because they depend on all rows.
+    A few rows are quantised at a time, independently of the others. Scales are nested at the end,
+    because the nested scales depend on all rows.
     """
     kind, (rows, columns) = quantisation.kind, weight_OI.shape
     plain = Quantisation(kind)
@@ -185,11 +188,10 @@ def quantise(weight_OI: Tensor, quantisation: Quantisation) -> Quantised:
     quantise_rows = _quantise_fp8 if kind == "fp8" else _quantise_nf4
     for start in range(0, rows, step):
         part = quantise_rows(weight_OI[start : start + step].contiguous())
-        at = slice(start, start + step)
-        matrix.values[at].copy_(part.values)
-        scales_at = slice(start // block_rows, -(-(start + step) // block_rows))
-        matrix.block_scale[scales_at].copy_(part.block_scale)
-    return _nested(matrix) if quantisation.nested else matrix
+        matrix.values[start : start + step].copy_(part.values)
+        scale_rows = slice(start // block_rows, -(-(start + step) // block_rows))
+        matrix.block_scale[scale_rows].copy_(part.block_scale)
+    return _quantise_scales(matrix) if quantisation.nested else matrix
 
 
 @torch.no_grad()
@@ -200,7 +202,7 @@ def dequantise(matrix: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def plain_scales(stack: Quantised) -> Tensor:
-    """Return the block scales of a stack in fp32, contiguous. Does not need bitsandbytes."""
+    """Return the block scales of a stack in fp32, contiguous. bitsandbytes is not needed."""
     if stack.nested_scale is None:
         return stack.block_scale.contiguous()
     experts, *shape = stack.block_scale.shape
@@ -223,7 +225,7 @@ def dequantised_shape(stored: Tensor, kind: str) -> tuple[int, int]:
 def rows_may_be_cut(shape_OI: tuple[int, int], quantisation: Quantisation, parts: int) -> bool:
     """Return True if splitting the rows of a matrix into `parts` equal parts splits no block.
 
-    Each part then has its own scales, and all tensors are split evenly along their first dim.
+    Each part then has its own scales, and every tensor is split evenly along its first dimension.
     """
     rows, columns = shape_OI
     block_rows, block_columns = _BLOCKS[quantisation.kind]
@@ -241,8 +243,8 @@ def _quantise_nf4(weight_OI: Tensor) -> Quantised:
     return Quantised(packed.view(rows, columns // 2), state.absmax.view(rows, columns // 64))
 
 
-def _nested(matrix: Quantised) -> Quantised:
-    """Quantise the scales of a matrix, as `quantize_4bit` does with compress_statistics."""
+def _quantise_scales(matrix: Quantised) -> Quantised:
+    """Quantise the scales of a matrix, as `quantize_4bit` does with compress_statistics=True."""
     offset = matrix.block_scale.flatten().mean()
     codes, state = _functional().quantize_blockwise(
         matrix.block_scale.flatten() - offset, blocksize=_NESTED_BLOCK
@@ -255,10 +257,10 @@ def _dequantise_nf4(matrix: Quantised, dtype: torch.dtype) -> Tensor:
     rows, columns = matrix.values.shape[0], 2 * matrix.values.shape[1]
     nested = matrix.nested_scale if matrix.nested_scale is None else matrix.nested_scale[None]
     block_scale = plain_scales(Quantised(matrix.values[None], matrix.block_scale[None], nested))
-    known = dtype if dtype in _BITSANDBYTES_DTYPES else torch.float32
-    _functional()  # registers the operator
+    supported = dtype if dtype in _BITSANDBYTES_DTYPES else torch.float32
+    _functional()  # The import registers the operator.
     weight_OI: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-        matrix.values.view(-1, 1), block_scale.flatten(), 64, "nf4", [rows, columns], known
+        matrix.values.view(-1, 1), block_scale.flatten(), 64, "nf4", [rows, columns], supported
     )
     return weight_OI.to(dtype)
 
@@ -268,10 +270,11 @@ def _quantise_fp8(weight_OI: Tensor) -> Quantised:
     squares = weight_OI.float().view(rows // 128, 128, columns // 128, 128)
     largest = squares.abs().amax((1, 3))
     limit = torch.finfo(_FP8).max
-    # Multiplied by the inverse scale, as in transformers' quantiser. A block of zeros has scale 1.
-    factor = torch.where(largest > 0, limit / largest, torch.ones_like(largest))
-    scaled = (squares * factor[:, None, :, None]).clamp(-limit, limit)
-    return Quantised(scaled.to(_FP8).view(rows, columns).view(torch.uint8), 1 / factor)
+    # Values are multiplied by the inverse scale, as in transformers' quantiser. A block of zeros
+    # has scale 1.
+    inverse = torch.where(largest > 0, limit / largest, torch.ones_like(largest))
+    scaled = (squares * inverse[:, None, :, None]).clamp(-limit, limit)
+    return Quantised(scaled.to(_FP8).view(rows, columns).view(torch.uint8), 1 / inverse)
 
 
 def _dequantise_fp8(matrix: Quantised, dtype: torch.dtype) -> Tensor:
@@ -282,7 +285,7 @@ def _dequantise_fp8(matrix: Quantised, dtype: torch.dtype) -> Tensor:
 
 
 def _functional() -> Any:
-    # Imported on demand: it is optional, and its import looks for GPUs.
+    # bitsandbytes is imported on demand, because it is optional and its import looks for GPUs.
     import bitsandbytes.functional
 
     return bitsandbytes.functional
@@ -292,14 +295,17 @@ def _functional() -> Any:
 def _nested_codes(device: torch.device) -> Tensor:
     """Return the values of the 256 codes of nested scales, in ascending order.
 
-    The values are 0, 1 and, for each power of ten from 1e-6 to 1, the centres of 1, 2, 4 .. 64
-    equal parts of the interval from 0.1 to 1 times that power, with either sign (arXiv 1511.04561,
-    "dynamic tree"). They are not taken from bitsandbytes, because up to version 0.49 its CPU code
-    overwrites the first value of its own table with -1.
+    The values are 0, 1 and, with both signs, the centres of 1, 2, 4 .. 64 equal parts of the
+    interval from 0.1 to 1, times 1e-6, 1e-5 .. 1 (arXiv 1511.04561, "dynamic tree"):
+
+        0.55 * 1e-6        0.325 * 1e-5, 0.775 * 1e-5        four values * 1e-4        ..
+
+    These values are not read from bitsandbytes, because up to version 0.49 its CPU code overwrites
+    the first value of its own table with -1.
     """
-    found = [torch.tensor([0.0, 1.0], device="cpu")]
+    codes = [torch.tensor([0.0, 1.0], device="cpu")]
     for bits in range(7):
         edges = torch.linspace(0.1, 1, 2**bits + 1, device="cpu")
-        middles = (edges[:-1] + edges[1:]) / 2 * 10 ** (bits - 6)
-        found += [middles, -middles]
-    return torch.cat(found).sort().values.to(device)
+        centres = (edges[:-1] + edges[1:]) / 2 * 10 ** (bits - 6)
+        codes += [centres, -centres]
+    return torch.cat(codes).sort().values.to(device)

@@ -1,6 +1,7 @@
-"""Slow and obvious versions of every op in this folder, differentiated by autograd.
+"""Slow and simple versions of every op in this folder, differentiated by autograd.
 
-The tests compare the fast implementations with them.
+The tests compare the fast implementations with these versions. `matrices` dequantises, `sum_rows`
+sums the copies of each token, and `expert_mlp` computes the experts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hf_moe_ep.ops.quantised import NF4_CODES, Quantised, plain_scales
 
 
 def matrices(stack: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
-    """Dequantise a stack to [E, O, I] in `dtype`: each value times its scale, rounded once."""
+    """Dequantise a stack to [E, O, I]. Each value times its scale is rounded to `dtype` once."""
     scale = plain_scales(stack)
     if kind == "nf4":
         codes = torch.tensor(NF4_CODES, device=scale.device)
@@ -29,7 +30,7 @@ def matrices(stack: Quantised, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def sum_rows(rows_NH: Tensor, token_of_row_N: Tensor, num_tokens: int) -> Tensor:
-    """See `hf_moe_ep.ops.permute.add_rows`."""
+    """Compute `hf_moe_ep.ops.permute.add_rows`, one row at a time."""
     out_TH = list(rows_NH.new_zeros(num_tokens, rows_NH.shape[1]))
     for row_H, token in zip(rows_NH, token_of_row_N.tolist(), strict=True):
         out_TH[token] = out_TH[token] + row_H
@@ -49,15 +50,15 @@ def expert_mlp(
         out_H = torch.zeros_like(row_H)
         for expert, weight in zip(experts_K.tolist(), weights_K, strict=True):
             if expert < experts.up.shape[0]:
-                pre_G = _linear(row_H, _merged(experts, "up", expert), experts.up_bias, expert)
+                pre_G = _linear(row_H, _merge(experts, "up", expert), experts.up_bias, expert)
                 act_F = _gate(pre_G, formula)
-                y_H = _linear(act_F, _merged(experts, "down", expert), experts.down_bias, expert)
+                y_H = _linear(act_F, _merge(experts, "down", expert), experts.down_bias, expert)
                 out_H = out_H + weight * y_H
         out_RH.append(out_H)
     return torch.stack(out_RH) if out_RH else torch.zeros_like(rows_RH)
 
 
-def _merged(experts: ExpertWeights, name: str, expert: int) -> Tensor:
+def _merge(experts: ExpertWeights, name: str, expert: int) -> Tensor:
     """Return the matrix `name` of one expert with its adapter merged into it."""
     weight_LOI: Tensor = getattr(experts, name)
     adapter = experts.adapter(name)
@@ -74,7 +75,7 @@ def _linear(x_I: Tensor, weight_OI: Tensor, bias_LO: Tensor | None, expert: int)
 
 def _gate(pre_G: Tensor, formula: ExpertFormula) -> Tensor:
     if not formula.gated:
-        # The limit bounds the activated value from above, gate or not.
+        # Without a gate, too, the limit clamps the input of the activation from above.
         return _activation(pre_G.clamp(max=formula.limit), formula)
     if formula.interleaved:
         gate_F, up_F = pre_G[0::2], pre_G[1::2]

@@ -1,18 +1,20 @@
 """Compare the compiled kernels with torch, once per process, GPU and kind of call.
 
-Compilers have miscompiled single kernels on single GPUs (Triton 3.7.1 on B300: a wrong gradient and
-no error; Liger-Kernel pull request 1294), and only a comparison of numbers shows it. The first call
-of a kind therefore runs small problems on both paths, and raises if the results differ:
+Compilers have miscompiled single kernels for single GPUs: Triton 3.7.1 on a B300 computed a wrong
+gradient and raised no error (Liger-Kernel pull request 1294). Only a comparison of numbers finds
+such an error. The first call of a kind therefore runs small problems on both paths, and raises if
+the results differ:
 
-    products    the expert MLP forward and, if anything is trained, backward: a few experts with the
-                call's dtypes, formula, block sizes, alignment and adapter ranks. Quantised matrices
-                are compared with the values that their bytes stand for
-    routing     the sort of pairs by expert, with the call's number of experts and of choices
+    products    forward and, if anything is trained, backward of a few experts, with the dtypes,
+                formula, block sizes, alignment and adapter ranks of the call. For quantised
+                matrices, torch computes with the dequantised matrices
+    routing     the sort of pairs by expert, with the call's number of experts and top-k
     sums        the weighted sum of a row's experts, with rows of the call's width
 
-Two calls are of the same kind if Triton builds the same kernels for both, so every kernel that is
-launched was checked; a test compares the two sets. The check also finds kernels that cannot be
-built or do not fit into the GPU. Most of its time is compilation that the call needs anyway.
+Two calls are of the same kind if Triton builds the same kernels for both. Every kernel is therefore
+checked before it is launched, and a test compares the checked kernels with the launched kernels.
+The check also finds kernels that cannot be built or do not fit into the GPU. Most of the check's
+time is the compilation of the kernels, which the call needs anyway.
 """
 
 from __future__ import annotations
@@ -48,22 +50,23 @@ from hf_moe_ep.ops.sum_check import (
     token_sums,
 )
 
-# Triton, its compilers and ptxas raise these if a kernel cannot be built or does not fit.
+# Errors of Triton, its compilers and ptxas for a kernel that cannot be built or does not fit.
 _BUILD_ERRORS = (triton.TritonError, RuntimeError, OSError, subprocess.SubprocessError)
-# The same as ROUNDINGS for exact fp32 products, which round at every addition. An error of TF32,
-# which has the mantissa of fp16, would still be far larger.
+# The counterpart of ROUNDINGS for exact fp32 products, which round at every addition. Products in
+# TF32, which has the mantissa of fp16, have far larger errors than this limit.
 _ROUNDINGS_OF_FP32 = 64
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties of a call that Triton builds kernels for.
+    """The properties of a call that decide which kernels Triton builds.
 
     Attributes:
         precision: precision of fp32 products.
         tensors: names of the experts' tensors that are not None.
         trained: names of the inputs that need a gradient: rows, weights and the experts' tensors.
-        few: whether experts have few rows each.
+        transposed: whether the matrices are transposed views.
+        few: whether experts have fewer than FEW_ROWS rows on average.
         ranks: ranks of the adapters of up and down, 0 without an adapter.
         quantised: format of the matrices, empty if they are not quantised.
     """
@@ -96,10 +99,10 @@ def self_check(
     keep_pre: bool,
     trained: tuple[str, ...],
 ) -> str:
-    """Return the reason why the kernels of such a call cannot run here, empty if they can.
+    """Return the reason why the kernels of this call cannot run here, "" if they can.
 
     Raises:
-        RuntimeError: the kernels run and compute wrong numbers.
+        RuntimeError: the kernels run, but compute wrong numbers.
     """
     if triton_mlp.interpreted():
         return ""
@@ -131,8 +134,8 @@ def self_check(
 def check_both_sizes(kind: Kind) -> str:
     """Check the kernels of a kind for few rows per expert and for many; see `self_check`.
 
-    The number of rows changes at run time. A rank that met the other size in the middle of a run
-    would build its kernels then, while the other ranks wait for it in a collective.
+    The number of rows changes during a run. If only one size was checked, a rank that gets the
+    other size would build kernels while the other ranks wait for it in a collective.
     """
     return check_once(kind) or check_once(replace(kind, few=not kind.few))
 
@@ -157,7 +160,7 @@ def check_once(kind: Kind) -> str:
 
 @functools.cache
 def warn_once(device: torch.device, reason: str) -> None:
-    """Warn that the experts run on the torch path instead of the kernels."""
+    """Warn that the torch path computes the experts instead of the kernels."""
     warnings.warn(
         f"the Triton kernels of hf_moe_ep cannot run on {device_name(device)} with Triton "
         f"{triton.__version__}, so experts run on the torch path, which is slower: {reason}",
@@ -166,12 +169,12 @@ def warn_once(device: torch.device, reason: str) -> None:
 
 
 def _shortened(size: int) -> int:
-    """Return a small size that the same powers of two and the same blocks divide."""
+    """Return a small size that is divisible by the same powers of two and block sizes as `size`."""
     return 256 + size % 256
 
 
 def _products(kind: Kind) -> Iterator[Comparison]:
-    """Compare the output and every needed gradient of a small call."""
+    """Yield the output and every needed gradient of a small call on both paths."""
     generator = torch.Generator(kind.device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -197,31 +200,31 @@ def _products(kind: Kind) -> Iterator[Comparison]:
         "down_a": (down_rank, ffn),
         "down_b": (hidden, down_rank),
     }
-    drawn = {"up": matrix(pre_size, hidden), "down": matrix(hidden, ffn)}
+    tensors = {"up": matrix(pre_size, hidden), "down": matrix(hidden, ffn)}
     for name in kind.tensors:
         if name in shapes:
-            drawn[name] = draw(num_experts, *shapes[name]) / shapes[name][-1] ** 0.5
-    drawn = {name: x.to(kind.dtype) for name, x in drawn.items()}
-    values = dict(drawn)
+            tensors[name] = draw(num_experts, *shapes[name]) / shapes[name][-1] ** 0.5
+    tensors = {name: x.to(kind.dtype) for name, x in tensors.items()}
+    dequantised = dict(tensors)
     for name in ("up", "down") if kind.quantised else ():
-        stack = some_bytes(drawn[name], kind.quantised, generator)
-        drawn |= stack.by_name(name)
-        values[name] = matrices(stack, kind.quantised, kind.dtype)
+        stack = some_bytes(tensors[name], kind.quantised, generator)
+        tensors |= stack.by_name(name)
+        dequantised[name] = matrices(stack, kind.quantised, kind.dtype)
     rows_RH = draw(num_rows, hidden).to(kind.dtype)
     weights_RK = draw(num_rows, kind.top_k).abs().to(kind.weights_dtype)
     ids_RK = draw(num_rows, num_experts).argsort(1)[:, : kind.top_k]
     grad_RH = draw(num_rows, hidden).to(kind.dtype)
     inputs = {"rows": rows_RH, "weights": weights_RK, "grad": grad_RH}
-    wide = {name: x.double() for name, x in (inputs | values).items()}
-    got = _run(triton_mlp, kind, inputs | drawn, ids_RK, keep_pre=kind.keep_pre)
-    want = _run(torch_mlp, replace(kind, quantised=""), wide, ids_RK, keep_pre=True)
-    return ((name, got[name], want[name]) for name in want)
+    in_fp64 = {name: x.double() for name, x in (inputs | dequantised).items()}
+    actual = _run(triton_mlp, kind, inputs | tensors, ids_RK, keep_pre=kind.keep_pre)
+    expected = _run(torch_mlp, replace(kind, quantised=""), in_fp64, ids_RK, keep_pre=True)
+    return ((name, actual[name], expected[name]) for name in expected)
 
 
 def some_bytes(weight_LOI: Tensor, kind: str, generator: torch.Generator) -> Quantised:
-    """Make quantised matrices of about the same magnitude.
+    """Return quantised matrices whose values are about as large as those of `weight_LOI`.
 
-    The codes of nf4 are random, because quantising to nf4 needs bitsandbytes.
+    The codes of nf4 are random, because quantising to nf4 would need bitsandbytes.
     """
     if kind == "fp8":
         return quantise_stack(weight_LOI, Quantisation(kind))
@@ -236,7 +239,7 @@ def some_bytes(weight_LOI: Tensor, kind: str, generator: torch.Generator) -> Qua
 def _run(
     implementation: Any, kind: Kind, inputs: dict[str, Tensor], ids_RK: Tensor, *, keep_pre: bool
 ) -> dict[str, Tensor]:
-    """Return the output and, if anything is trained, the gradients of one call."""
+    """Return the output and, if anything is trained, the gradients of a call by name."""
     named: dict[str, Any] = {name: inputs.get(name) for name in WEIGHT_NAMES}
     experts = ExpertWeights(**named, up_scale=0.5, down_scale=2.0, quantised=kind.quantised)
     routing = implementation.route(ids_RK, None, experts, inputs["rows"])
@@ -251,34 +254,34 @@ def _run(
 
 
 def _routing(kind: Kind) -> Iterator[Comparison]:
-    """Compare a routing in which some of the pairs have no expert."""
+    """Yield the tensors of a routing on both paths. Some of its pairs have no expert here."""
     generator = torch.Generator(kind.device).manual_seed(0)
     num_rows = 1 + 1024 // kind.top_k
     scores = torch.rand(num_rows, kind.num_experts, generator=generator, device=kind.device)
     ids_RK = scores.argsort(1)[:, : kind.top_k]
     ids_RK[::3, 0] = kind.num_experts
-    here = ids_RK < kind.num_experts
-    counts_L = torch.bincount(ids_RK[here], minlength=kind.num_experts).tolist()
+    has_expert = ids_RK < kind.num_experts
+    counts_L = torch.bincount(ids_RK[has_expert], minlength=kind.num_experts).tolist()
     like = scores.new_empty(kind.num_experts, 1, 1, dtype=kind.dtype)
     num_pairs = FEW_ROWS * kind.num_experts - 1 if kind.few else FEW_ROWS * kind.num_experts
     block_m = choose_blocks(like, kind.num_experts, num_pairs).m
-    got = on_its_device(sort_pairs)(ids_RK, kind.num_experts, sum(counts_L), block_m)
-    want = torch_mlp.route(ids_RK, counts_L, ExpertWeights(like, None, like, None), like)
-    starts = want.offsets.tolist()
+    actual = on_its_device(sort_pairs)(ids_RK, kind.num_experts, sum(counts_L), block_m)
+    expected = torch_mlp.route(ids_RK, counts_L, ExpertWeights(like, None, like, None), like)
+    starts = expected.offsets.tolist()
     tiles = [
         (expert, start)
         for expert, (first, end) in enumerate(itertools.pairwise(starts))
         for start in range(first, end, block_m)
     ]
-    tiles += [(-1, 0)] * (len(got.tiles) - len(tiles))
-    yield "pairs by expert", got.pair_A, want.pair_A
-    yield "positions of pairs", got.slots_RK, want.slots_RK
-    yield "pairs of each expert", got.offsets, want.offsets.to(kind.device)
-    yield "tiles", got.tiles, torch.tensor(tiles, device=kind.device)
+    tiles += [(-1, 0)] * (len(actual.tiles) - len(tiles))
+    yield "pairs by expert", actual.pair_A, expected.pair_A
+    yield "positions of pairs", actual.slots_RK, expected.slots_RK
+    yield "pairs of each expert", actual.offsets, expected.offsets.to(kind.device)
+    yield "tiles", actual.tiles, torch.tensor(tiles, device=kind.device)
 
 
 def _sums(kind: Kind) -> Iterator[Comparison]:
-    """Compare sums over the choices of a few rows of full width, weighted and unweighted."""
+    """Yield the sums of a few rows' experts on both paths, with and without routing weights."""
     sum_kind = TokenSumKind(kind.device, kind.dtype, kind.top_k, kind.hidden)
     rows_AH, slots_RK, y_RKH = draw_slots(sum_kind)
     generator = torch.Generator(kind.device).manual_seed(1)

@@ -1,7 +1,8 @@
 """Compare the compiled sums of a token's rows with torch, once per process and kind of sum.
 
 Dispatch copies a token once for each rank that it goes to, and `permute.add_rows` sums the rows
-that return. `self_check` uses the functions of this module as well.
+that these ranks send back. `self_check_sums` checks the kernel of `add_rows`; `self_check.py` uses
+the other functions of this module as well.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hf_moe_ep.ops import triton_mlp
 from hf_moe_ep.ops.devices import on_its_device
 from hf_moe_ep.ops.kernels.reduce import combine
 
-# The largest allowed error, relative to the largest element, in units of the dtype's rounding.
+# The largest allowed error relative to the largest element, in multiples of the dtype's epsilon.
 ROUNDINGS = 8
 # (name, our tensor, torch's tensor in fp64)
 Comparison = tuple[str, Tensor, Tensor]
@@ -27,7 +28,7 @@ Comparison = tuple[str, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class TokenSumKind:
-    """The properties of a sum of at most `num_slots` rows that Triton builds its kernel for."""
+    """The properties that decide which kernel Triton builds for sums of up to `num_slots` rows."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,7 +37,7 @@ class TokenSumKind:
 
 
 def self_check_sums(rows_NH: Tensor, num_slots: int) -> None:
-    """Compare sums of up to `num_slots` rows of `rows_NH` with torch's, once per kind.
+    """Compare sums of up to `num_slots` rows like `rows_NH` with torch, once per kind.
 
     Raises:
         RuntimeError: the sums are wrong.
@@ -53,15 +54,15 @@ def check_sums_once(kind: TokenSumKind) -> None:
 
 
 def token_sums(kind: TokenSumKind) -> Iterator[Comparison]:
-    """Compare the sums of the rows of a few tokens."""
+    """Yield the sums of the rows of three tokens, from the kernel and from torch."""
     rows_AH, slots_RK, y_RKH = draw_slots(kind)
     yield "sums", on_its_device(combine)(rows_AH, slots_RK, None), y_RKH.sum(1)
 
 
 def draw_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows_AH, the slots_RK of three sums, and the rows at these slots in fp64.
+    """Return random rows_AH, the slots_RK of three sums, and the rows at these slots in fp64.
 
-    The third sum has no rows: all of its slots are A, "no position".
+    The third sum is empty, because all of its slots are A ("no position").
     """
     num_rows, num_pairs = 3, 2 * kind.num_slots
     generator = torch.Generator(kind.device).manual_seed(0)
@@ -74,23 +75,23 @@ def draw_slots(kind: TokenSumKind) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compare(comparisons: Iterable[Comparison], limit: float, kind: Any, fix: str) -> None:
-    """Raise if tensors differ by more than `limit` of the largest element; integers must be equal.
+    """Check that floats differ by at most `limit` times the largest element, integers by nothing.
 
     Raises:
-        RuntimeError: names the tensor, the error and `fix`.
+        RuntimeError: the difference is larger. The message has the tensor's name and `fix`.
     """
-    for name, got, want in comparisons:
-        scale = want.double().abs().max().item() or 1.0
-        error = (got.double() - want.double()).abs().max().item() / scale
-        if not error <= (limit if got.is_floating_point() else 0):
+    for name, actual, expected in comparisons:
+        scale = expected.double().abs().max().item() or 1.0
+        error = (actual.double() - expected.double()).abs().max().item() / scale
+        if not error <= (limit if actual.is_floating_point() else 0):
             raise RuntimeError(
                 f"the Triton kernels of hf_moe_ep compute wrong numbers on "
                 f"{device_name(kind.device)} with Triton {triton.__version__}: error "
-                f"{error:.1e} in {name} ({kind}), at most {limit:.1e} is rounding. "
-                f"{fix}, and report this line"
+                f"{error:.1e} in {name} ({kind}), but rounding explains at most {limit:.1e}. "
+                f"{fix}, and report this message"
             )
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or torch's name of another device."""
+    """Return the name of a GPU, or torch's name of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -1,14 +1,14 @@
 """The expert MLP in plain torch: one matrix product per expert over consecutive pairs.
 
-This path serves CPUs, fp64 and everything else that the Triton kernels do not cover. Routing
-weights are applied to the input of the down projection (F columns instead of H) and rounded once.
-The host has to know the number of pairs of each expert; if the dispatch does not pass it in,
-reading it is the one host sync of this path.
+This path serves CPUs, fp64 and everything else that the Triton kernels do not cover. The routing
+weights multiply the input of the down projection (F columns instead of H), and the product is
+rounded once. The host has to know the number of pairs of each expert. If the dispatch does not pass
+these numbers in, the host reads them from the device, which is the only host sync of this path.
 
 On a CPU the experts are processed in blocks of about `_BLOCK` pairs, so that the tensors between
 the matrix products stay in the cache and their memory is reused. A quantised matrix is dequantised
-for one product and freed again, in forward and in backward.
-Dimension names: M pairs of a block, A all pairs.
+for one product and then freed, in forward and in backward.
+Dimension names: M = pairs of a block, A = all pairs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hf_moe_ep.ops.formula import ExpertFormula, activate, activate_backward
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, GradBuffer, Routing
 from hf_moe_ep.ops.permute import count_pairs, invert
 
-# Measured on one core: one block of all pairs takes 1.2 to 1.3 times as long (4096 tokens), and one
-# block per expert 1.2 to 1.5 times (64 or 512 tokens, 128 experts).
+# Measured on one core: a single block of all pairs takes 1.2 to 1.3 times as long (4096 tokens),
+# and one block per expert takes 1.2 to 1.5 times as long (64 or 512 tokens, 128 experts).
 _BLOCK = 2048
 
 
 def route(
     expert_ids_RK: Tensor, counts_L: list[int] | None, experts: ExpertWeights, rows_RH: Tensor
 ) -> Routing:
-    """Sort the pairs by expert and leave out those without an expert. `rows_RH` is not used."""
+    """Sort the pairs by expert, without the pairs that have no expert here. Ignores `rows_RH`."""
     if counts_L is None:
         counts_L = count_pairs(expert_ids_RK, experts.up.shape[0]).tolist()
     num_rows, top_k = expert_ids_RK.shape
@@ -60,14 +60,14 @@ def forward(
     formula: ExpertFormula,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return out_RH and the pre-activations pre_AG (without rows if they are not kept)."""
+    """Return out_RH and the pre-activations pre_AG (with 0 rows unless `keep_pre`)."""
     pre_AG = rows_RH.new_empty(len(routing.pair_A) if keep_pre else 0, experts.up.shape[1])
-    out_RH = _wide_zeros(rows_RH)
-    for block in _blocks(routing, weights_RK):
+    out_RH = _zeros_for_sums(rows_RH)
+    for block in _split_into_blocks(routing, weights_RK):
         pre_MG = _pre_activations(
             rows_RH, experts, block, pre_AG[block.pairs] if keep_pre else None
         )
-        act_MF = _scale(activate(pre_MG, formula), block.weight_M)
+        act_MF = _apply_weights(activate(pre_MG, formula), block.weight_M)
         y_MH = _multiply(act_MF, experts, "down", block)
         if experts.down_bias is not None:
             for expert, (y, weight) in block.split(y_MH, block.weight_M.to(y_MH)):
@@ -89,33 +89,33 @@ def backward(
     need: set[str],
     postpone: bool = False,
 ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
-    """Return the gradients named in `need`: of rows, weights and the experts' tensors.
+    """Return the gradients named in `need`: "rows", "weights" and names of the experts' tensors.
 
-    If `pre_AG` is None, the pre-activations are computed again. With `postpone` the experts'
-    gradients are computed by the returned function. Until it is called it keeps three vectors of
-    each pair: the output's gradient, the activation and the gradient of the pre-activations.
+    If `pre_AG` is None, the pre-activations are computed again. With `postpone` the returned
+    function computes the experts' gradients. Until the function is called, it keeps three vectors
+    per pair: the output's gradient, the activation and the gradient of the pre-activations.
     """
-    # A router that computes in fp32 gives fp32 weights to rows in fp64.
-    wide = torch.promote_types(weights_RK.dtype, rows_RH.dtype)
+    # Rows in fp64 have fp32 weights if the router computes in fp32.
+    wide_dtype = torch.promote_types(weights_RK.dtype, rows_RH.dtype)
     grad_weights = weights_RK.new_zeros(weights_RK.numel()) if "weights" in need else None
-    grad_rows_RH = _wide_zeros(rows_RH) if "rows" in need else None
+    grad_rows_RH = _zeros_for_sums(rows_RH) if "rows" in need else None
     expert_grads = ExpertGrads()
     buffers = {} if postpone else _grad_buffers(expert_grads, experts, routing, need)
     add = partial(_add_expert_grads, rows_RH=rows_RH, experts=experts, scale=grad_scale)
     postponed: list[_BlockGrads] = []
-    for block in _blocks(routing, weights_RK):
-        kept_pre = None if pre_AG is None else pre_AG[block.pairs]
-        pre_MG = _pre_activations(rows_RH, experts, block) if kept_pre is None else kept_pre
+    for block in _split_into_blocks(routing, weights_RK):
+        saved_MG = None if pre_AG is None else pre_AG[block.pairs]
+        pre_MG = _pre_activations(rows_RH, experts, block) if saved_MG is None else saved_MG
         grad_MH = grad_RH.index_select(0, block.row_M)
         grad_act_MF = _multiply(grad_MH, experts, "down", block, back=True)
-        scaled_MF = _scale(grad_act_MF, block.weight_M)
+        scaled_MF = _apply_weights(grad_act_MF, block.weight_M)
         act_MF, grad_pre_MG = activate_backward(pre_MG, scaled_MF, formula)
         if grad_weights is not None:
-            # Not vecdot: if backward runs under autocast, vecdot would round to its dtype.
-            grad_M = (grad_act_MF.to(wide) * act_MF.to(wide)).sum(1)
+            # vecdot would round to autocast's dtype if backward runs under autocast.
+            grad_M = (grad_act_MF.to(wide_dtype) * act_MF.to(wide_dtype)).sum(1)
             if experts.down_bias is not None:
                 for expert, (grad, upstream) in block.split(grad_M, grad_MH):
-                    grad += upstream.to(wide) @ experts.down_bias[expert].to(wide)
+                    grad += upstream.to(wide_dtype) @ experts.down_bias[expert].to(wide_dtype)
             grad_weights.index_copy_(0, block.pair_M, grad_M.to(grad_weights.dtype))
         if grad_rows_RH is not None:
             grad_x_MH = _multiply(grad_pre_MG, experts, "up", block, back=True)
@@ -131,8 +131,8 @@ def backward(
     if grad_weights is not None:
         grads["weights"] = grad_weights.view(weights_RK.shape)
 
-    def finish(into: ExpertGrads) -> None:
-        buffers = _grad_buffers(into, experts, routing, need)
+    def finish(sums: ExpertGrads) -> None:
+        buffers = _grad_buffers(sums, experts, routing, need)
         for block_grads in postponed:
             add(block_grads, buffers)
 
@@ -142,9 +142,9 @@ def backward(
 def _grad_buffers(
     grads: ExpertGrads, experts: ExpertWeights, routing: Routing, need: set[str]
 ) -> dict[str, GradBuffer]:
-    """Return the memory of the needed gradients, set to zero for experts without pairs."""
-    wanted = {name: x for name, x in experts.named_tensors().items() if name in need}
-    buffers = {name: grads.buffer(name, tensor) for name, tensor in wanted.items()}
+    """Return the buffers of the needed gradients, filled with zeros for experts without pairs."""
+    needed = {name: x for name, x in experts.named_tensors().items() if name in need}
+    buffers = {name: grads.buffer(name, tensor) for name, tensor in needed.items()}
     for expert, (start, end) in enumerate(itertools.pairwise(routing.offsets.tolist())):
         for buffer in buffers.values():
             if start == end and not buffer.add:
@@ -160,15 +160,15 @@ def _add_expert_grads(
     experts: ExpertWeights,
     scale: float,
 ) -> None:
-    """Compute `scale` times the experts' gradients of one block, into the buffers."""
+    """Add `scale` times the experts' gradients of one block to the buffers, or store it there."""
     block = grads.block
     grad_MH = grads.grad_MH
     if "down_bias" in buffers:
-        _sum_pairs(_scale(grad_MH, block.weight_M), buffers["down_bias"], block, scale)
+        _sum_pairs(_apply_weights(grad_MH, block.weight_M), buffers["down_bias"], block, scale)
     if "up_bias" in buffers:
         _sum_pairs(grads.grad_pre_MG, buffers["up_bias"], block, scale)
     if buffers.keys() & {"down", "down_a", "down_b"}:
-        act_MF = _scale(grads.act_MF, block.weight_M)
+        act_MF = _apply_weights(grads.act_MF, block.weight_M)
         _add_matrix_grads(act_MF, grad_MH, experts, "down", buffers, block, scale)
     if buffers.keys() & {"up", "up_a", "up_b"}:
         x_MH = rows_RH.index_select(0, block.row_M)
@@ -179,7 +179,7 @@ def _add_expert_grads(
 class Block:
     """Consecutive pairs of whole experts.
 
-    `experts` lists the experts that have pairs, and `sizes` how many pairs each of them has.
+    `experts` lists the experts that have pairs, and `sizes` the number of pairs of each expert.
     """
 
     pairs: slice
@@ -190,7 +190,7 @@ class Block:
     weight_M: Tensor
 
     def split(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield each expert with its part of every tensor."""
+        """Yield each expert with the part of every tensor that belongs to its pairs."""
         parts = zip(*(tensor.split(self.sizes) for tensor in tensors), strict=True)
         return zip(self.experts, parts, strict=True)
 
@@ -205,7 +205,7 @@ class _BlockGrads:
     grad_pre_MG: Tensor
 
 
-def _blocks(routing: Routing, weights_RK: Tensor) -> Iterator[Block]:
+def _split_into_blocks(routing: Routing, weights_RK: Tensor) -> Iterator[Block]:
     # On a GPU smaller blocks would save nothing: all pairs are one block.
     on_cpu = routing.pair_A.device.type == "cpu"
     smallest = _BLOCK if on_cpu else len(routing.pair_A)
@@ -244,9 +244,9 @@ def _multiply(
     bias_LO: Tensor | None = None,
     out_MO: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each pair's row by its expert's matrix `name`, adapter included.
+    """Multiply each pair's row by its expert's matrix `name`, with its adapter.
 
-    `back` multiplies gradients by the transposed matrix.
+    With `back` the rows are gradients and the matrix is transposed.
     """
     adapter = experts.adapter(name)
     if adapter is not None and back:
@@ -268,9 +268,9 @@ def _multiply(
     return out_MO
 
 
-def _wide_zeros(rows_RH: Tensor) -> Tensor:
-    wide = torch.promote_types(rows_RH.dtype, torch.float32)
-    return rows_RH.new_zeros(rows_RH.shape, dtype=wide)
+def _zeros_for_sums(rows_RH: Tensor) -> Tensor:
+    wide_dtype = torch.promote_types(rows_RH.dtype, torch.float32)
+    return rows_RH.new_zeros(rows_RH.shape, dtype=wide_dtype)
 
 
 def _add_to_rows(y_MH: Tensor, sum_RH: Tensor, block: Block) -> None:
@@ -295,7 +295,7 @@ def _add_matrix_grads(
 ) -> None:
     """Compute the needed gradients of the matrices `name` and of the two factors of their adapter.
 
-    The product had the inputs `x_MI`; its outputs have the gradients `grad_MO`.
+    `x_MI` is the input of the matrix product, and `grad_MO` the gradient of its output.
     """
     adapter = experts.adapter(name)
     matrix, a, b = (buffers.get(name + suffix) for suffix in ("", "_a", "_b"))
@@ -313,20 +313,20 @@ def _add_matrix_grads(
 def _add_product(
     left: Tensor, right: Tensor, buffer: GradBuffer, expert: int, scale: float
 ) -> None:
-    """Compute `scale * left^T right` of one expert in the dtype of its buffer."""
+    """Store `scale * left^T right` in one expert's part of a buffer, or add it, in its dtype."""
     out = buffer.grad[expert]
     left, right = left.to(out.dtype), right.to(out.dtype)
     torch.addmm(out, left.t(), right, beta=int(buffer.add), alpha=scale, out=out)
 
 
 def _sum_pairs(rows_MO: Tensor, buffer: GradBuffer, block: Block, scale: float) -> None:
-    """Compute a bias's gradient: the sum over the pairs of each expert, in fp32 or wider."""
-    wide = torch.promote_types(rows_MO.dtype, torch.float32)
+    """Sum the rows of each expert's pairs in fp32 or wider: the gradient of a bias."""
+    wide_dtype = torch.promote_types(rows_MO.dtype, torch.float32)
     for expert, (rows,) in block.split(rows_MO):
-        sum_O = rows.sum(0, dtype=wide) * scale
+        sum_O = rows.sum(0, dtype=wide_dtype) * scale
         buffer.grad[expert] = buffer.grad[expert] + sum_O if buffer.add else sum_O
 
 
-def _scale(act_MF: Tensor, weight_M: Tensor) -> Tensor:
-    # The product is computed in the weights' fp32 and rounded once.
+def _apply_weights(act_MF: Tensor, weight_M: Tensor) -> Tensor:
+    # With fp32 weights the product is computed in fp32 and rounded once.
     return (act_MF * weight_M.unsqueeze(1)).to(act_MF.dtype)

@@ -1,23 +1,23 @@
-"""The expert MLP as Triton kernels: two matrix products forward, four backward, no host sync.
+"""The expert MLP with Triton kernels: two matrix products forward, four backward, no host sync.
 
     forward    sort_pairs -> up (gather, two products, gate) -> grouped_mm (down) -> combine
     backward   dgated (back through down and gate) -> grouped_mm, combine (rows) -> outer x 2
 
-An adapter adds `scale * b @ a` to a matrix. Neither the product b @ a nor a tensor of the output's
-size is made. With P the rank, one thin product computes `low_AP = scale * rows @ a^T`, and the
-kernel of the matrix continues its sum over `low_AP` and b. Backward does the same with a and b
-exchanged. The gradients of a and b are thin `outer` products, each with one low_AP:
+An adapter of rank P adds `scale * b @ a` to a matrix. Neither b @ a nor a second tensor of the
+output's size is computed: `thin_mm` computes `low_AP = scale * rows @ a^T`, and the kernel that
+multiplies by the matrix adds `low_AP @ b^T` to its sums ("+ low b"). Backward does the same with a
+and b exchanged. The gradients of a and b are thin `outer` products, each with one low_AP:
 
     forward    thin_mm -> up + low b        thin_mm -> grouped_mm + low b
     backward   thin_mm -> dgated + low a    thin_mm -> grouped_mm + low a     thin_mm, outer x 4
 
-Quantised matrices are dequantised tile by tile, by the kernels that multiply with them, in forward
+Quantised matrices are dequantised tile by tile inside the kernels that multiply by them, in forward
 and backward (`kernels/dequantise.py`). Only nested scales (one per 64 values) are dequantised
-before.
+before the launches.
 
-The gradient of the rows is computed before those of the weights, because other ranks wait for it.
-Kernels whose results are not needed are not launched. All sums are computed in fp32 in a fixed
-order, so equal inputs give equal bits.
+The gradient of the rows is computed before the gradients of the weights, because other ranks wait
+for it. Kernels whose results are not needed are not launched. All sums are computed in fp32 in a
+fixed order, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def forward(
     formula: ExpertFormula,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return out_RH and the pre-activations pre_AG, which are empty unless they are kept."""
+    """Return out_RH and the pre-activations pre_AG (empty unless `keep_pre`)."""
     num_pairs = routing.pair_A.numel()
     if num_pairs == 0:
         pre_shape = (0, experts.up.shape[1])
@@ -128,10 +128,10 @@ def backward(
     need: set[str],
     postpone: bool = False,
 ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
-    """Return the gradients named in `need`: of rows, weights and the experts' tensors.
+    """Return the gradients named in `need`: "rows", "weights" and names of the experts' tensors.
 
-    If `pre_AG` is None, the pre-activations are computed again. With `postpone` the experts'
-    gradients are computed by the returned function.
+    If `pre_AG` is None, the pre-activations are computed again. With `postpone` the returned
+    function computes the experts' gradients.
     """
     num_pairs = routing.pair_A.numel()
     if num_pairs == 0:
@@ -144,7 +144,7 @@ def backward(
         rows_RH = _with_contiguous_rows(rows_RH)
         grad_RH = _with_contiguous_rows(grad_RH)
         weights_RK = weights_RK.contiguous()
-        # Each function returns only what the next one reads, so that the rest is freed early.
+        # Each function returns only tensors that the next function reads; others are freed early.
         args = (rows_RH, weights_RK, experts, routing, formula, blocks, need)
         inputs_of_grads, grads = _back_through_down(grad_RH, pre_AG, *args)
         grad_rows, up_low = _back_to_rows(
@@ -157,13 +157,13 @@ def backward(
         )
     if postpone:
         return grads, finish
-    found = ExpertGrads()
-    finish(found)
-    return grads | found.take(), None
+    expert_grads = ExpertGrads()
+    finish(expert_grads)
+    return grads | expert_grads.take(), None
 
 
 def _fill_with_zeros(experts: ExpertWeights, need: set[str], grads: ExpertGrads) -> None:
-    """Compute the experts' gradients if no row has an expert here."""
+    """Set the experts' gradients to zero, because no row has an expert here."""
     for name, tensor in experts.named_tensors().items():
         if name in need:
             grad, add = grads.buffer(name, tensor)
@@ -173,7 +173,7 @@ def _fill_with_zeros(experts: ExpertWeights, need: set[str], grads: ExpertGrads)
 
 @dataclass(frozen=True)
 class _GradInputs:
-    """Tensors from which the experts' gradients are computed, besides the output's gradient.
+    """The tensors that `_add_expert_grads` reads, besides the output's gradient.
 
     `act_AF` is already multiplied by the routing weights.
     """
@@ -197,7 +197,7 @@ def _back_through_down(
     blocks: Blocks,
     need: set[str],
 ) -> tuple[_GradInputs, dict[str, Tensor]]:
-    """Go back through down and gate, and compute the gradient of the routing weights."""
+    """Backpropagate through down and gate, and compute the gradient of the routing weights."""
     if pre_AG is None:
         _, pre_AG = _activations(rows_RH, experts, routing, formula, blocks, keep_pre=True)
     adapter = experts.adapter("down")
@@ -224,7 +224,7 @@ def _back_through_down(
 def _back_to_rows(
     grad_pre_AG: Tensor, experts: ExpertWeights, routing: Routing, blocks: Blocks, need: set[str]
 ) -> tuple[dict[str, Tensor], LowRows]:
-    """Compute the gradient of the rows, and the first product of up's transposed adapter."""
+    """Return the gradient of the rows, and the first product of up's transposed adapter."""
     low = NO_ADAPTER
     if need & {"rows", "up_a"}:
         adapter = experts.adapter("up")
@@ -244,7 +244,7 @@ def _activations(
     blocks: Blocks,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return act_AF and pre_AG; pre_AG is empty unless it is kept."""
+    """Return act_AF and pre_AG (empty unless `keep_pre`)."""
     low = _low_rows(rows_RH, experts.adapter("up"), routing, blocks, gather=True)
     matrices, bias = _matrices(experts, "up"), experts.up_bias
     return up(rows_RH, matrices, bias, routing, formula, blocks, low, keep_pre=keep_pre)
@@ -258,7 +258,7 @@ def _low_rows(
     *,
     gather: bool = False,
 ) -> LowRows:
-    """Compute the first product of an adapter."""
+    """Compute the first product of an adapter, with `gather` for the row of each pair."""
     if adapter is None:
         return NO_ADAPTER
     a_LIP = adapter.a_LPI.transpose(1, 2)
@@ -278,13 +278,13 @@ def _add_expert_grads(
     need: set[str],
     grads: ExpertGrads,
 ) -> None:
-    """Compute the needed gradients of the experts' tensors, into `grads`."""
+    """Add the needed gradients of the experts' tensors to `grads`."""
     if need <= {"rows", "weights"}:
         return
     order_L = routing.offsets.diff().argsort(descending=True)
 
     def add(name: str, left: Tensor, right: Tensor | None, **options: bool) -> None:
-        """Add left^T right to the gradient `name`, or for a factor a to its transpose."""
+        """Add left^T right to the gradient `name`, or (left^T right)^T if `name` is a factor a."""
         out_LOI, is_sum = grads.buffer(name, getattr(experts, name))
         out_LOI = out_LOI.transpose(1, 2) if name.endswith("_a") else out_LOI
         assert right is not None
@@ -323,20 +323,21 @@ def _with_contiguous_rows(x_RH: Tensor) -> Tensor:
 
 def _prepare_experts(experts: ExpertWeights) -> ExpertWeights:
     """Make bias rows and quantised bytes contiguous, and dequantise nested scales to fp32."""
-    made: dict[str, Any] = {}
+    prepared: dict[str, Any] = {}
     for name in ("up_bias", "down_bias"):
         bias_LO = getattr(experts, name)
-        made[name] = None if bias_LO is None else _with_contiguous_rows(bias_LO)
+        prepared[name] = None if bias_LO is None else _with_contiguous_rows(bias_LO)
     if experts.quantised:
         for name in ("up", "down"):
             stack = experts.stack(name)
-            made |= {name: stack.values.contiguous(), name + BLOCK_SCALE: plain_scales(stack)}
-            made[name + NESTED_SCALE] = None
-    return replace(experts, **made)
+            prepared[name] = stack.values.contiguous()
+            prepared[name + BLOCK_SCALE] = plain_scales(stack)
+            prepared[name + NESTED_SCALE] = None
+    return replace(experts, **prepared)
 
 
 def _matrices(experts: ExpertWeights, name: str) -> Matrices:
-    """Return the matrices `name`, "up" or "down", as the kernels' launchers take them."""
+    """Return the matrices `name`, "up" or "down", as an argument of the kernels' launchers."""
     values: Tensor = getattr(experts, name)
     if not experts.quantised:
         return values

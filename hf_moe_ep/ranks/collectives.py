@@ -9,7 +9,8 @@ max_over_ranks       the same with a maximum
 
 Gloo raises an error when an exchange of counts or rows fails, either because a rank died or because
 it did not arrive within the timeout of the process group. That error names neither the layer nor
-the rank, so the functions here raise a new one that does.
+the rank, so `start_gathering` and `start_all_to_all` raise a new one that does. The other functions
+leave gloo's error as it is.
 
 NCCL raises no Python error: its watchdog aborts the process after the same timeout and prints the
 collective and the name of the process group. torch's flight recorder also tells which rank stands

@@ -1,5 +1,5 @@
-"""Sharding of a model with FSDP2.
+"""Shard a model with FSDP2.
 
-Here: FSDP2 units and their meshes, the initial values of parameters, and gradient clipping. Never:
-the computation of a layer.
+This folder decides which modules become FSDP2 units and on which meshes, gives parameters their
+initial values, and clips gradients. It never computes a layer (`moe/`).
 """

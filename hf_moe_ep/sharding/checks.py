@@ -1,4 +1,8 @@
-"""Checks before sharding, for mistakes that FSDP2 reports late, without a remedy, or never."""
+"""Check a model before it is sharded, for mistakes that FSDP2 reports late or not at all.
+
+`check_ranks_agree` and `check_nodes` compare ranks, so every rank must call them. Each of the other
+checks looks at the model of one rank only.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from hf_moe_ep.upstream.module_names import canonical_name
 
 
 def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions) -> None:
-    """Raise on every rank if models, configs or policies differ, or if rank 0 has no weights."""
+    """Raise on every rank if models, configs or precisions differ, or if rank 0 has no weights."""
     layers = sorted(
         (getattr(module, STATE).index, canonical_name(name))
         for name, module in model.named_modules()
@@ -35,44 +39,46 @@ def check_ranks_agree(model: nn.Module, state: ModelState, options: ShardOptions
         )
         for name, p in model.named_parameters()
     ]
-    mine = {
+    facts = {
         "config": str(state.config),
         "MoE layers": f"{len(layers)}: {', '.join(name for _, name in layers)}",
         "precision": f"{options.mp_policy}, fp32_masters={options.fp32_masters}",
         "parameters": f"{len(shapes)}, sha256 {hashlib.sha256(str(shapes).encode()).hexdigest()}",
     }
-    # Last: most differences of a field, such as the number of layers, are clearer in the above.
+    # Only the first difference is reported. Config fields come last, because the facts above are
+    # easier to understand: the names of the MoE layers say more than a field with their number.
     for name, value in sorted(model_config_fields(model).items()):
-        mine[f"{name} of the model's config"] = repr(value)
+        facts[f"{name} of the model's config"] = repr(value)
     loaded = [p for p in model.parameters() if p not in options.empty_params]
     tensors = [*loaded, *model.buffers()]
     on_meta = [tensor for tensor in tensors if tensor.is_meta]
-    by_rank = differing(mine) or [mine]
-    for name, expected in by_rank[0].items():
-        odd = [rank for rank, theirs in enumerate(by_rank) if theirs.get(name) != expected]
-        if odd:
-            theirs = by_rank[odd[0]].get(name)
+    facts_by_rank = differing(facts) or [facts]
+    for name, expected in facts_by_rank[0].items():
+        values = [facts_of_rank.get(name) for facts_of_rank in facts_by_rank]
+        rank = next((rank for rank, value in enumerate(values) if value != expected), None)
+        if rank is not None:
             raise ValueError(
-                f"ranks disagree about {name}: rank 0 has {expected}, rank {odd[0]} has {theirs}; "
-                f"every rank must patch the same model with the same arguments (a size or an "
-                f"environment variable may depend on the rank)"
+                f"ranks disagree about {name}: rank 0 has {expected}, rank {rank} has "
+                f"{values[rank]}; every rank must patch the same model with the same arguments (a "
+                f"size or an environment variable may depend on the rank)"
             )
-    together("sharding", partial(_check_first_has_values, len(on_meta), len(tensors)))
+    together("sharding", partial(_check_rank0_has_values, len(on_meta), len(tensors)))
 
 
-def _check_first_has_values(missing: int, tensors: int) -> None:
-    if missing and is_first():
+def _check_rank0_has_values(num_on_meta: int, num_tensors: int) -> None:
+    if num_on_meta and is_first():
         raise ValueError(
-            f"{missing} of {tensors} parameters and buffers of rank 0 are on the meta device "
-            f"and have no values; load the model with from_pretrained before sharding, at least on "
-            f"rank 0, or name the checkpoint: apply_ep_fsdp2(model, weights=directory)"
+            f"{num_on_meta} of {num_tensors} parameters and buffers of rank 0 are on the meta "
+            f"device and have no values; load the model with from_pretrained before sharding, at "
+            f"least on rank 0, or name the checkpoint: apply_ep_fsdp2(model, weights=directory)"
         )
 
 
 def check_nodes(config: ParallelConfig) -> None:
-    """Raise on every rank if the launcher did not number ranks machine by machine.
+    """Raise on every rank if the ranks of a machine are not consecutive.
 
-    A `node_size` that the user chose is not checked.
+    The hierarchical dispatcher takes `node_size` consecutive ranks as one node. A `node_size` that
+    differs from the launcher's LOCAL_WORLD_SIZE is the user's own choice and is not checked.
     """
     if config.dispatcher == "hierarchical" and (config.ep_size or 1) > 1:
         together("checking the ranks of a node", lambda: _check_local_rank(config.node_size))
@@ -85,26 +91,31 @@ def _check_local_rank(node_size: int | None) -> None:
     if rank % node_size != local_rank:
         raise ValueError(
             f"rank {rank} has LOCAL_RANK {local_rank} on a machine of {node_size} ranks, but "
-            f"dispatcher='hierarchical' takes {node_size} consecutive ranks as a node, so its "
-            f"local rank would be {rank % node_size}; number ranks machine by machine, as torchrun "
-            f"and accelerate launch do (srun: --distribution=block), or use dispatcher='all_to_all'"
+            f"dispatcher='hierarchical' takes {node_size} consecutive ranks as a node, in which "
+            f"rank {rank} has local rank {rank % node_size}; number ranks machine by machine, as "
+            f"torchrun and accelerate launch do (srun: --distribution=block), or use "
+            f"dispatcher='all_to_all'"
         )
 
 
 def check_frozen(model: nn.Module, experts: Iterable[nn.Module]) -> None:
-    """Raise if a quantized model has trainable experts, which bitsandbytes silently skipped."""
-    trained = [
+    """Raise if a model was loaded with a quantization_config and has trainable expert weights.
+
+    bitsandbytes quantises Linear modules only, and skips stacked experts without a warning.
+    """
+    trainable = [
         (name, weight.dtype)
         for module in experts
         for name, weight in module.named_parameters()
         if weight.requires_grad and "lora_" not in name
     ]
-    if is_quantized(model) and trained:
-        name, dtype = trained[0]
+    if is_quantized(model) and trainable:
+        name, dtype = trainable[0]
         raise ValueError(
-            f"this model was loaded with a quantization_config, which left {len(trained)} weights "
-            f"of its experts as they were ({name}, {dtype}) and trainable; freeze them with "
-            f"get_peft_model(model, lora_config), or load without the quantization_config"
+            f"this model was loaded with a quantization_config, but {len(trainable)} weights of "
+            f"its experts are not quantized and are trainable ({name} in {dtype}); freeze them "
+            f"with get_peft_model(model, lora_config), or load the model without the "
+            f"quantization_config"
         )
 
 
@@ -122,21 +133,22 @@ def check_quantised_frozen(model: nn.Module, entries: ParameterEntries) -> None:
 
 
 def check_packed(model: nn.Module, options: ShardOptions) -> None:
-    """Raise if FSDP2 would cast packed 4-bit weights, whose bits are codes and not numbers."""
+    """Raise if FSDP2 would cast packed 4-bit weights, whose bytes are codes and not numbers."""
     dtype = options.mp_policy.param_dtype
     packed = {id(parameter) for parameter in packed_parameters(model)}
     for name, parameter in model.named_parameters():
-        cast = dtype is not None and parameter.dtype != dtype
-        if id(parameter) in packed and parameter not in options.ignored_params and cast:
+        is_cast = dtype is not None and parameter.dtype != dtype
+        if id(parameter) in packed and parameter not in options.ignored_params and is_cast:
             raise ValueError(
                 f"{name} stores 4-bit codes as {parameter.dtype} (bnb_4bit_quant_storage), but "
-                f"parameters are gathered in {dtype}, and the cast would destroy them; load with "
+                f"FSDP2 all-gathers parameters in {dtype}, and a cast would destroy the codes; "
+                f"load the model with "
                 f"BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage={dtype})"
             )
 
 
 def check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> None:
-    """Raise if the parameters of one unit have several dtypes, which FSDP2 does not support."""
+    """Raise if trainable parameters of one unit have several dtypes, which FSDP2 cannot shard."""
     dtypes = {
         str(p.dtype)
         for p in parameters
@@ -145,6 +157,7 @@ def check_dtypes(parameters: Iterable[nn.Parameter], options: ShardOptions) -> N
     if len(dtypes) > 1 and not options.fp32_masters:
         raise ValueError(
             f"trainable parameters of one layer have dtypes {' and '.join(sorted(dtypes))}, but "
-            f"FSDP2 needs one; launch with mixed_precision: bf16 (all get fp32 masters), or create "
-            f"adapters in the model's dtype: get_peft_model(..., autocast_adapter_dtype=False)"
+            f"FSDP2 needs one; launch with mixed_precision: bf16, which trains fp32 master weights "
+            f"of all of them, or create adapters in the model's dtype: "
+            f"get_peft_model(..., autocast_adapter_dtype=False)"
         )

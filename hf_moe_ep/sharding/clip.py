@@ -1,17 +1,17 @@
-"""Clip the gradients of a model whose experts and other parameters lie on different meshes.
+"""Clip the gradients of a model whose experts and other parameters are on different meshes.
 
-`torch.nn.utils.clip_grad_norm_` stacks the norms of all parameters, which fails for DTensors of
-different meshes. Here each rank computes the norm of its own shards, one group of gradients with
-equal mesh and placements at a time. One all-reduce per group of gradients completes the sum, and
-every rank combines the few results in the same way. No norm of a single parameter is all-reduced.
+`torch.nn.utils.clip_grad_norm_` stacks the norms of all parameters, which fails for DTensors on
+different meshes. `clip_grad_norm_` in this file groups the gradients by mesh and placements
+instead. For each group of gradients, a rank sums |g|^p over its own shards, and the sums of all
+ranks are all-reduced. Every rank then computes the same total norm from the sums of all groups:
 
-    gradients           all-reduced over
+    gradients           the sum is all-reduced over
     dense               fsdp
     experts, ep_size 1  ep_fsdp
     experts             ep_fsdp and ep as one process group; one axis after the other where torch
                         cannot create that group (`ranks/mesh.py`)
 
-An element that several ranks hold (HSDP) is counted once.
+An element with replicas on several ranks (HSDP) is counted once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def clip_grad_norm_(
 
     Args:
         model: a model, sharded or not. Every rank must call this function.
-        max_norm: the largest norm that is left, as in `torch.nn.utils.clip_grad_norm_`.
+        max_norm: the largest joint norm after clipping.
         norm_type: p of the p-norm, or `inf`.
         error_if_nonfinite: raise RuntimeError on every rank if the norm is nan or inf.
 
@@ -74,8 +74,8 @@ def clip_gradients_of(
 ) -> Tensor:
     """Clip the gradients of `parameters`; `clip_grad_norm_` describes the other arguments.
 
-    `meshes` are the meshes of the model. Without them the norm of experts takes one all-reduce for
-    each axis of their mesh.
+    `meshes` are the meshes of the model. If it is None, the norm of the experts takes one
+    all-reduce for each axis of their mesh.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be a number > 0 or inf, got {norm_type}; try 2.0")
@@ -97,18 +97,20 @@ def clip_gradients_of(
 
 
 def _total_norm(by_layout: list[list[Tensor]], norm_type: float, meshes: Meshes | None) -> Tensor:
-    """Return the norm of all gradients; the parameters of each list have one mesh and placement."""
+    """Return the norm of all gradients. Parameters in one list have equal mesh and placements."""
     if not by_layout:
         return torch.tensor(0.0)
-    parts = [_sum_of_powers(parameters, norm_type, meshes) for parameters in by_layout]
-    stacked = torch.stack([part.to(parts[0].device) for part in parts])
+    sums = [_sum_of_powers(parameters, norm_type, meshes) for parameters in by_layout]
+    stacked = torch.stack([x.to(sums[0].device) for x in sums])
     return stacked.amax() if norm_type == float("inf") else stacked.sum() ** (1.0 / norm_type)
 
 
 def _sum_of_powers(parameters: list[Tensor], norm_type: float, meshes: Meshes | None) -> Tensor:
-    """Return sum |g|^p (max |g| where p is inf) over gradients with equal mesh and placements."""
+    """Return sum |g|^p (max |g| if p is inf) over the elements of all `parameters`' gradients.
+
+    The gradients have equal mesh and placements.
+    """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    like = grads[0]
     shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     norms = vector_norms([shard for shard in shards if shard.numel() > 0], norm_type)
     if not norms:
@@ -117,20 +119,21 @@ def _sum_of_powers(parameters: list[Tensor], norm_type: float, meshes: Meshes | 
         total = torch.stack(norms).amax()
     else:
         total = (torch.stack(norms) ** norm_type).sum()
-    if not isinstance(like, DTensor):
+    example = grads[0]
+    if not isinstance(example, DTensor):
         return total
-    # With CPU offload gradients lie on the host, where NCCL cannot reduce.
-    total = total.to(like.device_mesh.device_type)
+    # With CPU offload the gradients are in host memory, which NCCL cannot all-reduce.
+    total = total.to(example.device_mesh.device_type)
     reduce_over = max_over_ranks if norm_type == float("inf") else sum_over_ranks
-    for group in _reduction_groups(like, meshes):
+    for group in _reduction_groups(example, meshes):
         total = reduce_over(total, group)
     return total
 
 
-def _reduction_groups(like: DTensor, meshes: Meshes | None) -> list[dist.ProcessGroup]:
-    """Find the process groups whose ranks together hold each element of `like` exactly once."""
-    mesh = like.device_mesh
-    axes = [i for i, placement in enumerate(like.placements) if not placement.is_replicate()]
+def _reduction_groups(grad: DTensor, meshes: Meshes | None) -> list[dist.ProcessGroup]:
+    """Find the process groups whose ranks together hold each element of `grad` exactly once."""
+    mesh = grad.device_mesh
+    axes = [i for i, placement in enumerate(grad.placements) if not placement.is_replicate()]
     names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]
     if meshes is not None and meshes.experts is not None and names == [EP_FSDP, EP]:
         return [meshes.experts.get_group()]

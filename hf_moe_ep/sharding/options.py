@@ -1,4 +1,4 @@
-"""Options of `fully_shard`: those of the user or Accelerate, and the defaults of own loops."""
+"""Options of `fully_shard`, and their defaults in a training loop without Accelerate."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class ShardOptions:
     """Options of `fully_shard`, chosen by the user or by Accelerate.
 
     Attributes:
-        mp_policy: FSDP2's mixed precision. A `reduce_dtype` of None is replaced by `param_dtype`.
-            torch 2.15 would reduce in the dtype of the parameters, earlier versions in
-            `param_dtype`, and a policy must mean the same with every version.
+        mp_policy: FSDP2's mixed precision. `param_dtype` replaces a `reduce_dtype` of None, because
+            None has two meanings: torch 2.15 reduces in the dtype of the sharded parameters, and
+            earlier versions reduce in `param_dtype`.
         offload_policy: FSDP2's CPU offload.
         fp32_masters: keep trainable parameters in fp32.
         reshard_after_forward: as in `fully_shard`.
         ignored_params: parameters that FSDP2 does not shard.
-        empty_params: parameters that are on the meta device on every rank, and stay there.
+        empty_params: parameters that are on the meta device on every rank, and that sharding leaves
+            on the meta device.
     """
 
     mp_policy: MixedPrecisionPolicy
@@ -55,22 +56,25 @@ class ShardOptions:
 
 
 def default_policy(model: nn.Module) -> tuple[MixedPrecisionPolicy, bool]:
-    """Return the mixed precision of own loops, and True if they have fp32 master weights.
+    """Return (mixed precision, fp32_masters) for a training loop without Accelerate.
 
     A bf16 or fp16 model computes in that dtype, with fp32 master weights and fp32 gradient
-    reduction. An fp32 or fp64 model has no mixed precision. Packed 4-bit weights are not
-    considered.
+    reduction. An fp32 or fp64 model has no mixed precision. The dtype in which 4-bit weights are
+    packed does not matter.
     """
     packed = set(packed_parameters(model))
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p not in packed}
-    low = sorted(dtypes & {torch.bfloat16, torch.float16}, key=str)
-    if not low:
+    half_dtypes = sorted(dtypes & {torch.bfloat16, torch.float16}, key=str)
+    if not half_dtypes:
         return MixedPrecisionPolicy(), False
-    return MixedPrecisionPolicy(param_dtype=low[0], reduce_dtype=torch.float32), True
+    return MixedPrecisionPolicy(param_dtype=half_dtypes[0], reduce_dtype=torch.float32), True
 
 
 def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Find packed 4-bit weights stored as bytes, which not every torch version can shard."""
+    """Find the 4-bit weights that are stored as bytes, which some torch versions cannot shard.
+
+    Every rank keeps these weights whole.
+    """
     packed = packed_parameters(model)
     return frozenset(p for p in packed if not p.requires_grad and not p.is_floating_point())
 
@@ -78,21 +82,28 @@ def kept_whole(model: nn.Module) -> frozenset[nn.Parameter]:
 def grad_divisors(
     dtype: torch.dtype, reduce_dtype: torch.dtype, *, ep_size: int, world_size: int
 ) -> tuple[int, int]:
-    """Split world_size, the divisor of an expert's summed gradients: (before, after).
+    """Return (before, after), two factors of world_size that divide the gradients of experts.
 
-    The first divisor is applied in our backward, where the quotient is rounded to `dtype`; the
-    second one after the reduction, in one more pass over the gradients. So all of world_size comes
-    first, except with fp16, whose smallest number is 6e-8. There the sum over the tokens of an ep
-    group is divided by ep_size first, which gives it the magnitude of the gradient of a weight that
-    every rank has. If the reduction is in fp16 too, its sum must stay below 65504: as FSDP2 does,
-    we also divide by about the square root of the rest before the reduction.
+        dtype  reduce_dtype  ep_size  world_size  (before, after)
+        bf16   any           8        64          (64, 1)
+        fp16   fp32          8        64          (8, 8)
+        fp16   fp16          8        64          (32, 2)
+
+    Our backward divides by `before`, and rounds the quotient to `dtype`. FSDP2 then sums the
+    gradients over ranks. If `after` is not 1, one more pass over the sum divides it by `after`.
+
+    In fp16, small gradients divided by the world size would become 0, because the smallest number
+    is 6e-8. Backward therefore divides by ep_size only: the tokens of ep_size ranks contribute to
+    the gradient, so the quotient is about as large as the gradient of a dense weight. If the
+    reduction is in fp16 too, its sum must stay below 65504. Like FSDP2, we then also divide by
+    about the square root of the remaining factor before the reduction.
     """
     if dtype != torch.float16:
         return world_size, 1
-    before, rest = ep_size, world_size // ep_size
+    before, remaining = ep_size, world_size // ep_size
     if reduce_dtype == torch.float16:
         root = 1
-        while rest % (2 * root) == 0 and root * root < rest:
+        while remaining % (2 * root) == 0 and root * root < remaining:
             root *= 2
         before *= root
     return before, world_size // before
@@ -104,8 +115,8 @@ def default_device() -> torch.device:
     Raises:
         ValueError: on every rank, if two ranks would share a GPU.
     """
-    # The name of the backend is "undefined" after init_process_group() without one. Gloo can also
-    # send CUDA tensors, but a user who asks for gloo alone means the CPU.
+    # `get_backend` returns "undefined" if init_process_group() was called without a backend, so the
+    # backend config is read. Gloo can send CUDA tensors too, but gloo without NCCL means the CPU.
     if "cuda:nccl" not in dist.get_backend_config():
         return torch.device("cpu")
     index = _own_gpu()
@@ -115,15 +126,15 @@ def default_device() -> torch.device:
 
 
 def _own_gpu() -> int:
-    """Return the index of the GPU chosen for this rank, or the launcher's LOCAL_RANK."""
+    """Return the index of the GPU that the script chose, otherwise the launcher's LOCAL_RANK."""
     assert dist.group.WORLD is not None
-    bound: torch.device | None = dist.group.WORLD.bound_device_id
-    if bound is not None and bound.index is not None:
-        return bound.index
+    group_device: torch.device | None = dist.group.WORLD.bound_device_id
+    if group_device is not None and group_device.index is not None:
+        return group_device.index
     local_rank = launched_local_rank()
-    # Without a choice the current device is 0, once CUDA is initialised. A rank that sees a single
-    # GPU, because the launcher hides the others, has index 0 as well.
-    chosen = torch.cuda.is_initialized() and torch.cuda.current_device() != 0
-    if local_rank is None or chosen or local_rank >= torch.cuda.device_count():
+    # The current device is 0 until a script chooses another one, so only another index is a choice.
+    # LOCAL_RANK is no valid index if the launcher shows each rank a single GPU.
+    was_chosen = torch.cuda.is_initialized() and torch.cuda.current_device() != 0
+    if local_rank is None or was_chosen or local_rank >= torch.cuda.device_count():
         return torch.cuda.current_device()
     return local_rank

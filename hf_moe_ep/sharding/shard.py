@@ -1,38 +1,43 @@
 """Shard a patched model: split experts over ep, then make FSDP2 units of all modules.
 
-    unit                 mesh                          gradient
-    experts of a layer,  ep_fsdp, after Shard(0) / ep  summed; 1/world is applied in our backward,
-    and their adapters                                 with fp16 partly after the reduction
-    decoder layer, and   fsdp                          averaged by FSDP2
+    unit                 mesh                           gradient
+    experts of a layer,  ep_fsdp; dim 0 is split over   divided by the world size in our backward,
+    and their adapters   ep before                      then summed; fp16 and "eager": see below
+    decoder layer, and   fsdp                           averaged by FSDP2
     weights that all its
     experts share
-    vision block, tower  fsdp                          averaged by FSDP2
-    encoder              fsdp; `vision/encoders.py`    averaged by FSDP2, at the end of backward
+    vision block, tower  fsdp                           averaged by FSDP2
+    encoder              fsdp; `vision/encoders.py`     averaged by FSDP2 at the end of backward
                          gathers it
-    embedding            fsdp                          averaged by FSDP2
-    final norm + head    fsdp; stays gathered between  averaged by FSDP2
+    embedding            fsdp                           averaged by FSDP2
+    final norm + head    fsdp; stays gathered between   averaged by FSDP2
                          forward and backward
-    root (the rest)      fsdp                          averaged by FSDP2
-    correction biases    not sharded; in the dtype in  none
+    root (the rest)      fsdp                           averaged by FSDP2
+    correction biases    not sharded; in the dtype in   none
                          which they were loaded
 
+`grad_divisors` (`options.py`) returns the divisor of our backward. With fp16 the divisor is smaller
+than the world size, and the sum is divided by the remaining factor. Stock's experts code
+(experts_backend="eager") does not divide in backward, so FSDP2 averages the gradients.
+
 With tied weights embedding, norm and head are one unit, because a parameter can be in one unit
-only. Expert weights stay DTensors of global shape [E, ...] on (ep_fsdp, ep), so a checkpoint can be
+only. Expert weights are DTensors of global shape [E, ...] on (ep_fsdp, ep), so a checkpoint can be
 loaded with any other layout.
 
 In some models a norm follows each expert, with one weight for all experts of a layer. A rank
 applies the norm to the outputs of its own experts, for the tokens of its whole ep group, so each
-pair of a token and an expert adds to the gradient on exactly one rank. Averaging over all ranks is
-therefore right for this weight, as for any other weight of the layer, and it belongs to the unit of
-the layer. A unit of FSDP2 cannot hold a parameter of a module that is a unit itself. So the layer
-becomes a unit before its experts do, and ignores the other parameters of the experts.
+pair of a token and an expert adds to the gradient on exactly one rank. The gradient of this weight
+is therefore averaged over all ranks, as for any other weight of the layer, and the weight is part
+of the layer's unit. FSDP2 leaves the parameters of nested units out of the outer unit. So the layer
+becomes a unit before its experts do, and ignores all parameters of the experts but this weight.
 
 Frozen experts that `ParallelConfig.experts_dtype` quantises become bytes and scales when they get
-their values. Their unit is gathered without a cast.
+their initial values. FSDP2 all-gathers both without a cast.
 
-Every parameter and buffer starts with the value of rank 0 (`values.py`), one unit after another, so
-a device never holds more than one whole unit. Parameters that are on the meta device on every rank
-stay there, and are read from a checkpoint later (`checkpoints/hub/read.py`).
+Every parameter and buffer starts with the value of rank 0 (`values.py`). A unit is sharded before
+the next one gets its values, so a device never holds more than one unsharded unit. Parameters that
+are on the meta device on every rank stay there, and are read from a checkpoint later
+(`checkpoints/hub/read.py`).
 """
 
 from __future__ import annotations
@@ -90,11 +95,13 @@ from hf_moe_ep.upstream.sharded_models import (
 def shard_model(
     model: nn.Module, state: ModelState, options: ShardOptions, device: torch.device
 ) -> nn.Module:
-    """Shard a patched model in place over the default process group; every rank calls this.
+    """Shard a patched model in place over the default process group, and return the model.
+
+    Every rank must call this function.
 
     Raises:
-        ValueError: on every rank, if ranks disagree, sizes do not divide the world, or weights are
-            missing.
+        ValueError: on every rank, if ranks disagree, sizes do not divide the world size, or rank 0
+            has no weights.
     """
     check_ranks_agree(model, state, options)
     check_nodes(state.config)
@@ -108,7 +115,7 @@ def shard_model(
 def shard_units(
     model: nn.Module, state: ModelState, options: ShardOptions, meshes: Meshes
 ) -> nn.Module:
-    """Shard a model over `meshes`, without comparing the ranks."""
+    """Shard a patched model in place over `meshes`, without comparing the ranks before."""
     keep_forwards(state)
     units = find_units(model, state.plan)
     check_frozen(model, units.all_experts)
@@ -126,21 +133,21 @@ def shard_units(
     fill = partial(_fill, entries=entries, meshes=meshes, options=options)
     shard = partial(fully_shard, mesh=meshes.dense, **options.fully_shard_kwargs())
     for index, layer in enumerate(units.layers):
-        of_layer = units.experts.get(index, ())
-        without_experts = _ignoring(options, _owned_by_experts(of_layer, entries))
-        fill([layer], options=without_experts)
-        shard(layer, ignored_params=set(without_experts.ignored_params))
-        for experts in of_layer:
-            shared = _sharded(experts)
-            filled = fill([experts])
-            _shard_experts(experts, filled, state, meshes, _ignoring(options, shared))
-    for part in units.vision:
-        fill([part])
-        shard(part)
-    for part in units.encoders:
-        fill([part])
-        with without_forward_hooks(part):
-            state.encoders.append(shard(part))
+        layer_experts = units.experts.get(index, ())
+        layer_options = _ignore(options, _unshared_parameters(layer_experts, entries))
+        fill([layer], options=layer_options)
+        shard(layer, ignored_params=set(layer_options.ignored_params))
+        for experts in layer_experts:
+            experts_options = _ignore(options, _sharded_parameters(experts))
+            new_entries = fill([experts])
+            _shard_experts(experts, new_entries, state, meshes, experts_options)
+    for module in units.vision:
+        fill([module])
+        shard(module)
+    for encoder in units.encoders:
+        fill([encoder])
+        with without_forward_hooks(encoder):
+            state.encoders.append(shard(encoder))
     if units.embedding is not None and not units.tied:
         fill([units.embedding])
         shard(units.embedding)
@@ -162,60 +169,62 @@ def shard_units(
 def _fill(
     modules: Iterable[nn.Module], entries: ParameterEntries, meshes: Meshes, options: ShardOptions
 ) -> ParameterEntries:
-    """Give the parameters of one unit their values, and remove their entries from `entries`.
+    """Materialize the parameters of one unit, and remove their entries from `entries`.
 
-    Returns the new parameters with the entries of the old ones.
+    Returns the new parameters, each with the entry of the parameter that it replaces.
     """
-    found = (p for module in modules for p in module.parameters())
-    parameters = dict.fromkeys(p for p in found if p not in options.ignored_params)
+    all_parameters = (p for module in modules for p in module.parameters())
+    parameters = dict.fromkeys(p for p in all_parameters if p not in options.ignored_params)
     check_dtypes(parameters, options)
-    filled: ParameterEntries = {}
+    new_entries: ParameterEntries = {}
     for parameter in parameters:
-        # A tied parameter that an earlier unit holds has its value, and no entry any more.
+        # A tied parameter has no entry if an earlier unit has materialized it.
         entry = entries.pop(parameter, None)
         if entry is None:
             continue
-        filled |= dict.fromkeys(materialize(entry, meshes, options), entry)
-    return filled
+        new_entries |= dict.fromkeys(materialize(entry, meshes, options), entry)
+    return new_entries
 
 
 def _shard_experts(
     experts: nn.Module,
-    filled: ParameterEntries,
+    entries: ParameterEntries,
     state: ModelState,
     meshes: Meshes,
     options: ShardOptions,
 ) -> None:
+    """Make an experts module an FSDP2 unit on ep_fsdp. `_fill` has returned `entries`."""
     shard_dim = state.config.expert_shard_dim
 
     def placement(parameter: nn.Parameter) -> Shard:
         shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
-        entry = filled.get(parameter)
+        entry = entries.get(parameter)
         if entry is not None and entry.quantisation is not None:
             return _quantised_placement(entry, shard_dim, meshes)
         is_factor = entry is not None and entry.stack is not None
         return _expert_placement(shape, "auto" if is_factor else shard_dim, meshes.ep_fsdp_size)
 
-    quantised = [entry for entry in filled.values() if entry.quantisation is not None]
+    quantised = [entry for entry in entries.values() if entry.quantisation is not None]
     kwargs = options.fully_shard_kwargs()
     # Routing weights are fp32 and must not be cast.
     kwargs["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=False)
     if quantised:
-        # FSDP2 would round the scales, and torch 2.11 the bytes too. `moe/experts.py` casts the
-        # other parameters of the unit after the all-gather.
+        # With a param_dtype FSDP2 would cast the scales, and with torch 2.11 the bytes too.
+        # `moe/experts.py` casts the other parameters of the unit after the all-gather.
         kwargs["mp_policy"] = replace(kwargs["mp_policy"], param_dtype=None)
     with bytes_as_parameters() if quantised else nullcontext():
         fully_shard(experts, mesh=meshes.ep_fsdp, shard_placement_fn=placement, **kwargs)
     if state.config.experts_backend == "eager":
         return
     assert isinstance(experts, FSDPModule)
-    # A plain sum: run_experts divides by the world. FSDP2's own divisor would become PREMUL_SUM,
-    # which gloo rejects and NCCL zeroes in bf16 (https://github.com/pytorch/pytorch/issues/190747).
+    # FSDP2 sums without dividing, because run_experts divides in backward. To divide, FSDP2 would
+    # use PREMUL_SUM, which gloo does not support and which gives zeros with NCCL in bf16
+    # (https://github.com/pytorch/pytorch/issues/190747).
     experts.set_gradient_divide_factor(1.0)
     experts.set_force_sum_reduction_for_comms(True)
-    loaded = quantised[0].parameter if quantised else next(experts.parameters())
-    dtype = options.mp_policy.param_dtype or loaded.dtype
-    # `experts` may be the wrapper of an adapter, with the patched module inside.
+    weight = quantised[0].parameter if quantised else next(experts.parameters())
+    dtype = options.mp_policy.param_dtype or weight.dtype
+    # `experts` may be PEFT's wrapper, which contains the patched module.
     layer: MoELayer = next(vars(m)[STATE] for m in experts.modules() if STATE in vars(m))
     layer.grad_divisor, after = grad_divisors(
         dtype,
@@ -224,7 +233,7 @@ def _shard_experts(
         world_size=meshes.world_size,
     )
     if after > 1:
-        # FSDP2's own divisor would be applied twice if ep_fsdp has one rank (torch 2.13).
+        # FSDP2 cannot divide by `after`: torch 2.13 divides twice if ep_fsdp has one rank.
         experts.set_all_reduce_hook(partial(_divide, by=after))
 
 
@@ -233,45 +242,51 @@ def _divide(reduced: torch.Tensor, by: int) -> None:
 
 
 def _is_shared(parameter: nn.Parameter, entries: ParameterEntries) -> bool:
-    """Return True if a parameter of an experts module belongs to all of its experts."""
+    """Return True if all experts of a module use this parameter, which is not split over ep."""
     return parameter in entries and not entries[parameter].over_ep
 
 
-def _owned_by_experts(experts: Iterable[nn.Module], entries: ParameterEntries) -> set[nn.Parameter]:
+def _unshared_parameters(
+    experts: Iterable[nn.Module], entries: ParameterEntries
+) -> set[nn.Parameter]:
     parameters = {parameter for module in experts for parameter in module.parameters()}
     return {parameter for parameter in parameters if not _is_shared(parameter, entries)}
 
 
-def _sharded(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of a module that other units have already sharded."""
+def _sharded_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of a module that are already sharded, as parts of other units."""
     return {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
 
 
-def _ignoring(options: ShardOptions, parameters: set[nn.Parameter]) -> ShardOptions:
+def _ignore(options: ShardOptions, parameters: set[nn.Parameter]) -> ShardOptions:
     return replace(options, ignored_params=options.ignored_params | parameters)
 
 
 def _check_shared(experts: nn.Module, entries: ParameterEntries, state: ModelState) -> None:
-    """Raise if experts share a trainable parameter that `run_experts` does not apply."""
+    """Raise if experts share a trainable parameter that `run_experts` does not use."""
     if state.config.experts_backend == "eager":
         return
     norms = filter(None, map(post_expert_norm, experts.modules()))
-    applied = {parameter for norm in norms for parameter in norm.parameters()}
+    norm_parameters = {parameter for norm in norms for parameter in norm.parameters()}
     for name, parameter in experts.named_parameters():
-        trained = parameter.requires_grad and parameter not in applied
-        if trained and _is_shared(parameter, entries):
+        is_unused = parameter not in norm_parameters and _is_shared(parameter, entries)
+        if is_unused and parameter.requires_grad:
             raise ValueError(
                 f"{name} of {type(experts).__name__} belongs to all experts of a layer, and the "
-                f"only such parameter that can be applied and trained here is that of a norm after "
-                f"each expert (post_expert_norm); freeze it (requires_grad_(False)) if it is not "
-                f"used, or run the model's own code: experts_backend='eager', ep_size=1"
+                f"only such parameter that hf_moe_ep can compute with and train is the weight of "
+                f"post_expert_norm, a norm after each expert; if the model does not use {name}, "
+                f"freeze it with requires_grad_(False), otherwise run the model's own code: "
+                f"experts_backend='eager', ep_size=1"
             )
 
 
 def _check_expert_shard_dim(
     experts: nn.Module, entries: ParameterEntries, state: ModelState, meshes: Meshes
 ) -> None:
-    """Raise if weights cannot be sharded along `expert_shard_dim`, which factors ignore."""
+    """Raise if a weight cannot be sharded along `expert_shard_dim`.
+
+    The factors of adapters are not checked, because the option does not apply to them.
+    """
     for weight in experts.parameters():
         if _is_shared(weight, entries):
             continue
@@ -285,55 +300,59 @@ def _check_expert_shard_dim(
 
 
 def _expert_placement(shape: torch.Size, shard_dim: str | int, ep_fsdp_size: int) -> Shard:
-    """Choose the dim along which FSDP2 shards an expert weight of (ep-local) `shape`.
+    """Choose the dim along which FSDP2 shards an expert weight, whose shape on a rank is `shape`.
 
-    "auto" is dim 0 if ep_fsdp divides it: along any other dim FSDP2 copies every expert weight once
-    more, in the all-gather and in the reduce-scatter. Otherwise it is dim 1, because with a padded
-    dim 0 some ranks would have no shard.
+    "auto" takes the first dim that ep_fsdp_size divides. This is dim 0 if possible: along dim 1
+    FSDP2 copies the weight once more, in the all-gather and in the reduce-scatter. If ep_fsdp_size
+    divides neither dim, the shards of dim 0 are padded, and a rank may have only padding.
     """
-    even = len(shape) > 1 and shape[1] % ep_fsdp_size == 0
-    if shard_dim == 1 and not even:
+    dim_1_is_even = len(shape) > 1 and shape[1] % ep_fsdp_size == 0
+    if shard_dim == 1 and not dim_1_is_even:
         raise ValueError(
             f"expert_shard_dim=1 shards dim 1 of an expert weight {tuple(shape)} evenly over "
-            f"ep_fsdp ({ep_fsdp_size}), which does not divide it; try expert_shard_dim='auto'"
+            f"ep_fsdp ({ep_fsdp_size}), but {ep_fsdp_size} does not divide dim 1; try "
+            f"expert_shard_dim='auto'"
         )
     use_dim_1 = shard_dim == 1 or (shard_dim == "auto" and shape[0] % ep_fsdp_size != 0)
-    return Shard(1) if even and use_dim_1 else Shard(0)
+    return Shard(1) if dim_1_is_even and use_dim_1 else Shard(0)
 
 
 def _quantised_placement(entry: ParameterEntry, shard_dim: str | int, meshes: Meshes) -> Shard:
     """Choose the dim along which FSDP2 shards the bytes of a stacked matrix and their scales.
 
-    The rule is that of `_expert_placement`, and dim 1 must not split a block of values that share a
-    scale.
+    The rule is that of `_expert_placement`. In addition, a shard of dim 1 must not split a block of
+    values that share a scale.
     """
-    quantisation, parts = entry.quantisation, meshes.ep_fsdp_size
+    quantisation, ep_fsdp_size = entry.quantisation, meshes.ep_fsdp_size
     assert quantisation is not None
-    experts, *shape_OI = entry.local_LOI(meshes.ep_size)
-    rows, columns = shape_OI
-    may_cut = rows_may_be_cut((rows, columns), quantisation, parts)
-    if shard_dim == 1 and not may_cut:
+    experts, rows, columns = entry.local_LOI(meshes.ep_size)
+    dim_1_can_be_split = rows_may_be_cut((rows, columns), quantisation, ep_fsdp_size)
+    if shard_dim == 1 and not dim_1_can_be_split:
         _, name = entry.owners[0]
-        nested = ", of which 256 share a nested scale" if quantisation.nested else ""
+        nested = " or 256 scales that share a nested scale" if quantisation.nested else ""
         raise ValueError(
             f"expert_shard_dim=1 shards the {rows} rows of {name} [out {rows}, in {columns}] over "
-            f"ep_fsdp ({parts}) and would split a block of {quantisation.kind}{nested}; try "
-            f"expert_shard_dim='auto' or 0"
+            f"ep_fsdp ({ep_fsdp_size}) and would split a block of {quantisation.kind} values that "
+            f"share a scale{nested}; try expert_shard_dim='auto' or 0"
         )
-    use_dim_1 = shard_dim == 1 or (shard_dim == "auto" and experts % parts != 0)
-    return Shard(1) if may_cut and use_dim_1 else Shard(0)
+    use_dim_1 = shard_dim == 1 or (shard_dim == "auto" and experts % ep_fsdp_size != 0)
+    return Shard(1) if dim_1_can_be_split and use_dim_1 else Shard(0)
 
 
 def _shard_root(root: nn.Module, meshes: Meshes, options: ShardOptions) -> None:
     kwargs = options.fully_shard_kwargs()
-    del kwargs["reshard_after_forward"]  # FSDP2's default for a root: it stays gathered
+    del kwargs["reshard_after_forward"]  # By default FSDP2 keeps a root gathered.
     # A low-precision output_dtype would round the loss.
     kwargs["mp_policy"] = replace(options.mp_policy, output_dtype=None)
     fully_shard(root, mesh=meshes.dense, **kwargs)
 
 
 def _root(model: nn.Module) -> nn.Module:
-    """Find the module for the root unit: in a PeftModel that is the model that `generate` calls."""
+    """Return the module that becomes the root unit.
+
+    For a PeftModel this is the inner model, because `generate` calls only the forward of the inner
+    model. A PeftModel with parameters outside of the inner model (prompts) is the root itself.
+    """
     inner: nn.Module = without_adapters(model)
-    inside = {id(parameter) for parameter in inner.parameters()}
-    return inner if all(id(parameter) in inside for parameter in model.parameters()) else model
+    inner_ids = {id(parameter) for parameter in inner.parameters()}
+    return inner if all(id(parameter) in inner_ids for parameter in model.parameters()) else model

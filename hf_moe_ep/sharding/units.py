@@ -1,4 +1,4 @@
-"""Find the modules that become FSDP2 units, and set the order in which FSDP2 gathers them."""
+"""Find the modules that become FSDP2 units, and set when FSDP2 gathers and reshards each unit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Units:
     """The modules that become FSDP2 units.
 
     Attributes:
-        experts: the experts modules of each layer, by the index of the layer, inside the wrappers
-            of their adapters.
+        experts: the experts modules of each layer, including PEFT's wrappers, by the layer's index.
         vision: the blocks of a vision tower, and the tower itself at the end.
         encoders: other encoders of pictures and sound (`vision/encoders.py`).
-        tail: final norm and head, which are one unit; with tied weights the embedding too.
+        tail: final norm and head, which are one unit. If the weights are tied, the unit begins with
+            the embedding.
         tied: True if the embedding and the head share their weight.
     """
 
@@ -45,7 +45,7 @@ class Units:
 def find_units(model: nn.Module, plan: ModelPlan) -> Units:
     """Find the units of a model that is not sharded yet."""
     parts = find_parts(model, plan)
-    in_front_of_tail = [parts.embedding] if parts.tied and parts.embedding is not None else []
+    tied_embedding = [parts.embedding] if parts.tied and parts.embedding is not None else []
     head = [] if parts.head is None else [parts.head]
     tower = [] if parts.tower is None else [*parts.tower.blocks, parts.tower.module]
     return Units(
@@ -54,7 +54,7 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
         vision=tower,
         encoders=[] if parts.encoders is None else [*parts.encoders.modules],
         embedding=parts.embedding,
-        tail=[*in_front_of_tail, *parts.final_norm, *head],
+        tail=[*tied_embedding, *parts.final_norm, *head],
         tied=parts.tied,
     )
 
@@ -62,49 +62,51 @@ def find_units(model: nn.Module, plan: ModelPlan) -> Units:
 def keep_last_layer(units: Units, root: nn.Module) -> None:
     """Keep the last layer gathered after forward, because backward begins with that layer.
 
-    The last layer, head and root are resharded in two cases:
+    The head and the root stay gathered as well. All of them are resharded in two cases:
 
-    - After a forward without gradients. Otherwise the model would show gathered parameters, and
-      FSDP2 never sees a change of those: adapters that PEFT freezes for a reference pass would stay
-      frozen.
+    - After a forward without gradients. Otherwise `model.parameters()` would return the gathered
+      parameters, whose changes FSDP2 does not see. Adapters that PEFT freezes for a reference pass
+      would stay frozen.
     - Before the next forward. The last forward may have had no backward, in a loop that skips a bad
-      micro-batch or validates without `torch.no_grad`. An optimizer step then has changed the
-      shards, but not the gathered weights. A graph that still waits for its backward is not
-      affected: FSDP2 gathers the same parameters again.
+      micro-batch or validates without `torch.no_grad`. An optimizer step may then have changed the
+      shards, but not the gathered weights. A later backward through the last forward still works,
+      because FSDP2 gathers the parameters again.
     """
-    last = len(units.layers) - 1
-    kept = [units.layers[last], *units.experts.get(last, ())]
-    for unit in kept:
+    last_index = len(units.layers) - 1
+    last_layer = [units.layers[last_index], *units.experts.get(last_index, ())]
+    for unit in last_layer:
         if isinstance(unit, FSDPModule):
             unit.set_reshard_after_forward(False, recurse=False)
-    kept += [*units.tail[:1], root]
+    modules = [*last_layer, *units.tail[:1], root]
+    gathered_units = [unit for unit in modules if isinstance(unit, FSDPModule)]
 
-    kept_units = [unit for unit in kept if isinstance(unit, FSDPModule)]
-
-    @torch.compiler.disable  # as FSDP2's own hooks are
-    def reshard_kept(*_: Any) -> None:
-        for unit in kept_units:
+    @torch.compiler.disable  # FSDP2 disables the compiler for its own hooks too.
+    def reshard_gathered(*_: Any) -> None:
+        for unit in gathered_units:
             unit.reshard()
 
     @torch.compiler.disable
-    def reshard_without_backward(*_: Any) -> None:
+    def reshard_without_grad(*_: Any) -> None:
         if not torch.is_grad_enabled():
-            reshard_kept()
+            reshard_gathered()
 
-    # Before FSDP2's own hook, which gathers the root.
-    root.register_forward_pre_hook(reshard_kept, prepend=True)
-    root.register_forward_hook(reshard_without_backward)
+    # This hook must run before FSDP2's own hook, which gathers the root.
+    root.register_forward_pre_hook(reshard_gathered, prepend=True)
+    root.register_forward_hook(reshard_without_grad)
 
 
 def allow_reentrant_checkpoints(units: Units) -> None:
-    """Hook the units that a checkpoint may recompute."""
+    """Register `forget_finished_backward` on all units that activation checkpointing may recompute.
+
+    The hook makes two forwards before one backward possible with reentrant checkpointing.
+    """
     for unit in (*units.layers, *units.all_experts, *units.vision):
-        # Before FSDP2's own hook, which reads the state that this one resets.
+        # This hook must run before FSDP2's own hook, which reads the state that this hook resets.
         unit.register_forward_pre_hook(forget_finished_backward, prepend=True)
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard all units, some of which stay gathered after a forward without backward."""
+    """Reshard all units. Some units stay gathered after a forward until the backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -113,38 +115,39 @@ def reshard(model: nn.Module) -> None:
 def set_prefetch(units: Units) -> None:
     """Prefetch the next unit and its experts while a unit computes, in forward and backward.
 
-    FSDP2's implicit prefetch is too late: it starts when the host has passed the dispatch, where
-    the host waits for token counts. Backward does not prefetch the units before the first one with
-    trainable parameters, such as the embedding under LoRA, because it ends there.
+    FSDP2's implicit prefetch is too late: the host starts it after the dispatch, in which it waits
+    for token counts. Backward ends at the first unit with trainable parameters, so units in front
+    of this unit, such as the embedding under LoRA, are not prefetched in backward.
     """
     stages: list[list[FSDPModule]] = []
     for index, layer in enumerate(units.layers):
         assert isinstance(layer, FSDPModule)
         experts = units.experts.get(index, ())
-        stages.append([layer, *(one for one in experts if isinstance(one, FSDPModule))])
+        stages.append([layer, *(unit for unit in experts if isinstance(unit, FSDPModule))])
     if isinstance(units.embedding, FSDPModule):
         stages.insert(0, [units.embedding])
     if units.tail and not units.tied:
         tail = units.tail[0]
         assert isinstance(tail, FSDPModule)
         stages.append([tail])
-    # The tower has a chain of its own, because it does not run on a step without pixels.
+    # The tower has a chain of its own, because it does not run in a step without pixels.
     tower: list[list[FSDPModule]] = []
-    for part in (*units.vision[-1:], *units.vision[:-1]):
-        assert isinstance(part, FSDPModule)
-        tower.append([part])
+    for module in (*units.vision[-1:], *units.vision[:-1]):
+        assert isinstance(module, FSDPModule)
+        tower.append([module])
     for chain in (stages, tower):
-        reached = False
-        for here, ahead in pairwise(chain):
-            here[0].set_modules_to_forward_prefetch(ahead)
-            reached |= any(_has_grads(unit) for unit in here)
-            if reached:
-                ahead[0].set_modules_to_backward_prefetch(here)
+        trains = False
+        for stage, next_stage in pairwise(chain):
+            stage[0].set_modules_to_forward_prefetch(next_stage)
+            trains |= any(_is_trainable(unit) for unit in stage)
+            if trains:
+                next_stage[0].set_modules_to_backward_prefetch(stage)
             else:
-                for unit in ahead:
-                    # The unit itself; an empty list would mean FSDP2's own choice, the unit before.
+                for unit in next_stage:
+                    # With an empty list FSDP2 would prefetch the unit before. A unit that
+                    # prefetches itself prefetches nothing, because it is gathered already.
                     unit.set_modules_to_backward_prefetch([unit])
 
 
-def _has_grads(unit: Any) -> bool:
+def _is_trainable(unit: Any) -> bool:
     return any(parameter.requires_grad for parameter in unit.parameters())

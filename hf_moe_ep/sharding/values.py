@@ -1,23 +1,23 @@
-"""Give each parameter of a model its initial value, in the layout that `fully_shard` starts from.
+"""Set the initial value of each parameter of a model, before `fully_shard` shards the parameter.
 
-All ranks start with the values of rank 0, because each rank builds a random head or adapter from
-its own seed, and with memory-efficient loading only rank 0 has weights at all. The steps for each
-parameter, one parameter at a time:
+All ranks start with the values of rank 0, because each rank initialises a new head or adapter from
+its own seed, and because only rank 0 has weights after memory-efficient loading. `find_entries`
+lists the parameters, and `materialize` runs these steps for one of them:
 
-    1 broadcast      send the whole value from rank 0 to the device of this rank. A parameter that
+    1 broadcast      send the whole value from rank 0 to the device of this rank; a parameter that
                      is read from a checkpoint later stays on meta
-    2 stack          unpack the factor of an adapter, which PEFT packs: experts become dim 0
+    2 stack          make experts dim 0 of an adapter's factor, which PEFT stores as one 2-D matrix
     3 split over ep  keep the experts of this rank
     4 convert        to fp32 for master weights; to bytes and scales for quantised experts
     5 register       under every name that the parameter had, as a DTensor on ep if it was split;
                      scales get the same name with a suffix
 
-With 4 experts and ep 2, a factor lora_B (out 5, r 3) is packed as (5, 12). Step 2 makes it
+With 4 experts and ep 2, PEFT stores a factor lora_B (out 5, r 3) as (5, 12). Step 2 makes it
 [4, 5, 3], step 3 keeps [2, 5, 3] on rank 1 (experts 2 and 3), and step 5 registers a DTensor of
 global shape [4, 5, 3].
 
-`fully_shard` then shards the result. Not handled here are parameters that FSDP2 shall ignore, and
-those of a class with state that a copy would lose (bitsandbytes' Params4bit).
+Two kinds of parameters have no entry: parameters that FSDP2 ignores (`broadcast_unsharded`), and
+parameters of a class whose state a copy would lose (bitsandbytes' Params4bit).
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class ParameterEntry:
 
     Attributes:
         parameter: the parameter.
-        owners: the modules that have the parameter, and its name there; several if it is tied.
-        stack: a function that moves experts to dim 0 of an adapter's factor, None for others.
+        owners: (module, name of the parameter in this module); a tied parameter has several owners.
+        stack: the function that makes experts dim 0 of an adapter's factor, None for other
+            parameters.
         over_ep: True if dim 0 counts experts, which are split over ep.
-        compute: how its experts module is computed, if the parameter shall be quantised; else None.
+        compute: the `Compute` of the experts module if the parameter is to be quantised, else None.
     """
 
     parameter: nn.Parameter
@@ -64,7 +65,7 @@ class ParameterEntry:
         return None if self.compute is None else self.compute.quantisation
 
     def local_LOI(self, ep_size: int) -> tuple[int, int, int]:
-        """Return (experts of a rank, out, in) of a stacked matrix, also if it is transposed."""
+        """Return (experts of a rank, out, in), also if the module stores transposed matrices."""
         experts, rows, columns = self.parameter.shape
         transposed = self.compute is not None and self.compute.transposed
         return (experts // ep_size, *((columns, rows) if transposed else (rows, columns)))
@@ -76,7 +77,7 @@ ParameterEntries = dict[nn.Parameter, ParameterEntry]
 def find_entries(
     model: nn.Module, experts: Iterable[nn.Module], plan: ModelPlan, options: ShardOptions
 ) -> ParameterEntries:
-    """Find every parameter of `model` that this file gives a value; `experts` are its experts."""
+    """Create the entries of all parameters to materialize; `experts` are the experts modules."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -92,31 +93,32 @@ def find_entries(
     return {
         parameter: ParameterEntry(
             parameter,
-            where,
+            parameter_owners,
             factors.get(parameter),
             parameter in stacked,
             quantised.get(parameter),
         )
-        for parameter, where in owners.items()
+        for parameter, parameter_owners in owners.items()
         if type(parameter) is nn.Parameter and parameter not in options.ignored_params
     }
 
 
 def _find_quantised(experts: Iterable[nn.Module]) -> dict[nn.Parameter, Compute]:
-    """Find the stacked matrices that shall be quantised, and how their module is computed."""
-    found: dict[nn.Parameter, Compute] = {}
+    """Map each stacked matrix that is to be quantised to the `Compute` of its module."""
+    compute_of: dict[nn.Parameter, Compute] = {}
     for module in (inner for wrapped in experts for inner in wrapped.modules()):
         layer = vars(module).get(STATE)
         compute = layer.compute if isinstance(layer, MoELayer) else None
         if compute is not None and compute.quantisation is not None:
-            found |= {getattr(module, name): compute for name in compute.parameters}
-    return found
+            compute_of |= {getattr(module, name): compute for name in compute.parameters}
+    return compute_of
 
 
 def materialize(entry: ParameterEntry, meshes: Meshes, options: ShardOptions) -> list[nn.Parameter]:
     """Run the steps of the module docstring for one parameter.
 
-    Returns the parameters that replace it: one, or bytes and their scales.
+    Returns the parameters that replace it. A quantised parameter is replaced by its bytes and by
+    its scales, any other parameter by a single one.
     """
     value = entry.parameter.detach()
     if entry.parameter not in options.empty_params:
@@ -125,20 +127,20 @@ def materialize(entry: ParameterEntry, meshes: Meshes, options: ShardOptions) ->
         value = entry.stack(value)
     over_ep = entry.over_ep and meshes.ep_size > 1
     if over_ep:
-        value = _own_experts(value, meshes)
+        value = _local_experts(value, meshes)
     if _wants_master(entry.parameter, options):
         value = value.to(torch.float32)
-    made = []
+    new_parameters = []
     for suffix, tensor in _quantise(value, entry).items():
         tensor = tensor.contiguous()
         if over_ep:
             tensor = DTensor.from_local(tensor, meshes.ep, [Shard(0)], run_check=False)
-        made.append(_register(tensor, entry, suffix))
-    return made
+        new_parameters.append(_register(tensor, entry, suffix))
+    return new_parameters
 
 
 def _quantise(value: Tensor, entry: ParameterEntry) -> dict[str, Tensor]:
-    """Return the bytes and scales of a value by the suffix of their name, or the value itself."""
+    """Quantise a value if its entry says so. Returns the tensors by the suffix of their name."""
     if entry.compute is None or entry.quantisation is None:
         return {"": value}
     value_LOI = value.transpose(1, 2) if entry.compute.transposed else value
@@ -146,7 +148,7 @@ def _quantise(value: Tensor, entry: ParameterEntry) -> dict[str, Tensor]:
 
 
 def broadcast_from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
-    """Broadcast rank 0's values to `device`; rank 0 may get `tensor` itself."""
+    """Broadcast `tensor` from rank 0 to `device`. Rank 0 may return `tensor` itself."""
     if dist.get_rank() == 0:
         value = tensor.to(device).contiguous()
     else:
@@ -155,8 +157,8 @@ def broadcast_from_rank0(tensor: Tensor, device: torch.device) -> Tensor:
     return value
 
 
-def _own_experts(value: Tensor, meshes: Meshes) -> Tensor:
-    """Copy the experts of this ep rank, which frees the memory of the others."""
+def _local_experts(value: Tensor, meshes: Meshes) -> Tensor:
+    """Copy the experts of this ep rank. A slice would keep the memory of all experts allocated."""
     return value.chunk(meshes.ep_size)[meshes.ep_rank].clone()
 
 
@@ -176,27 +178,27 @@ def broadcast_correction_biases(
 ) -> frozenset[nn.Parameter]:
     """Broadcast the correction biases that are parameters, and return the new parameters.
 
-    Every rank keeps them whole and in their own dtype, as it does with those that are buffers. If
-    they were rounded to bf16, routers would choose other experts.
+    Every rank keeps the whole bias in its own dtype, like a correction bias that is a buffer. A
+    bias rounded to bf16 would change the routers' choice of experts.
     """
-    new: dict[nn.Parameter, nn.Parameter] = {}
+    new_biases: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.requires_grad or not is_correction_bias(name):
                 continue
-            if parameter not in new:
+            if parameter not in new_biases:
                 value = parameter.detach()
                 if parameter not in options.empty_params:
                     value = broadcast_from_rank0(value, device)
-                new[parameter] = nn.Parameter(value, requires_grad=False)
-            setattr(module, name, new[parameter])
-    return frozenset(new.values())
+                new_biases[parameter] = nn.Parameter(value, requires_grad=False)
+            setattr(module, name, new_biases[parameter])
+    return frozenset(new_biases.values())
 
 
 def broadcast_unsharded(model: nn.Module, options: ShardOptions, device: torch.device) -> None:
-    """Broadcast buffers and the parameters that FSDP2 shall ignore."""
+    """Broadcast buffers, and the parameters that FSDP2 ignores, from rank 0."""
     for parameter in model.parameters():
-        # In place, because FSDP2 knows an ignored parameter by its identity.
+        # The tensor is changed in place, because FSDP2 identifies ignored parameters by `id`.
         if parameter in options.ignored_params and type(parameter) is nn.Parameter:
             parameter.data = broadcast_from_rank0(parameter.detach(), device)
     for module in model.modules():

@@ -1,12 +1,12 @@
-"""All names of torch, transformers, accelerate, peft and trl that are not public API.
+"""Access to all names of torch, transformers, accelerate, peft and trl that are not public API.
 
 This folder has one file per topic, and contains every version check. Each file lists the upstream
 files that it depends on. If an upgrade of another project breaks something, read this folder, and
-the table of `integrations/install.py`, which names the wrapped functions as strings. Never in this
-folder: decisions of this package.
+the table of `integrations/install.py`, which names the wrapped functions as strings. This
+folder never decides how a model is trained.
 
-    attention_interface   transformers' attention and mask interfaces, configs that select ours
-    experts_interface     transformers' experts interface, configs that select ours
+    attention_interface   transformers' attention and mask interfaces, with functions of ours
+    experts_interface     transformers' experts interface, with our forward of all experts
     models                the parts, the config, the forward and the buffers of a model
     code                  names that the code of a module uses, arguments of its forward
     towers                vision towers, and the arguments of a forward for pictures and sound
@@ -14,7 +14,7 @@ folder: decisions of this package.
     module_names          module names without the components that wrappers add
     modules               buffers, children and hooks of a torch.nn.Module
     norms                 norms of many tensors in one operator call
-    replaced_forwards     the function that computes a module: its class's, Liger's, or another one
+    replaced_forwards     the function that computes a module: its class's, Liger's or another's
     sharded_models        private state of FSDP2, FSDP, DDP and transformers on a sharded model
     process_groups        the default store, timeouts, flattened meshes, fake groups
     gloo                  process groups of gloo with one worker thread
@@ -26,10 +26,10 @@ folder: decisions of this package.
     hub                   folders of the hub, and the model that a config describes
     conversion            conversion of a model's tensors to those of a hub checkpoint
     adapters              PEFT: adapters, their factors, and the tensors that PEFT saves
-    adapter_files         PEFT: an adapter's folder, attached to a model on meta
+    adapter_files         PEFT: the config in an adapter's folder, an adapter for a model on meta
     training_frameworks   private names of Accelerate, the Trainer and TRL
     grpo                  methods of TRL's GRPO trainer, and its rollout engine
     requirements          allowed and installed versions of other packages
     launch_config         the default config file of `accelerate launch`
-    wrap                  ways to call our function around a function of another project
+    wrap                  calls of a wrapper of ours in place of a function of another project
 """

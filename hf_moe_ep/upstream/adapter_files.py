@@ -1,7 +1,8 @@
 """PEFT: read the config of a LoRA adapter, and attach the adapter to a model on meta.
 
-peft/config.py, peft/mapping_func.py, peft/tuners/lora/config.py and layer.py (the initial values of
-factors), peft/utils/save_and_load.py. transformers saves adapters with the same keys.
+The private names come from peft/config.py, peft/mapping_func.py, peft/tuners/lora/config.py and
+layer.py (the initial values of factors) and peft/utils/save_and_load.py (the keys of saved tensors,
+which transformers uses as well).
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, no_lean_adapters
+from hf_moe_ep.upstream.adapters import PROMPT_ENCODERS, unattachable_error
 
 _PREFIX = "base_model.model."
-# Fields of a LoraConfig with which the adapted weight is not W + scale * B A, with the base's W.
+# Fields of a LoraConfig. If one of them is set, the adapted weight is not simply W + scale * B A,
+# where W is the weight of the base.
 _MORE_THAN_A_PRODUCT = {
     "use_dora": "DoRA (use_dora)",
     "use_qalora": "QALoRA (use_qalora)",
@@ -33,10 +35,10 @@ _MORE_THAN_A_PRODUCT = {
     "layer_replication": "replicated layers (layer_replication)",
     "trainable_token_indices": "single rows of embeddings (trainable_token_indices)",
 }
-# Values of init_lora_weights that leave the base unchanged; all others subtract from the base.
-_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
-_MERGE_WITH_PEFT = "merge it in one process, with PEFT's merge_and_unload"
-# The fields above that a model on meta allows: the adapter needs no values of the base.
+# Values of init_lora_weights that leave the base unchanged. All other strings change the base.
+_INITS_THAT_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
+_MERGE_WITH_PEFT = "merge the adapter in one process, with PEFT's merge_and_unload"
+# The fields above that are possible on a model on meta, as they need no values of the base.
 _ALLOWED_ON_META = ("lora_bias", "alora_invocation_tokens")
 _EMBEDDINGS = "embed_tokens"
 
@@ -45,29 +47,29 @@ def check_attachable(config: Any) -> None:
     """Raise ValueError if `attach_adapters` cannot attach the adapters of a config.
 
     The model is on meta and has no values. The adapters must therefore be LoRA factors whose
-    initial values do not depend on the weights. LoRA on embeddings is found here if the config
+    initial values do not depend on the weights. LoRA on embeddings is refused here if the config
     names the embeddings, otherwise by `attach_adapters`.
     """
-    found = getattr(config, "peft_type", None)
-    kind = str(getattr(found, "value", found))
+    peft_type = getattr(config, "peft_type", None)
+    kind = str(getattr(peft_type, "value", peft_type))
     if kind != "LORA":
-        raise no_lean_adapters(f"{type(config).__name__} (peft_type {kind})")
+        raise unattachable_error(f"{type(config).__name__} (peft_type {kind})")
     if more := _beyond_a_product(config, _ALLOWED_ON_META):
-        raise no_lean_adapters(f"LoRA with {', '.join(more)}")
-    first = config.init_lora_weights
-    if not isinstance(first, bool) and str(first).lower() != "gaussian":
-        raise no_lean_adapters(f"LoRA with init_lora_weights={first!r}")
+        raise unattachable_error(f"LoRA with {', '.join(more)}")
+    init = config.init_lora_weights
+    if not isinstance(init, bool) and str(init).lower() != "gaussian":
+        raise unattachable_error(f"LoRA with init_lora_weights={init!r}")
     targets = config.target_modules
     names = [targets] if isinstance(targets, str) else targets or ()
     if any(name.endswith(_EMBEDDINGS) for name in names):
-        raise no_lean_adapters(f"LoRA on embeddings ({_EMBEDDINGS})")
+        raise unattachable_error(f"LoRA on embeddings ({_EMBEDDINGS})")
 
 
 def read_lora_config(folder: Path) -> Any:
     """Read the config of an adapter that is a product of two factors and nothing else.
 
     Raises:
-        ValueError: the adapter is of another kind, which the error names.
+        ValueError: PEFT cannot read the config, or the adapter is of another kind.
     """
     import peft
 
@@ -76,7 +78,8 @@ def read_lora_config(folder: Path) -> Any:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{folder} has no config that PEFT {peft.__version__} can read: "
-            f"{type(error).__name__}: {error}; if a newer PEFT wrote it, install that version"
+            f"{type(error).__name__}: {error}; if a newer PEFT wrote the config, install that "
+            f"version"
         ) from error
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning:
@@ -89,23 +92,23 @@ def read_lora_config(folder: Path) -> Any:
             f"{folder} is of peft_type {kind}, but only LORA is a product of two factors; "
             f"{_MERGE_WITH_PEFT}"
         )
-    if found := _beyond_a_product(config):
+    if more := _beyond_a_product(config):
         raise ValueError(
-            f"{folder} is LoRA with {', '.join(found)}, but only a product of two factors can be "
+            f"{folder} is LoRA with {', '.join(more)}, but only a product of two factors can be "
             f"merged here; {_MERGE_WITH_PEFT}"
         )
-    first = config.init_lora_weights
-    if isinstance(first, str) and first.lower() not in _KEEP_THE_BASE:
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower() not in _INITS_THAT_KEEP_THE_BASE:
         raise ValueError(
-            f"{folder} was initialised with init_lora_weights={first!r}, which may change the base "
-            f"too; save it as plain LoRA with path_initial_model_for_weight_conversion=, or "
-            f"{_MERGE_WITH_PEFT}"
+            f"{folder} was initialised with init_lora_weights={init!r}, which may change the base "
+            f"too; save the adapter as plain LoRA with PEFT's "
+            f"save_pretrained(path_initial_model_for_weight_conversion=...), or {_MERGE_WITH_PEFT}"
         )
     return config
 
 
 def _beyond_a_product(config: Any, allowed: Iterable[str] = ()) -> list[str]:
-    """List the fields of a config that make an adapter more than a product, except `allowed`.
+    """Describe the fields that make a config's adapter more than a product, except `allowed`.
 
     Fields that a newer PEFT marks as a variant of LoRA are included.
     """
@@ -139,7 +142,7 @@ def attach_without_values(model: nn.Module, config: Any) -> nn.Module:
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which PEFT loads the factors of a weight of `dtype`.
+    """Return the dtype in which PEFT loads the factors for a weight of dtype `dtype`.
 
     This is the effect of `autocast_adapter_dtype`, which is True by default
     (peft/tuners/tuners_utils.py).
@@ -148,21 +151,21 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def saved_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors of the adapter and those of the base, each by the keys of PEFT's files.
+    """Return the adapter's tensors and the base's tensors, both by the keys of PEFT's files.
 
-    PEFT saves tensors of the base if the vocabulary was resized, or if save_embedding_layers is
-    True.
+    Such a file has tensors of the base if the vocabulary was resized, or if save_embedding_layers
+    was True.
     """
     from peft import get_peft_model_state_dict
 
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    own = get_peft_model_state_dict(model, state, save_embedding_layers=False)
-    known = {id(tensor) for tensor in own.values()}
-    return own, {key: tensor for key, tensor in state.items() if id(tensor) not in known}
+    adapter = get_peft_model_state_dict(model, state, save_embedding_layers=False)
+    adapter_ids = {id(tensor) for tensor in adapter.values()}
+    return adapter, {key: tensor for key, tensor in state.items() if id(tensor) not in adapter_ids}
 
 
 def with_prefix(keys: Iterable[str]) -> Mapping[str, str]:
-    """Map PEFT's keys to the keys of a file, which transformers may save without PEFT's prefix."""
+    """Map PEFT's key of each tensor to its key in a file. Files of transformers have no prefix."""
     names = list(keys)
-    add = "" if any(name.startswith(_PREFIX) for name in names) else _PREFIX
-    return {f"{add}{name}": name for name in names}
+    prefix = "" if any(name.startswith(_PREFIX) for name in names) else _PREFIX
+    return {f"{prefix}{name}": name for name in names}

@@ -1,7 +1,7 @@
 """PEFT: the modules and parameters of adapters, their products, and the tensors that PEFT saves.
 
-peft/peft_model.py, peft/tuners/tuners_utils.py, peft/tuners/lora/layer.py and
-peft/utils/save_and_load.py.
+The private names come from peft/peft_model.py, peft/tuners/tuners_utils.py,
+peft/tuners/lora/layer.py and peft/utils/save_and_load.py.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ PROMPT_ENCODERS = "prompt_encoder"
 
 
 def wraps_for_adapters(module: nn.Module) -> bool:
-    """Return True if `module` is PEFT's wrapper around an adapted module.
-
-    peft/tuners/tuners_utils.py, BaseTunerLayer.
-    """
+    """Return True if `module` is PEFT's wrapper around an adapted module (BaseTunerLayer)."""
     return hasattr(module, "get_base_layer") and hasattr(module, "base_layer")
 
 
@@ -39,9 +36,9 @@ def without_adapters(model: Any) -> Any:
 
 
 def has_adapters(model: Any) -> bool:
-    """Return True if `model` has adapters of PEFT, also if `add_adapter` has attached them.
+    """Return True if `model` is a PeftModel, or has adapters that its `add_adapter` attached.
 
-    transformers/integrations/peft.py.
+    The method `add_adapter` is defined in transformers/integrations/peft.py.
     """
     return bool(getattr(model, "peft_config", None))
 
@@ -54,7 +51,7 @@ def learns_prompts(model: Any) -> bool:
 def prompt_encoders(model: Any) -> nn.Module:
     """Return the modules that compute the prompts of a PeftModel, by adapter name.
 
-    The PeftModel must be one that `learns_prompts`. Its prompts are not part of the inner model.
+    `learns_prompts(model)` must be True. The inner model does not contain these modules.
     """
     encoders: nn.Module = model.prompt_encoder
     return encoders
@@ -65,26 +62,26 @@ def adapter_names(
 ) -> list[str] | None:
     """Return the names in `state_dict` that PEFT would save; None for a model without adapters.
 
-    With "auto", PEFT decides by the contents of files if embeddings are saved too. Ranks may see
-    different files, so call this function on one rank, or pass True or False.
+    With "auto", PEFT reads files to decide if it saves embeddings too. Ranks may see different
+    files, so call this function on one rank, or pass True or False.
     """
     if not has_adapters(model):
         return None
-    if learns_prompts(model):  # PEFT would run the prompt encoders, on this rank alone.
+    if learns_prompts(model):  # PEFT's function would run the prompt encoders on one rank only.
         return [name for name in state_dict if name.startswith(f"{PROMPT_ENCODERS}.")]
     from peft import get_peft_model_state_dict
 
-    saved: set[int] = set()
+    saved_ids: set[int] = set()
     with canonical_modules(model):
         for adapter in model.peft_config:
-            found = get_peft_model_state_dict(
+            tensors = get_peft_model_state_dict(
                 model,
                 state_dict,
                 adapter_name=adapter,
                 save_embedding_layers=save_embedding_layers,
             )
-            saved |= {id(tensor) for tensor in found.values()}
-    return [name for name, tensor in state_dict.items() if id(tensor) in saved]
+            saved_ids |= {id(tensor) for tensor in tensors.values()}
+    return [name for name, tensor in state_dict.items() if id(tensor) in saved_ids]
 
 
 @contextmanager
@@ -92,8 +89,8 @@ def canonical_modules(model: nn.Module) -> Iterator[None]:
     """Make `model.named_modules()` return the names of the state dict, inside the block.
 
     Activation checkpointing adds a component to module names, but not to the names of the state
-    dict. PEFT uses module names to find the other tensors that it saves with adapters
-    (peft/utils/save_and_load.py).
+    dict. PEFT looks up module names in the state dict, to find the other tensors that it saves with
+    adapters (peft/utils/save_and_load.py).
     """
     original = model.named_modules
 
@@ -109,7 +106,7 @@ def canonical_modules(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ParameterFactor:
-    """One factor, lora_A or lora_B, of an adapter on a stacked parameter (peft, ParamWrapper).
+    """One factor, lora_A or lora_B, of an adapter on a stacked parameter (PEFT's ParamWrapper).
 
     Attributes:
         module: the stock experts module whose parameter is adapted.
@@ -128,18 +125,18 @@ class ParameterFactor:
 def parameter_factors(model: nn.Module) -> Iterator[tuple[str, ParameterFactor]]:
     """Yield (name, factor) for lora_A and lora_B of every adapter on a stacked (3-D) parameter."""
     for prefix, wrapper in model.named_modules():
-        adapted = getattr(wrapper, "parameter_name", None)
-        if not adapted or getattr(wrapper.get_base_layer(), adapted).ndim != 3:
+        adapted_name = getattr(wrapper, "parameter_name", None)
+        if not adapted_name or getattr(wrapper.get_base_layer(), adapted_name).ndim != 3:
             continue
-        for part in ("lora_A", "lora_B"):
-            for adapter, linear in getattr(wrapper, part).items():
-                name = f"{prefix}.{part}.{adapter}.weight".lstrip(".")
+        for factor in ("lora_A", "lora_B"):
+            for adapter, linear in getattr(wrapper, factor).items():
+                name = f"{prefix}.{factor}.{adapter}.weight".lstrip(".")
                 yield (
                     name,
                     ParameterFactor(
                         wrapper.get_base_layer(),
                         linear.weight,
-                        part == "lora_B",
+                        factor == "lora_B",
                         wrapper.num_experts,
                     ),
                 )
@@ -151,11 +148,11 @@ class LowRank:
 
     Attributes:
         parameter: the adapted parameter.
-        a, b: the factors (r, in) and (out, r). For stacked experts they are in PEFT's layout, or
-            have the experts as their first dim.
+        a, b: the factors (r, in) and (out, r). The factors of stacked experts are in PEFT's
+            layout, or have the experts as their first dim.
         scale: PEFT's `scaling` of the adapter.
-        num_experts: the number of stacked experts; 0 for a parameter that is no stack.
-        turned: True if the parameter is (in, out).
+        num_experts: the number of stacked experts; 0 if the parameter is not stacked.
+        turned: True if the parameter is stored transposed, as (in, out).
         casts: True if PEFT casts the product to the parameter's dtype before the addition.
     """
 
@@ -171,7 +168,8 @@ class LowRank:
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, wrapper) for each of PEFT's wrappers in the model.
 
-    peft/tuners/tuners_utils.py and peft/utils/other.py (AuxiliaryTrainingWrapper).
+    The wrappers are BaseTunerLayers (peft/tuners/tuners_utils.py) and AuxiliaryTrainingWrappers
+    (peft/utils/other.py).
     """
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names"):
@@ -179,15 +177,15 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def active_adapters(model: nn.Module) -> list[str]:
-    """Return the names of the adapters that are active in any wrapper of the model."""
+    """Return the names of the adapters that are active in at least one wrapper of the model."""
     return sorted({name for _, layer in adapter_layers(model) for name in layer.active_adapters})
 
 
 def check_mergeable(model: nn.Module) -> None:
     """Raise ValueError if an adapter is not a product of two factors, or is disabled.
 
-    Only such products can be merged here. With a disabled adapter the merged weights would differ
-    from those with which the model computes. The error names the module and the kind of adapter.
+    Only products can be merged during an export. While an adapter is disabled, the model computes
+    without its product, which merging would add to the weights.
     """
     if not has_adapters(model) and not any(True for _ in adapter_layers(model)):
         return
@@ -198,30 +196,30 @@ def check_mergeable(model: nn.Module) -> None:
         if config.is_prompt_learning:
             raise ValueError(
                 f"adapter {name} trains a prompt ({type(config).__name__}), which cannot be merged "
-                f"into a weight; pass the prompt itself to the engine"
+                f"into a weight; give the prompt itself to the inference engine"
             )
     for name, module in adapter_layers(model):
         if module.disable_adapters:
             raise ValueError(
-                f"the adapter of {name} is disabled (disable_adapter), so the model computes "
-                f"without the adapter that would be merged; merge outside of that block"
+                f"the adapter of {name} is disabled by disable_adapter, so the model computes "
+                f"without the adapter that would be merged; merge outside of this `with` block"
             )
         if isinstance(module, ModulesToSaveWrapper):
             continue
         kind = ""
         if not isinstance(module, (lora.Linear, lora.Embedding, lora.ParamWrapper)):
             kind = f"{type(module).__module__}.{type(module).__name__}"
-        elif found := getattr(module, "lora_variant", None):
-            kind = type(next(iter(found.values()))).__name__
+        elif variants := getattr(module, "lora_variant", None):
+            kind = type(next(iter(variants.values()))).__name__
         elif any(getattr(module, "lora_bias", {}).values()):
             kind = "lora_bias"
         elif not _adapted_parameter(module).is_floating_point():
             kind = "a quantized weight"
         if kind:
             raise ValueError(
-                f"{name} has an adapter that cannot be merged during the export: {kind}; LoRA on "
-                f"Linear and Embedding modules and on parameters can. Save the adapter, and merge "
-                f"it with PEFT in one process"
+                f"{name} has an adapter that cannot be merged during the export: {kind}; only LoRA "
+                f"on Linear and Embedding modules and on parameters can be merged. Save the "
+                f"adapter, and merge it with PEFT in one process"
             )
 
 
@@ -231,36 +229,38 @@ def _adapted_parameter(layer: Any) -> Tensor:
 
 
 def left_out_by_merging(model: nn.Module) -> set[str]:
-    """Return the names in a model's state dict that do not exist once adapters are merged.
+    """Return the names in a model's state dict that do not exist after adapters are merged.
 
     They are the names of adapters, and for a module in modules_to_save the names of all copies but
-    the active one.
+    the active copy.
     """
-    names: set[str] = set()
+    left_out: set[str] = set()
     for prefix, layer in adapter_layers(model):
-        parts = [*layer.adapter_layer_names, *layer.other_param_names]
-        kept = ""
+        attributes = [*layer.adapter_layer_names, *layer.other_param_names]
+        active_copy = None
         if hasattr(layer, "modules_to_save"):
-            parts.append("original_module")
+            attributes.append("original_module")
             active = next(iter(layer.active_adapters), None)
-            kept = f"modules_to_save.{active}."
-            if active not in layer.modules_to_save:
-                kept = "original_module."
-        for part in parts:
-            inside = getattr(layer, part, None)
-            if isinstance(inside, (nn.Module, nn.Parameter)):
-                tensors = inside.state_dict() if isinstance(inside, nn.Module) else {"": inside}
-                of_layer = (canonical_name(f"{part}.{name}".rstrip(".")) for name in tensors)
-                names |= {f"{prefix}.{n}" for n in of_layer if not kept or not n.startswith(kept)}
-    return names
+            has_copy = active in layer.modules_to_save
+            active_copy = f"modules_to_save.{active}." if has_copy else "original_module."
+        for attribute in attributes:
+            value = getattr(layer, attribute, None)
+            if isinstance(value, (nn.Module, nn.Parameter)):
+                tensors = value.state_dict() if isinstance(value, nn.Module) else {"": value}
+                names = (canonical_name(f"{attribute}.{name}".rstrip(".")) for name in tensors)
+                left_out |= {
+                    f"{prefix}.{name}"
+                    for name in names
+                    if active_copy is None or not name.startswith(active_copy)
+                }
+    return left_out
 
 
 def active_updates(model: nn.Module) -> Iterator[LowRank]:
-    """Yield the products that PEFT's `merge_adapter()` would add, in its order.
+    """Yield the products that PEFT's `merge_adapter()` would add to parameters, in PEFT's order.
 
-    Adapters that are merged already are left out.
-
-    peft/tuners/lora/layer.py: merge and get_delta_weight of Linear, Embedding and ParamWrapper.
+    Adapters that are merged already are left out. The formulas come from peft/tuners/lora/layer.py:
+    `merge` and `get_delta_weight` of Linear, Embedding and ParamWrapper.
     """
     for _, layer in adapter_layers(model):
         for adapter in layer.active_adapters:
@@ -279,8 +279,8 @@ def updates_of(model: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Lo
     updates: dict[int, list[LowRank]] = {}
     for update in active_updates(model):
         updates.setdefault(id(update.parameter), []).append(update)
-    lost = updates.keys() - {id(tensor) for tensor in tensors}
-    assert not lost, f"{len(lost)} adapted parameters are missing in the checkpoint"
+    missing = updates.keys() - {id(tensor) for tensor in tensors}
+    assert not missing, f"{len(missing)} adapted parameters are missing in the checkpoint"
     return updates
 
 
@@ -294,14 +294,14 @@ def _update(layer: Any, a: Tensor, b: Tensor, scale: float) -> LowRank:
     return LowRank(parameter, a, b, scale, num_experts, turned, casts)
 
 
-def no_lean_adapters(kind: str) -> ValueError:
+def unattachable_error(kind: str) -> ValueError:
     """Return the error for adapters that cannot be attached before the weights are read."""
     return ValueError(
         f"peft_config is {kind}; from_pretrained attaches adapters before it reads any weight, "
         f"which is possible for LoRA on Linear modules and target_parameters, with "
         f"init_lora_weights True, False or 'gaussian'. For other adapters, load the model with "
         f"AutoModelForCausalLM.from_pretrained, call get_peft_model(model, peft_config), and patch "
-        f"it"
+        f"the model"
     )
 
 
@@ -323,7 +323,7 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
         if reset is None:
             continue
         if len(module.lora_embedding_A):
-            raise no_lean_adapters(f"LoRA on embeddings ({canonical_name(name)})")
+            raise unattachable_error(f"LoRA on embeddings ({canonical_name(name)})")
         for adapter in module.lora_A:
             for factor in (module.lora_A[adapter], module.lora_B[adapter]):
                 factor.to_empty(device="cpu")
@@ -335,12 +335,12 @@ def attach_adapters(model: nn.Module, peft_config: Any) -> nn.Module:
 def adapter_parameters(model: nn.Module) -> set[int]:
     """Return the `id` of each parameter of every adapter, active or not.
 
-    `requires_grad` does not show them: `set_adapter` freezes inactive adapters, which have trained
-    values as well (peft/tuners/tuners_utils.py).
+    Parameters of adapters may have requires_grad=False, because `set_adapter` freezes inactive
+    adapters, which have trained values as well (peft/tuners/tuners_utils.py).
     """
-    parts = [
+    factors = [
         getattr(module, name, None)
         for module in model.modules()
         for name in getattr(module, "adapter_layer_names", ())
     ]
-    return {id(p) for part in parts if isinstance(part, nn.Module) for p in part.parameters()}
+    return {id(p) for x in factors if isinstance(x, nn.Module) for p in x.parameters()}

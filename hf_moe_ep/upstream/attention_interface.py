@@ -1,4 +1,7 @@
-"""Transformers' attention and mask interfaces (modeling_utils.py, masking_utils.py)."""
+"""Transformers' attention and mask interfaces: call our function around a stock attention function.
+
+The private names come from transformers' modeling_utils.py and masking_utils.py.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +16,39 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_moe_ep.upstream.experts_interface import EXPERTS_IMPLEMENTATION
 
+# The attribute of our copy of a config that holds the stock config.
 _STOCK_CONFIG = "_hf_moe_ep_stock"
-# "eager" is not in the interface: a module then calls the function of this name in its own file.
+# The interface has no function "eager". With this implementation a module calls the function of
+# the second name, which is defined in the module's own file.
 _EAGER, _EAGER_FUNCTION = "eager", "eager_attention_forward"
 
 
 def own_attention_config(config: Any, wrap: Callable[..., Any], *, frames: bool = False) -> Any:
     """Return a copy of `config`, for attention modules only, that selects `wrap(stock function)`.
 
-    The new name is registered for attention and for masks (modeling_utils.py, masking_utils.py),
-    because a name that is missing in the second registry silently gets no mask. If stock's name
-    contains "flash", so does ours, because transformers searches names for that word.
+    The result of `wrap` is registered under a new name for attention. The name is also registered
+    for masks, because transformers silently builds no mask for a name without a mask function. If
+    stock's name contains "flash", so does ours, because transformers searches names for "flash".
 
     Args:
         config: the config of the attention modules.
         wrap: takes the stock function and returns ours.
         frames: True for a vision tower. Our name then always contains "flash", so that transformers
-            passes the boundaries of the frames to the function; otherwise it would split the rows
-            at the boundaries of all frames, while a rank has only a slice of the rows. `wrap` then
-            gets the argument `varlen`, which is True if stock's function is a flash attention.
+            passes the boundaries of the frames to the function. Without "flash" transformers would
+            split the rows at the boundaries itself, but a rank has only a slice of the rows. `wrap`
+            also gets the argument `varlen`, which is True if stock's function is flash attention.
     """
     stock = config._attn_implementation
     kind = "flash_frames_" if frames else ""
     name = f"{EXPERTS_IMPLEMENTATION}_{kind}{stock}"
     options = {"varlen": "flash" in stock} if frames else {}
-    function = _own_eager if stock == _EAGER else ALL_ATTENTION_FUNCTIONS[stock]
+    function = _call_eager_of_file if stock == _EAGER else ALL_ATTENTION_FUNCTIONS[stock]
     ALL_ATTENTION_FUNCTIONS.register(name, wrap(function, **options))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
-    own = copy.copy(config)
-    own._attn_implementation_internal = name
-    setattr(own, _STOCK_CONFIG, config)
-    return own
+    attention_config = copy.copy(config)
+    attention_config._attn_implementation_internal = name
+    setattr(attention_config, _STOCK_CONFIG, config)
+    return attention_config
 
 
 def check_attention(module: Any, model: Any = None) -> None:
@@ -53,12 +58,12 @@ def check_attention(module: Any, model: Any = None) -> None:
     model that does not support sdpa, such as a model with attention sinks.
     """
     stock = getattr(module.config, _STOCK_CONFIG, module.config)._attn_implementation
-    eager = (
+    needs_eager = (
         stock == _EAGER
         and not getattr(model, "_supports_sdpa", True)
-        and _EAGER_FUNCTION in (_file_of(module))
+        and _EAGER_FUNCTION in _globals_of_forward(module)
     )
-    if not eager and (stock not in ALL_ATTENTION_FUNCTIONS.valid_keys() or stock == _EAGER):
+    if not needs_eager and (stock not in ALL_ATTENTION_FUNCTIONS.valid_keys() or stock == _EAGER):
         raise ValueError(
             f"sp_size > 1 splits attention by heads, which attn_implementation={stock!r} does not "
             f"support; load the model with attn_implementation='sdpa' or 'flash_attention_2'"
@@ -66,9 +71,9 @@ def check_attention(module: Any, model: Any = None) -> None:
 
 
 def stock_attention(module: nn.Module) -> Any:
-    """Return a copy of an attention module that has the stock config again.
+    """Return a copy of an attention module with the stock config.
 
-    Stock attention functions read from the config which flash attention to import
+    A stock attention function reads the name of its flash attention kernel from the module's config
     (transformers/integrations/flash_attention.py).
     """
     module = copy.copy(module)
@@ -76,11 +81,11 @@ def stock_attention(module: nn.Module) -> Any:
     return module
 
 
-def _own_eager(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the eager attention function in the module's own file."""
-    return _file_of(module)[_EAGER_FUNCTION](module, *args, **kwargs)
+def _call_eager_of_file(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the eager attention function in the file that defines the module."""
+    return _globals_of_forward(module)[_EAGER_FUNCTION](module, *args, **kwargs)
 
 
-def _file_of(module: Any) -> dict[str, Any]:
+def _globals_of_forward(module: Any) -> dict[str, Any]:
     """Return the globals of the file that defines the module's forward."""
     return inspect.unwrap(type(module).forward).__globals__

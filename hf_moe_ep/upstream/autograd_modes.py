@@ -1,7 +1,7 @@
-"""State of autograd that torch has no public function for: backward, modes, views.
+"""The state of autograd for which torch has no public function: backward, modes, views.
 
-torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py, torch/utils/checkpoint.py,
-torch/csrc/utils/disable_torch_function.cpp.
+The private names come from torch/csrc/autograd/engine.cpp, torch/utils/_python_dispatch.py,
+torch/utils/checkpoint.py and torch/csrc/utils/disable_torch_function.cpp.
 """
 
 from __future__ import annotations
@@ -15,36 +15,30 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def backward_is_running() -> bool:
-    """Return True during a backward, when autograd has a graph task.
-
-    torch/csrc/autograd/engine.cpp.
-    """
+    """Return True during a backward. Only then autograd has a graph task (engine.cpp)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def hidden_from_modes() -> AbstractContextManager[Any]:
     """Return a context manager inside which no dispatch mode sees the operators.
 
-    Selective checkpointing is such a mode: it counts the operators that it sees.
+    Selective activation checkpointing, for example, is a mode that counts operators.
     """
     modes: AbstractContextManager[Any] = _disable_current_modes()
     return modes
 
 
 def hidden_from_function_modes() -> AbstractContextManager[Any]:
-    """Return a context manager inside which no `TorchFunctionMode` sees the calls.
-
-    torch/csrc/utils/disable_torch_function.cpp.
-    """
+    """Return a context manager inside which no `TorchFunctionMode` sees calls of torch."""
     hidden: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return hidden
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Fail with `message` if the device finds `condition` (a one-element tensor) false.
+    """Check on the device, without a host sync, that `condition` (a one-element tensor) is true.
 
-    There is no host sync. A GPU prints `message` (at most 255 characters) to stderr and stops. The
-    next call that waits for the GPU raises an AcceleratorError without the message.
+    If the condition is false, a GPU prints `message` (at most 255 characters) to stderr and stops.
+    The next call that waits for the GPU raises an AcceleratorError without the message.
     """
     torch._assert_async(condition, message)
 

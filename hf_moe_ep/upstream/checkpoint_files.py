@@ -1,4 +1,7 @@
-"""Files and planner of torch.distributed.checkpoint (filesystem.py, default_planner.py)."""
+"""Private functions of torch.distributed.checkpoint, for its files and its load planner.
+
+They come from filesystem.py, default_planner.py and _traverse.py.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 
 def metadata_path(reader: FileSystemReader, rank: int | None) -> Any:
-    """Return the path of the metadata file of one rank, or with None of the file for all ranks."""
+    """Return the path of the metadata file of one rank, or of all ranks if `rank` is None."""
     return reader._get_metadata_path(rank)
 
 
 def file_of_item(planner: DefaultLoadPlanner, item: ReadItem) -> str:
-    """Return the file of a checkpoint that holds an item, relative to the checkpoint's folder."""
+    """Return the path of the file that holds `item`, relative to the checkpoint's folder."""
     assert planner.metadata is not None
     stored = planner.metadata.storage_data[item.storage_index]
     return str(stored.relative_path)
 
 
 def put_value(planner: DefaultLoadPlanner, name: str, value: Any) -> None:
-    """Put a loaded value into the state dict, as DefaultLoadPlanner.load_bytes does."""
+    """Store a loaded value in the state dict, as DefaultLoadPlanner.load_bytes does."""
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[name], value)
     else:

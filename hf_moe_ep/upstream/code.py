@@ -1,8 +1,8 @@
 """Facts read from the code of a module: the names that it uses, and the arguments of its forward.
 
-transformers/models/*/modeling_*.py. A module that uses the attention interface looks its function
-up in `ALL_ATTENTION_FUNCTIONS`. A decoder layer is a GradientCheckpointingLayer
-(transformers/modeling_layers.py).
+The code is that of transformers/models/*/modeling_*.py. For example, a module that uses the
+attention interface contains the name `ALL_ATTENTION_FUNCTIONS`, and a decoder layer is a
+GradientCheckpointingLayer (transformers/modeling_layers.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 def calls(module: nn.Module, name: str) -> bool:
     """Return True if the code of the module's class, or of a base class, uses the name `name`.
 
-    Base classes of torch are left out.
+    Base classes from torch are not searched.
     """
     kind: Any = type(module)
     return name in _names_used(kind)
@@ -33,7 +33,7 @@ def forward_arguments(module: nn.Module) -> frozenset[str]:
 
 
 def is_checkpointed_layer(module: nn.Module) -> bool:
-    """Return True if transformers' activation checkpointing checkpoints `module`."""
+    """Return True if transformers' activation checkpointing recomputes `module` in backward."""
     return isinstance(module, GradientCheckpointingLayer)
 
 
@@ -52,7 +52,7 @@ def _names_used(kind: Any) -> frozenset[str]:
             function = inspect.unwrap(attribute) if callable(attribute) else None
             code = getattr(function, "__code__", None)
             if code is not None:
-                names.update(name for part in _with_inner(code) for name in part.co_names)
+                names.update(name for inner in _with_inner(code) for name in inner.co_names)
     return frozenset(names)
 
 

@@ -1,7 +1,8 @@
-"""Transformers' conversion of a model's tensors to those of a hub checkpoint, and its renamings.
+"""Convert a model's tensors to those of a hub checkpoint, and match keys of old checkpoints.
 
-transformers/core_model_loading.py (`revert_weight_conversion`, which save_pretrained calls;
-`WeightRenaming`, `PrefixChange`, `rename_source_key`) and conversion_mapping.py.
+The conversions and renamings are those of transformers. The private names come from
+core_model_loading.py (`revert_weight_conversion`, which save_pretrained calls; `WeightRenaming`,
+`PrefixChange`, `rename_source_key`) and conversion_mapping.py.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
     """Convert a model's tensors to those that `save_pretrained` writes, with transformers' code.
 
     Args:
-        model: the model, whose conversions are applied. They are the conversions with which it was
-            loaded. If there are none, or one of them decodes quantized weights, they are those of
-            its class. A model that is not one of transformers has no conversions.
+        model: the conversions with which this model was loaded are reversed. If there were none, or
+            one of them decoded quantized weights, the conversions of the model's class are reversed
+            instead. A model of another library has no conversions.
         tensors: the tensors by their names in a stock model, or other objects on which
             transformers' operations work.
     """
@@ -48,8 +49,7 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
             for conversion in _conversions(stock, add_legacy=False)
             if not isinstance(conversion, PrefixChange)
         ]
-    # Transformers gets an object with stock names in place of the model, whose modules may be
-    # wrapped.
+    # Modules of the model may be wrapped, so transformers gets an object with stock names instead.
     stand_in = SimpleNamespace(
         config=stock.config, _weight_conversions=conversions, get_parameter=tensors.__getitem__
     )
@@ -57,19 +57,19 @@ def to_hub(model: Any, tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Map `keys` of a checkpoint to the `wanted` keys that name the same tensor in from_pretrained.
+    """Map each of a checkpoint's `keys` to the key in `wanted` that names the same tensor.
 
-    Two keys name the same tensor if all renamings of the model, including those for older
-    checkpoints, turn both into the same name. A key with no or several such `wanted` keys is left
-    out.
+    Two keys name the same tensor if the renamings in from_pretrained, including those for older
+    checkpoints, turn both into the same name. A key is left out unless exactly one key in `wanted`
+    names the same tensor.
     """
     if not isinstance(model, PreTrainedModel):
         return {}
     prefix = f"{model.base_model_prefix}."
 
-    def final(names: Iterable[str]) -> dict[str, str]:
-        # Some renamings depend on the names that they have seen before. They are therefore created
-        # anew for each call, and see the names in the order of from_pretrained.
+    def final_names(names: Iterable[str]) -> dict[str, str]:
+        # Some renamings depend on the names that they were applied to before. Each call therefore
+        # creates new renamings, and applies them in the order of from_pretrained.
         renamings = [
             conversion
             for conversion in _conversions(model)
@@ -80,34 +80,34 @@ def other_names(model: Any, keys: Iterable[str], wanted: Iterable[str]) -> dict[
             for name in sorted(names, key=dot_natural_key)
         }
 
-    by_final: dict[str, list[str]] = {}
-    for name, final_name in final(wanted).items():
-        by_final.setdefault(final_name, []).append(name)
-    found = {key: by_final.get(final_name, []) for key, final_name in final(keys).items()}
-    return {key: names[0] for key, names in found.items() if len(names) == 1}
+    wanted_by_final: dict[str, list[str]] = {}
+    for name, final_name in final_names(wanted).items():
+        wanted_by_final.setdefault(final_name, []).append(name)
+    matches = {key: wanted_by_final.get(final, []) for key, final in final_names(keys).items()}
+    return {key: names[0] for key, names in matches.items() if len(names) == 1}
 
 
 def _is_of_quantizer(conversion: Any) -> bool:
     """Return True if a conversion decodes quantized weights.
 
-    The reverse of such a conversion cannot be used to save. It would write decoded weights under
-    the names of encoded ones, which no loader accepts (MXFP4), or encode the weights again (FP8 in
-    5.23, transformers/integrations/).
+    The reverse of such a conversion is not suitable for saving: it writes decoded weights under the
+    names of encoded weights, which no loader accepts (MXFP4), or encodes the weights again (FP8 in
+    transformers 5.23).
     """
     operations = getattr(conversion, "operations", ())
-    return any(type(one).__module__.startswith(_QUANTIZERS) for one in operations)
+    return any(type(x).__module__.startswith(_QUANTIZERS) for x in operations)
 
 
 def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
     """Return the conversions of a model whose modules may be wrapped or sharded.
 
-    transformers finds conversions by the classes and names of modules. FSDP2 replaces the classes,
-    and wrappers change the names.
+    transformers finds conversions by the classes and names of modules, but FSDP2 replaces the
+    classes, and wrappers change the names.
     """
     stand_in = SimpleNamespace(
         base_model_prefix=model.base_model_prefix,
         named_modules=lambda: [
-            (stock_name(name), _shell(module))
+            (stock_name(name), _config_holder(module))
             for name, module in model.named_modules()
             if isinstance(module, PreTrainedModel)
         ],
@@ -115,9 +115,9 @@ def _conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
     return get_model_conversion_mapping(stand_in, **options)
 
 
-def _shell(module: PreTrainedModel) -> PreTrainedModel:
+def _config_holder(module: PreTrainedModel) -> PreTrainedModel:
     """Return an object of the module's stock class that has only the module's config."""
-    shell: Any = object.__new__(stock_class(type(module)))
-    shell.__dict__["config"] = module.config
-    assert isinstance(shell, PreTrainedModel)
-    return shell
+    holder: Any = object.__new__(stock_class(type(module)))
+    holder.__dict__["config"] = module.config
+    assert isinstance(holder, PreTrainedModel)
+    return holder

@@ -1,4 +1,7 @@
-"""Transformers' experts interface (integrations/moe.py): one forward for all experts."""
+"""Transformers' experts interface (integrations/moe.py): one forward for all experts of a layer.
+
+The functions register our forward, select it in a config, and read the layout of an experts module.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,20 @@ EXPERTS_IMPLEMENTATION = "hf_moe_ep"
 
 
 def register_experts_forward(forward: Callable[..., Any]) -> None:
-    """Register `forward` as an experts implementation that a config can select by our name.
-
-    transformers/integrations/moe.py.
-    """
+    """Register `forward` under the name EXPERTS_IMPLEMENTATION, with which a config selects it."""
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, forward)
 
 
 def refuse_experts_implementation(model: Any, implementation: str | dict[str, str]) -> None:
-    """Replace `set_experts_implementation` of a patched model, on whose experts it has no effect.
+    """Handle a call of `set_experts_implementation` on a patched model.
 
-    `generate` calls it with a dict, to select another implementation of stock for a while
-    (transformers/generation/utils.py). This call is passed on; patched experts have a config of
-    their own.
+    Users call this method with one name, which would have no effect on patched experts, because
+    they have a config of their own. `generate` calls it with a dict, to select another stock
+    implementation until `generate` returns (transformers/generation/utils.py). This call is passed
+    on to stock's method.
 
     Raises:
-        ValueError: the user passes the name of one implementation.
+        ValueError: `implementation` is one name.
     """
     if isinstance(implementation, str):
         raise ValueError(
@@ -57,9 +58,9 @@ def is_experts_module(module: nn.Module) -> bool:
 
 
 def is_experts_class_of_liger(module: nn.Module) -> bool:
-    """Return True if `module` is of Liger's class, which replaces a class of stacked experts.
+    """Return True if `module` is of Liger's class of stacked experts, which replaces stock's.
 
-    liger_kernel/transformers/swiglu.py, LigerExperts.
+    The class is LigerExperts in liger_kernel/transformers/swiglu.py.
     """
     return is_ligers(type(module)) and hasattr(module, "gate_up_proj")
 
@@ -68,7 +69,7 @@ def is_experts_class_of_liger(module: nn.Module) -> bool:
 class ExpertsFlags:
     """The flags that `use_experts_implementation` sets on an experts module (integrations/moe.py).
 
-    They describe the layout of its weights and its formula.
+    The flags describe the layout of the module's weights, and its formula.
     """
 
     is_transposed: bool
@@ -115,16 +116,16 @@ def _swiglu(pre_AG: Tensor) -> Tensor:
 
 
 def experts_gate_constants(module: nn.Module) -> tuple[set[float], set[float]]:
-    """Return two sets of numbers found on the module: candidates for alpha, and for the limit.
+    """Return two sets of numbers: candidates for the alpha and for the limit of a clamped gate.
 
-    Models with clamped gates store these two constants under different names.
+    Models store these two constants under different names.
     """
     alphas = ("alpha", "swiglu_alpha")
     limits = ("limit", "swiglu_limit")
-    found = vars(module)
+    attributes = vars(module)
     return (
-        {float(found[name]) for name in alphas if found.get(name) is not None},
-        {float(found[name]) for name in limits if found.get(name) is not None},
+        {float(attributes[name]) for name in alphas if attributes.get(name) is not None},
+        {float(attributes[name]) for name in limits if attributes.get(name) is not None},
     )
 
 
@@ -134,6 +135,6 @@ def own_experts_config(config: Any, implementation: str) -> Any:
     The original is not changed, because other models may share it and because it is saved as
     `model.config`.
     """
-    own = copy.copy(config)
-    own._experts_implementation_internal = implementation
-    return own
+    experts_config = copy.copy(config)
+    experts_config._experts_implementation_internal = implementation
+    return experts_config

@@ -1,14 +1,14 @@
-"""Process groups of gloo with one worker thread each.
+"""Give each gloo process group one worker thread, because two threads have a data race.
 
 ProcessGroupGloo starts two worker threads per network device. After each collective a worker
 assigns the collective's name to a string that all workers of the group share, without a lock
 (ProcessGroupGloo::runLoop in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Two workers that
-do so at the same time free the string's buffer twice, and the process aborts or crashes later,
-somewhere else. Only names of more than 15 characters live on the heap. The one that matters is
+do this at the same time free the string's buffer twice. The process then aborts, or crashes later
+in other code. Only names of more than 15 characters are on the heap. The name that matters is
 ALLGATHER_COALESCED, the all-gather behind `DTensor.full_tensor()` and `redistribute()`.
 
-With one worker thread nothing is shared. Collectives of one group then run one after another, in
-the order in which every rank starts them; collectives of different groups still overlap.
+Collectives of one group then run one after another, in the order in which every rank starts them;
+collectives of different groups still overlap.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def one_worker_thread() -> Iterator[None]:
 
 
 def _with_one_worker(stock: Any) -> Any:
-    """Return a subclass of `stock`; torch calls isinstance() on the groups that it created."""
+    """Return a subclass of `stock`, because torch calls isinstance(group, ProcessGroupGloo)."""
 
     class OneWorkerGloo(stock):
         def __init__(

@@ -1,6 +1,6 @@
 """The parameters that the autograd graph of a tensor reaches, and tensors in nested values.
 
-torch/autograd/graph.py, torch/utils/checkpoint.py.
+The private names come from torch/autograd/graph.py and torch/utils/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -16,46 +16,47 @@ from torch import Tensor, nn
 def reached_parameters(
     tensors: Iterable[Tensor], candidates: Iterable[Tensor]
 ) -> tuple[set[int], set[int]]:
-    """Return two sets of ids of those `candidates` that get a gradient in a backward of `tensors`.
+    """Return two sets of ids of the `candidates` that get a gradient in a backward of `tensors`.
 
-    The candidates of the first set get a gradient, those of the second set may get one: they are
-    inside a reentrant checkpoint, which hides its graph. If the checkpoint runs modules, these are
-    the parameters of the modules, otherwise all candidates.
+    The candidates of the first set get a gradient. The candidates of the second set may get a
+    gradient, because they are used inside a reentrant checkpoint, whose graph does not exist before
+    backward. If the checkpointed function consists of modules, the second set has the parameters of
+    these modules, otherwise all candidates.
     """
-    wanted = {id(candidate) for candidate in candidates}
-    found: set[int] = set()
+    candidate_ids = {id(candidate) for candidate in candidates}
+    reached: set[int] = set()
     hidden: set[int] = set()
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     stack: list[Any] = [tensor.grad_fn for tensor in tensors]
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found.add(id(variable))
-        run = getattr(node, "run_function", None)
-        if run is not None:
-            modules = list(_modules_in(run))
-            inside = {id(parameter) for module in modules for parameter in module.parameters()}
-            hidden |= inside if modules else wanted
-        stack += [following for following, _ in node.next_functions]
-    return found & wanted, (hidden & wanted) - found
+            reached.add(id(variable))
+        function = getattr(node, "run_function", None)
+        if function is not None:
+            modules = list(_modules_in(function))
+            parameters = {id(parameter) for module in modules for parameter in module.parameters()}
+            hidden |= parameters if modules else candidate_ids
+        stack += [next_node for next_node, _ in node.next_functions]
+    return reached & candidate_ids, (hidden & candidate_ids) - reached
 
 
-def _modules_in(run: Any) -> Iterator[nn.Module]:
+def _modules_in(function: Any) -> Iterator[nn.Module]:
     """Yield the modules of a callable: a module, the owner of a method, arguments of a partial.
 
     transformers checkpoints `partial(forward, module, ...)`, before 5.23 a partial of a method.
     """
-    if isinstance(run, nn.Module):
-        yield run
-    elif isinstance(run, partial):
-        for part in (run.func, *run.args, *run.keywords.values()):
-            yield from _modules_in(part)
-    elif isinstance(run, MethodType):
-        yield from _modules_in(run.__self__)
+    if isinstance(function, nn.Module):
+        yield function
+    elif isinstance(function, partial):
+        for value in (function.func, *function.args, *function.keywords.values()):
+            yield from _modules_in(value)
+    elif isinstance(function, MethodType):
+        yield from _modules_in(function.__self__)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -71,7 +72,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def with_tensors(values: Any, others: dict[int, Tensor]) -> Any:
-    """Replace tensors in nested `values`; `others` has the new tensors by the ids of the old."""
+    """Replace tensors in nested `values`; `others` maps the id of an old tensor to the new one."""
     if isinstance(values, Tensor):
         return others.get(id(values), values)
     if type(values) is dict:

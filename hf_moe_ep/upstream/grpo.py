@@ -1,7 +1,7 @@
-"""Methods of TRL's GRPO trainer, and its rollout engine (trl/trainer/grpo_trainer.py).
+"""Methods of TRL's GRPO trainer, and its rollout engine.
 
-trl/generation/vllm_generation.py keeps the vllm.LLM of this process in `llm`; vllm/outputs.py
-defines the outputs of the engine.
+The private names come from trl/trainer/grpo_trainer.py, trl/generation/vllm_generation.py (the
+attribute `llm`, this process's vllm.LLM) and vllm/outputs.py (the outputs of the engine).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-# The methods that score a generation batch, compute the log-probabilities of tokens, and compute
+# The methods that generate and score a batch, compute the log-probabilities of tokens, and compute
 # the loss of a micro-batch.
 GRPO = (
     "_generate_and_score_completions",
@@ -23,16 +23,16 @@ GRPO = (
 
 
 def engine_of(trainer: Any) -> Any:
-    """Return the vllm.LLM of this process that a trainer generates with, or None."""
+    """Return the vllm.LLM with which a trainer generates in this process, or None."""
     return getattr(getattr(trainer, "vllm_generation", None), "llm", None)
 
 
 def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
     """Return the routes of each sample of this rank; None if the engine does not return routes.
 
-    vLLM returns one array for prompt and completion. Version 0.21 returns two, of which the first
-    is for all samples of a prompt. Ranks that share an engine (`vllm_tensor_parallel_size`) all
-    receive the samples of all these ranks.
+    vLLM returns one array for a prompt and its completion. vLLM 0.21 returns two arrays, and the
+    array of a prompt is shared by all samples of the prompt. Each of the ranks that share an engine
+    (`vllm_tensor_parallel_size`) receives the samples of all these ranks, and takes its own share.
     """
     arrays: list[Any] = []
     for output in outputs:
@@ -43,11 +43,11 @@ def routes_of_engine(trainer: Any, outputs: Sequence[Any]) -> list[Any] | None:
                 return None
             arrays.append(array if prompt is None else np.concatenate([prompt, array]))
     generation = trainer.vllm_generation
-    ranks = getattr(generation, "tensor_parallel_size", 1)
-    if ranks == 1:
+    num_ranks = getattr(generation, "tensor_parallel_size", 1)
+    if num_ranks == 1:
         return arrays
-    rank, share = dist.get_rank(generation.tp_group), len(arrays) // ranks
-    return arrays[rank * share : (rank + 1) * share]
+    rank, num_samples = dist.get_rank(generation.tp_group), len(arrays) // num_ranks
+    return arrays[rank * num_samples : (rank + 1) * num_samples]
 
 
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> None:

@@ -1,6 +1,7 @@
 """The copies between host and device that FSDP2 makes with CPUOffloadPolicy.
 
-torch/distributed/fsdp/_fully_shard/_fsdp_param.py and _fsdp_collectives.py.
+The private names come from torch/distributed/fsdp/_fully_shard/_fsdp_param.py and
+_fsdp_collectives.py.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
-# The functions of FSDP2 that copy, and whether they copy to the host: one copies parameters to the
-# device before their all-gather, the other one copies gradients to the host after their reduction.
+# The functions of FSDP2 that copy between host and device; True for copies to the host. The first
+# copies parameters to the device before their all-gather, the second copies gradients to the host
+# after their reduction.
 _TO_HOST = {"all_gather_inputs": False, "foreach_reduce": True}
 
 
@@ -22,8 +24,8 @@ _TO_HOST = {"all_gather_inputs": False, "foreach_reduce": True}
 def host_copies(copy: Callable[[Tensor, bool], Tensor]) -> Iterator[None]:
     """Make FSDP2 call `copy(x, to_host)` for its copies between host and device, inside the block.
 
-    On a CPU rank FSDP2's own call would copy nothing, as host and device are the same. The block
-    replaces `Tensor.to`, because a `TorchFunctionMode` does not see the calls during backward.
+    On a CPU rank FSDP2's own calls would copy nothing, because host and device are the same. The
+    block replaces `Tensor.to`, because a `TorchFunctionMode` does not see calls during backward.
     """
     stock = Tensor.to
 

@@ -1,7 +1,7 @@
 """Folders of the Hugging Face hub: download them, and build the model that a config describes.
 
-transformers/modeling_utils.py, transformers/utils/logging.py. Of huggingface_hub and Accelerate,
-only public names are used.
+The private names come from transformers/modeling_utils.py and transformers/utils/logging.py. The
+names of huggingface_hub and Accelerate are public.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from hf_moe_ep.upstream.adapters import without_adapters
 from hf_moe_ep.upstream.module_names import stock_name
 
-# Matches strings that are not the name of a model of the hub, which is "model" or "owner/model".
+# Matches paths. The name of a model on the hub, "model" or "owner/model", does not match.
 _PATH = re.compile(r"[/.~]|.*/.*/|.*/$")
 _PEFT_PREFIX = "base_model.model."
+# The components that PEFT adds to the names of modules in modules_to_save.
 _COPIES = re.compile(r"\.(?:original_module|modules_to_save\.[^.]+)(?=\.)")
-_DOWNLOAD = (
+# The options of snapshot_download that callers may pass.
+_DOWNLOAD_OPTIONS = (
     "cache_dir",
     "force_download",
     "local_files_only",
@@ -63,21 +65,23 @@ def download_options(options: dict[str, Any]) -> dict[str, Any]:
 
     Returns the removed options.
     """
-    return {name: options.pop(name) for name in (*_DOWNLOAD, "subfolder") if name in options}
+    return {
+        name: options.pop(name) for name in (*_DOWNLOAD_OPTIONS, "subfolder") if name in options
+    }
 
 
 def local_folder(
     name_or_dir: str | os.PathLike[str], options: dict[str, Any], *, after_another: bool = False
 ) -> Path:
-    """Return the folder `name_or_dir`, or the folder in the cache of this model of the hub.
+    """Return the folder `name_or_dir`, or the cache folder of the hub's model with this name.
 
     Files that are not in the cache are downloaded: the small files of the top folder (configs,
     tokenizer) and the weights that model.safetensors.index.json names, or model.safetensors if
-    there is no index. Many repositories have the same weights in another format, in original/ or as
-    consolidated.safetensors. These are not downloaded.
+    there is no index. The weights in other formats that many repositories also have (original/,
+    consolidated.safetensors) are not downloaded.
 
     Args:
-        name_or_dir: a folder, or the name of a model of the hub.
+        name_or_dir: a folder, or the name of a model on the hub.
         options: the result of `download_options`.
         after_another: True if another process of this machine has downloaded the model. The cache
             is then read without a request to the hub. If the model is not in the cache, the two
@@ -89,20 +93,23 @@ def local_folder(
     """
     name = os.fspath(name_or_dir)
     if not os.path.isdir(name) and (os.path.exists(name) or _PATH.match(name)):
-        what = "is a file" if os.path.exists(name) else "does not exist on this machine"
-        raise ValueError(f"{name} {what}; pass a folder with config.json, or a model of the hub")
-    own = dict(options)
-    subfolder = own.pop("subfolder", None) or ""
+        problem = "is a file" if os.path.exists(name) else "does not exist on this machine"
+        raise ValueError(
+            f"{name} {problem}; pass a folder with config.json, or the name of a model on the hub"
+        )
+    download_kwargs = dict(options)
+    subfolder = download_kwargs.pop("subfolder", None) or ""
     if os.path.isdir(name_or_dir):
         return Path(name_or_dir, subfolder)
     try:
         if after_another:
-            cached = {key: value for key, value in own.items() if key != "force_download"}
+            cache_only = download_kwargs | {"local_files_only": True}
+            cache_only.pop("force_download", None)
             try:
-                return _download(name, subfolder, cached | {"local_files_only": True})
+                return _download(name, subfolder, cache_only)
             except LocalEntryNotFoundError:
                 pass
-        return _download(name, subfolder, own)
+        return _download(name, subfolder, download_kwargs)
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise ValueError(
             f"{name!r} is neither a folder on this machine nor a model in the cache of the hub, "
@@ -110,28 +117,30 @@ def local_folder(
         ) from error
 
 
-def _download(name: str, subfolder: str, own: dict[str, Any]) -> Path:
+def _download(name: str, subfolder: str, kwargs: dict[str, Any]) -> Path:
     """Download the small files of a model, then the weights that its index names."""
     # In patterns of the hub, * also matches the / between folders.
     top = glob.escape(f"{subfolder.strip('/')}/") if subfolder else ""
     small = [f"{top}{pattern}" for pattern in _SMALL]
-    found = snapshot_download(name, allow_patterns=small, ignore_patterns=[f"{top}*/*"], **own)
-    # The second call must read the same commit, even if the branch has changed since.
-    if _COMMIT.fullmatch(Path(found).name):
-        own = own | {"revision": Path(found).name}
-    weights = [f"{top}{glob.escape(file)}" for file in _weight_files(Path(found, subfolder))]
-    found = snapshot_download(name, allow_patterns=[*weights, f"{top}{_TEMPLATES}"], **own)
-    return Path(found, subfolder)
+    folder = snapshot_download(name, allow_patterns=small, ignore_patterns=[f"{top}*/*"], **kwargs)
+    # The folder is named after the commit. The second call must download the same commit, even if
+    # the branch has a newer one by then.
+    if _COMMIT.fullmatch(Path(folder).name):
+        kwargs = kwargs | {"revision": Path(folder).name}
+    weights = [f"{top}{glob.escape(file)}" for file in _weight_files(Path(folder, subfolder))]
+    folder = snapshot_download(name, allow_patterns=[*weights, f"{top}{_TEMPLATES}"], **kwargs)
+    return Path(folder, subfolder)
 
 
 def why_unreachable(name: str, file: str) -> str | None:
-    """Ask the hub once for a file of a model. Return why it is not available, or None if it is.
+    """Return the reason why a file of a model cannot be downloaded now, or None if it can.
 
-    This function returns within 8 seconds. `hf_hub_download` takes 23 seconds without a network,
-    because it tries seven times (huggingface_hub/file_download.py). Behind a firewall that drops
-    packets it takes minutes, as each try waits a minute for every address of the hub. A timeout of
-    the HTTP client does not include the lookup of addresses. The request therefore runs in a
-    thread, which is abandoned after the 8 seconds.
+    This function asks the hub once, and returns within 8 seconds. Without a network,
+    `hf_hub_download` takes 23 seconds, because it tries seven times
+    (huggingface_hub/file_download.py). Behind a firewall that drops packets it takes minutes,
+    because each try waits a minute for every address of the hub. The timeout of the HTTP client
+    does not include the lookup of addresses, so the request runs in a thread, which is abandoned
+    after 8 seconds.
     """
     answer: Future[None] = Future()
 
@@ -173,12 +182,12 @@ def read_object(path: Path) -> dict[str, Any]:
         ValueError: the file is damaged, or contains something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged or not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} contains a {type(found).__name__}, but must contain an object")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} contains a {type(content).__name__}, but must contain an object")
+    return content
 
 
 def empty_model(
@@ -189,21 +198,22 @@ def empty_model(
     Args:
         folder: the folder of `config.json`.
         model_class: a model class or Auto class; None takes the class that the config names.
-        find_dtype: returns the dtype. It is called if neither `options` nor the config has one.
+        find_dtype: returns the dtype of the model if neither `options` nor the config has a dtype.
         options: options of the config and of `PreTrainedModel._from_config` (modeling_utils.py).
 
     Raises:
         ValueError: the config names a class that transformers does not have; the weights are
-            quantized by a method that cannot be decoded; an unknown option; an unknown dtype.
+            quantized by a method that cannot be decoded; an option or a dtype is unknown.
     """
     if options.get("quantization_config") is not None:
         raise ValueError(
             "quantization_config= is an option of transformers' from_pretrained: load the model "
-            "with that function, attach adapters, and patch the model. Here experts_dtype='nf4' or "
-            "'fp8' quantises frozen experts, and all other weights keep their dtype"
+            "with that function, attach adapters, and patch the model. In hf_moe_ep, "
+            "experts_dtype='nf4' or 'fp8' quantises frozen experts, and all other weights keep "
+            "their dtype"
         )
-    wanted = options.pop("dtype", options.pop("torch_dtype", "auto"))
-    of_class = {
+    dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
+    class_options = {
         name: options.pop(name)
         for name in ("attn_implementation", "experts_implementation")
         if name in options
@@ -225,15 +235,15 @@ def empty_model(
                 f"{transformers.__version__} does not have; pass model_class="
             )
     forget_quantization(config, os.fspath(folder))
-    if wanted in ("auto", None):
-        wanted = getattr(config, "dtype", None) or find_dtype()
-    elif isinstance(wanted, str):
-        wanted = _dtype_named(wanted)
+    if dtype in ("auto", None):
+        dtype = getattr(config, "dtype", None) or find_dtype()
+    elif isinstance(dtype, str):
+        dtype = _dtype_named(dtype)
     build = model_class._from_config if hasattr(model_class, "_from_config") else None
     if build is None:  # an Auto class
         build = model_class.from_config
-    model: Any = on_meta(partial(build, config, dtype=wanted, **of_class))
-    _keep_in_fp32(model, wanted)
+    model: Any = on_meta(partial(build, config, dtype=dtype, **class_options))
+    _keep_in_fp32(model, dtype)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.eval()
@@ -241,11 +251,11 @@ def empty_model(
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
-    """Convert those tensors to fp32 that stock keeps in fp32 (modeling_utils.py)."""
+    """Convert the tensors that stock keeps in fp32 to fp32 (modeling_utils.py)."""
     patterns = [
         re.compile(name.replace("*", ".*"))
-        for name, kept in model._get_dtype_plan(dtype).items()
-        if kept == torch.float32
+        for name, stock_dtype in model._get_dtype_plan(dtype).items()
+        if stock_dtype == torch.float32
     ]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and any(pattern.search(name) for pattern in patterns):
@@ -253,7 +263,7 @@ def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
 
 
 def base_prefix(model: Any) -> str:
-    """Return the prefix, such as "model.", of names of the base model in a model with a head."""
+    """Return the prefix, such as "model.", of the base model's tensors in a model with a head."""
     return f"{model.base_model_prefix}."
 
 
@@ -265,8 +275,8 @@ def is_base_model(model: Any) -> bool:
 def forget_quantization(config: Any, source: str) -> None:
     """Remove the quantization from a config whose weights are decoded while they are read.
 
-    Mxfp4Config(dequantize=True) and FineGrainedFP8Config(dequantize=True) have the same effect in
-    stock (transformers/quantizers/, transformers/utils/quantization_config.py).
+    In stock, Mxfp4Config(dequantize=True) and FineGrainedFP8Config(dequantize=True) have the same
+    effect (transformers/quantizers/, transformers/utils/quantization_config.py).
 
     Raises:
         ValueError: the weights of `source` are quantized by a method that cannot be decoded.
@@ -276,9 +286,9 @@ def forget_quantization(config: Any, source: str) -> None:
         return
     fields = quantized if isinstance(quantized, dict) else quantized.to_dict()
     method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
-    packed = method == "fp8" and fields.get("expert_dtype") == "fp4"
-    if method not in _DECODED or packed:
-        kind = f"{method} with experts of fp4" if packed else method or "an unknown method"
+    has_fp4_experts = method == "fp8" and fields.get("expert_dtype") == "fp4"
+    if method not in _DECODED or has_fp4_experts:
+        kind = f"{method} with experts of fp4" if has_fp4_experts else method or "an unknown method"
         raise ValueError(
             f"the weights in {source} are quantized by {kind}, which cannot be trained here; use a "
             f"bf16 checkpoint of this model, or one quantized by {' or '.join(_DECODED)}, whose "
@@ -288,15 +298,15 @@ def forget_quantization(config: Any, source: str) -> None:
 
 
 def _dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of torch with this name, such as "bfloat16"."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    """Return the torch.dtype with the name `name`, such as "bfloat16"."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}; use 'bfloat16' or torch.bfloat16")
-    return found
+    return dtype
 
 
 def on_meta(build: Callable[[], Any]) -> Any:
-    """Return the model that `build` builds: parameters on meta and tied, buffers with values."""
+    """Build a model with tied weights. Its parameters are on meta, and its buffers have values."""
     with init_empty_weights(include_buffers=False):
         model = build()
     model.tie_weights()
@@ -304,14 +314,14 @@ def on_meta(build: Callable[[], Any]) -> Any:
 
 
 def file_name(name: str) -> str:
-    """Return the name of a parameter in checkpoints: without components of wrappers and PEFT."""
+    """Return a parameter's name in checkpoints, which has no components of wrappers and PEFT."""
     return _COPIES.sub("", stock_name(name)).removeprefix(_PEFT_PREFIX)
 
 
 def unexpected_keys(model: Any, keys: Iterable[str]) -> list[str]:
-    """Return the `keys` that the model's class does not ignore if a checkpoint has them.
+    """Return `keys` without the keys that the model's class ignores in checkpoints.
 
-    transformers/modeling_utils.py.
+    The class lists patterns of these keys for stock's from_pretrained (modeling_utils.py).
     """
     patterns = getattr(without_adapters(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     return [key for key in keys if not any(re.search(pattern, key) for pattern in patterns)]

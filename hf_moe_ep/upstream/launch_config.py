@@ -17,5 +17,5 @@ def default_launch_config() -> tuple[Path, dict[str, Any]] | None:
     path = Path(default_config_file)
     if not path.is_file():
         return None
-    found: dict[str, Any] = load_config_from_file(None).to_dict()
-    return path, found
+    content: dict[str, Any] = load_config_from_file(None).to_dict()
+    return path, content

@@ -1,7 +1,7 @@
 """Private names of a transformers model: of its parts, its config, its forward and its buffers.
 
-transformers/modeling_utils.py, configuration_utils.py and models/; for TRL's fused head
-trl/trainer/utils.py; for buffers torch/nn/modules/module.py.
+They come from transformers' modeling_utils.py, configuration_utils.py and models/, from
+trl/trainer/utils.py (TRL's fused head) and torch/nn/modules/module.py (buffers).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_moe_ep.upstream.replaced_forwards import forward_functions
 
 # The label of tokens that the causal loss leaves out (transformers/loss/loss_utils.py).
 IGNORED_LABEL = -100
-# Names of the argument for the cache of keys and values. They depend on transformers' version.
+# Names of the argument for the cache of keys and values, since transformers 5.24 and before.
 CACHE_NAMES = ("cache", "past_key_values")
 _AUX_LOSS, _AUX_COEFFICIENT = "load_balancing_loss_func", "router_aux_loss_coef"
 _AUX_LOSS_OF_FUSED_HEAD = "transformers.models.mixtral.modeling_mixtral"
@@ -38,15 +38,15 @@ def text_config(config: Any) -> Any:
 def attention_heads(config: Any) -> set[tuple[int, int]]:
     """Return the pairs (heads, key-value heads) that occur in the layers of a model.
 
-    transformers/integrations/heterogeneity/configuration_utils.py.
+    Layers may differ (transformers/integrations/heterogeneity/configuration_utils.py).
     """
     layers_differ = getattr(config, "is_heterogeneous", False)
     layers = list(config.per_layer_config) if layers_differ else [config]
-    found = set()
+    pairs = set()
     for layer in layers:
         heads = int(layer.num_attention_heads)
-        found.add((heads, int(getattr(layer, "num_key_value_heads", None) or heads)))
-    return found
+        pairs.add((heads, int(getattr(layer, "num_key_value_heads", None) or heads)))
+    return pairs
 
 
 def input_embedding(model: Any) -> nn.Module | None:
@@ -60,24 +60,24 @@ def output_head(model: Any) -> nn.Module | None:
 
 
 def base_model_prefix(model: Any) -> str:
-    """Return the attribute of a model with a head that is its base model, or ""."""
+    """Return the name of the attribute that holds the base model; "" if there is none."""
     prefix = str(getattr(model, "base_model_prefix", ""))
     return prefix if prefix and hasattr(model, prefix) else ""
 
 
 def aux_loss_coefficient(causal_lm: Any) -> str | None:
-    """Return the attribute that holds the coefficient of the router's load-balancing loss.
+    """Return where the model stores the coefficient of the router's load-balancing loss.
 
-    The name is dotted from the causal LM, as in "config.router_aux_loss_coef". The result is None
-    if the model's forward does not compute such a loss (models/*/modeling_*.py).
+    The result is a path of attributes from the causal LM, such as "config.router_aux_loss_coef". It
+    is None if the model's forward does not compute such a loss (models/*/modeling_*.py).
     """
     forward = inspect.unwrap(type(causal_lm).forward)
     if _AUX_LOSS not in forward.__code__.co_names:
         return None
     for name in (_AUX_COEFFICIENT, f"config.text_config.{_AUX_COEFFICIENT}"):
         holder: Any = causal_lm
-        for part in name.split("."):
-            holder = getattr(holder, part, None)
+        for attribute in name.split("."):
+            holder = getattr(holder, attribute, None)
         if holder is not None:
             return name
     return f"config.{_AUX_COEFFICIENT}"
@@ -95,9 +95,9 @@ def packed_parameters(model: nn.Module) -> list[nn.Parameter]:
 def keep_packing(model: nn.Module) -> None:
     """Stop 4-bit Linear layers on a CPU from repacking their weights during evaluation.
 
-    A layer would repack its weight in place, and remember that the weight has the new packing. But
-    the next all-gather writes the old packing again (bitsandbytes/nn/modules.py,
-    Linear4bit.forward).
+    A layer would repack its weight in place, and set a flag for the new packing. The next
+    all-gather would write a weight in the old packing, while the flag stays
+    (bitsandbytes/nn/modules.py, Linear4bit.forward).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -105,17 +105,14 @@ def keep_packing(model: nn.Module) -> None:
 
 
 def is_quantized(model: Any) -> bool:
-    """Return True if `model`, or the model inside PEFT's wrapper, was loaded quantized.
-
-    transformers/modeling_utils.py.
-    """
+    """Return True if `model`, or the model inside a PeftModel, was loaded quantized."""
     return bool(getattr(model, "is_quantized", False))
 
 
 def model_config_fields(model: Any) -> dict[str, Any]:
     """Return the fields of the config that describe the model.
 
-    The path from which it was loaded is left out, and so are the fields that saving adds.
+    The path from which the model was loaded and the fields that saving adds are left out.
     """
     left_out = ("_name_or_path", "architectures", "dtype", "transformers_version")
     fields = model.config.to_dict()
@@ -123,9 +120,9 @@ def model_config_fields(model: Any) -> dict[str, Any]:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Enable activation checkpointing of each layer, not reentrant (modeling_utils.py).
+    """Enable non-reentrant activation checkpointing of each layer (modeling_utils.py).
 
-    The method was renamed in transformers 5.23, where the old name gives a warning.
+    transformers 5.23 renamed the method, and warns if the old name is used.
     """
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -134,15 +131,15 @@ def checkpoint_layers(model: Any) -> None:
 def bind_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call of `module.forward` by name."""
+    """Return the arguments of a call `module.forward(*args, **kwargs)` by their names."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    given = dict(bound.arguments)
-    given.update(given.pop("kwargs", {}))
-    return given
+    arguments = dict(bound.arguments)
+    arguments.update(arguments.pop("kwargs", {}))
+    return arguments
 
 
 def given_cache(given: dict[str, Any]) -> Any:
-    """Return the cache among the arguments of a forward, or None.
+    """Return the cache of keys and values among the arguments of a forward, or None.
 
     The argument is called `cache` since transformers 5.24, but callers may still use the old name.
     """
@@ -152,19 +149,19 @@ def given_cache(given: dict[str, Any]) -> Any:
 def forward_globals(model: nn.Module) -> list[dict[str, Any]]:
     """Return the globals of the files that define the model's forward, without its decorators.
 
-    The first file is that of the class. There is a second one if Liger or another package has bound
-    a forward to the instance.
+    The first file defines the class. A second file exists if Liger or another package has bound a
+    forward to the instance.
     """
-    *_, bound = forward_functions(model)
-    stock = cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
-    own = getattr(bound, "__globals__", stock)
-    return [stock] if own is stock else [stock, own]
+    *_, innermost = forward_functions(model)
+    of_class = cast(dict[str, Any], inspect.unwrap(type(model).forward).__globals__)
+    of_instance = getattr(innermost, "__globals__", of_class)
+    return [of_class] if of_instance is of_class else [of_class, of_instance]
 
 
 def is_fused_head(kwargs: dict[str, Any]) -> bool:
     """Return True if TRL calls the forward with its fused head, which computes the loss itself.
 
-    trl/trainer/utils.py, since 1.15.
+    The fused head exists since TRL 1.15 (trl/trainer/utils.py).
     """
     return bool(kwargs.get("fused_lm_head"))
 
@@ -178,9 +175,9 @@ def has_fused_head() -> bool:
 
 
 def add_fused_head(model: nn.Module) -> dict[str, Any]:
-    """Add TRL's fused head to a model, as its SFTTrainer does (trl/trainer/utils.py).
+    """Add TRL's fused head to a model, as TRL's SFTTrainer does (trl/trainer/utils.py).
 
-    Returns the arguments with which a forward uses the head.
+    Returns the keyword arguments that make a forward use the head.
 
     Raises:
         ValueError: TRL is not installed, or is too old.
@@ -213,10 +210,10 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_correction_bias(name: str) -> bool:
-    """Return True if this is the name of a router's correction bias, which gets no gradient.
+    """Return True if `name` is that of a router's correction bias, which gets no gradient.
 
-    It is e_score_correction_bias in most architectures, expert_bias in AFMoE and LFM2, and
-    balancing_biases in Zaya.
+    The bias is called e_score_correction_bias in most architectures, expert_bias in AFMoE and LFM2,
+    and balancing_biases in Zaya.
     """
     return _CORRECTION_BIAS.search(name) is not None
 
@@ -232,18 +229,12 @@ def set_source(model: Any, name: str) -> None:
 
 
 def takes_images(config: Any) -> bool:
-    """Return True if `config` is that of a model of images and text.
-
-    transformers/models/auto/modeling_auto.py.
-    """
+    """Return True if transformers has an image-text model for `config` (modeling_auto.py)."""
     return type(config) in AutoModelForImageTextToText._model_mapping
 
 
 def is_causal_lm(config: Any) -> bool:
-    """Return True if transformers has a causal language model for `config`.
-
-    transformers/models/auto/modeling_auto.py.
-    """
+    """Return True if transformers has a causal language model for `config` (modeling_auto.py)."""
     return type(config) in AutoModelForCausalLM._model_mapping
 
 

@@ -18,13 +18,13 @@ def canonical_name(name: str) -> str:
 
 
 def stock_name(module_name: str) -> str:
-    """Return the name that a module had before it was wrapped, by PEFT as well."""
+    """Return the name that a module had before it was wrapped, by PEFT or by the other wrappers."""
     return re.sub(r"\.base_layer(?=\.|$)", "", canonical_name(module_name))
 
 
 def unwrap(model: Any) -> Any:
     """Return the model inside torch.compile's wrapper, or `model` itself if it has no wrapper.
 
-    torch/_dynamo/eval_frame.py, OptimizedModule.
+    The wrapper is an OptimizedModule (torch/_dynamo/eval_frame.py).
     """
     return getattr(model, "_orig_mod", model)

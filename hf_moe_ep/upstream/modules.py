@@ -16,7 +16,8 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def own_children(module: nn.Module) -> Iterable[nn.Module | None]:
     """Return the children that `module` itself registered.
 
-    `getattr` is no alternative, because PEFT's wrappers pass it on to the wrapped module.
+    They are read here because `getattr` on PEFT's wrappers also returns children of the wrapped
+    module.
     """
     return module._modules.values()
 
@@ -27,15 +28,15 @@ def own_child(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if a module is compiled in place, or is a compiled wrapper (torch/_dynamo/)."""
+    """Return True if `module.compile()` was called, or `module` is the result of torch.compile."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def runs_compiled() -> bool:
-    """Return True if torch.compile traces the caller, or compiled code has called it.
+    """Return True if torch.compile traces the caller, or compiled code has called the caller.
 
-    Compiled code calls functions that torch.compile could not trace, and these may call compiled
-    functions again (torch/_dynamo/eval_frame.py).
+    Compiled code calls functions that torch.compile could not trace as they are
+    (torch/_dynamo/eval_frame.py).
     """
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
     return torch.compiler.is_compiling() or callback() is not None
@@ -58,4 +59,4 @@ def remove_hooks(module: nn.Module, is_ours: Callable[[object], bool]) -> None:
 
 def allocate_meta(model: nn.Module, device: torch.device) -> None:
     """Allocate uninitialised memory on `device` for all tensors on meta, also inside DTensors."""
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)

@@ -1,6 +1,7 @@
 """FLOPs, bytes and collectives of torch's operators, derived from their schemas and arguments.
 
-torch/_ops.py, torch/utils/flop_counter.py, torch/distributed/_tools/fake_collectives.py and
+The private names come from torch/_ops.py, torch/utils/flop_counter.py,
+torch/distributed/_tools/fake_collectives.py and
 torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
 """
 
@@ -16,8 +17,8 @@ from torch.utils.flop_counter import flop_registry
 from hf_moe_ep.upstream.dispatch_modes import storage_id, tensors_in
 
 _ATEN = torch.ops.aten
-# Operators without a FLOP formula in torch's registry: products in place, and attention on a CPU.
-# Each has an operator with a formula whose arguments have the same shapes in the same order.
+# Operators without a FLOP formula in torch's registry: in-place products, and attention on a CPU.
+# Each is mapped to an operator with a formula, whose arguments have the same shapes and order.
 _LIKE = {
     "addmm_": _ATEN.addmm,
     "baddbmm_": _ATEN.baddbmm,
@@ -26,7 +27,7 @@ _LIKE = {
         _ATEN._scaled_dot_product_flash_attention_backward
     ),
 }
-# Operators that move no bytes: they allocate memory, or create a view.
+# Operators that move no bytes, or a single number: they allocate memory or create a view.
 _MOVE_NOTHING = {
     "_local_scalar_dense",
     "_unsafe_view",
@@ -38,11 +39,11 @@ _MOVE_NOTHING = {
     "new_empty_strided",
     "resize_",
 }
-# Operators that read as many bytes of their first tensor as they write. Their other tensors are
-# indices.
+# Operators that read a part of their first tensor, as large as their result. The other tensors are
+# indices, which they read as a whole.
 _GATHER = {"embedding", "gather", "index", "index_select", "take"}
-# Operators that change a part of their first tensor. The part is as large as their largest other
-# tensor, which has the new values.
+# Operators that change a part of their first tensor. The part is as large as the largest of the
+# other tensors, which has the new values.
 _SCATTER = {
     "_index_put_impl_",
     "index_add_",
@@ -52,7 +53,7 @@ _SCATTER = {
     "scatter_",
     "scatter_add_",
 }
-# Operators in place that do not read the tensor to which they write.
+# In-place operators that do not read the tensor to which they write.
 _OVERWRITE = {
     "_foreach_copy_",
     "_foreach_zero_",
@@ -63,7 +64,7 @@ _OVERWRITE = {
     "uniform_",
     "zero_",
 }
-# The kind of each collective, and the argument that is its whole tensor (see `payload_of`).
+# The kind of each collective, and the index of the argument that `payload_of` counts.
 _COLLECTIVES = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -80,19 +81,18 @@ def operator_name(operator: Any) -> str:
 
 
 def is_made_of_others(operator: Any) -> bool:
-    """Return True if an operator only calls other operators.
+    """Return True if an operator only calls other operators, as `matmul` calls `mm`.
 
-    Dispatch modes usually see these other operators, such as `mm`. Inside an operator of
-    torch.library they see `matmul` itself.
+    Dispatch modes usually see `mm`. Inside an operator of torch.library they see `matmul` instead.
     """
     is_composite: bool = operator.namespace == "aten" and operator._can_decompose()
     return is_composite
 
 
 def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count the multiplications and additions of a matrix product or of attention; otherwise 0.
+    """Count the multiplications and additions of a matrix product or of attention.
 
-    Causal attention computes half of the square of scores.
+    The result is 0 for other operators. Causal attention counts half of the matrix of scores.
     """
     packet = _LIKE.get(operator_name(operator), operator.overloadpacket)
     formula = flop_registry.get(packet)
@@ -110,20 +110,20 @@ def count_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 def _with_all_heads(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give keys and values as many heads as queries have, as the formulas of torch 2.11 expect."""
-    query = 1 if "backward" in operator_name(operator) else 0
-    heads = args[query].shape[1]
+    key_index = 2 if "backward" in operator_name(operator) else 1
+    heads = args[key_index - 1].shape[1]
     repeated = [
         x.new_empty((x.shape[0], heads, *x.shape[2:]), device="meta")
-        for x in args[query + 1 : query + 3]
+        for x in args[key_index : key_index + 2]
     ]
-    return (*args[: query + 1], *repeated, *args[query + 3 :])
+    return (*args[:key_index], *repeated, *args[key_index + 2 :])
 
 
 def moved_bytes(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Count the bytes that an operator reads and writes; 0 for an allocation or a view."""
     name = operator_name(operator)
-    given = {id(x) for x in tensors_in((args, kwargs))}
-    results = [x for x in tensors_in(out) if id(x) not in given]
+    argument_ids = {id(x) for x in tensors_in((args, kwargs))}
+    results = [x for x in tensors_in(out) if id(x) not in argument_ids]
     changed = _changed(operator, args, kwargs)
     if (
         operator.namespace == "prim"
@@ -157,16 +157,16 @@ def collective_of(operator: Any) -> str | None:
     if name in ("barrier", "monitored_barrier_", "wait_tensor"):
         return None
     if operator.namespace != "c10d" or name not in _COLLECTIVES:
-        raise NotImplementedError(f"the work of {operator} is not counted")
+        raise NotImplementedError(
+            f"the bytes of the collective {operator} cannot be counted, only those of "
+            f"{', '.join(_COLLECTIVES)}"
+        )
     kind, _ = _COLLECTIVES[name]
     return kind
 
 
 def payload_of(operator: Any, args: tuple[Any, ...]) -> int:
-    """Count the bytes of a collective's whole tensor.
-
-    It is the result of an all-gather, and the input of a reduce-scatter, all-reduce or all-to-all.
-    """
+    """Count the bytes of an all-gather's result, or of the input of another collective."""
     _, argument = _COLLECTIVES[operator_name(operator)]
     return sum(x.numel() * x.element_size() for x in tensors_in(args[argument]))
 
@@ -179,15 +179,15 @@ def group_of(operator: Any, args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def work_of(out: Any) -> Any:
-    """Return the `Work` object of a collective from its result."""
+    """Return the `Work` object in the result of a collective."""
     return out if not isinstance(out, tuple | list) else out[-1]
 
 
 def _is_causal(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for index, argument in enumerate(operator._schema.arguments):
         if argument.name == "is_causal":
-            given = args[index] if index < len(args) else kwargs.get("is_causal", False)
-            return bool(given)
+            value = args[index] if index < len(args) else kwargs.get("is_causal", False)
+            return bool(value)
     return False
 
 
@@ -196,23 +196,23 @@ def _changed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     changed = []
     for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            changed += tensors_in(given)
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            changed += tensors_in(value)
     return changed
 
 
 def _are_views(results: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if there are results and all of them share memory with arguments."""
+    """Return True if there are results, and all results share memory with arguments."""
     storages = {storage_id(x.untyped_storage()) for x in tensors_in((args, kwargs))}
     return bool(results) and all(storage_id(x.untyped_storage()) in storages for x in results)
 
 
 def _size(tensors: list[Tensor]) -> int:
-    """Count the bytes of tensors; repeated elements of an expanded tensor count once."""
+    """Count the bytes of tensors. The repeated elements of an expanded tensor are counted once."""
     total = 0
     for x in tensors:
-        number = 1
+        num_elements = 1
         for size, stride in zip(x.shape, x.stride(), strict=True):
-            number *= size if stride or not size else 1
-        total += number * x.element_size()
+            num_elements *= size if stride or not size else 1
+        total += num_elements * x.element_size()
     return total

@@ -1,7 +1,7 @@
 """Private functions of torch's process groups and meshes.
 
-torch/distributed/distributed_c10d.py and torch/distributed/device_mesh.py; for plans without ranks
-torch/testing/_internal/distributed/fake_pg.py.
+They come from torch/distributed/distributed_c10d.py and torch/distributed/device_mesh.py, and for
+plans without ranks from torch/testing/_internal/distributed/fake_pg.py.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
     """Return a mesh with one axis that joins `axes` of `mesh`, or None if torch cannot create it.
 
-    From then on DTensor uses this mesh where it reduces over these axes (device_mesh.py). torch up
-    to 2.11 cannot slice a mesh whose ranks along the first axis are closer than those along a later
-    axis.
+    After this call DTensor uses the new mesh to reduce over these axes (device_mesh.py). torch up
+    to 2.11 cannot create it if neighbours along the first axis have closer ranks than neighbours
+    along a later axis.
     """
     try:
         return mesh[axes]._flatten("_".join(axes))
@@ -45,8 +45,8 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
 def default_timeout(device: torch.device) -> timedelta | None:
     """Return the timeout of the default group; None if its backend has no timeout.
 
-    All other groups get torch's default timeout, 30 minutes with gloo and 10 with NCCL, whatever
-    timeout the user has set for the default group (distributed_c10d.py).
+    torch gives all other groups its own default timeout, 30 minutes with gloo and 10 with NCCL,
+    whatever timeout the user has set for the default group (distributed_c10d.py).
     """
     backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
     # Fake groups and lazy NCCL groups have no options.
@@ -67,9 +67,9 @@ def take_default_timeout(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """Create a default group of `world_size` ranks, of which only `rank` exists, inside the block.
+    """Create a default group for one process, as `rank` of `world_size` ranks, inside the block.
 
-    Its collectives return at once and transfer nothing.
+    The other ranks do not exist. Collectives return at once and transfer nothing.
     """
     # The import registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,9 +1,9 @@
-"""The function that computes a module: the forward of its class, or one that replaces it.
+"""Find the function that computes a module: the forward of its class, or a replacement of it.
 
 Liger (liger_kernel/transformers/monkey_patch.py, called by transformers/integrations/liger.py)
-binds forwards to the modules of a model. It also replaces classes of transformers by its own, such
-as LigerExperts of liger_kernel/transformers/swiglu.py, so that models which are built later consist
-of them. Hub kernels (transformers/integrations/hub_kernels.py) bind forwards too.
+binds forwards to the modules of a model. Liger also replaces classes of transformers by its own
+classes, such as LigerExperts of liger_kernel/transformers/swiglu.py, before a model is built. Hub
+kernels (transformers/integrations/hub_kernels.py) bind forwards too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _LIGER = "liger_kernel"
 def forward_functions(module: Any) -> Iterator[Callable[..., Any]]:
     """Yield the function of `module.forward` and the functions that it wraps, the outermost first.
 
-    Accelerate's autocast and hooks name the function that they wrap (functools.wraps). For other
-    wrappers it is a bound method of this module in a closure, a default or a partial.
+    Wrappers of Accelerate (autocast, hooks) store the wrapped function in `__wrapped__`. Other
+    wrappers refer to a bound method of this module in a closure, a default or a partial.
     """
     forward = module.forward
     while forward is not None:
@@ -30,7 +30,7 @@ def forward_functions(module: Any) -> Iterator[Callable[..., Any]]:
 
 
 def _wrapped_method(wrapper: Any, module: Any) -> Any:
-    """Return the method of `module` that a wrapper of its forward refers to; None without one."""
+    """Return the method of `module` that a wrapper of its forward refers to, or None."""
     if getattr(wrapper, "__self__", None) is module:
         return None  # The wrapper is itself a method of the module.
     references = [getattr(wrapper, "func", None), *getattr(wrapper, "args", ())]
@@ -59,7 +59,7 @@ def class_with_forward(module: nn.Module) -> tuple[type, Callable[..., Any]]:
 
 
 def qualified_name(function: Any) -> str:
-    """Return the name of a function with its module, for errors."""
+    """Return the name of a function with the name of its module, for errors."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', '?')}.{name}"
 
@@ -70,7 +70,7 @@ def is_ligers(function: Any) -> bool:
 
 
 def is_computed_by_liger(module: nn.Module) -> bool:
-    """Return True if Liger computes `module`, by a bound forward or by a class of Liger."""
+    """Return True if Liger computes `module`, with a bound forward or with a class of Liger."""
     return any(is_ligers(function) for function in forward_functions(module))
 
 

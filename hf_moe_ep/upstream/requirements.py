@@ -5,11 +5,11 @@ hf_moe_ep:
 
     transformers 5.10.0, allowed >=5.16.1,<6   too old
     transformers 6.1.0                         too new
-    peft, required by the extra "peft"         missing, which matters for LoRA alone
+    peft, required by the extra "peft"         missing, which matters only for LoRA
 
-No package is imported to find its version, so a broken package has a version as well. If a version
-is outside its range, `patch` warns and continues, and `hf-moe-ep doctor` (doctor.py) reports a
-failure.
+Versions are read without importing the packages, so a package that cannot be imported has a version
+as well. If a version is outside its range, `patch` warns and continues, and `hf-moe-ep doctor`
+(doctor.py) reports a failure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "hf_moe_ep"
-# The extras whose packages matter when a model is trained; "" are the required packages.
+# The extras whose packages are used in training; "" stands for the packages without an extra.
 _FOR_TRAINING = ("", "peft", "trl", "quant")
 
 
@@ -40,15 +40,15 @@ class Allowed:
             return "missing"
         if self.versions.contains(version, prereleases=True):
             return ""
-        lower = SpecifierSet(",".join(str(s) for s in self.versions if s.operator[0] in ">~="))
-        return "too new" if lower.contains(version, prereleases=True) else "too old"
+        minimum = SpecifierSet(",".join(str(s) for s in self.versions if s.operator[0] in ">~="))
+        return "too new" if minimum.contains(version, prereleases=True) else "too old"
 
     def sentence(self, version: str | None) -> str:
         """Return the problem, the allowed range and the fix; "" for a version in the range."""
         problem = self.problem(version)
-        found = "" if version is None else f"{version} is "
+        subject = "" if version is None else f"{version} is "
         fix = f"pip install {self.for_pip}"
-        return problem and f"{found}{problem}, allowed is {self.range or 'any'}: {fix}"
+        return problem and f"{subject}{problem}, allowed is {self.range or 'any'}: {fix}"
 
     @property
     def for_pip(self) -> str:
@@ -62,19 +62,22 @@ class Allowed:
 
 
 def allowed_packages() -> list[Allowed] | None:
-    """Read the packages in our metadata that apply to this Python; None if not installed."""
+    """List the packages in hf_moe_ep's metadata that apply to this Python.
+
+    Returns None if hf_moe_ep is not installed, and so has no metadata.
+    """
     try:
-        found = metadata.metadata(DISTRIBUTION)
+        our_metadata = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return None
-    extras = ("", *(found.get_all("Provides-Extra") or ()))
+    extras = ("", *(our_metadata.get_all("Provides-Extra") or ()))
     packages: dict[str, Allowed] = {}
     for line in metadata.requires(DISTRIBUTION) or ():
-        wanted = Requirement(line)
+        requirement = Requirement(line)
         for extra in extras:
-            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
-                package = Allowed(wanted.name, wanted.specifier, extra)
-                packages.setdefault(wanted.name, package)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                package = Allowed(requirement.name, requirement.specifier, extra)
+                packages.setdefault(requirement.name, package)
                 break
     return list(packages.values())
 

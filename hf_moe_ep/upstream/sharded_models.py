@@ -1,7 +1,7 @@
-"""Private state of FSDP2, FSDP, DDP and transformers on a model that they distribute.
+"""Private state of FSDP2, FSDP1, DDP and transformers on a model that they distribute.
 
-torch/distributed/fsdp/_fully_shard/, torch/distributed/tensor/_api.py, torch/nn/parallel/
-distributed.py, transformers/distributed/fsdp.py.
+The private names come from torch/distributed/fsdp/_fully_shard/, torch/distributed/tensor/_api.py,
+torch/nn/parallel/distributed.py and transformers/distributed/fsdp.py.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from hf_moe_ep.upstream.modules import remove_hooks
 
 
 def stock_class(kind: type) -> type:
-    """Return the class of a module from before FSDP2 replaced it by a subclass."""
+    """Return the class that FSDP2 has replaced by `kind`, or `kind` itself if it is stock's."""
     return next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
 
 
 def mark_fsdp_managed(model: nn.Module) -> None:
-    """Mark models as sharded for `generate()`, and keep the names of their classes.
+    """Mark models as sharded for `generate()`, and let them report their stock class names.
 
-    With the mark all ranks of `generate()` run the same number of forwards
-    (transformers/distributed/fsdp.py). FSDP2 changes class names, by which the Trainer decides if
-    label smoothing shifts labels (trainer.py, compute_loss).
+    If a model is marked, all ranks of `generate()` run the same number of forwards
+    (transformers/distributed/fsdp.py). FSDP2 changes class names, but the Trainer decides by the
+    class name if label smoothing shifts labels (trainer.py, compute_loss).
     """
     for module in model.modules():
         if hasattr(module, "generate"):
@@ -47,23 +47,23 @@ def mark_fsdp_managed(model: nn.Module) -> None:
 
 
 def keep_recorded_outputs(model: nn.Module) -> None:
-    """Let models with a class of FSDP2 return hidden states, attentions and router logits.
+    """Let sharded models return hidden states, attentions and router logits.
 
-    transformers looks up the outputs that a model can record by its class
-    (utils/output_capturing.py).
+    transformers has a table of the outputs that the models of a class can record
+    (utils/output_capturing.py), which lacks the classes that FSDP2 creates.
     """
     registry: dict[str, Any] = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})
     for module in model.modules():
-        before = str(stock_class(type(module)))
-        if isinstance(module, FSDPModule) and before in registry:
-            # The registry's own __setitem__ takes the class of a model, not its name.
-            dict.__setitem__(registry, str(type(module)), registry[before])
+        stock = str(stock_class(type(module)))
+        if isinstance(module, FSDPModule) and stock in registry:
+            # The registry's own __setitem__ takes a model instead of a key.
+            dict.__setitem__(registry, str(type(module)), registry[stock])
 
 
 def is_distributed_by_transformers(model: nn.Module) -> bool:
-    """Return True if transformers sharded the model while loading it.
+    """Return True if transformers sharded the model while loading the weights.
 
-    It does with `from_pretrained(distributed_config=...)` or `from_pretrained(tp_plan=...)`.
+    `from_pretrained(distributed_config=...)` and `from_pretrained(tp_plan=...)` do so.
     """
     return (
         getattr(model, "is_distributed_loading_by_transformers", False) is True
@@ -74,8 +74,8 @@ def is_distributed_by_transformers(model: nn.Module) -> bool:
 def loads_on_one_rank_per_host() -> bool:
     """Return True if stock's `from_pretrained` reads weights only on the first rank of each host.
 
-    All other ranks then have parameters on meta. Accelerate's FSDP option
-    `cpu_ram_efficient_loading` switches this on (transformers/distributed/fsdp.py).
+    All other ranks then have parameters on meta. This is the effect of Accelerate's FSDP option
+    `cpu_ram_efficient_loading` (transformers/distributed/fsdp.py).
     """
     return bool(is_fsdp_enabled())
 
@@ -91,9 +91,9 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 
 def is_refused_by_dtensor(error: Exception) -> bool:
-    """Return True if `error` is DTensor's, about an operator or operands that it does not support.
+    """Return True if DTensor raised `error` about an operator or operands that it does not support.
 
-    torch/distributed/tensor/_dispatch.py, _sharding_prop.py.
+    The messages come from torch/distributed/tensor/_dispatch.py and _sharding_prop.py.
     """
     messages = (
         "got mixed torch.Tensor and DTensor",
@@ -106,9 +106,9 @@ def is_refused_by_dtensor(error: Exception) -> bool:
 def times_written(tensor: Tensor) -> tuple[int, ...]:
     """Return how often a tensor and its shard on this rank were written in place.
 
-    Autograd counts this (torch/_tensor.py). It counts an operator on a DTensor for the DTensor
-    alone, and an operator on the shard, or on a view of it, for the shard. It does not count writes
-    through `.data`.
+    Autograd counts in-place operators (torch/_tensor.py). An operator on a DTensor is counted for
+    the DTensor alone, and an operator on the shard or on a view of the shard for the shard. Writes
+    through `.data` are not counted.
     """
     if isinstance(tensor, DTensor):
         return tensor._version, tensor.to_local()._version
@@ -120,8 +120,8 @@ def begin_with_root(model: nn.Module) -> None:
 
     FSDP2 takes the first unit that runs as the root. Without this call the inner unit would become
     a second root, and all other units would lack the state that a root shares with its units
-    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). After a forward of the root this function
-    does nothing.
+    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). If FSDP2 is initialised already, this
+    function does nothing.
     """
     root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
     if root is not None:
@@ -132,15 +132,15 @@ def begin_with_root(model: nn.Module) -> None:
 # entries during the tracing.
 @torch.compiler.disable
 def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
-    """Pre-forward hook: reset an FSDP2 unit whose backward has ended, so that it prepares again.
+    """Reset an FSDP2 unit whose backward has ended (a pre-forward hook of the unit).
 
-    Only reentrant checkpointing with two forwards before one backward needs this, so the hook reads
-    nothing of FSDP2 but in a forward that runs during a backward, a recompute. A nested
-    unit stays in state PRE_BACKWARD until the whole backward ends. When the checkpoint then
-    recomputes the other forward, FSDP2 takes the unit for prepared, registers no hooks and never
-    reduces the gradients of the unit (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). torch
-    2.13 does the same to stock experts, and to whole layers where transformers checkpoints their
-    `__call__` (before 5.23).
+    This is needed for reentrant checkpointing with two forwards before one backward, so the hook
+    does something only if a forward runs during a backward, which is a recompute. A nested unit
+    stays in state PRE_BACKWARD until the whole backward ends. When the other forward is recomputed,
+    FSDP2 concludes from this state that the unit is prepared for backward, registers no hooks and
+    never reduces the gradients of the unit (torch/distributed/fsdp/_fully_shard/_fsdp_state.py). In
+    torch 2.13 this happens to stock experts too, and to whole layers where transformers checkpoints
+    their `__call__` (before 5.23).
     """
     if not backward_is_running():
         return
@@ -153,16 +153,16 @@ def forget_finished_backward(unit: nn.Module, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def bytes_as_parameters() -> Iterator[None]:
-    """Let `fully_shard` accept parameters of bytes.
+    """Let `fully_shard` accept parameters of bytes, inside the block.
 
-    torch 2.11 creates each sharded parameter with requires_grad=True before it copies the right
-    value, and bytes cannot require a gradient. torch 2.13 does not
+    torch 2.11 creates each sharded parameter with requires_grad=True before it copies the value of
+    requires_grad, but bytes cannot require a gradient. torch 2.13 does not need this function
     (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
     """
     stock = vars(_fsdp_param)["nn"]
-    names = ModuleType(stock.__name__)
-    vars(names).update(vars(stock), Parameter=_parameter)
-    vars(_fsdp_param)["nn"] = names
+    replacement = ModuleType(stock.__name__)
+    vars(replacement).update(vars(stock), Parameter=_parameter)
+    vars(_fsdp_param)["nn"] = replacement
     try:
         yield
     finally:
@@ -177,12 +177,12 @@ def _parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
 def without_forward_hooks(module: nn.Module) -> Iterator[None]:
     """Remove the forward hooks that code inside the block registers on `module`.
 
-    FSDP2 gathers a unit without hooks only when `unshard` is called, and reduces its gradients at
-    the end of the backward (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
+    FSDP2 all-gathers a unit without hooks only if `unshard` is called, and reduces the unit's
+    gradients at the end of the backward (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
     """
-    before = {id(hook) for hook in _hooks(module)}
+    old_hooks = {id(hook) for hook in _hooks(module)}
     yield
-    remove_hooks(module, lambda hook: id(hook) not in before)
+    remove_hooks(module, lambda hook: id(hook) not in old_hooks)
 
 
 def _hooks(module: nn.Module) -> list[object]:
@@ -190,7 +190,7 @@ def _hooks(module: nn.Module) -> list[object]:
 
 
 def is_gathered(unit: FSDPModule) -> bool:
-    """Return True if the parameters of a unit, without those of nested units, are all-gathered."""
+    """Return True if the parameters of a unit, not counting nested units, are all-gathered."""
     assert isinstance(unit, nn.Module)
     modules: list[nn.Module] = [unit]
     while modules:
@@ -204,8 +204,8 @@ def is_gathered(unit: FSDPModule) -> bool:
 def holds_unreduced_grads(unit: FSDPModule) -> bool:
     """Return True if a unit has gradients of earlier micro-batches that are not reduced yet.
 
-    FSDP2 keeps them unsharded, in the reduce dtype if that is another one; with replicas they may
-    be reduce-scattered but not all-reduced (_fsdp_param.py, _fsdp_param_group.py).
+    FSDP2 keeps such gradients unsharded and in the reduce dtype. With replicas (HSDP) they may be
+    reduce-scattered already but not all-reduced (_fsdp_param.py, _fsdp_param_group.py).
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None:

@@ -1,4 +1,8 @@
-"""Vision towers (models/qwen3_vl_moe), and the arguments of a forward for pictures and sound."""
+"""Vision towers, and the arguments of a forward for pictures and sound.
+
+The private names come from transformers' models/qwen3_vl_moe, models/ernie4_5_vl_moe and
+generation/utils.py.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,10 @@ from torch import Tensor, nn
 from hf_moe_ep.upstream.code import forward_arguments
 
 TOWER_OUTPUTS = "mm_encoder_outputs"
-# The method of a model that runs its towers before the first forward of `generate`
-# (generation/utils.py).
+# `generate` calls this method to run the towers of a model before the first forward.
 ENCODE_AHEAD = "_prepare_multimodal_encoder_kwargs_for_generation"
-# Blocks that have experts for text and other experts for pictures have a module and a forward
-# argument of these names (models/ernie4_5_vl_moe).
+# In a block that has experts for text and other experts for pictures: the module with the experts
+# for pictures, and the forward's argument with the kind of each token.
 EXPERTS_OF_PICTURES = "vision_moe"
 TOKEN_KINDS = "moe_mm_token_type_ids"
 _ENCODER_INPUT = re.compile("pixel|image|video|audio|input_features|input_values")
@@ -25,7 +28,7 @@ _ENCODER_INPUT = re.compile("pixel|image|video|audio|input_features|input_values
 def takes_tower_outputs(inner: nn.Module) -> bool:
     """Return True if the forward of `inner` accepts outputs of a tower that has run before.
 
-    models/qwen3_vl_moe does in transformers 5.19 and newer, but not in 5.16.
+    In models/qwen3_vl_moe this argument exists since transformers 5.19, and not in 5.16.
     """
     return TOWER_OUTPUTS in inspect.signature(inner.forward).parameters
 
@@ -38,7 +41,7 @@ def input_names(module: nn.Module) -> list[str]:
 def is_encoder_input(name: str) -> bool:
     """Return True if `name` is a forward argument for pictures or sound, or for their sizes.
 
-    models/*/modeling_*.py: pixel_values, image_grid_thw, input_features, audio_input_ids, ...
+    Examples are pixel_values, image_grid_thw, input_features and audio_input_ids.
     """
     return _ENCODER_INPUT.search(name) is not None
 
@@ -51,8 +54,8 @@ def has_experts_of_pictures(block: nn.Module) -> bool:
 def runs_in_blocks(owner: nn.Module, tower: Any) -> bool:
     """Return True if the blocks of `tower` can be FSDP2 units.
 
-    This needs one call of the tower for all pictures and videos, as patches. Only the towers of
-    models/qwen3_vl_moe are known to allow it. Other encoders are all-gathered as a whole.
+    For this the model must call the tower once, with the patches of all pictures and videos. Only
+    models/qwen3_vl_moe is known to do so. Other encoders are all-gathered as a whole.
     """
     return hasattr(tower, "deepstack_merger_list") and takes_tower_outputs(owner)
 
@@ -63,7 +66,7 @@ def tower_heads(tower: Any) -> int:
 
 
 def tower_sizes(tower: Any) -> tuple[int, int]:
-    """Return (m, values): m x m patches become one token, and a patch has `values` numbers."""
+    """Return (m, n): m x m patches become one token, and a patch consists of n numbers."""
     return tower.spatial_merge_size, math.prod(tower.patch_embed.proj.weight.shape[1:])
 
 
@@ -72,17 +75,17 @@ def run_tower(inner: Any, pixels: Tensor, grids: Tensor, **kwargs: Any) -> Any:
 
     Args:
         inner: the model that contains the tower (models/qwen3_vl_moe).
-        pixels: (patches of all pictures, values of a patch).
-        grids: (pictures, 3): frames, height and width of each picture, in patches.
+        pixels: (patches of all pictures, numbers per patch).
+        grids: (pictures, 3), the frames, height and width of each picture, in patches.
         kwargs: more arguments of the tower's forward.
     """
     return inner.get_image_features(pixels, grids, return_dict=True, **kwargs)
 
 
 def tower_tables(tower: Any, grids: Tensor) -> dict[str, Tensor]:
-    """Compute the tables that a tower computes from `grids` (pictures, 3), with a row per patch.
+    """Compute a tower's tables for interpolation and positions from `grids` (pictures, 3).
 
-    The keys are the tower's keyword arguments for the interpolation and the positions.
+    Each table has a row per patch. The keys of the result are keyword arguments of the tower.
     """
     from transformers import vision_utils  # Missing in 5.17, where no tower takes tables.
 
@@ -102,11 +105,11 @@ def split_tower_outputs(outputs: Any, counts: list[int]) -> list[Any]:
 
     Each group is an output object that the inner model's forward accepts.
     """
-    parts, first = [], 0
+    groups, start = [], 0
     for count in counts:
-        picked = slice(first, first + count)
-        features = [feature[picked] for feature in outputs.deepstack_features]
-        pooled = outputs.pooler_output[picked]
-        parts.append(type(outputs)(pooler_output=pooled, deepstack_features=features))
-        first += count
-    return parts
+        group = slice(start, start + count)
+        features = [feature[group] for feature in outputs.deepstack_features]
+        pooled = outputs.pooler_output[group]
+        groups.append(type(outputs)(pooler_output=pooled, deepstack_features=features))
+        start += count
+    return groups

@@ -1,6 +1,7 @@
 """Private names of Accelerate, the Trainer and TRL that the wrappers of `integrations/` use.
 
-accelerate/state.py, accelerate/accelerator.py, transformers/trainer.py, trl/trainer/.
+They come from accelerate/state.py, accelerate/accelerator.py, transformers/trainer.py and
+trl/trainer/.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from hf_moe_ep.upstream.replaced_forwards import forward_functions
 def accelerate_is_in_use() -> bool:
     """Return True if there is a sign that this process uses an Accelerator.
 
-    "accelerate is imported" is no sign, as transformers imports it. The signs are: `accelerate
-    launch` started the process; an Accelerator or TrainingArguments exist; the Accelerator class
-    is known to a module outside of Hugging Face's packages and ours, or to a running function.
+    The signs are: `accelerate launch` started the process; an Accelerator or TrainingArguments
+    exist; a module or a running function outside of Hugging Face's packages and ours has a variable
+    that is the package accelerate or the class Accelerator. An imported accelerate is no sign,
+    because transformers imports it.
     """
     launched = launched_with_fsdp() or "ACCELERATE_MIXED_PRECISION" in launch_environment()
     if launched or PartialState._shared_state:
@@ -39,56 +41,52 @@ def accelerate_is_in_use() -> bool:
     namespaces = [
         vars(module)
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] not in _OWN_USERS and hasattr(module, "__dict__")
+        if name.partition(".")[0] not in _PACKAGES_WITH_ACCELERATOR and hasattr(module, "__dict__")
     ]
     frame = inspect.currentframe()
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _OWN_USERS:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _PACKAGES_WITH_ACCELERATOR:
             namespaces.append(frame.f_locals)
         frame = frame.f_back
-    known = (accelerate, Accelerator)
     return any(
-        any(value is one for one in known)
+        value is accelerate or value is Accelerator
         for namespace in namespaces
         for value in list(namespace.values())
     )
 
 
-# Packages that know the Accelerator class whether or not a script uses it.
-_OWN_USERS = ("accelerate", "transformers", "peft", "hf_moe_ep")
+# Packages that import the Accelerator class whether or not a script uses it.
+_PACKAGES_WITH_ACCELERATOR = ("accelerate", "transformers", "peft", "hf_moe_ep")
 
 
 def call_when_accelerator_is_imported(call: Callable[[], None]) -> None:
     """Call `call` at the next `from accelerate import Accelerator` or `accelerate.Accelerator`.
 
-    Until then the class is removed from the names of the package. The first use calls the module's
-    `__getattr__` (PEP 562), which restores the class.
+    Until then the package has no attribute `Accelerator`. The first use of the name therefore calls
+    the module's `__getattr__` (PEP 562), which restores the class.
     """
     names = vars(accelerate)
-    kind, before = names.pop("Accelerator", None), names.get("__getattr__")
-    if kind is None:
+    accelerator_class, stock_getattr = names.pop("Accelerator", None), names.get("__getattr__")
+    if accelerator_class is None:
         return
 
     def look_up(name: str) -> Any:
         if name == "Accelerator":
-            names["Accelerator"] = kind
+            names["Accelerator"] = accelerator_class
             names.pop("__getattr__")
-            if before is not None:
-                names["__getattr__"] = before
+            if stock_getattr is not None:
+                names["__getattr__"] = stock_getattr
             call()
-            return kind
-        if before is not None:
-            return before(name)
+            return accelerator_class
+        if stock_getattr is not None:
+            return stock_getattr(name)
         raise AttributeError(f"module 'accelerate' has no attribute {name!r}")
 
     names["__getattr__"] = look_up
 
 
 def declare_fsdp(state: AcceleratorState) -> None:
-    """Set FSDP as the distributed type, for every Accelerator of this process.
-
-    accelerate/state.py.
-    """
+    """Set FSDP as the distributed type of all Accelerators in this process."""
     state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
@@ -114,7 +112,8 @@ def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
 def clips_over_meshes(accelerator: Accelerator) -> bool:
     """Return True if Accelerate itself clips gradients on several device meshes.
 
-    Since 1.15 (accelerate/accelerator.py). Before that torch's clip raises on two meshes.
+    Accelerate does since 1.15 (accelerate/accelerator.py). Earlier versions call torch's function,
+    which raises for two meshes.
     """
     return hasattr(accelerator, "_clip_grad_norm_dtensor_aware")
 
@@ -122,8 +121,8 @@ def clips_over_meshes(accelerator: Accelerator) -> bool:
 def has_chunked_loss(model: nn.Module) -> bool:
     """Return True if TRL replaced the forward of `model` by the forward of its chunked loss.
 
-    trl/trainer/sft_trainer.py before 1.15; the default of SFTTrainer. That forward imports stock's
-    function of the router's aux loss.
+    The chunked loss is the default of SFTTrainer before TRL 1.15 (trl/trainer/sft_trainer.py). Its
+    forward imports stock's function of the router's aux loss.
     """
     names = {getattr(forward, "__name__", "") for forward in forward_functions(model)}
     return "_chunked_ce_forward" in names
@@ -132,20 +131,20 @@ def has_chunked_loss(model: nn.Module) -> bool:
 def gather_again(trainer: transformers.Trainer) -> None:
     """Make a Trainer call the current `gather_for_metrics` of its Accelerator.
 
-    The Trainer has stored the bound method of before the Accelerator was specialised
-    (transformers/trainer.py).
+    The Trainer has stored the method in an attribute, before `specialise` changed the class of the
+    Accelerator (transformers/trainer.py).
     """
-    kept = getattr(trainer, "gather_function", None)
-    function = kept.func if isinstance(kept, partial) else kept
+    stored = getattr(trainer, "gather_function", None)
+    function = stored.func if isinstance(stored, partial) else stored
     if getattr(function, "__name__", "") == "gather_for_metrics":
-        options = kept.keywords if isinstance(kept, partial) else {}
+        options = stored.keywords if isinstance(stored, partial) else {}
         trainer.gather_function = partial(trainer.accelerator.gather_for_metrics, **options)
 
 
 def generates_in_training(trainer: transformers.Trainer) -> bool:
     """Return True if each process of this trainer generates its own training samples.
 
-    GRPO, RLOO, their subclasses and distillation do (trl/trainer/grpo_trainer.py).
+    The trainers for GRPO, RLOO and distillation and their subclasses do (trl/trainer/).
     """
     return hasattr(trainer, "_generate_and_score_completions")
 
@@ -156,8 +155,5 @@ def checkpoint_folder(trainer: transformers.Trainer, trial: Any) -> Path:
 
 
 def save_beside(trainer: transformers.Trainer, folder: str, state_dict: Any) -> None:
-    """Call `Trainer._save`, which writes a model, its tokenizer and the training arguments.
-
-    transformers/trainer.py.
-    """
+    """Call `Trainer._save`, which writes a model, its tokenizer and the training arguments."""
     trainer._save(folder, state_dict=state_dict)

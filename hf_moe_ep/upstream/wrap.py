@@ -1,21 +1,22 @@
-"""Ways to call a function of ours around a function of another project.
+"""Call a wrapper of ours in place of a function of another project.
 
-A `Wrap` names the other project's function by a string, `module:Class.function` or
-`module:function`. The string may hold private names: upstream names that we rely on stand nowhere
-else. `wrapper(original, *args, **kwargs)` is called instead of the function.
+A `Wrap` names the other project's function, its target, by a string: `module:Class.function` or
+`module:function`. The string may contain private names, which otherwise occur only in `upstream/`.
+`wrapper(original, *args, **kwargs)` is called instead of the function.
 
     wrap_process(rows)                 every caller in this process: the function itself is replaced
     specialise(trainer, rows)          one object: a subclass is inserted in front of stock's class
 
         class MyTrainer(Trainer)       specialise(MyTrainer()) changes the object's classes to
-                                       MyTrainer -> (ours) -> Trainer, so that `super().save_model`
-                                       in MyTrainer reaches ours first and stock's after it
+                                       MyTrainer -> (ours) -> Trainer. `super().save_model` in
+                                       MyTrainer then calls our method, which calls stock's
 
-    bind_wrapper(model, row)           one object: a bound method, to be set as an attribute of it
+    bind_wrapper(model, row)           one object: a bound method, which the caller sets on the
+                                       object
 
-An installed version may lack a target. The feature that needs the target is switched off then: one
+An installed version may lack a target. The feature that needs the target is then switched off: one
 warning names the target and the feature, all other rows work, and each call that would use the
-feature raises the text of the warning.
+feature raises an ImportError with the text of the warning.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Feature:
 
     Attributes:
         name: the name of the feature in warnings and errors.
-        used_by: for each target whose call can use the feature, a function that takes the
-            arguments of the call and returns True if this call uses it.
+        used_by: the targets that can use the feature. The value is a function that takes the
+            arguments of a call and returns True if this call uses the feature.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Wrap:
         target: the function, as described in the docstring of this module.
         wrapper: our function; its first argument is the stock function.
         why: what would be wrong without the wrapper.
-        feature: the feature that works through the wrapper.
+        feature: the feature that needs the wrapper.
     """
 
     target: str
@@ -86,11 +87,11 @@ class Wrap:
         return importlib.util.find_spec(self.package) is not None
 
 
-# The features that installed versions cannot provide, each with the warning that was given.
+# The features that installed versions cannot provide, each with the text of its warning.
 _missing: list[tuple[Feature, str]] = []
-# The targets that were looked up before, so that each missing one is warned of once.
+# The targets that were looked up before. A missing target is warned of only once.
 _checked: set[str] = set()
-# The subclasses that `specialise` has made: by class, stock's class and rows.
+# The subclasses that `specialise` has created, by the object's class, stock's class and the rows.
 _specialised: dict[tuple[type, type, tuple[Wrap, ...]], type] = {}
 # The targets that are replaced for the whole process.
 _in_force: set[str] = set()
@@ -117,7 +118,7 @@ def find_owner(wrap: Wrap) -> tuple[Any, str]:
 
 
 def check_targets(rows: Iterable[Wrap]) -> None:
-    """Warn of each target that the installed version lacks; its feature is switched off."""
+    """Warn of each target that the installed version lacks, and switch off its feature."""
     for row in rows:
         if row.target in _checked:
             continue
@@ -130,7 +131,7 @@ def check_targets(rows: Iterable[Wrap]) -> None:
 
 
 def wrap_process(rows: Sequence[Wrap]) -> None:
-    """Replace the target of each row for the whole process, once.
+    """Replace the target of each row for the whole process; a second call has no effect.
 
     A function of a module is also replaced in the modules that have imported it by its name.
     """
@@ -152,7 +153,7 @@ def wrap_process(rows: Sequence[Wrap]) -> None:
 
 
 def in_force() -> frozenset[str]:
-    """Return the targets that are replaced for the whole process now."""
+    """Return the targets that `wrap_process` has replaced."""
     return frozenset(_in_force)
 
 
@@ -180,18 +181,18 @@ def is_specialised(instance: Any) -> bool:
 
 def _subclass(kind: type, stock: type, rows: tuple[Wrap, ...]) -> type:
     """Build the class of `specialise`. It has the name of `kind`, which logs and files show."""
-    body: dict[str, Any] = {"_hf_moe_ep_rows": rows}
-    ours = type(f"Patched{stock.__name__}", (stock,), body)
+    attributes: dict[str, Any] = {"_hf_moe_ep_rows": rows}
+    ours = type(f"Patched{stock.__name__}", (stock,), attributes)
     for row in rows:
         if hasattr(stock, row.name):
             setattr(ours, row.name, _method(row, ours))
-    named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    copied = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     bases = (ours,) if kind is stock else (kind, ours)
-    return type(kind.__name__, bases, named)
+    return type(kind.__name__, bases, copied)
 
 
 def _method(row: Wrap, ours: type) -> Callable[..., Any]:
-    """Return a method of the class `ours` that calls the wrapper with the next class's method."""
+    """Return a method of `ours` that calls the wrapper around the method of the next class."""
 
     @functools.wraps(getattr(ours, row.name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +203,7 @@ def _method(row: Wrap, ours: type) -> Callable[..., Any]:
 
 
 def bind_wrapper(instance: Any, row: Wrap) -> MethodType:
-    """Return the wrapper of `row` around the method of one object, bound to that object."""
+    """Return a bound method of `instance` that calls the wrapper of `row` around stock's method."""
     check_targets([row])
     return MethodType(_around(row, getattr(type(instance), row.name)), instance)
 
@@ -233,7 +234,7 @@ def _replace_copies(original: Any, name: str, wrapped: Any) -> None:
 
 
 def call_when_imported(module: str, call: Callable[[], None]) -> None:
-    """Call `call` now if `module` is imported, otherwise as soon as somebody has imported it."""
+    """Call `call` now if `module` is imported, otherwise right after its first import."""
     if module in sys.modules:
         call()
         return
@@ -243,7 +244,7 @@ def call_when_imported(module: str, call: Callable[[], None]) -> None:
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Runs a function after a module was imported. Python's own finders import the module."""
+    """Run a function after the import of a module. Python's own finders import the module."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Callable[[], None]] = {}

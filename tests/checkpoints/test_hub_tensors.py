@@ -342,8 +342,8 @@ def _prompt(model: nn.Module) -> nn.Module:
         (lambda m: m, {"max_bytes": 1e9}, r"max_bytes 1000000000.0 is no number of bytes"),
         (lambda m: m, {"dtype": torch.int8}, "dtype torch.int8 is no floating point dtype"),
         (with_lora, {}, "has adapters, .*pass merge_adapters=True"),
-        (_dora, {"merge_adapters": True}, "q_proj has an adapter .*DoraLinearVariant; LoRA on"),
-        (_ia3, {"merge_adapters": True}, "k_proj has an adapter .*ia3.*; LoRA on"),
+        (_dora, {"merge_adapters": True}, "q_proj has an adapter .*DoraLinearVariant; only LoRA"),
+        (_ia3, {"merge_adapters": True}, "k_proj has an adapter .*ia3.*; only LoRA on"),
         (_prompt, {"merge_adapters": True}, "adapter default trains a prompt"),
     ],
 )

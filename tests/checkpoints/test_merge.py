@@ -486,7 +486,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "lokr": (
         partial(_another_kind, LoKrConfig(r=2, target_modules=["q_proj"])),
-        r"peft_type LOKR, but only LORA is a product of two factors; merge it in one process",
+        r"peft_type LOKR, but only LORA is a product of two factors; merge the adapter in one",
     ),
     "prompt": (
         partial(_another_kind, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),

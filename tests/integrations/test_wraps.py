@@ -147,22 +147,29 @@ def _run(*parts: str) -> str:
     return result.stdout
 
 
-# Each case starts two processes that import these libraries. The Trainer's wraps need Accelerate's.
-_FAST = ("patch and an own loop", "Trainer")
-_SCRIPTS = [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in SCRIPTS]
+# Each case starts a process that imports these libraries. The Trainer's wraps need Accelerate's.
+_FAST = (("patch and an own loop", False), ("Trainer", True))
+_CASES = [
+    pytest.param(
+        name, first, marks=() if (name, first) in _FAST else pytest.mark.slow, id=f"{name}, {order}"
+    )
+    for name in SCRIPTS
+    for first, order in ((True, "imported before patch"), (False, "imported after patch"))
+]
 
 
-@pytest.mark.parametrize("name", _SCRIPTS)
-def test_wraps_are_put_in_when_they_are_needed(name: str) -> None:
-    """The library is imported before `patch`, or after it."""
+@pytest.mark.parametrize(("name", "imported_first"), _CASES)
+def test_wraps_are_put_in_when_they_are_needed(name: str, imported_first: bool) -> None:
     package, use, wanted = SCRIPTS[name]
     if name == "TRL":
         pytest.importorskip("trl", minversion="1.16")
     imported = IMPORTS[package]
     none = "assert not in_force(), in_force()"
     counted = f"{use}\nassert len(in_force()) == {wanted}, sorted(in_force())"
-    _run(imported, "import hf_moe_ep.apply", none, "model = patch(tiny(**KIND))", counted)
-    _run(f"model = patch(tiny(**KIND))\n{none}", imported, counted)
+    if imported_first:
+        _run(imported, "import hf_moe_ep.apply", none, "model = patch(tiny(**KIND))", counted)
+    else:
+        _run(f"model = patch(tiny(**KIND))\n{none}", imported, counted)
 
 
 # Lines that stock objects may run: those of a wrap that asks for a patched model and finds none.
@@ -195,7 +202,14 @@ print(len(seen))
 """
 
 
-@pytest.mark.parametrize("name", [script for script in _SCRIPTS if script.values != ("TRL",)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "Trainer" else pytest.mark.slow)
+        for name in SCRIPTS
+        if name != "TRL"
+    ],
+)
 def test_a_stock_model_beside_a_patched_one_runs_stock_code(name: str) -> None:
     """Every call of a function of ours is recorded while a stock model is trained and saved.
 

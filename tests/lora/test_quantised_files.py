@@ -309,7 +309,7 @@ def what_cannot_be_is_refused(rank: int, world: int) -> None:
         (
             with_lora(tiny(**SIZES["nf4"])),
             HELD["nested"] | {"expert_shard_dim": 1},
-            r"shards the 256 rows of gate_up_proj .*a block of nf4, of which 256 share",
+            r"shards the 256 rows of gate_up_proj .*or 256 scales that share a nested scale",
         ),
     ]
     for model, config, words in refused:

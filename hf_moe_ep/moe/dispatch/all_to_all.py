@@ -11,6 +11,9 @@ sent. For example, two ranks own the experts {0 1} and {2 3}, and rank 0 has two
 Sent rows are ordered by destination, then by token; the rows that stay come last:
 `token_of_row_N = [0, 1, 0]`. Received rows are ordered by sender; the rows that stayed come last.
 
+The expert ids and weights of all rows are sent in one message, after the hidden states. The ids are
+floats in this message. The message must not be in bf16, which would round ids above 256.
+
 `AllToAll.plan` computes the destination of every row. Before any row is sent, ranks all-gather one
 small vector each (`counts.py`): rows per destination and pairs per expert. From these counts every
 rank computes how many rows it receives. This is the layer's only host sync. After it the device is
@@ -209,8 +212,8 @@ class _RowWire(Wire):
         exchange, top_k = self.exchange, ids_TK.shape[1]
         rows_RH = self._send_tokens(x_TH)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        # Ids are sent as floats (exact below 2**24) together with the weights, which saves a
-        # transfer.
+        # Ids are sent as floats together with the weights, which saves a transfer. fp32 represents
+        # all integers up to 2**24, but bf16 only those up to 256.
         routing_TX = torch.cat([weights_TK.to(wide), ids_TK.to(wide)], dim=1)
         routing_NX = routing_TX.index_select(0, exchange.token_of_row_N)
         routing_RX = self._send_rows(routing_NX, exchange.send_counts, exchange.recv_counts)

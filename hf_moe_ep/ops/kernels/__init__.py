@@ -1,14 +1,34 @@
 """Triton kernels of the experts, each with the function that launches it.
 
+<<<<<<< HEAD
+    sort_pairs    sorts the (row, expert) pairs by expert and cuts them into tiles
+    up            gathers rows, multiplies by the gate and up matrices, computes f(gate) * up
+    grouped_mm    the down product, the gradient of the rows, and the thin products of adapters
+    reduce        sums the rows of each token, and other sums
+    dgated        backward through down and the gate
+    outer         the gradients of the matrices
+
+Three files hold functions that these kernels call: `gate` (the formula of the gate), `product` (the
+loop of a product) and `dequantise`. `choose_blocks` in `blocks` selects the tile sizes of all
+kernels from a table; `triton_mlp.py` calls it.
+=======
+    sort_pairs                     sorts the pairs by expert and lists the tiles to compute
+    up, grouped_mm, dgated, outer  the matrix products of forward and backward
+    reduce                         the sums over pairs
+    product, dequantise, gate      functions that these kernels call
+    blocks                         the table of block sizes
+>>>>>>> w37-p2-ops
+
 In a kernel's body the comment after a load gives the shape of the loaded block: M rows of the
 output, N columns, K elements of a step along the sum, P elements of a step along an adapter's rank.
-`p_` is a pointer, `b_` a block of values, `o_` offsets, `m_` a mask.
+Names start with `p_` for a pointer, `b_` for a block of values, `o_` for offsets, `m_` for a mask.
 
 A matrix is a tensor, or quantised bytes with scales that `dequantise.py` reads.
 
-Arguments that depend on the routing are listed in a kernel's `do_not_specialize`. Without that,
-Triton would build another kernel if a count is 1 or divisible by 16, in the middle of a step and on
+Arguments that depend on the routing are listed in a kernel's `do_not_specialize`. Otherwise Triton
+would build another kernel for a count that is 1 or divisible by 16, in the middle of a step and on
 one rank only.
 
-Never: autograd, or the choice between kernels and torch (`ops/operators.py`).
+This folder contains no autograd, and does not choose between kernels and torch
+(`ops/operators.py`).
 """

@@ -1,21 +1,21 @@
 """Block sizes of the Triton kernels: a plain table, without tuning at run time.
 
-If every rank tuned by itself, ranks would choose differently and wait for each other in
-collectives, and a first step of several minutes looks like a hang. The row of the table depends on
-the GPU's generation, the width of the dtype and the mean number of rows per expert.
-`benchmarks/compile_kernels.py` compiles the kernels with every row ahead of time and checks their
-registers, shared memory and loops.
+If every rank tuned by itself, ranks would choose different sizes and wait for each other in
+collectives, and the first step would take minutes, which looks like a hang. `choose_blocks` selects
+a row of the table by the GPU's generation, the bytes of the dtype and the mean number of rows per
+expert. `benchmarks/compile_kernels.py` compiles the kernels for all rows of the table ahead of time
+and checks their registers, shared memory and loops.
 
     m                     rows of a tile, the same in all kernels of a call
     Block(n, k, ...)      columns, step along the sum, warps, pipeline stages; `registers` limits
                           the registers of a thread, so that two programs fit on a multiprocessor;
-                          `tma` copies blocks by TMA descriptors, in `rows` alone
+                          `tma` loads blocks through TMA descriptors, only in `rows`
     up, down              the two products of the experts; n of up counts columns of act
-    dgated                back through down and gate
+    dgated                the backward through down and gate
     rows, outer           the gradients of the rows and of the matrices
-    thin, thin_outer      products in which one size is a rank; the rank limits n
-    rank                  the longest step along the rank in the other kernels
-    up_adapted            the block of `up` with an adapter, if the usual one would spill registers
+    thin, thin_outer      products in which one size is an adapter's rank; the rank limits n
+    rank                  the longest step along an adapter's rank in the other kernels
+    up_adapted            replaces `up` for experts with an adapter, if `up` would spill registers
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OuterBlock(Block):
 
 
 def options(block: Block) -> dict[str, int | None]:
-    """Return the options that a launch passes to the compiler."""
+    """Return the compiler options of a launch."""
     return {
         "num_warps": block.warps,
         "num_stages": block.stages,
@@ -72,16 +72,16 @@ class Blocks:
             raise ValueError("tma=True is implemented for `rows` alone; leave it out elsewhere")
 
 
-# The shortest sum that tensor cores compute.
+# Number of terms of the shortest sum that tensor cores compute.
 _LEAST_RANK = 16
-# Mean rows per expert below which tiles of 128 rows would be mostly padding.
+# If experts have fewer rows than this on average, tiles of 128 rows would be mostly padding.
 FEW_ROWS = 128
 
-# The shared memory that a program may use in the rows of each generation, in descending order.
+# Shared memory that a program may use with each generation's blocks, in descending order.
 SHARED_BYTES = {"sm_90": 232_448, "sm_80": 101_376}
 
 TABLE: dict[tuple[str, int, str], Blocks] = {
-    # H100, H200, and all other GPUs with as much shared memory; 16-bit.
+    # 16-bit dtypes on H100, H200 and all other GPUs with as much shared memory.
     ("sm_90", 2, "many"): Blocks(
         m=128,
         up=Block(n=128, k=64, warps=8, stages=3),
@@ -123,7 +123,7 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
         thin=Block(n=64, k=32, warps=4, stages=4),
         thin_outer=OuterBlock(m=64, n=64, k=64, warps=4, stages=5),
     ),
-    # Triton's interpreter: so small that the tests' small sizes fill several blocks.
+    # Triton's interpreter. The blocks are so small that the tests' small sizes need several blocks.
     ("interpreter", 2, "many"): Blocks(
         m=16,
         up=Block(n=16, k=32, warps=1, stages=1),
@@ -136,7 +136,7 @@ TABLE: dict[tuple[str, int, str], Blocks] = {
         rank=16,
     ),
 }
-# Triton unrolls exact products, so the steps are short.
+# Triton unrolls exact fp32 products, so the steps along the sum are short.
 _FP32 = Blocks(
     m=64,
     up=Block(n=32, k=32, warps=4, stages=3),
@@ -155,8 +155,8 @@ for _generation in ("sm_80", "sm_90"):
 for _itemsize, _bucket in ((2, "few"), (4, "many"), (4, "few")):
     TABLE[("interpreter", _itemsize, _bucket)] = TABLE[("interpreter", 2, "many")]
 
-# Rows for quantised matrices, where those of the table would spill. Exact products of dequantised
-# values need more registers, so their steps are half as long. The rows of a tile (m) are the same.
+# The rows that replace TABLE's for quantised matrices, where TABLE's would spill registers: exact
+# products of dequantised values need more registers, so the steps are half as long. m is the same.
 FOR_BYTES: dict[tuple[str, int, str], Blocks] = {
     (_generation, 4, _bucket): replace(
         _FP32,
@@ -173,8 +173,8 @@ FOR_BYTES: dict[tuple[str, int, str], Blocks] = {
 def generation(device: torch.device) -> str:
     """Return the generation whose rows of the table a device uses; "interpreter" for a CPU.
 
-    The shared memory decides, not the age: the RTX 50xx are newer than an H100 but have only the
-    shared memory of a 4090.
+    The shared memory decides, not the age: an RTX 50xx is newer than an H100, but has only as much
+    shared memory as a 4090.
     """
     if device.type != "cuda":
         return "interpreter"
@@ -189,9 +189,9 @@ def converts_fp8(device: torch.device) -> bool:
 
 
 def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int, quantised: str = "") -> Blocks:
-    """Return the row for `num_pairs` pairs over `num_experts`, computed in the dtype of `rows`.
+    """Return the table's row for pairs of `num_experts` experts in the dtype of `rows`.
 
-    `quantised` names the format of the matrices. The rows of a tile (m) do not depend on it.
+    `quantised` names the format of the matrices. All formats have the same rows per tile (m).
     """
     bucket = "few" if num_pairs < FEW_ROWS * num_experts else "many"
     key = generation(rows.device), rows.element_size(), bucket
@@ -199,14 +199,14 @@ def choose_blocks(rows: Tensor, num_experts: int, num_pairs: int, quantised: str
 
 
 def rank_block(rank: int, most: int) -> int:
-    """Return the block size along an adapter's rank: a power of two, padded with zeros."""
+    """Return the block size along an adapter's rank: a power of two from 16 to `most`."""
     return max(_LEAST_RANK, min(most, 1 << (rank - 1).bit_length()))
 
 
 def dot_precision(rows: Tensor) -> str:
-    """Return "ieee" or "tf32", as torch's switches for fp32 matrix products say."""
-    # torch.get_float32_matmul_precision() raises if the newer switch was used. The newer switch
-    # also shows the value of the older one.
+    """Return the precision that is set in torch for fp32 matrix products, "ieee" or "tf32"."""
+    # torch.get_float32_matmul_precision() raises if `fp32_precision` was set. `fp32_precision` also
+    # shows what torch.set_float32_matmul_precision() has set.
     if rows.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
         return "ieee"
     return "tf32"

@@ -1,17 +1,18 @@
-"""The loop of `product.py` over quantised matrices (`ops/quantised.py`).
+"""The main loop of `product.py` for quantised matrices (`ops/quantised.py`).
 
-A tile [O, I] of a matrix is loaded as bytes and dequantised in registers. Forward sums along I and
-transposes the tile; backward sums along O over the same bytes. The product of a value and its scale
-is computed in fp32 and rounded once, to the dtype of the rows.
+A tile [O, I] of a matrix is loaded as bytes and dequantised in registers. Forward transposes the
+tile and sums along I; backward sums along O over the same bytes. The product of a value and its
+scale is computed in fp32 and rounded once, to the dtype of the rows.
 
     nf4    two codes per byte, the first in the upper half. For each scale the kernel computes the
            16 values that a code can have; a code then selects one of them, which is a shuffle
            between threads and needs no memory access
-    fp8    sm_90 converts with an instruction; on other GPUs the bits are moved to their places in
-           an fp32 number
+    fp8    sm_90 has an instruction that converts; on other GPUs the kernel moves the bits to the
+           positions that they have in an fp32 number
 
-A step along the sum is never longer than a block along I, so forward a row of a tile has one scale,
-and backward one scale per block of columns. Sizes are multiples of a block: no step needs a mask.
+A step along the sum is never longer than a block along I. In forward each row of a tile therefore
+has one scale; in backward it has one scale per block of columns. The sizes of a matrix are
+multiples of a block, so no step needs a mask.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class ByteMatrices:
 
     Attributes:
         values: contiguous bytes in a format of `ops/quantised.py`.
-        scale: contiguous, fp32; nested scales are already dequantised.
-        transposed: whether the matrices stand for their transposes [L, I, O].
+        scale: contiguous fp32 scales; nested scales are dequantised before.
+        kind: "nf4" or "fp8".
+        transposed: whether the object stands for the transposed matrices [L, I, O].
     """
 
     values: Tensor
@@ -49,13 +51,13 @@ class ByteMatrices:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Return the shape, as a tensor does."""
+        """Return [L, O, I], or [L, I, O] if transposed."""
         experts, rows, in_bytes = self.values.shape
         columns = in_bytes * (2 if self.kind == "nf4" else 1)
         return (experts, columns, rows) if self.transposed else (experts, rows, columns)
 
     def transpose(self, first: int, second: int) -> ByteMatrices:
-        """Transpose the last two dims, as a tensor does."""
+        """Transpose the last two dimensions, like Tensor.transpose."""
         assert {first, second} == {1, 2}
         return replace(self, transposed=not self.transposed)
 
@@ -64,7 +66,7 @@ Matrices = Tensor | ByteMatrices
 
 
 def matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int, int, int]:
-    """Return a kernel's arguments: values, scales and strides. Bytes are contiguous: strides 0."""
+    """Return a kernel's arguments: values, scales and strides. Quantised bytes have strides 0."""
     if isinstance(matrix, ByteMatrices):
         return matrix.values, matrix.scale, 0, 0, 0
     stride_l, stride_k, stride_n = matrix.stride()
@@ -72,7 +74,7 @@ def matrix_arguments(matrix: Matrices) -> tuple[Tensor, Tensor | None, int, int,
 
 
 def matrix_constants(matrix: Matrices) -> dict[str, Any]:
-    """Return the compile-time arguments: the format, and whether the GPU converts fp8 itself."""
+    """Return a kernel's constants: KIND is the format, NATIVE whether the GPU converts fp8."""
     if not isinstance(matrix, ByteMatrices):
         return {"KIND": "", "NATIVE": False}
     native = matrix.kind == "fp8" and converts_fp8(matrix.values.device)
@@ -88,7 +90,7 @@ def byte_product(
 ):  # fmt: skip
     """Return [M, N]: rows at `position` [M] times the transposed rows `o_n` [N] of the matrix.
 
-    With BACK it is rows times columns `o_n` of the matrix, which are block number `column`.
+    With BACK the second factor is the matrix's columns `o_n`, which are its block number `column`.
     """
     tl.static_assert(EVEN_K)
     BLOCK_N: tl.constexpr = o_n.shape[0]
@@ -99,7 +101,7 @@ def byte_product(
     o_k = tl.arange(0, BLOCK_K)
     p_x = rows + o_row.to(tl.int64)[:, None] * row_stride + o_k[None, :]  # [M, K]
     sums = tl.zeros([position.shape[0], BLOCK_N], tl.float32)
-    # See `tile_product`.
+    # `tile_product` explains this hint.
     tl.assume(inner > 0)
     for step in range(0, inner, BLOCK_K):
         b_x = tl.load(p_x)  # [M, K]
@@ -124,14 +126,14 @@ def dequantised_tile(
     KIND: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
     OUT: tl.constexpr,
 ):  # fmt: skip
-    """Dequantise [O, TILE] to OUT: rows `o_o` of an expert's matrix [num_o, num_i].
+    """Return [O, TILE] in the dtype OUT: rows `o_o` of an expert's matrix [num_o, num_i].
 
-    Columns start at `first`. Unless WHOLE, the tile may exceed the matrix; the excess is 0.
+    The columns start at `first`. Unless WHOLE, the tile may exceed the matrix; the excess is 0.
     """
     PER_BYTE: tl.constexpr = 2 if KIND == "nf4" else 1
     BLOCK_O: tl.constexpr = 1 if KIND == "nf4" else 128
     BLOCK_I: tl.constexpr = 64 if KIND == "nf4" else 128
-    # The number of scales in a row of the tile, and the number of columns of each scale.
+    # The number of scales in a row of the tile, and the number of columns that share a scale.
     SCALES: tl.constexpr = (TILE + BLOCK_I - 1) // BLOCK_I
     SPAN: tl.constexpr = TILE // SCALES
     tl.static_assert(SPAN <= BLOCK_I)  # both are powers of 2
@@ -179,8 +181,8 @@ def e4m3(byte, NATIVE: tl.constexpr):
     if NATIVE:
         value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        # The sign, exponent and mantissa are moved to their places in fp32. The exponent is then
-        # too small by 127 - 7, for subnormal values as well.
+        # The sign, exponent and mantissa are moved to their positions in fp32. The exponent is then
+        # too small by the difference of the biases, 127 - 7; this includes subnormal values.
         code = byte.to(tl.int32)
         bits = ((code << 24) >> 4) & _SIGN_AND_LOW_EXPONENT
         value = bits.to(tl.float32, bitcast=True) * _TWO_TO_120

@@ -1,10 +1,10 @@
-"""Back through the down projection and the gate in one kernel.
+"""Backpropagate through the down projection and the gate in one kernel.
 
 g is the gradient of a row's output, s its routing weight and down the matrix of its expert:
 
     grad_act_AF = g @ down (+ its adapter)    never stored
-    grad_s_A    = <grad_act, act> (+ <g, down_bias>)      one partial sum per block of columns; the
-                                                          bias's term has a launch of its own
+    grad_s_A    = <grad_act, act> (+ <g, down_bias>)      one partial sum per block of columns;
+                                                          bias_dots_kernel computes the bias's term
     grad_pre_AG = backward of the gate formula for s * grad_act
     act_AF      = s * act, the right factor of down's gradient
 
@@ -31,7 +31,7 @@ from hf_moe_ep.ops.kernels.gate import activate_backward, add_low_rank, halves
 from hf_moe_ep.ops.kernels.product import tile_product
 from hf_moe_ep.ops.kernels.sort_pairs import open_tile
 
-# Columns of a step of `bias_dots_kernel`.
+# Number of columns that `bias_dots_kernel` reads per step.
 _BIAS_COLUMNS = 64
 
 
@@ -41,7 +41,7 @@ def _back_through_gate(
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, NEED_ACT: tl.constexpr,
 ):  # fmt: skip
-    """Store grad_pre and act for columns from `first` on; return the sums of grad_act * act."""
+    """Store grad_pre and act for the columns from `first` on. Return the sums of grad_act * act."""
     PART: tl.constexpr = grad_act.shape[1]
     pre_size = 2 * ffn if GATED else ffn
     o_n = first + tl.arange(0, PART)
@@ -120,8 +120,8 @@ def dgated_kernel(
     pre += start.to(tl.int64) * pre_size
     grad_pre += start.to(tl.int64) * pre_size
     act += start.to(tl.int64) * ffn
-    # The gate's formula over a whole block would need more registers than a thread has. It runs on
-    # halves, or on quarters if blocks are wider or their columns are interleaved.
+    # The gate's formula over a whole block needs more registers than a thread has. It is computed
+    # for halves, or for quarters if blocks are wide or columns are interleaved.
     HALF: tl.constexpr = BLOCK_N // 2
     QUARTER: tl.constexpr = BLOCK_N // 4
     dot = tl.zeros([BLOCK_M], tl.float32)
@@ -151,7 +151,7 @@ def bias_dots_kernel(
     num_columns, hidden, num_pairs, grad_stride, bias_stride_l,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store partial[num_columns, a] = <gradient of the row of a, bias of its expert>."""
+    """Store partial[num_columns, a] = <gradient of the row of a, bias of the expert of a>."""
     expert, start, left, _ = open_tile(tiles, offsets, 1, 1)
     if expert < 0:
         return
@@ -185,8 +185,8 @@ def dgated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return grad_pre_AG, act_AF times the routing weights, and partial sums of grad_s.
 
-    The partial sums are [columns, A]; the last one is the bias's, if there is a bias. An output
-    that is not needed is empty. `weights_RK`, `pre_AG` and each row of `grad_RH` are contiguous.
+    The partial sums are [blocks of columns, A], with the bias's term last if there is a bias. An
+    output that is not needed is empty. `weights_RK`, `pre_AG` and rows of `grad_RH` are contiguous.
     """
     hidden, ffn = down_LHF.shape[1:]
     num_pairs = pre_AG.shape[0]

@@ -1,7 +1,8 @@
-"""Steps that the kernels run after the main loop: adapters, the formula of `formula.py`, halves.
+"""Steps of the kernels after the main loop: the adapter's product and the formula of `formula.py`.
 
-All values are fp32. Constants are compile-time values: an unclamped formula compiles without a
-clamp, and experts without an adapter compile without its product.
+This file has no kernel of its own: `up.py` and `dgated.py` call these functions. All values are
+fp32. The parameters in capitals are compile-time constants: an unclamped formula is compiled
+without a clamp, and kernels for experts without an adapter have no second product.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def activate(
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):
-    """Return act = f(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET)."""
+    """Return act = f(min(gate, LIMIT)) * (clamp(up) + UP_OFFSET), or f(min(gate, LIMIT))."""
     gate, up = clamp(gate, up, GATED, LIMIT)
     f, _ = _f_and_slope(gate, ACTIVATION, ALPHA)
     if GATED:
@@ -65,7 +66,7 @@ def activate_backward(
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
 ):
-    """Return act, and the gradients of gate and up for `grad`, the gradient of act."""
+    """Return act and the gradients of gate and up. `grad` is the gradient of act."""
     raw_gate = gate
     raw_up = up
     gate, up = clamp(gate, up, GATED, LIMIT)
@@ -121,9 +122,9 @@ def _f_and_slope(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def halves(block, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """Return the left and the right columns of a block.
+    """Return the left and the right half of a block's columns.
 
-    The gate's formula over a whole block would need more registers than a thread has. Computed one
-    half after the other, it spills nothing.
+    The gate's formula over a whole block needs more registers than a thread has. If it is computed
+    for one half after the other, no register is spilled.
     """
     return tl.split(tl.permute(tl.reshape(block, (ROWS, 2, HALF)), (0, 2, 1)))

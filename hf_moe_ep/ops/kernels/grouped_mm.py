@@ -1,8 +1,10 @@
-"""out_AO[a] = rows_AI[a] @ matrix[expert of a]: rows sorted by expert, one launch for all experts.
+"""Compute out_AO[a] = rows_AI[a] @ matrix[expert of a] for all experts in one launch.
 
-    grouped_mm   the down projection (with its bias) and the gradient of the rows; an adapter adds a
-                 few steps to the same sum
-    thin_mm      the first product of an adapter, scaled; it can gather its rows
+The rows are sorted by expert.
+
+    grouped_mm   the down projection (with its bias) and the gradient of the rows; the second
+                 product of an adapter adds a few steps to the same sum
+    thin_mm      the first product of an adapter times its scale; can gather its rows
 
 The matrix is read through its strides, so neither forward nor backward copies a weight.
 """
@@ -92,9 +94,9 @@ def grouped_mm(
     *,
     back: bool = False,
 ) -> Tensor:
-    """Return out_AO in the dtype of `rows_AI`, which is contiguous. A matrix may have any strides.
+    """Return out_AO in the dtype of `rows_AI`, which is contiguous. Matrices may have any strides.
 
-    With `back` the rows are gradients of up's output; otherwise they are inputs of down.
+    With `back` the rows are gradients of up's output; otherwise the rows are inputs of down.
     """
     out_AO = rows_AI.new_empty(rows_AI.shape[0], matrix_LIO.shape[2])
     block = blocks.rows if back else blocks.down
@@ -111,9 +113,9 @@ def thin_mm(
     scale: float,
     gather: bool = False,
 ) -> Tensor:
-    """Return out_AP = scale * rows_AI @ matrix; with `gather` the row of each pair is read first.
+    """Return out_AP = scale * rows @ matrix. With `gather` the kernel reads the row of each pair.
 
-    Each row is contiguous; gathered rows may have any stride.
+    Each row is contiguous. The stride between gathered rows is free.
     """
     out_AP = rows.new_empty(routing.pair_A.numel(), matrix_LIP.shape[2])
     block = replace(blocks.thin, n=rank_block(matrix_LIP.shape[2], blocks.thin.n))
@@ -137,17 +139,17 @@ def _launch(
 ) -> None:
     inner, width = matrix_LIO.shape[1:]
     values, scales, *strides = matrix_arguments(matrix_LIO)
-    sides: tuple[Tensor | TensorDescriptor, ...] = rows, values
+    factors: tuple[Tensor | TensorDescriptor, ...] = rows, values
     by_blocks = block.tma and row_A is None and scales is None
     by_blocks = by_blocks and _fits_descriptors(rows, values, block)
     if by_blocks:
-        sides = (
+        factors = (
             TensorDescriptor.from_tensor(rows, [blocks.m, block.k]),
             TensorDescriptor.from_tensor(values.flatten(0, 1), [block.k, block.n]),
         )
     grid = (routing.tiles.shape[0] * triton.cdiv(width, block.n),)
     grouped_mm_kernel[grid](
-        sides[0], row_A, routing.offsets, routing.tiles, sides[1], scales, bias_LO, out_AO,
+        factors[0], row_A, routing.offsets, routing.tiles, factors[1], scales, bias_LO, out_AO,
         inner, width, rows.stride(0), *strides, 0 if bias_LO is None else bias_LO.stride(0),
         *low.kernel_arguments(), 1.0 if scale is None else scale,
         HAS_BIAS=bias_LO is not None, RANK=low.rank, BLOCK_P=rank_block(low.rank, blocks.rank),
@@ -160,7 +162,7 @@ def _launch(
 
 
 def _fits_descriptors(rows: Tensor, matrix_LIO: Tensor, block: Block) -> bool:
-    """Return True if a TMA descriptor can describe both sides: aligned, with contiguous rows."""
+    """Return True if TMA can load both tensors: aligned, contiguous rows, whole steps along I."""
     aligned = all(
         x.data_ptr() % 16 == 0 and x.stride(-2) * x.element_size() % 16 == 0
         for x in (rows, matrix_LIO)

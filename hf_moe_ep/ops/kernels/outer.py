@@ -1,13 +1,15 @@
-"""out[l] (+)= scale * left^T right over the pairs of expert l: the gradient of a weight.
+"""Compute the gradients of weights: for each expert, the sum of the outer products of its pairs.
 
-Each of left and right is either in pair order, or gathered by the kernel. An expert without pairs
-gets exact zeros. Programs of the busiest experts start first, because their loops are longest. For
-an adapter's factor (`thin`) the rank is the width of right; if the factor has the rank as its first
-dimension, the caller passes a transposed view of its gradient.
+    out[l] (+)= scale * left^T right, where left and right have the pairs of expert l as rows
+
+The rows of `left` and of `right` are in the order of the sorted pairs, or the kernel gathers these
+rows. An expert without pairs gets exact zeros. Programs of the busiest experts start first, because
+their loops are longest. For an adapter's factor (`thin`) the rank is the width of `right`. If the
+rank is the factor's first dimension, the caller passes a transposed view of its gradient.
 
 The kernel can add to an fp32 `out`. A launch adds to every element once, so the order of the sum is
-the order of the launches. It adds with atomics only because they need no registers for the old
-values.
+the order of the launches. The kernel uses atomic additions only because they need no registers for
+the old values.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def _add_step(
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, WHOLE: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return sums + left^T right over the pairs at `position` [K]; WHOLE: all are below `end`."""
+    """Return sums + left^T right over the pairs at `position` [K], all below `end` if WHOLE."""
     if GATHER_LEFT or GATHER_RIGHT:
         if WHOLE:
             row = tl.load(row_of_position + position)  # [K]
@@ -73,7 +75,7 @@ def outer_kernel(
     o_k = tl.arange(0, BLOCK_K)
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
-    # The last step, with fewer pairs, is outside of the loop: the loop needs no mask by position.
+    # The last step, with fewer pairs, is outside of the loop, so the loop needs no mask for pairs.
     last = start + (end - start) // BLOCK_K * BLOCK_K
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(start, last, BLOCK_K):
@@ -110,7 +112,7 @@ def outer(
     thin: bool = False,
     add: bool = False,
 ) -> None:
-    """Fill `out_LOI`, of any strides, or add to it. Rows of `left` and `right` are contiguous."""
+    """Fill or add to `out_LOI`, of any strides. Each row of `left` and `right` is contiguous."""
     num_experts, height, width = out_LOI.shape
     block: OuterBlock = blocks.outer
     if thin:

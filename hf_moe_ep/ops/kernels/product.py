@@ -1,6 +1,7 @@
-"""The main loop of `up`, `grouped_mm` and `dgated`: rows of one tile times its expert's matrix.
+"""The main loop of `up`, `grouped_mm` and `dgated`: rows of a tile times the matrix of its expert.
 
-sums[m, n] = sum over k of x[m, k] * w[k, n], in fp32
+Both functions compute sums[m, n] = sum over k of x[m, k] * w[k, n] in fp32. `tile_product` can
+gather its rows, and `block_product` loads through TMA descriptors.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def tile_product(
     matrix += expert.to(tl.int64) * stride_l
     p_w = matrix + o_k[:, None] * stride_k + o_n[None, :] * stride_n  # [K, N]
     sums = tl.zeros([position.shape[0], o_n.shape[0]], tl.float32)
-    # Without this hint the loop may have no step. An adapter's product after it, into the same
-    # registers, then made Triton 3.6 wait on sm_90 for each product before starting the next one.
+    # Without this hint Triton allows for a loop of zero steps. If an adapter's product follows in
+    # the same registers, Triton 3.6 on sm_90 then waits for each product before it starts the next.
     tl.assume(inner > 0)
     for step in range(0, inner, BLOCK_K):
         if EVEN_K:
@@ -52,10 +53,10 @@ def block_product(
     rows, matrix, start, matrix_row, matrix_column, inner,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return [M, N]: rows from `start` on times a block of columns; both sides are descriptors.
+    """Return [M, N]: rows from `start` on times a block of columns; both factors are descriptors.
 
-    `inner` is a multiple of BLOCK_K. A tile that ends within an expert also reads rows of the next
-    one, and the last tile reads past the end; their sums are not stored.
+    `inner` is a multiple of BLOCK_K. An expert's last tile also reads rows of the next expert, or
+    reads past the last row; the sums of these rows are not stored.
     """
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     tl.assume(inner > 0)

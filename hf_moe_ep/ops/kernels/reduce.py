@@ -4,7 +4,7 @@
     weight_grads   out_RK[r, k] = sum over columns of partial[column, slots[r, k]]
     segment_sum    out_LO[l]    = scale * sum over the pairs of expert l of (weight *) rows[row]
 
-The slot of a pair without an expert here is A, one past the last row; it is never read.
+A pair without an expert here has the slot A, one past the last row. No kernel reads that row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_moe_ep.ops.interface import Routing
 
-# Rows and columns of a block of `segment_sum`, and routing weights of a block of `weight_grads`.
+# Rows and columns in a block of `segment_sum`, and routing weights in a block of `weight_grads`.
 _SUM_ROWS = 32
 _SUM_COLUMNS = 128
 _FLAT = 256
@@ -32,12 +32,12 @@ def combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         slot = tl.load(slots + row * TOP_K + k)  # []
-        # Not `& (slot < num_pairs)`: the interpreter cannot combine a block and a scalar.
+        # `& (slot < num_pairs)` would fail: the interpreter cannot combine a block and a scalar.
         m_here = o_h < tl.where(slot < num_pairs, hidden, 0)
         b_y = tl.load(rows + slot.to(tl.int64) * hidden + o_h, mask=m_here, other=0.0)  # [BLOCK]
         b_y = b_y.to(tl.float32)
         if WEIGHTED:
-            # The weight of a pair without an expert here may be anything, even NaN.
+            # The weight of a pair without an expert here may have any value, even NaN.
             s = tl.load(weights + row * TOP_K + k, mask=slot < num_pairs, other=0.0)  # []
             b_y = b_y * s.to(tl.float32)
         total += b_y
@@ -119,7 +119,7 @@ def segment_sum(
     scale: float,
     gather: bool,
 ) -> None:
-    """Fill `out_LO`, the gradient of a bias. Rows are gathered, or are already in pair order."""
+    """Fill `out_LO`, the gradient of a bias. Unless `gather`, the rows are in pair order."""
     num_experts, width = out_LO.shape
     segment_sum_kernel[(num_experts, triton.cdiv(width, _SUM_COLUMNS))](
         rows, routing.pair_A, routing.row_A, weights_RK, routing.offsets, out_LO, width,

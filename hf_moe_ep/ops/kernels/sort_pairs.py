@@ -1,13 +1,13 @@
 """Sort (row, expert) pairs by expert on the device: a stable counting sort, no host sync.
 
-There are four launches and no atomics, so the order is stable whatever the GPU's schedule:
+There are four launches and no atomics, so the order does not depend on the GPU's schedule:
 
-    count    [blocks, L]   how many pairs of each block go to each expert
-    scan                   where the pairs of each expert, and of each (block, expert), start
-    place                  each pair's position: the start of its (block, expert) plus the number
-                           of earlier pairs of both; and the inverse: the pair and the row of each
-                           position
-    tiles                  the work list of the matrix kernels
+    count    counts the pairs of each block that go to each expert, [blocks, L]
+    scan     computes where the pairs of each expert, and of each (block, expert), start
+    place    computes each pair's position: the start of its (block, expert) plus the number of
+             earlier pairs with the same block and expert. It also stores the inverse: the pair and
+             the row of each position
+    tiles    writes the work list of the matrix kernels
 
 A tile is up to BLOCK_M consecutive positions of one expert, stored as `(expert, first position)`.
 The number of tiles depends on the routing, which the host does not know. The list therefore has
@@ -52,25 +52,25 @@ def _count_kernel(
 def _scan_kernel(
     counts, offsets, num_blocks, num_experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr
 ):
-    """Replace the counts by starts, in place, and write the offsets. Runs as one program."""
+    """Replace the counts by starts in place, and write the offsets. A single program does this."""
     experts = tl.arange(0, EXPERTS)
     valid = experts < num_experts
     total = tl.zeros([EXPERTS], tl.int32)
     for first in range(0, num_blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
-        where = block[:, None] * num_experts + experts[None, :]
+        cell = block[:, None] * num_experts + experts[None, :]
         inside = (block < num_blocks)[:, None] & valid[None, :]
-        count = tl.load(counts + where, mask=inside, other=0)  # [CHUNK, EXPERTS]
+        count = tl.load(counts + cell, mask=inside, other=0)  # [CHUNK, EXPERTS]
         total += tl.sum(count, axis=0)
     start = tl.cumsum(total, 0) - total
     tl.store(offsets + experts, start, mask=valid)
     tl.store(offsets + num_experts, tl.sum(total, axis=0))
     for first in range(0, num_blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
-        where = block[:, None] * num_experts + experts[None, :]
+        cell = block[:, None] * num_experts + experts[None, :]
         inside = (block < num_blocks)[:, None] & valid[None, :]
-        count = tl.load(counts + where, mask=inside, other=0)  # [CHUNK, EXPERTS]
-        tl.store(counts + where, start[None, :] + tl.cumsum(count, 0) - count, mask=inside)
+        count = tl.load(counts + cell, mask=inside, other=0)  # [CHUNK, EXPERTS]
+        tl.store(counts + cell, start[None, :] + tl.cumsum(count, 0) - count, mask=inside)
         start += tl.sum(count, axis=0)
 
 
@@ -88,15 +88,16 @@ def _tiles_kernel(
     valid = experts < num_experts
     start = tl.load(offsets + experts, mask=valid, other=0)  # [EXPERTS]
     end = tl.load(offsets + experts + 1, mask=valid, other=0)  # [EXPERTS]
-    own_tiles = (end - start + BLOCK_M - 1) // BLOCK_M
-    tiles_so_far = tl.cumsum(own_tiles, 0)
+    expert_tiles = (end - start + BLOCK_M - 1) // BLOCK_M
+    tiles_so_far = tl.cumsum(expert_tiles, 0)
     tile = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     # The expert of a tile is the number of experts whose tiles all precede it.
     before = (tiles_so_far[None, :] <= tile[:, None]) & valid[None, :]
     expert = tl.sum(before.to(tl.int32), axis=1)
-    own = experts[None, :] == expert[:, None]
-    first_tile = tl.sum(tl.where(own, (tiles_so_far - own_tiles)[None, :], 0), axis=1)
-    position = tl.sum(tl.where(own, start[None, :], 0), axis=1) + (tile - first_tile) * BLOCK_M
+    is_expert = experts[None, :] == expert[:, None]
+    first_tile = tl.sum(tl.where(is_expert, (tiles_so_far - expert_tiles)[None, :], 0), axis=1)
+    first_position = tl.sum(tl.where(is_expert, start[None, :], 0), axis=1)
+    position = first_position + (tile - first_tile) * BLOCK_M
     used = expert < num_experts
     tl.store(tiles + 2 * tile, tl.where(used, expert, -1), mask=tile < num_tiles)
     tl.store(tiles + 2 * tile + 1, tl.where(used, position, 0), mask=tile < num_tiles)
@@ -104,10 +105,10 @@ def _tiles_kernel(
 
 @triton.jit
 def open_tile(tiles, offsets, width, BLOCK_N: tl.constexpr):
-    """Return (expert, first position, positions left in the expert, block of columns).
+    """Return a program's (expert, first position, positions left in the expert, block of columns).
 
-    Consecutive programs share a tile, one for each BLOCK_N of its `width` columns. The expert is -1
-    after the end of the list. `left` may exceed the size of a tile.
+    Consecutive programs compute the blocks of BLOCK_N columns of a tile, which has `width` columns.
+    The expert is -1 for unused entries of the list. `left` may exceed the size of a tile.
     """
     num_n = tl.cdiv(width, BLOCK_N)
     tile = tl.program_id(0) // num_n
@@ -140,23 +141,23 @@ def _place_kernel(
     for first in range(0, BLOCK, CHUNK):
         pair = block * BLOCK + first + tl.arange(0, CHUNK)
         expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)  # [CHUNK]
-        mine = (expert[:, None] == experts[None, :]).to(tl.int32)
-        position = tl.sum(mine * (start[None, :] + tl.cumsum(mine, 0) - mine), axis=1)
-        here = (expert >= 0) & (expert < num_experts)
-        tl.store(pair_of_position + position, pair, mask=here)
-        # Divided here once, so that the loops that read the row need no division.
-        tl.store(row_of_position + position, pair // top_k, mask=here)
-        tl.store(slots + pair, tl.where(here, position, num_sorted), mask=pair < num_pairs)
-        start += tl.sum(mine, axis=0)
+        one_hot = (expert[:, None] == experts[None, :]).to(tl.int32)
+        position = tl.sum(one_hot * (start[None, :] + tl.cumsum(one_hot, 0) - one_hot), axis=1)
+        has_expert = (expert >= 0) & (expert < num_experts)
+        tl.store(pair_of_position + position, pair, mask=has_expert)
+        # The row is stored as well, so that the loops that read it need no division.
+        tl.store(row_of_position + position, pair // top_k, mask=has_expert)
+        tl.store(slots + pair, tl.where(has_expert, position, num_sorted), mask=pair < num_pairs)
+        start += tl.sum(one_hot, axis=0)
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the largest possible number of tiles: each expert may fill its last one in part."""
+    """Return the largest possible number of tiles; each expert can have a tile that is not full."""
     return num_pairs // block_m + min(num_experts, num_pairs)
 
 
 def sort_pairs(ids_RK: Tensor, num_experts: int, num_sorted: int, block_m: int) -> Routing:
-    """Sort the pairs of `ids_RK`. `num_sorted` of them, at least one, name an expert."""
+    """Sort the pairs of `ids_RK` by expert. `num_sorted` of them, at least one, have an expert."""
     num_pairs = ids_RK.numel()
     device = ids_RK.device
     num_blocks = triton.cdiv(num_pairs, _BLOCK)

@@ -1,12 +1,12 @@
-"""Gather rows, multiply by the gate and up matrices of their expert, apply the gate: one kernel.
+"""Gather rows, multiply them by their expert's gate and up matrices, apply the gate: one kernel.
 
-    pre_AG[a] = up_weight[expert of a] @ rows[row of a] (+ bias)         stored on demand
+    pre_AG[a] = up_weight[expert of a] @ rows[row of a] (+ bias)         stored if `keep_pre`
     act_AF[a] = gate formula of pre_AG[a], computed from the fp32 sums
 
-An adapter adds a few steps to the same sum; the call passes in its first product (`LowRows`). Gate
-and up are one product, twice as wide as act. If the weights are concatenated, a block holds the
-same columns of both halves; if they are interleaved, it holds pairs of columns that are split after
-the sum.
+The second product of an adapter adds a few steps to the same sum; `LowRows` holds the result of the
+first product. Gate and up are one product, twice as wide as act. If gate and up are concatenated in
+the weight, a block has the same columns of both halves. If gate and up are interleaved, a block has
+pairs of columns, which are split after the sum.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def up_kernel(
     pre_size = 2 * ffn if GATED else ffn
     o_w = tl.arange(0, WIDTH)
     if GATED and not INTERLEAVED:
-        # Columns from ffn on read other columns, or zeros; their results are not stored.
+        # In the last block, columns beyond ffn read other columns or zeros. Their results are not
+        # stored.
         o_g = column * BLOCK_N + o_w % BLOCK_N + (o_w // BLOCK_N) * ffn
     else:
         o_g = column * WIDTH + o_w
@@ -122,7 +123,7 @@ def up(
     *,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return act_AF and pre_AG (empty unless kept). Each row of `rows_RH` is contiguous."""
+    """Return act_AF and pre_AG (empty unless `keep_pre`). Rows of `rows_RH` must be contiguous."""
     num_pairs = routing.pair_A.numel()
     pre_size, hidden = weight_LGH.shape[1:]
     ffn = formula.ffn_size(pre_size)
