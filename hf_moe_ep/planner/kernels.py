@@ -53,8 +53,7 @@ class ExpertCall:
 
     Attributes:
         pairs: (token, expert) pairs that are computed.
-        rows: tokens that have at least one pair.
-        top_k: experts per token.
+        rows, top_k: the tokens, and the number of experts that each of them chooses.
         pre: pre-activations per pair, the columns of the up product; 2 * `ffn` for gated experts.
         ffn: activations per pair.
         up_bytes, down_bytes: bytes of the matrices of all experts; with scales if quantised.
