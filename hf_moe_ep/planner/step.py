@@ -110,7 +110,7 @@ class StepPlan:
         return self.made_of[self.where]
 
     def as_json(self) -> dict[str, Any]:
-        """Return data that json can write; the work is left out, with its thousands of operators."""
+        """Return data that json can write, without the work, which has thousands of operators."""
         data = asdict(replace(self, work=StepWork()))
         del data["work"]
         return data | {"parts": self.parts}
