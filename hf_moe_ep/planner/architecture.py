@@ -1,10 +1,10 @@
 """Find out from a config alone which features a model supports, and why it lacks the others.
 
 `look_at` builds the model on the meta device and derives its plan as `patch` would. Then it tries
-each feature: it patches the model, patches it with sp_size=2, and attaches LoRA. If this raises an
-error, the feature is not supported, and the message is the reason. Training would raise the same
-error, so this file has no rules of its own. `lines` formats the result. ARCHITECTURES.md lists
-which models were compared with stock transformers.
+each feature: it patches the model, patches it with sp_size=2, and attaches LoRA. If one of these
+steps raises an error, its feature is not supported, and the message is the reason. Training would
+raise the same error, so this file has no rules of its own. `lines` formats the result.
+ARCHITECTURES.md lists which models were compared with stock transformers.
 """
 
 from __future__ import annotations

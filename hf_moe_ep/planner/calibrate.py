@@ -65,9 +65,7 @@ class Sample:
 class OperatorTimer(WorkCounter):
     """Count the work of a step, and time every operator and collective separately.
 
-    Args:
-        settings: a counter with the settings of the model.
-        runs_again: True to repeat operators in each of DTYPES.
+    With `runs_again`, operators are also repeated in each of DTYPES.
 
     Attributes:
         samples: the operators and collectives, in the order in which they ran.

@@ -51,7 +51,10 @@ class Choices:
         return cls(top_k, (counts_LE / counts_LE.sum(1, keepdim=True) * top_k).clamp(max=1.0))
 
     def busiest(self, ep_size: int) -> int:
-        """Return the ep rank with the largest load in any layer; if loads are equal, the first."""
+        """Return the ep rank with the largest load of all ranks and layers, or the first of equals.
+
+        A rank's load is the sum of the shares of its experts.
+        """
         rows_LD = self.share_LE.view(len(self.share_LE), ep_size, -1).sum(2)
         return int((rows_LD - 1e-9 * torch.arange(ep_size)).amax(0).argmax())
 

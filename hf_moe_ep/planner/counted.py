@@ -1,10 +1,10 @@
-"""Run one training step of a sharded model, and count the memory and work of each stretch of it.
+"""Run one training step of a sharded model, and count the memory and work of each part of it.
 
     counted = count_step(model, layers, optimizer, {"input_ids": ids, "labels": ids})
     counted.peaks()["backward, layer 3"], counted.work.flops()
 
-`count_step` takes a real model on any device, or a fake one (`step.py`). A new stretch begins when
-a layer's forward begins, and when the gradient of a layer's output arrives:
+The model may be real, on any device, or fake (`step.py`). The parts of a step are called stretches.
+A stretch begins when a layer's forward begins, or when the gradient of a layer's output arrives:
 
     forward, before layers | forward, layer 0 .. | forward, head
     backward, head | backward, layer n-1 .. | optimizer

@@ -14,9 +14,9 @@ So this rank receives from each other rank as many rows as it sends to itself.
 
 Two shortcuts keep a plan fast. The experts of a block run one after the other and free their
 memory, so only three of them run: the two with the most pairs, and the one with the fewest. The
-work of the others is interpolated on a straight line. And if FSDP2 cuts a tensor into MANY or more
-equal chunks, one per rank, the first chunk is used for all, because a thousand views would take
-longer than the layer.
+work of the others is interpolated on a straight line. And if FSDP2 splits a tensor into MANY or
+more equal chunks, one per rank, the first chunk is used for all of them, because a thousand views
+would take longer than the layer.
 """
 
 from __future__ import annotations
@@ -143,8 +143,7 @@ def alone_on_fake_tensors(
 
     Args:
         choices: how often each expert is chosen.
-        like_gpu: True to compute all pairs of a layer in one block, as the torch path does on a
-            GPU.
+        like_gpu: compute all pairs of a layer in one block, as the torch path does on a GPU.
         work: the counter to which the work of the experts that do not run is added.
     """
     work = work or WorkCounter()
@@ -161,8 +160,7 @@ def alone_on_fake_tensors(
         if like_gpu:
             stack.enter_context(replace_attribute(torch_mlp, "_BLOCK", sys.maxsize))
         with fake_tensors(), DrawnChoicesMode(choices):
-            # The stock function caches its table for the process, so it must not run on fake
-            # tensors.
+            # The stock function caches its result for the process, so it must not see fake tensors.
             codes = torch.empty(256)
             stack.enter_context(replace_attribute(quantised, "_nested_codes", lambda _: codes))
             yield

@@ -24,8 +24,7 @@ are gathered at a time. The root unit stays gathered, and so does the unit of em
 their weights are tied. Quantised experts (`ParallelConfig.experts_dtype`) are gathered as bytes,
 and their adapters in the dtype of the adapters.
 
-Memory that depends on the batch, the allocator or the machine is not counted; `NOT_COUNTED` lists
-it.
+`NOT_COUNTED` lists memory that depends on the batch, the allocator or the machine.
 """
 
 from __future__ import annotations
@@ -445,10 +444,7 @@ def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None])
 
 
 def _count_quantised_values(model: nn.Module) -> dict[int, int]:
-    """Map the id of each tensor of quantised experts to the number of values in it.
-
-    Scales have 0 values; the two NF4 values in a byte count as 2.
-    """
+    """Map the id of each tensor of quantised experts to its number of values; scales have 0."""
     num_values: dict[int, int] = {}
     for name, matrix, quantisation in quantised_matrices(model):
         for tensor in matrix.by_name(name).values():
