@@ -281,8 +281,8 @@ class _Sharded:
     def held(self, ranks: tuple[int, ...], *, from_shards: bool = False) -> RankMemory:
         """Sum the bytes that each rank of one kind holds.
 
-        The optimizer's bytes are computed from chunk sizes. With `from_shards` they are those of
-        the shards of this rank, which must be of the same kind.
+        The optimizer's bytes are computed from chunk sizes, or with `from_shards` from the shards
+        of this rank, which must be of the same kind.
         """
         trained = [p for p in self.parameters if p.requires_grad]
         moments, scalars = OPTIMIZERS[self.request.optimizer]
@@ -394,17 +394,14 @@ class _Sharded:
 
 @dataclass(frozen=True)
 class _Axis:
-    """The mesh axis over which FSDP2 splits a parameter.
-
-    `size` is the number of ranks on the axis, `length` that of rows that they share.
-    """
+    """The mesh axis over which FSDP2 splits a parameter: `size` ranks share `length` rows."""
 
     name: str
     size: int
     length: int
 
     def share(self, coordinate: int) -> int:
-        """Return how many rows torch.chunk gives to a coordinate: 5 rows over 4: 2, 2, 1, 0."""
+        """Return how many rows torch.chunk gives to a coordinate: 2, 2, 1, 0 for 5 rows over 4."""
         chunk = -(-self.length // self.size)
         return max(0, min(chunk, self.length - coordinate * chunk))
 

@@ -12,11 +12,11 @@ Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py
 Each plan takes seconds to compute, so the search tries few layouts:
 
     1. It plans every grid with one sequence per forward and with checkpointing, which needs least
-       memory. If this takes more than FAR times the limit, it skips the other ep_sizes with the
-       same dp_replicate_size.
-    2. It plans the best CLOSER_LOOK grids that fit without checkpointing as well, and with as many
-       sequences per forward as fit: all of them, or a power of two. A straight line between the
-       memory of one sequence and of all gives the first number to try.
+       memory. If a grid takes more than FAR times the limit, the other ep_sizes with the same
+       dp_replicate_size are skipped.
+    2. It plans more variants of the best CLOSER_LOOK grids that fit: without checkpointing, and
+       with as many sequences per forward as fit, which are all or a power of two. A straight line
+       between the memory of one sequence and of all gives the first number to try.
     3. With hardware, it plans the fastest layout with ep_size > 1 for each number in CHUNKS.
 
 sp_size > 1 is tried only if nothing fits without it, or if the request sets it. An ep_size larger
@@ -197,7 +197,7 @@ def find_layouts(asked: Asked) -> Found:
 
 
 def _look_closer(grid: Planned, asked: Asked, few: tuple[int, ...] | None, result: Found) -> None:
-    """Plan layouts of a grid that need more memory and may be faster."""
+    """Plan variants of a grid that need more memory and may be faster."""
     share = grid.layout.per_forward * grid.layout.accumulated
     for checkpointing in (True, False):
         single = grid

@@ -53,8 +53,8 @@ def shrink(
 ) -> Iterator[tuple[Change, int]]:
     """Yield changes that lower the peak, until the step fits in `limit` bytes.
 
-    With each change, the peak is yielded that it gives together with the changes before it. Options
-    in `without` are not changed.
+    Each change is yielded with the peak after this change and all changes before it. Options in
+    `without` are not changed.
     """
     asked = dict(asked)
     peak = peak_of(asked)

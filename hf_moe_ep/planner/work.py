@@ -11,17 +11,16 @@ each collective with the ranks of its group. Views are not counted. The steps in
 of the experts run one by one, so that each is counted.
 
 Each stretch of a step (`counted.py`) is counted separately, because communication can overlap only
-computation of the same stretch, such as a layer's all-gathers its computation.
+computation of the same stretch.
 
-The functions on the call stack show the purpose of a collective, and with the purpose how much of
+The functions on the call stack show the purpose of a collective. The purpose determines how much of
 the collective can overlap computation:
 
-    parameters, gradients       FSDP2 prefetches or reduces them: all, with any computation
-    rows                        Tokens are sent to experts and back: all but one of `chunks` parts
-                                overlap the experts. The gradients of rows overlap completely with
-                                the computation of the gradients of the experts' weights.
-    offload                     FSDP2 prefetches its copies between host and device: all
-    counts, sequence, numbers   The next operator needs them: nothing
+    parameters, gradients       all; FSDP2 prefetches or reduces them during any computation
+    rows (to experts and back)  all but one of `chunks` parts, during the experts' computation; the
+                                rows' gradients completely, while the experts' weights get theirs
+    offload                     all; FSDP2 prefetches its copies between host and device
+    counts, sequence, numbers   nothing; the next operator needs the result
 """
 
 from __future__ import annotations
