@@ -107,32 +107,32 @@ def _vision_support(config: Any, parts: Parts) -> str:
     return "the model has no vision tower"
 
 
-def lines(found: Architecture, shape: str) -> list[str]:
+def lines(result: Architecture, shape: str) -> list[str]:
     """Format the result for printing."""
-    plan = found.plan
+    plan = result.plan
     tower = plan.vision.tower if plan.vision is not None else ""
     facts = {
-        "layers": f"{plan.layers}: {found.layers}",
-        "experts": f"{plan.experts}: {found.num_experts} in each of {found.moe_layers} layers, "
-        f"{found.experts_per_token} for a token",
+        "layers": f"{plan.layers}: {result.layers}",
+        "experts": f"{plan.experts}: {result.num_experts} in each of {result.moe_layers} layers, "
+        f"{result.experts_per_token} for a token",
         "weights": ", ".join(plan.expert_weights),
         "router": plan.router,
         "attention": plan.attention,
         "mixers": ", ".join(plan.mixers),
         "final norm": plan.final_norm,
-        "head": "tied to the embedding" if found.tied else "its own",
+        "head": "tied to the embedding" if result.tied else "its own",
         "tower": tower,
         "aux loss": plan.aux_loss_coef or "",
     }
     granted = {
-        "EP": f"ep_size {', '.join(map(str, found.ep_sizes))}" if found.ep_sizes else "",
-        "LoRA": "on stacked experts" if found.granted["lora"] == YES else "",
-        "sp": YES if found.granted["sp"] == YES else "",
-        "vision": "any mix of text and pictures" if found.granted["vision"] == YES else "",
+        "EP": f"ep_size {', '.join(map(str, result.ep_sizes))}" if result.ep_sizes else "",
+        "LoRA": "on stacked experts" if result.granted["lora"] == YES else "",
+        "sp": YES if result.granted["sp"] == YES else "",
+        "vision": "any mix of text and pictures" if result.granted["vision"] == YES else "",
     }
-    reasons = dict(zip(granted, found.granted.values(), strict=True))
+    reasons = dict(zip(granted, result.granted.values(), strict=True))
     return [
-        f"{shape}: {found.kind} ({plan.model_type}); plan {plan.origin}",
+        f"{shape}: {result.kind} ({plan.model_type}); plan {plan.origin}",
         *(f"  {name:<11} {value or 'none'}" for name, value in facts.items()),
         "supported",
         *(f"  {name:<11} {value or 'no: ' + reasons[name]}" for name, value in granted.items()),

@@ -273,7 +273,7 @@ def _product_rates(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the rate of the fastest kind in each dtype, and the fraction that each kind reaches.
 
-    The fraction of a kind without a dtype is that of the dtype with most of its FLOPs.
+    An entry of a kind without a dtype has the kind's fraction in the dtype with most FLOPs.
     """
     measured: dict[tuple[str, str], float] = {
         key: work / seconds for key, (work, seconds) in flops.items() if seconds

@@ -208,8 +208,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer `name` of `held.OPTIMIZERS` for the trainable parameters.
 
-    As by default on a GPU, it updates all parameters at once (foreach). With `on_host` the
-    parameters are on the host, where torch updates one after the other.
+    As by default on a GPU, the optimizer updates all parameters at once (foreach). With `on_host`
+    the parameters are on the host, where torch updates one after the other.
     """
     trained = [p for p in parameters if p.requires_grad]
     if name == "sgd":
@@ -223,7 +223,7 @@ def make_optimizer(
 class LocalOptimizer:
     """An optimizer over the local shards of DTensor parameters, each shard a plain tensor.
 
-    It takes the same memory as an optimizer of the DTensors. On fake tensors it is much faster:
+    It takes as much memory as an optimizer of the DTensors, and is much faster on fake tensors:
     DTensor's dispatch of an operator on many tensors takes longer than the rest of the step.
     """
 

@@ -212,8 +212,8 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         formula: ExpertFormula,
         keep_pre: bool,
     ) -> tuple[Tensor, Tensor]:
-        given = (rows_RH, weights_RK, experts, routing, formula, keep_pre)
-        out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *given)
+        arguments = (rows_RH, weights_RK, experts, routing, formula, keep_pre)
+        out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *arguments)
         if routing.pair_A.numel():
             call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
             work.add(call.forward_launches(keep_pre=keep_pre))
@@ -231,8 +231,8 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         need: set[str],
         **options: Any,
     ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
-        given = (grad_RH, rows_RH, weights_RK, experts, routing, pre_AG, formula)
-        grads, finish = work.run_uncounted(stock_backward, *given, need=need, **options)
+        arguments = (grad_RH, rows_RH, weights_RK, experts, routing, pre_AG, formula)
+        grads, finish = work.run_uncounted(stock_backward, *arguments, need=need, **options)
         if not routing.pair_A.numel():
             return grads, finish
         call = ExpertCall.of(rows_RH, weights_RK, experts, routing)

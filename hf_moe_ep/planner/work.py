@@ -233,7 +233,7 @@ class WorkCounter(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # DTensor then calls the operator on this rank's shards, which comes here again.
+            # DTensor then calls the operator on this rank's shards, and this mode sees that call.
             return NotImplemented
         kwargs = kwargs or {}
         run_steps = STEPS_INSIDE.get(func)
