@@ -1,18 +1,18 @@
-"""Plans of training jobs from a model's config alone: memory, seconds, layouts.
+"""Plan training jobs from a model's config alone: memory, seconds, layouts.
 
-    config, architecture     which model: its config, the model without weights, what it supports
-    held                     the bytes that a rank holds between two steps
-    step                     the peak memory and the work of a whole step, from these parts:
-      count, work            count the bytes and the operators of whatever runs
-      counted                run and count one step of a model that is sharded already
+    config, architecture     read a config, build the model without weights, try each feature
+    held                     sum the bytes that a rank holds between two steps
+    step                     plan the peak memory and the work of a whole step, with these files:
+      count, work            count bytes and operators while code runs
+      counted                run and count one step of a sharded model
       choices, fake          run one rank alone, on tensors without memory
-      kernels                the experts' kernels, which run on a GPU only
-      extrapolate            from 4 and 5 layers to all layers
-    hardware, rates.json     the rates of GPUs and where each number is from
-    seconds, calibrate       seconds from work and rates; rates measured on a machine
-    search, shrink           which layouts fit; which options make a step fit
-    plot                     a picture of the memory over a step
+      kernels                count the launches of the experts' Triton kernels, which need a GPU
+      extrapolate            extrapolate from models with 4 and 5 layers to all layers
+    hardware, rates.json     store the rates of GPUs and the source of every number
+    seconds, calibrate       compute seconds from work and rates; measure the rates of a machine
+    search, shrink           find the layouts that fit; find options that make a step fit
+    plot                     draw the memory over a step
 
-Here: whatever tells about a training job before it starts, in one process and without a GPU. Never:
-anything that a training step imports.
+Here: code that predicts the memory and time of a training job before it starts, in one process and
+without a GPU. Never: anything that a training step imports.
 """

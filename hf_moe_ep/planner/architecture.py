@@ -1,10 +1,10 @@
-"""Find out from a config alone which features are supported for a model, and why not.
+"""Find out from a config alone which features a model supports, and why it lacks the others.
 
-The model is built on the meta device, and its plan derived as `patch` would. Then the code of each
-feature is tried: the model without weights is patched, patched with sp_size 2, and wrapped by PEFT.
-An error that is raised is the reason why the feature is not supported. So training would raise the
-same error, and this file knows no rules of its own. ARCHITECTURES.md lists which models were
-compared with stock transformers.
+`look_at` builds the model on the meta device and derives its plan as `patch` would. Then it tries
+each feature: it patches the model, patches it with sp_size=2, and attaches LoRA. If one of these
+steps raises an error, its feature is not supported, and the message is the reason. Training would
+raise the same error, so this file has no rules of its own. `lines` formats the result.
+ARCHITECTURES.md lists which models were compared with stock transformers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class Architecture:
     """The plan of a model, its sizes, and the supported features.
 
     Attributes:
-        kind: the model's class.
-        layers, moe_layers: decoder layers, and those of them with experts.
+        kind: the name of the model's class.
+        layers, moe_layers: the number of decoder layers, and of decoder layers with experts.
+        tied: True if the head and the embedding share a weight.
         ep_sizes: the possible values of ep_size; empty if expert parallelism is refused.
-        granted: for "ep", "lora", "sp" and "vision" the word "yes", or the reason why not.
+        granted: for each of "ep", "lora", "sp" and "vision": "yes", or why it is not supported.
     """
 
     kind: str
@@ -47,30 +48,32 @@ class Architecture:
     granted: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return dicts and lists that json can write."""
         return asdict(self)
 
 
 def look_at(shape: str) -> Architecture:
-    """Derive the plan of a model type, a hub id, a folder or a config.json, and try features.
+    """Derive the plan of a model and try every feature on it.
 
-    A model type is built with the default sizes of its config.
+    Args:
+        shape: a model type, a hub id, a folder or a config.json. A model type is built with the
+            default sizes of its config.
 
     Raises:
-        ValueError: there is no such model, or no plan can be derived; with the reason.
+        ValueError: there is no such model, or no plan can be derived; the message says why.
     """
     config = find_architecture(shape)
     model = meta_model(config, torch.bfloat16)
     parts = find_parts(model)
     granted = {
-        "ep": _reason(partial(patch, model)),
+        "ep": _try_feature(partial(patch, model)),
         "lora": "",
-        "sp": _reason(partial(patch, model, sp_size=2)),
-        "vision": _vision(config, parts),
+        "sp": _try_feature(partial(patch, model, sp_size=2)),
+        "vision": _vision_support(config, parts),
     }
-    if granted["ep"] == YES:  # The last one, because it wraps the model.
+    if granted["ep"] == YES:  # LoRA is tried last, because PEFT wraps the model.
         lora = partial(attach_lora, model, parts.plan, rank=8, targets="experts")
-        granted["lora"] = _reason(lora)
+        granted["lora"] = _try_feature(lora)
     else:
         granted["lora"] = granted["sp"] = granted["ep"]
     sizes = (n for n in range(1, parts.num_experts + 1) if parts.num_experts % n == 0)
@@ -87,7 +90,8 @@ def look_at(shape: str) -> Architecture:
     )
 
 
-def _reason(attempt: Callable[[], Any]) -> str:
+def _try_feature(attempt: Callable[[], Any]) -> str:
+    """Return "yes" if the attempt succeeds, else the message of its error."""
     try:
         attempt()
     except ValueError as error:
@@ -95,40 +99,40 @@ def _reason(attempt: Callable[[], Any]) -> str:
     return YES
 
 
-def _vision(config: Any, parts: Parts) -> str:
+def _vision_support(config: Any, parts: Parts) -> str:
     if parts.tower is not None:
         return YES
     if has_tower(config):
-        return "only text is supported: the vision tower cannot run on every rank or on none"
+        return "only text is supported: this vision tower cannot be made to run on all ranks"
     return "the model has no vision tower"
 
 
-def lines(found: Architecture, shape: str) -> list[str]:
-    """Return the lines to print."""
-    plan = found.plan
+def lines(result: Architecture, shape: str) -> list[str]:
+    """Format the result for printing."""
+    plan = result.plan
     tower = plan.vision.tower if plan.vision is not None else ""
     facts = {
-        "layers": f"{plan.layers}: {found.layers}",
-        "experts": f"{plan.experts}: {found.num_experts} in each of {found.moe_layers} layers, "
-        f"{found.experts_per_token} for a token",
+        "layers": f"{plan.layers}: {result.layers}",
+        "experts": f"{plan.experts}: {result.num_experts} in each of {result.moe_layers} layers, "
+        f"{result.experts_per_token} for a token",
         "weights": ", ".join(plan.expert_weights),
         "router": plan.router,
         "attention": plan.attention,
         "mixers": ", ".join(plan.mixers),
         "final norm": plan.final_norm,
-        "head": "tied to the embedding" if found.tied else "its own",
+        "head": "tied to the embedding" if result.tied else "its own",
         "tower": tower,
         "aux loss": plan.aux_loss_coef or "",
     }
     granted = {
-        "EP": f"ep_size {', '.join(map(str, found.ep_sizes))}" if found.ep_sizes else "",
-        "LoRA": "on stacked experts" if found.granted["lora"] == YES else "",
-        "sp": YES if found.granted["sp"] == YES else "",
-        "vision": "any mix of text and pictures" if found.granted["vision"] == YES else "",
+        "EP": f"ep_size {', '.join(map(str, result.ep_sizes))}" if result.ep_sizes else "",
+        "LoRA": "on stacked experts" if result.granted["lora"] == YES else "",
+        "sp": YES if result.granted["sp"] == YES else "",
+        "vision": "any mix of text and pictures" if result.granted["vision"] == YES else "",
     }
-    reasons = dict(zip(granted, found.granted.values(), strict=True))
+    reasons = dict(zip(granted, result.granted.values(), strict=True))
     return [
-        f"{shape}: {found.kind} ({plan.model_type}); plan {plan.origin}",
+        f"{shape}: {result.kind} ({plan.model_type}); plan {plan.origin}",
         *(f"  {name:<11} {value or 'none'}" for name, value in facts.items()),
         "supported",
         *(f"  {name:<11} {value or 'no: ' + reasons[name]}" for name, value in granted.items()),

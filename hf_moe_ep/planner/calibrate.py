@@ -9,21 +9,22 @@
     if torch.distributed.get_rank() == 0:
         Path("rates.json").write_text(json.dumps(rates, indent=2))
 
-Some steps are timed as they are. Then STEPS steps run with every operator and collective timed
-alone: the device is synchronised before and after each, and ranks meet in a barrier before each
-collective, so that no rank is timed while it waits for another. A rate is work over time:
+`measure_rates` first times whole steps. Then it runs STEPS more steps in which `OperatorTimer`
+times every operator and collective separately: the device is synchronised before and after each,
+and the ranks meet in a barrier before each collective, so that no rank is timed while it waits for
+another. `fit` divides work by time:
 
-    matmul_flops        per dtype; experts and attention are fractions of it
-    memory_bandwidth    from operators that move LARGE bytes or more
-    links               a straight line through (bytes, seconds) of the collectives
-    host_seconds        on a GPU the median launch; on a CPU, where launches cannot run ahead, the
-                        seconds of a whole step that the other rates do not explain
+    matmul_flops        one rate per dtype; experts and attention reach fractions of it
+    memory_bandwidth    from operators that read and write LARGE bytes or more
+    links               latency and bandwidth: a straight line fitted to (bytes, seconds)
+    host_seconds        on a GPU the median launch; on a CPU, where the host cannot launch ahead,
+                        the seconds of a whole step that the other rates do not explain
     overlap             the part of the overlappable communication that a whole step hides
 
-A step has few dtypes. So the first of these steps runs each product, and each operator that moves
-LARGE bytes or more, again in each of DTYPES. The ratio of their total seconds gives the rates of
-dtypes that the step itself does not use. With one node nothing is measured between nodes, and the
-numbers of the record are kept.
+A step uses few dtypes. So the first of these steps also repeats each product, and each operator
+that moves LARGE bytes or more, in each of DTYPES. The ratios of their rates give the rates of
+dtypes that the step does not use. On a single node, the links between nodes are not measured;
+`hardware.calibrated` then keeps their published numbers.
 """
 
 from __future__ import annotations
@@ -55,22 +56,24 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class Sample:
-    """An operator or collective, and its seconds."""
+    """An operator or collective that was timed, and the seconds that it took."""
 
     of: Operator | Collective
     seconds: float
 
 
 class OperatorTimer(WorkCounter):
-    """Count the work of a step, and time every operator and collective alone.
+    """Count the work of a step, and time every operator and collective separately.
+
+    With `runs_again`, operators are also repeated in each of DTYPES.
 
     Attributes:
-        samples: in the order of the step.
-        again: by kind and dtype, the FLOPs or bytes of operators that ran again, and their seconds.
+        samples: the operators and collectives, in the order in which they ran.
+        again: for each kind and dtype of repeated operators, [FLOPs or bytes, seconds].
     """
 
-    def __init__(self, like: WorkCounter, device: torch.device, *, runs_again: bool) -> None:
-        super().__init__(chunks=like.chunks, experts_train=like.experts_train)
+    def __init__(self, settings: WorkCounter, device: torch.device, *, runs_again: bool) -> None:
+        super().__init__(chunks=settings.chunks, experts_train=settings.experts_train)
         self.samples: list[Sample] = []
         self._runs_again = runs_again
         self._kwargs: dict[str, Any] = {}
@@ -93,23 +96,23 @@ class OperatorTimer(WorkCounter):
         self._seconds = time.perf_counter() - start
         return out
 
-    def note(self, one: Operator | Collective, func: Any, args: tuple[Any, ...]) -> None:
-        super().note(one, func, args)
-        self.samples.append(Sample(one, self._seconds))
-        if isinstance(one, Collective) or not self._runs_again:
+    def note(self, item: Operator | Collective, func: Any, args: tuple[Any, ...]) -> None:
+        super().note(item, func, args)
+        self.samples.append(Sample(item, self._seconds))
+        if isinstance(item, Collective) or not self._runs_again:
             return
-        if not _can_run_again(one, func, args, self._kwargs):
+        if not _can_repeat(item, func, args, self._kwargs):
             return
         kwargs = {name: value for name, value in self._kwargs.items() if name != "out"}
         for dtype in DTYPES:
-            copies = [_copy_in(x, dtype) for x in args]
+            copies = [_copy_in_dtype(x, dtype) for x in args]
             # The first run in a dtype is a warm-up.
             for _ in range(2):
-                # The packet chooses the overload without an `out` argument.
+                # overloadpacket chooses the overload without an `out` argument.
                 seconds = self._timed(func.overloadpacket, copies, kwargs)[1]
-            done = self.again[one.kind, dtype]
-            done[0] += one.flops or one.nbytes * _itemsize(dtype) / _itemsize(one.dtype)
-            done[1] += seconds
+            total = self.again[item.kind, dtype]
+            total[0] += item.flops or item.nbytes * _itemsize(dtype) / _itemsize(item.dtype)
+            total[1] += seconds
 
     def _timed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, float]:
         _wait_for(self._device)
@@ -119,25 +122,27 @@ class OperatorTimer(WorkCounter):
         return out, time.perf_counter() - start
 
 
-def _can_run_again(one: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if an operator can run again with its inputs in another dtype.
+def _can_repeat(
+    operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return True if an operator can be repeated with its inputs in another dtype.
 
-    Left out: the backward of attention, which reads fp32 sums beside its factors; operators with a
-    dtype argument; lists of tensors; FSDP2's own operators.
+    These operators cannot: the backward of attention, which reads fp32 sums besides its factors;
+    operators with a dtype argument or a list of tensors; FSDP2's own operators.
     """
     floats = {x.dtype for x in tensors_in(args) if x.is_floating_point()}
     return (
         func.namespace == "aten"
         and len(floats) == 1
-        and one.dtype in DTYPES
+        and operator.dtype in DTYPES
         and not any(isinstance(x, list | tuple) and tensors_in(x) for x in args)
         and "dtype" not in kwargs
         and not ("attention" in operator_name(func) and "backward" in operator_name(func))
-        and (one.kind in PRODUCTS or (one.nbytes >= LARGE and "out" not in kwargs))
+        and (operator.kind in PRODUCTS or (operator.nbytes >= LARGE and "out" not in kwargs))
     )
 
 
-def _copy_in(x: Any, dtype: str) -> Any:
+def _copy_in_dtype(x: Any, dtype: str) -> Any:
     if not isinstance(x, Tensor):
         return x
     return x.detach().to(getattr(torch, dtype) if x.is_floating_point() else x.dtype, copy=True)
@@ -151,13 +156,13 @@ def _itemsize(dtype: str) -> int:
 def measure_rates(
     model: nn.Module, step: Callable[[], Any], *, node_size: int, repeat: int = 5
 ) -> dict[str, Any]:
-    """Measure rates and return them as fields of `Hardware`. Collective: every rank calls it.
+    """Measure rates and return them as fields of `Hardware`. Every rank must call this function.
 
     Args:
         model: the sharded model that `step` trains.
-        step: runs forward, backward and optimizer of one micro-batch.
+        step: runs forward, backward and the optimizer for one micro-batch.
         node_size: ranks per node.
-        repeat: the number of steps that are timed as they are.
+        repeat: the number of whole steps to time.
     """
     device = next(model.parameters()).device
     for _ in range(_WARM_UP):
@@ -170,16 +175,16 @@ def measure_rates(
         with timers[-1]:
             step()
     samples = [sample for timer in timers for sample in timer.samples]
-    launched = _launched(make_counter(model), step) if device.type == "cuda" else 0.0
-    mine = samples, dict(timers[0].again), statistics.median(seconds), launched
-    by_rank = everyone("measuring rates", lambda: mine)
+    launched = _time_launches(make_counter(model), step) if device.type == "cuda" else 0.0
+    result = samples, dict(timers[0].again), statistics.median(seconds), launched
+    results = everyone("measuring rates", lambda: result)
     return fit(
-        [sample for found, *_ in by_rank for sample in found],
+        [sample for samples_of_rank, *_ in results for sample in samples_of_rank],
         timers[0].counted(),
-        seconds=max(one[2] for one in by_rank),
+        seconds=max(result[2] for result in results),
         node_size=node_size,
-        again=_rates_of([one[1] for one in by_rank]),
-        launched=statistics.mean(one[3] for one in by_rank),
+        again=_rates_of_repeated([result[1] for result in results]),
+        launched=statistics.mean(result[3] for result in results),
         host_ahead=device.type == "cuda",
     )
 
@@ -197,43 +202,44 @@ def fit(
     """Compute rates from samples.
 
     Args:
-        samples: of all ranks.
+        samples: the timed operators and collectives of all ranks.
         work: the work of one rank's step, in one stretch.
-        seconds: of that step when it runs without timers.
-        again: by kind and dtype, the rate of operators that ran in every dtype.
-        launched: seconds of the host per launch, where the host runs ahead of a device.
+        seconds: the seconds of this step without timers.
+        again: for each kind and dtype, the rate of the operators that were repeated in all dtypes.
+        launched: seconds that the host takes per launch; 0 on a CPU.
+        host_ahead: True if the host launches operators while the device computes.
 
     Raises:
-        ValueError: no products, or no large operators among the samples.
+        ValueError: the samples have no products, or no operators of LARGE bytes or more.
     """
-    found = list(samples)
+    # Totals of [FLOPs, seconds] by kind and dtype, and of [bytes, seconds] by dtype.
     flops: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     links: dict[str, list[tuple[float, float]]] = {"in_node": [], "between_nodes": []}
-    for one in found:
-        of = one.of
-        if isinstance(of, Collective):
-            if len(of.ranks) > 1:
-                inside, outside = of.links(node_size)
-                crosses = of.crosses(node_size)
+    for sample in samples:
+        item = sample.of
+        if isinstance(item, Collective):
+            if len(item.ranks) > 1:
+                inside, outside = item.links(node_size)
+                crosses = item.crosses(node_size)
                 link = "between_nodes" if crosses else "in_node"
-                links[link].append((outside if crosses else inside, one.seconds))
-        elif of.kind in PRODUCTS:
-            total = flops[of.kind, of.dtype]
-            total[0] += of.flops
-            total[1] += one.seconds
-        elif of.nbytes >= LARGE:
-            total = moved[of.dtype]
-            total[0] += of.nbytes
-            total[1] += one.seconds
-    nbytes = sum(done for done, _ in moved.values())
+                links[link].append((outside if crosses else inside, sample.seconds))
+        elif item.kind in PRODUCTS:
+            total = flops[item.kind, item.dtype]
+            total[0] += item.flops
+            total[1] += sample.seconds
+        elif item.nbytes >= LARGE:
+            total = moved[item.dtype]
+            total[0] += item.nbytes
+            total[1] += sample.seconds
+    nbytes = sum(moved_bytes for moved_bytes, _ in moved.values())
     if not flops or not nbytes:
         raise ValueError(
             f"{len(flops)} kinds of products were timed, and {nbytes:.0f} bytes moved by "
-            f"operators of {LARGE} or more; rates need some of both: measure a larger batch"
+            f"operators of at least {LARGE} bytes; both must be above 0: measure a larger batch"
         )
-    rates, fractions = _products(flops, again or {})
-    bandwidth, of_memory = _memory(moved, (again or {}).get("memory", {}))
+    rates, fractions = _product_rates(flops, again or {})
+    bandwidth, memory_fractions = _memory_rates(moved, (again or {}).get("memory", {}))
     result: dict[str, Any] = {
         "matmul_flops": rates,
         "memory_bandwidth": bandwidth,
@@ -241,18 +247,18 @@ def fit(
         "host_ahead": host_ahead,
         "host_seconds": launched,
         "overlap": 0.0,
-        "fractions": {**fractions, **of_memory},
+        "fractions": {**fractions, **memory_fractions},
     }
     for link, points in links.items():
         if points:
-            latency, bandwidth = _line(points)
+            latency, bandwidth = _fit_line(points)
             result[f"{link}_latency"], result[f"{link}_bandwidth"] = latency, bandwidth
             result["fractions"][link] = 1.0
     return result | _host_or_overlap(result, work, seconds)
 
 
 def timed(step: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of one step that all ranks begin together."""
+    """Run one step, which all ranks start together, and return its seconds."""
     if dist.is_initialized():
         dist.barrier()
     _wait_for(device)
@@ -262,36 +268,41 @@ def timed(step: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _products(
+def _product_rates(
     flops: dict[tuple[str, str], list[float]], again: dict[str, dict[str, float]]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the rate of the fastest kind per dtype, and each kind's fraction of it."""
-    reached: dict[tuple[str, str], float] = {
-        of: done / seconds for of, (done, seconds) in flops.items() if seconds
+    """Return the rate of the fastest kind in each dtype, and the fraction that each kind reaches.
+
+    An entry of a kind without a dtype has the kind's fraction in the dtype with most FLOPs.
+    """
+    measured: dict[tuple[str, str], float] = {
+        key: work / seconds for key, (work, seconds) in flops.items() if seconds
     }
-    mains = {}
-    for kind in {kind for kind, _ in reached}:
-        of_kind = {dtype: flops[kind, dtype][0] for k, dtype in reached if k == kind}
-        main = mains[kind] = max(of_kind, key=of_kind.__getitem__)
+    main_dtypes = {}
+    for kind in {kind for kind, _ in measured}:
+        flops_by_dtype = {dtype: flops[kind, dtype][0] for k, dtype in measured if k == kind}
+        main = main_dtypes[kind] = max(flops_by_dtype, key=flops_by_dtype.__getitem__)
         for dtype, rate in again.get(kind, {}).items():
-            if (kind, dtype) not in reached:
-                reached[kind, dtype] = reached[kind, main] * rate / again[kind][main]
+            if (kind, dtype) not in measured:
+                measured[kind, dtype] = measured[kind, main] * rate / again[kind][main]
     rates: dict[str, float] = {}
-    for (_, dtype), rate in reached.items():
+    for (_, dtype), rate in measured.items():
         rates[dtype] = max(rates.get(dtype, 0.0), rate)
-    fractions = {f"{kind} {dtype}": rate / rates[dtype] for (kind, dtype), rate in reached.items()}
-    return rates, fractions | {kind: fractions[f"{kind} {main}"] for kind, main in mains.items()}
+    fractions = {f"{kind} {dtype}": rate / rates[dtype] for (kind, dtype), rate in measured.items()}
+    return rates, fractions | {
+        kind: fractions[f"{kind} {main}"] for kind, main in main_dtypes.items()
+    }
 
 
-def _memory(
+def _memory_rates(
     moved: dict[str, list[float]], again: dict[str, float]
 ) -> tuple[float, dict[str, float]]:
-    """Return the bandwidth in the fastest dtype, and each dtype's fraction of it.
+    """Return the bandwidth in the fastest dtype, and the fraction that each dtype reaches.
 
-    Operators without one dtype reach the mean of all operators.
+    Operators on integers or on several dtypes reach the mean rate of all operators.
     """
-    known = {dtype: done for dtype, done in moved.items() if dtype in DTYPES}
-    rates = {dtype: done / seconds for dtype, (done, seconds) in known.items()}
+    known = {dtype: total for dtype, total in moved.items() if dtype in DTYPES}
+    rates = {dtype: nbytes / seconds for dtype, (nbytes, seconds) in known.items()}
     if known:
         main = max(known, key=lambda dtype: known[dtype][0])
         for dtype, rate in again.items():
@@ -302,65 +313,72 @@ def _memory(
     return fastest, {**fractions, "memory": nbytes / seconds / fastest}
 
 
-def _rates_of(by_rank: list[dict[tuple[str, str], list[float]]]) -> dict[str, dict[str, float]]:
-    """Sum over ranks the operators that ran again, and return rates by kind and dtype."""
+def _rates_of_repeated(
+    totals_of_ranks: list[dict[tuple[str, str], list[float]]],
+) -> dict[str, dict[str, float]]:
+    """Sum the repeated operators over all ranks, and return their rates by kind and dtype."""
     sums: dict[str, dict[str, list[float]]] = defaultdict(dict)
-    for one in by_rank:
-        for (kind, dtype), (done, seconds) in one.items():
+    for totals in totals_of_ranks:
+        for (kind, dtype), (work, seconds) in totals.items():
             total = sums[kind].setdefault(dtype, [0.0, 0.0])
-            total[0] += done
+            total[0] += work
             total[1] += seconds
     return {
-        kind: {dtype: done / seconds for dtype, (done, seconds) in of_kind.items()}
-        for kind, of_kind in sums.items()
+        kind: {dtype: work / seconds for dtype, (work, seconds) in by_dtype.items()}
+        for kind, by_dtype in sums.items()
     }
 
 
-def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Fit seconds = latency + bytes / bandwidth by least squares; neither may be negative."""
+def _fit_line(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Fit seconds = latency + bytes / bandwidth to (bytes, seconds) by least squares.
+
+    If the latency or the slope would be negative, the line goes through the origin.
+    """
     mean_x = statistics.mean(x for x, _ in points)
     mean_y = statistics.mean(y for _, y in points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
     latency = mean_y - slope * mean_x
     if slope <= 0 or latency < 0:
-        # Through the origin.
         return 0.0, sum(x for x, _ in points) / sum(y for _, y in points)
     return latency, 1 / slope
 
 
 def record_of(rates: dict[str, Any], name: str = "measured") -> Hardware:
-    """Make a record from measured rates; a link that was not measured equals the other one."""
-    known = dict(rates)
+    """Make a `Hardware` record from measured rates.
+
+    A link that was not measured gets the rates of the other link, if they were measured.
+    """
+    values = dict(rates)
     for link, other in (("in_node", "between_nodes"), ("between_nodes", "in_node")):
-        for of, alone in (("latency", 0.0), ("bandwidth", float(2**30))):
-            known.setdefault(f"{link}_{of}", rates.get(f"{other}_{of}", alone))
-    known["fractions"] = dict.fromkeys(KINDS, 1.0) | rates["fractions"]
+        for rate, default in (("latency", 0.0), ("bandwidth", float(2**30))):
+            values.setdefault(f"{link}_{rate}", rates.get(f"{other}_{rate}", default))
+    values["fractions"] = dict.fromkeys(KINDS, 1.0) | rates["fractions"]
     sources = dict.fromkeys(rates, "measured")
-    return Hardware(name=name, memory_bytes=float(2**30), sources=sources, **known)
+    return Hardware(name=name, memory_bytes=float(2**30), sources=sources, **values)
 
 
 def _host_or_overlap(rates: dict[str, Any], work: StepWork, seconds: float) -> dict[str, float]:
-    """Return the host's seconds per launch, or the overlap, that explain a whole step."""
+    """Return a value of `host_seconds` or of `overlap` with which the plan takes `seconds`."""
     record = record_of(rates)
-    alone = time_of_work(work, record).seconds
-    if seconds >= alone and not record.host_ahead:
-        return {"host_seconds": (seconds - alone) / (work.launches() + work.messages())}
-    hideable = alone - time_of_work(work, replace(record, overlap=1.0)).seconds
-    return {"overlap": min(max((alone - seconds) / hideable, 0.0), 1.0) if hideable > 0 else 0.0}
+    planned = time_of_work(work, record).seconds
+    if seconds >= planned and not record.host_ahead:
+        return {"host_seconds": (seconds - planned) / (work.launches() + work.messages())}
+    hideable = planned - time_of_work(work, replace(record, overlap=1.0)).seconds
+    return {"overlap": min(max((planned - seconds) / hideable, 0.0), 1.0) if hideable > 0 else 0.0}
 
 
-def _launched(counter: WorkCounter, step: Callable[[], Any]) -> float:
-    """Return the median seconds of the host per launch, without synchronising the device."""
-    host = _Launches(counter)
-    with host:
+def _time_launches(counter: WorkCounter, step: Callable[[], Any]) -> float:
+    """Return the median seconds that the host takes per launch. The device is not synchronised."""
+    timer = _LaunchTimer(counter)
+    with timer:
         step()
-    return statistics.median(host.seconds)
+    return statistics.median(timer.seconds)
 
 
-class _Launches(WorkCounter):
-    def __init__(self, like: WorkCounter) -> None:
-        super().__init__(chunks=like.chunks, experts_train=like.experts_train)
+class _LaunchTimer(WorkCounter):
+    def __init__(self, settings: WorkCounter) -> None:
+        super().__init__(chunks=settings.chunks, experts_train=settings.experts_train)
         self.seconds: list[float] = []
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,8 @@
-"""The experts that tokens choose in a planned step: drawn from a seed, evenly or as measured."""
+"""Draw the experts that the tokens of a planned step choose, evenly or as often as in a real run.
+
+`Choices` holds how often each expert is chosen. Its draws are reproducible: the seed is the number
+of tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ class Choices:
 
     Attributes:
         top_k: experts per token.
-        share_LE: for each MoE layer (rows) the share of all tokens that choose each expert. A row
-            adds up to `top_k`. A single row holds for every layer.
+        share_LE: for each MoE layer (rows) the share of all tokens that choose each expert. Each
+            row sums to `top_k`. A single row is used for every layer.
     """
 
     top_k: int
@@ -30,7 +34,9 @@ class Choices:
 
     @classmethod
     def of_load(cls, load: ExpertLoad, top_k: int, layers: int) -> Choices:
-        """Choose experts as often as they were in a run; a token chooses an expert at most once.
+        """Choose experts as often as they were chosen in a run.
+
+        Shares above 1 are set to 1, because a token chooses an expert at most once.
 
         Raises:
             ValueError: the load has another number of layers, or a layer without tokens.
@@ -38,23 +44,27 @@ class Choices:
         counts_LE = load.counts.double()
         if len(counts_LE) != layers or not bool((counts_LE.sum(1) > 0).all()):
             raise ValueError(
-                f"load is of {len(counts_LE)} MoE layers, of which "
-                f"{int((counts_LE.sum(1) > 0).sum())} had tokens, and the model has {layers}; "
-                f"call expert_load(model) after a training step of this model"
+                f"load has {len(counts_LE)} MoE layers, "
+                f"{int((counts_LE.sum(1) > 0).sum())} of them with tokens, and the model has "
+                f"{layers} MoE layers; call expert_load(model) after a training step of this model"
             )
         return cls(top_k, (counts_LE / counts_LE.sum(1, keepdim=True) * top_k).clamp(max=1.0))
 
     def busiest(self, ep_size: int) -> int:
-        """Return the ep rank that receives most pairs in some layer; the first one of equals."""
+        """Return the ep rank with the largest load of all ranks and layers, or the first of equals.
+
+        A rank's load is the sum of the shares of its experts.
+        """
         rows_LD = self.share_LE.view(len(self.share_LE), ep_size, -1).sum(2)
         return int((rows_LD - 1e-9 * torch.arange(ep_size)).amax(0).argmax())
 
     def draw(self, layer: int, tokens: int) -> Tensor:
-        """Draw ids_TK: for each token K different experts, each as often as its share says.
+        """Draw K different experts for each token, and return their ids_TK.
 
-        This is systematic sampling (Madow 1949). The experts are laid on a line in a random order,
-        each as long as its share, and K points at a distance of one are put on the line. With
-        shares 1.0, 0.5, 0.5 of experts 0, 1, 2 and K = 2, the order 1, 0, 2 gives the line
+        The method is systematic sampling (Madow 1949). Each token places the experts on a line in
+        random order, each expert as long as its share, and marks K points at distances of 1. It
+        chooses the experts at these points. Example: K = 2, and experts 0, 1 and 2 have the shares
+        1.0, 0.5 and 0.5. The order 1, 0, 2 gives the line
 
             1 1 | 0 0 0 0 | 2 2     points 0.3 and 1.3 choose experts 1 and 0
             0  0.5       1.5   2    points 0.7 and 1.7 choose experts 0 and 2

@@ -1,10 +1,10 @@
-"""The model of a plan: its config, and the model without weights.
+"""Read the config of the model to plan, and build this model without weights.
 
-A model is named by its hub id, a folder or a config.json. Only the config of a hub id is
-downloaded. `published_models.json` holds the configs of a few models under their hub ids, reduced
-to the fields that determine sizes, so that they need no network. Models are built on the meta
-device, where a parameter has a shape and no memory; buffers are real, because they are a few
-kilobytes and sharding sends them.
+`find_config` accepts a hub id, a folder or a config.json. For a hub id, only the config is
+downloaded. `published_models.json` holds the configs of a few models by hub id, reduced to the
+fields that determine sizes, so plans of these models need no network. `meta_model` builds a model
+on the meta device, where a parameter has a shape and no memory. Buffers are real: they take only a
+few kilobytes, and sharding broadcasts their values. `attach_lora` adds adapters.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def known_shapes() -> dict[str, dict[str, Any]]:
 def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedConfig) -> Any:
     """Return the config of a hub id, a folder, a config.json or a dict with `model_type`.
 
-    A config is returned as it is.
+    A config object is returned unchanged.
 
     Raises:
         ValueError: there is no such model and no such file.
@@ -71,21 +71,22 @@ def find_config(shape: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedCo
 
 
 def find_architecture(shape: str) -> PreTrainedConfig:
-    """Return the config as `find_config` does, or the default config of a model type.
+    """Return the default config of a model type, or what `find_config` returns for other names.
 
     Raises:
-        ValueError: `shape` is neither.
+        ValueError: `shape` names neither a model type nor a model.
     """
     if shape in CONFIG_MAPPING and not os.path.exists(shape):
-        config: PreTrainedConfig = AutoConfig.for_model(shape)
-        return config
+        default_config: PreTrainedConfig = AutoConfig.for_model(shape)
+        return default_config
     if shape not in known_shapes() and not (os.path.exists(shape) or _HUB_ID.fullmatch(shape)):
         raise ValueError(
-            f"{shape!r} is no model type of the installed transformers, no "
-            f"folder with a config.json, and none of {', '.join(known_shapes())}"
+            f"{shape!r} is no model type of the installed transformers and no folder with a "
+            f"config.json; name a model of the hub as OWNER/NAME, or use one of "
+            f"{', '.join(known_shapes())}"
         )
-    found: PreTrainedConfig = find_config(shape)
-    return found
+    config: PreTrainedConfig = find_config(shape)
+    return config
 
 
 def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
@@ -95,14 +96,15 @@ def _read_config(path: Path, known: Mapping[str, Any]) -> Any:
     if not file.is_file():
         raise ValueError(
             f"{os.fspath(path)!r} is no known model ({', '.join(known)}) and no folder "
-            f"with a config.json; a model of the hub is named OWNER/NAME"
+            f"with a config.json; name a model of the hub as OWNER/NAME"
         )
     model_type = read_object(file).get("model_type")
     if model_type is not None and model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"{os.fspath(file)!r} is of model_type {model_type!r}, which transformers "
-            f"{transformers.__version__} has not; for a model of your own, register its config "
-            f"(AutoConfig.register) and call hf_moe_ep.cli.main.main(['memory', ...]) from Python"
+            f"{os.fspath(file)!r} has model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not know; for a model of your own, register its "
+            f"config (AutoConfig.register) and call hf_moe_ep.cli.main.main(['memory', ...]) from "
+            f"Python"
         )
     return AutoConfig.from_pretrained(file, local_files_only=True)
 
@@ -117,15 +119,15 @@ def _fetch_config(name: str, known: Mapping[str, Any]) -> Any:
     except (OSError, ValueError) as error:
         reason = unreachable or str(error).partition("\n")[0]
         raise ValueError(
-            f"the config of {name!r} was not found on the hub or in its cache ({reason}); download "
-            f"its config.json and name that file, or one of {', '.join(known)}"
+            f"the config of {name!r} was not found on the hub or in its cache ({reason}); pass the "
+            f"path of a downloaded config.json, or one of {', '.join(known)}"
         ) from error
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Build the stock model of a config with its parameters on the meta device, weights tied.
+    """Build the stock model of a config with parameters on the meta device, and tie its weights.
 
-    The model has a language head if transformers has such a class.
+    The model has a language-model head if transformers has a class with a head for it.
     """
     factory: Any = AutoModelForImageTextToText
     if not takes_images(config):
@@ -145,10 +147,10 @@ def attach_lora(
 ) -> nn.Module:
     """Add PEFT's LoRA to a patched model: on stacked experts, attention projections, or both.
 
-    With `fp32`, adapters of a low-precision model are in fp32, which is PEFT's default.
+    With `fp32`, the adapters of a low-precision model are in fp32, which is PEFT's default.
 
     Raises:
-        ValueError: unknown targets; a rank below 1; PEFT is not installed.
+        ValueError: the targets are unknown, the rank is below 1, or PEFT is not installed.
     """
     check_choice("lora_targets", targets, LORA_TARGETS)
     if rank < 1:
@@ -166,15 +168,15 @@ def attach_lora(
         target_modules=_projections(model, plan) if targets != "experts" else [],
     )
     with torch.device(device), warnings.catch_warnings():
-        # PEFT reads an attribute of every model that transformers has deprecated.
+        # PEFT reads a model attribute that transformers has deprecated.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
         adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=fp32)
     if not fp32:
-        # PEFT does the same, except for adapters on the meta device.
+        # PEFT casts adapters to the dtype of the model, but not on the meta device.
         dtype = next(p.dtype for p in adapted.parameters() if not p.requires_grad)
         for module in adapted.modules():
-            own = list(module.parameters())
-            if own and all(parameter.requires_grad for parameter in own):
+            parameters = list(module.parameters())
+            if parameters and all(parameter.requires_grad for parameter in parameters):
                 module.to(dtype)
     return adapted
 

@@ -1,4 +1,4 @@
-"""Count the bytes of all tensors that are alive while code runs, real tensors and fake ones.
+"""Count the bytes of all tensors that are alive while code runs; tensors may be real or fake.
 
     with count_tensors(model.parameters()) as memory:
         memory.begin("forward")
@@ -7,17 +7,18 @@
         loss.backward()
     memory.peak, memory.peaks["backward"], memory.alive_at_peak("backward")
 
-The unit is the storage: it is counted once, however many tensors share it, from the operator that
-makes it until its last tensor is freed. This is what a program asks a GPU's allocator for, without
-rounding and caching. Workspace inside an operator is not seen; the operators of the experts are
-opened, so that their steps are. FSDP2 allocates and frees gathered units by
-`UntypedStorage.resize_`, which is no operator, so `resize_` is wrapped while tensors are counted.
+Bytes are counted per storage. A storage counts once, however many tensors share it, from the
+operator that creates it until its last tensor is freed. The sum is what a program requests from a
+GPU's allocator, without rounding and caching. Temporary memory inside an operator is not counted,
+except for the operators of the experts, whose steps run one by one. FSDP2 allocates and frees
+gathered units with `UntypedStorage.resize_`, which is no operator, so `count_tensors` wraps it.
 
-Tensors that are watched as the host's have an account of their own. A tensor that is made from
-them is on the host too; only `copy` makes a tensor on the other side.
+Host memory is counted separately. Tensors are on the host if they were passed to
+`watch(..., on_host=True)` or were computed from a host tensor. Only `copy` makes a device tensor
+from a host tensor, or the reverse.
 
-Torch's own `MemTracker` (torch/distributed/_tools/mem_tracker.py) is similar. It needs hooks on
-every module, and sees the operator of the experts from outside only.
+Torch's own `MemTracker` (torch/distributed/_tools/mem_tracker.py) is similar, but it needs hooks on
+every module and does not see inside the operator of the experts.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ BEFORE, RESIZED = "before", "resize_"
 
 @dataclass(frozen=True, eq=False)
 class StorageRecord:
-    """A storage of one size; `shape` is that of the first tensor in it."""
+    """The size and origin of a storage; `shape` is the shape of its first tensor.
+
+    A storage gets a new record when it is resized.
+    """
 
     nbytes: int
     made_by: str
@@ -51,21 +55,21 @@ class StorageRecord:
 
 
 class TensorMemory(OperatorMode):
-    """A mode that counts storages; see the module docstring.
+    """A dispatch mode that counts storages, as the module docstring explains.
 
     Attributes:
         now: bytes alive on the device.
-        peaks: the most bytes alive in each stretch, in the order in which stretches began.
-        on_host, host_peak: bytes alive on the host, and the most at a time.
+        peaks: the largest value of `now` in each stretch, in the order in which stretches began.
+        on_host, host_peak: bytes alive on the host, and the largest value of `on_host`.
     """
 
     def __init__(self, alive: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now = self.on_host = self.host_peak = 0
         self.peaks: dict[str, int] = {}
-        # The side on which new tensors are made; None: the side of their inputs.
+        # True: new tensors are on the host; False: on the device; None: where their inputs are.
         self._made_on_host: bool | None = None
-        # Each allocation (True) and free (False), and how many there were at each peak.
+        # All allocations (True) and frees (False), and the length of this list at each peak.
         self._changes: list[tuple[StorageRecord, bool]] = []
         self._peak_at: dict[str, int] = {}
         self._stretch = BEFORE
@@ -77,7 +81,7 @@ class TensorMemory(OperatorMode):
         return max(self.peaks.values())
 
     def begin(self, stretch: str) -> None:
-        """Begin a stretch. A stretch that was begun before is continued."""
+        """Begin a stretch, or continue it if it began before."""
         self._stretch = stretch
         self._update_peak()
 
@@ -108,9 +112,9 @@ class TensorMemory(OperatorMode):
             self._made_on_host = None
 
     def record_of(self, tensor: Tensor) -> StorageRecord | None:
-        """Return the record of the storage of a tensor; None if it is not counted."""
-        known = self._alive.get(storage_id(_local(tensor).untyped_storage()))
-        return None if known is None else known[0]
+        """Return the record of a tensor's storage; None if the storage is not counted."""
+        entry = self._alive.get(storage_id(_local(tensor).untyped_storage()))
+        return None if entry is None else entry[0]
 
     def alive_at_peak(self, stretch: str) -> list[StorageRecord]:
         """Return the storages that were alive at the peak of a stretch, the largest first."""
@@ -123,27 +127,27 @@ class TensorMemory(OperatorMode):
         return sorted(alive, key=lambda record: -record.nbytes)
 
     def sums_at_peaks(self, kind_of: Callable[[StorageRecord], str]) -> dict[str, dict[str, int]]:
-        """Sum by kind what was alive at the peak of each stretch, in the order they began."""
+        """Return the bytes of each kind that were alive at the peak of each stretch."""
         sums: dict[str, int] = {}
-        at: dict[int, dict[str, int]] = {0: {}}
-        wanted = set(self._peak_at.values())
+        sums_after: dict[int, dict[str, int]] = {0: {}}
+        numbers_of_peaks = set(self._peak_at.values())
         for number, (record, allocated) in enumerate(self._changes, start=1):
             kind = kind_of(record)
             sums[kind] = sums.get(kind, 0) + (record.nbytes if allocated else -record.nbytes)
-            if number in wanted:
-                at[number] = {kind: size for kind, size in sums.items() if size}
-        return {stretch: at[self._peak_at[stretch]] for stretch in self.peaks}
+            if number in numbers_of_peaks:
+                sums_after[number] = {kind: size for kind, size in sums.items() if size}
+        return {stretch: sums_after[self._peak_at[stretch]] for stretch in self.peaks}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # The operator is dispatched again with this rank's shards.
+            # DTensor then calls the operator on this rank's shards, and this mode sees that call.
             return NotImplemented
-        inside = STEPS_INSIDE.get(func)
-        if inside is not None:
+        run_steps = STEPS_INSIDE.get(func)
+        if run_steps is not None:
             with self:
-                return inside(*args, **(kwargs or {}))
+                return run_steps(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         on_host = self._made_on_host
         if on_host is None:
@@ -153,7 +157,7 @@ class TensorMemory(OperatorMode):
         return out
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage whose size has changed."""
+        """Replace the record of a storage whose size has changed."""
         key = storage_id(storage)
         if key in self._alive:
             self._free(key)
@@ -173,8 +177,8 @@ class TensorMemory(OperatorMode):
         self._count_change(record, allocated=True)
         self._update_peak()
 
-    def _on_freed(self, key: int, of: weakref.ref[torch.UntypedStorage]) -> None:
-        if key in self._alive and self._alive[key][1] is of:
+    def _on_freed(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        if key in self._alive and self._alive[key][1] is reference:
             self._free(key)
 
     def _free(self, key: int) -> None:
@@ -201,10 +205,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def count_tensors(alive: Iterable[Tensor] = ()) -> Iterator[TensorMemory]:
-    """Count the tensors of the block, and those that are `alive` before it."""
+    """Count the tensors that the block makes, and those in `alive`, which exist before it."""
     memory = TensorMemory(alive)
     resize = torch.UntypedStorage.resize_
-    _replace_resize(_counting(memory, resize))
+    _replace_resize(_make_counting_resize(memory, resize))
     try:
         with memory:
             yield memory
@@ -212,7 +216,7 @@ def count_tensors(alive: Iterable[Tensor] = ()) -> Iterator[TensorMemory]:
         _replace_resize(resize)
 
 
-def _counting(memory: TensorMemory, resize: Callable[..., None]) -> Callable[..., None]:
+def _make_counting_resize(memory: TensorMemory, resize: Callable[..., None]) -> Callable[..., None]:
     def resize_and_count(storage: torch.UntypedStorage, size: int) -> None:
         resize(storage, size)
         memory.resized(storage)
@@ -221,4 +225,4 @@ def _counting(memory: TensorMemory, resize: Callable[..., None]) -> Callable[...
 
 
 def _replace_resize(function: Callable[..., None]) -> None:
-    setattr(torch.UntypedStorage, "resize_", function)  # noqa: B010  mypy: no such assignment
+    setattr(torch.UntypedStorage, "resize_", function)  # noqa: B010  mypy rejects an assignment

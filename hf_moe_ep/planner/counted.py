@@ -1,18 +1,18 @@
-"""Run one training step of a sharded model, and count its memory and its work by stretch.
+"""Run one training step of a sharded model, and count the memory and work of each part of it.
 
     counted = count_step(model, layers, optimizer, {"input_ids": ids, "labels": ids})
     counted.peaks()["backward, layer 3"], counted.work.flops()
 
-The model may be real, on any device, or fake (`step.py`). A stretch ends where the forward of a
-layer begins, or where the gradient of its output arrives:
+The model may be real, on any device, or fake (`step.py`). The parts of a step are called stretches.
+A stretch begins when a layer's forward begins, or when the gradient of a layer's output arrives:
 
     forward, before layers | forward, layer 0 .. | forward, head
     backward, head | backward, layer n-1 .. | optimizer
 
 With `offload`, FSDP2 keeps parameters, gradients and optimizer state on the host (CPUOffloadPolicy)
-and copies shards to the device before it gathers them. On fake tensors, host and device are both
-the CPU. Tensors are told apart by an account: what is made from a host tensor is on the host,
-unless it is a copy to the device.
+and copies shards to the device before it gathers them. All fake tensors are on the CPU, so
+`TensorMemory` records which of them are on the host: a tensor computed from a host tensor is on the
+host too, unless it is a copy to the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_moe_ep.architectures import find_parts
 from hf_moe_ep.planner.count import BEFORE, RESIZED, StorageRecord, TensorMemory, count_tensors
-from hf_moe_ep.planner.fake import instead
+from hf_moe_ep.planner.fake import replace_attribute
 from hf_moe_ep.planner.work import StepWork, WorkCounter
 from hf_moe_ep.state import patched_state
 from hf_moe_ep.upstream.autograd_modes import backward_is_running
@@ -45,7 +45,7 @@ class Counted:
     """The memory and the work of one step.
 
     Attributes:
-        kinds: by storage what it holds: "parameters", "gradients" and so on, where known.
+        kinds: the kind of each storage that is known: "parameters", "gradients" and so on.
     """
 
     memory: TensorMemory
@@ -58,13 +58,13 @@ class Counted:
 
     def made_of(self) -> dict[str, dict[str, int]]:
         """Return the bytes of each kind at the peak of each stretch."""
-        found = self.memory.sums_at_peaks(self._kind_of)
-        return {name: parts for name, parts in found.items() if name != BEFORE}
+        sums = self.memory.sums_at_peaks(self._kind_of)
+        return {name: parts for name, parts in sums.items() if name != BEFORE}
 
     def _kind_of(self, record: StorageRecord) -> str:
-        known = self.kinds.get(record)
-        if known is not None:
-            return known
+        kind = self.kinds.get(record)
+        if kind is not None:
+            return kind
         is_flat_buffer = len(record.shape) == 1 and "aten.empty" in record.made_by
         return _GATHERED if record.made_by == RESIZED or is_flat_buffer else _TRANSIENT
 
@@ -81,16 +81,16 @@ def count_step(
     """Run and count one step on this rank.
 
     Args:
-        model: sharded. A real model should have made a step before, because the first step of an
-            optimizer allocates its state.
-        work: counts the work; None makes a counter (`make_counter`).
-        offload: the model was sharded with a CPUOffloadPolicy.
+        model: a sharded model. Train a real model for one step before, because an optimizer
+            allocates its state in its first step.
+        work: the counter of the work; None makes one with `make_counter`.
+        offload: True if the model was sharded with a CPUOffloadPolicy.
     """
     work = work or make_counter(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     kinds: dict[StorageRecord, str] = {}
-    # DTensors find out shapes by whole fake tensors, which are no part of the step.
-    with instead(*dtensor_shapes()), count_tensors() as memory:
+    # DTensor finds output shapes with full-size fake tensors, which are not part of the step.
+    with replace_attribute(*dtensor_shapes()), count_tensors() as memory:
         _watch_held(memory, kinds, model, optimizer, offload=offload)
 
         def begin(stretch: str) -> None:
@@ -120,13 +120,13 @@ def _watch_held(
     *,
     offload: bool,
 ) -> None:
-    """Count the tensors that exist before the step, and note their kinds."""
+    """Count the tensors that exist before the step, and record their kinds."""
     states = optimizer.state.values()
     # Generators, so that no list keeps a gradient alive.
     held: dict[str, Callable[[], Iterator[Tensor]]] = {
         "parameters": lambda: iter(model.parameters()),
         "buffers": lambda: iter(model.buffers()),
-        "optimizer state": lambda: (x for one in states for x in one.values() if is_tensor(x)),
+        "optimizer state": lambda: (x for state in states for x in state.values() if is_tensor(x)),
         "gradients": lambda: (p.grad for p in model.parameters() if p.grad is not None),
     }
     for kind, tensors in held.items():
@@ -143,7 +143,7 @@ def _note_kind(
 def _count_copies(
     memory: TensorMemory, work: WorkCounter, kinds: dict[StorageRecord, str]
 ) -> AbstractContextManager[Any]:
-    """Make FSDP2's copies between host and device, and count them as copies."""
+    """Replace FSDP2's copies between host and device by copies that are counted."""
 
     def copy(x: Tensor, to_host: bool) -> Tensor:
         out: Tensor = work.run_uncounted(memory.copy, x, to_host=to_host)
@@ -158,21 +158,21 @@ def _count_copies(
 
 
 def make_counter(model: nn.Module) -> WorkCounter:
-    """Make the counter of the work of a sharded model."""
-    experts = find_parts(model).adapted_experts.values()
-    trained = any(p.requires_grad for of in experts for one in of for p in one.parameters())
+    """Make a `WorkCounter` with the settings of a sharded model."""
+    layers = find_parts(model).adapted_experts.values()
+    parameters = (p for modules in layers for module in modules for p in module.parameters())
     chunks = patched_state(model).config.dispatch_chunks
-    return WorkCounter(chunks=chunks, experts_train=trained)
+    return WorkCounter(chunks=chunks, experts_train=any(p.requires_grad for p in parameters))
 
 
 @contextmanager
 def _begin_at_layers(layers: Sequence[nn.Module], begin: Callable[[str], None]) -> Iterator[None]:
-    """Begin a stretch where a layer's forward begins, and where the gradient of its output is."""
+    """Begin a stretch at each layer's forward, and when the gradient of its output arrives."""
     handles = []
 
     def before_forward(number: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            # A checkpoint that computes the layer again is part of the backward.
+            # With activation checkpointing, a layer's forward runs again in backward.
             if not backward_is_running():
                 begin(f"forward, layer {number}")
 
@@ -206,10 +206,10 @@ def _begin_at_layers(layers: Sequence[nn.Module], begin: Callable[[str], None]) 
 def make_optimizer(
     name: str, parameters: Iterable[nn.Parameter], *, on_host: bool = False
 ) -> torch.optim.Optimizer:
-    """Make one of `OPTIMIZERS` for the trainable parameters, as torch makes it on a GPU.
+    """Make the optimizer `name` of `held.OPTIMIZERS` for the trainable parameters.
 
-    On a GPU torch steps all parameters at once (foreach). With `on_host` the parameters are on the
-    host, and torch steps one after the other.
+    As by default on a GPU, the optimizer updates all parameters at once (foreach). With `on_host`
+    the parameters are on the host, where torch updates one after the other.
     """
     trained = [p for p in parameters if p.requires_grad]
     if name == "sgd":
@@ -223,7 +223,7 @@ def make_optimizer(
 class LocalOptimizer:
     """An optimizer over the local shards of DTensor parameters, each shard a plain tensor.
 
-    It takes the same memory as an optimizer of the DTensors. On fake tensors it is much faster:
+    It takes as much memory as an optimizer of the DTensors, and is much faster on fake tensors:
     DTensor's dispatch of an operator on many tensors takes longer than the rest of the step.
     """
 
@@ -236,7 +236,7 @@ class LocalOptimizer:
         self.state = self._inner.state
 
     def step(self) -> None:
-        """Step with the local shards of the gradients."""
+        """Update the parameters with the local shards of their gradients."""
         for parameter, shard in zip(self._parameters, self._shards, strict=True):
             shard.grad = None if parameter.grad is None else _local(parameter.grad)
         self._inner.step()

@@ -1,16 +1,18 @@
-"""From a step of 4 and of 5 layers to a step of all layers.
+"""Extrapolate a step of a model with n layers from steps with 4 and with 5 layers.
 
-Where all layers are alike, the plan runs models of 4 and of 5 layers only. A step is cut into
+If all layers are alike, a plan runs the model with 4 and with 5 layers only. A step is cut into
 stretches: before the layers, one per layer and direction, the head, the optimizer. The first two
-and the last two layers have neighbours of their own, so they are kept as they are, named by their
-number from either end. All layers between are alike. What a stretch has in memory grows by the same
-amount with each layer of the model, because earlier layers leave behind the same:
+and the last two layers differ from the others by their neighbours, so their stretches are kept;
+they are named by their number from the nearer end. All layers between are alike. The bytes of a
+stretch grow by the same amount with each layer of the model, because all layers keep the same
+number of bytes for later stretches:
 
     n layers   forward 0  1 ..  -2  -1  head | backward head  -1  -2 ..  1  0 | optimizer
     value(n) = value(4) + (n - 4) * (value(5) - value(4))
 
-Example: a stretch with 100 bytes at 4 layers and 110 at 5 layers has 100 + 44 * 10 = 540 bytes at
-48 layers. No layer in the middle has more than both ends, so the peak is at an end.
+Example: a stretch with 100 bytes at 4 layers and 110 bytes at 5 layers has 100 + 44 * 10 = 540
+bytes at 48 layers. The bytes of the layers in the middle are between those of the two ends, so the
+peak of the step is at an end.
 """
 
 from __future__ import annotations
@@ -26,32 +28,32 @@ from hf_moe_ep.planner.held import PlanRequest, Unsharded
 from hf_moe_ep.planner.work import StepWork, Stretch
 from hf_moe_ep.upstream.models import text_config
 
-# The numbers of layers that run.
+# The numbers of layers of the two models that run.
 FEW = (4, 5)
 
 
 def layers_to_run(request: PlanRequest) -> tuple[int, ...]:
-    """Return the numbers of layers to run for plans of a model, in any layout.
+    """Return the numbers of layers to run for plans of a model; they are the same in any layout.
 
-    (4, 5) for a longer model whose layers are all alike; else the model's own number.
+    The result is (4, 5) if the model has more layers and all are alike, else its number of layers.
     """
     layers: int = text_config(request.config).num_hidden_layers
-    return FEW if layers > FEW[-1] and _all_layers_alike(request) else (layers,)
+    return FEW if layers > FEW[-1] and _are_layers_alike(request) else (layers,)
 
 
 def with_layers(config: Any, layers: int) -> Any:
-    """Copy a config and set its number of layers; lists with an entry per layer are cut."""
+    """Copy a config, set its number of layers, and shorten lists that have an entry per layer."""
     short = copy.deepcopy(config)
     text = text_config(short)
-    before = text.num_hidden_layers
+    old_layers = text.num_hidden_layers
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == before:
+        if isinstance(value, list) and len(value) == old_layers:
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     return short
 
 
-def _all_layers_alike(request: PlanRequest) -> bool:
+def _are_layers_alike(request: PlanRequest) -> bool:
     """Return True if all layers have the same modules, sizes and settings."""
     model = Unsharded.of(request)
     return len({_layer_description(layer) for layer in model.units.layers}) == 1
@@ -75,82 +77,84 @@ def _layer_description(layer: nn.Module) -> str:
 
 
 def bytes_at(few: Sequence[int], layers: int) -> int:
-    """Extrapolate a number of bytes; bytes_at([100, 110], 48) is 540."""
-    (first, second), (at_first, at_second) = FEW, few
-    return at_first + (layers - first) * (at_second - at_first) // (second - first)
+    """Extrapolate a number of bytes from 4 and 5 layers: bytes_at([100, 110], 48) is 540."""
+    (first, second), (first_bytes, second_bytes) = FEW, few
+    return first_bytes + (layers - first) * (second_bytes - first_bytes) // (second - first)
 
 
 def names_from_ends(stretches: Sequence[str], layers: int) -> dict[str, str]:
-    """Map names counted from either end to the stretches of a model of `layers` layers.
+    """Map names that count layers from the nearer end to the stretch names of a model.
 
-    With 5 layers, "layer 0" and "layer 1" keep their names, 3 and 4 are "layer -2" and "layer -1",
-    and layer 2 is left out. With 4 layers, layers 2 and 3 are "layer -2" and "layer -1".
+    With 5 layers, "layer 0" and "layer 1" keep their names, "layer -2" and "layer -1" stand for
+    "layer 3" and "layer 4", and "layer 2" is left out. With 4 layers, "layer -2" and "layer -1"
+    stand for "layer 2" and "layer 3".
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in stretches:
         before, layer, number = name.rpartition("layer ")
         if not layer:
-            found[name] = name
+            names[name] = name
             continue
         index = int(number)
         if index < 2 and index < layers - 1:
-            found[f"{before}layer {index}"] = name
+            names[f"{before}layer {index}"] = name
         if index > 0 and index >= layers - 2:
-            found[f"{before}layer {index - layers}"] = name
-    return found
+            names[f"{before}layer {index - layers}"] = name
+    return names
 
 
 def peaks_at(
     few: Sequence[Mapping[str, int]], parts: Sequence[Mapping[str, Mapping[str, int]]], layers: int
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """Extrapolate the peak of each stretch, and the bytes of each kind at that peak."""
-    names = [names_from_ends(list(one), number) for one, number in zip(few, FEW, strict=True)]
-    peaks: dict[str, int] = {}
-    kinds: dict[str, dict[str, int]] = {}
-    for name in names[0]:
-        at = [of[name] for of in names]
-        peaks[name] = bytes_at([one[key] for one, key in zip(few, at, strict=True)], layers)
-        of_few = [one[key] for one, key in zip(parts, at, strict=True)]
-        known = dict.fromkeys(kind for one in of_few for kind in one)
-        kinds[name] = {k: bytes_at([one.get(k, 0) for one in of_few], layers) for k in known}
-    return peaks, kinds
+    maps = [names_from_ends(list(peaks), number) for peaks, number in zip(few, FEW, strict=True)]
+    all_peaks: dict[str, int] = {}
+    all_parts: dict[str, dict[str, int]] = {}
+    for name in maps[0]:
+        keys = [names[name] for names in maps]
+        two_peaks = [peaks[key] for peaks, key in zip(few, keys, strict=True)]
+        all_peaks[name] = bytes_at(two_peaks, layers)
+        two_parts = [part[key] for part, key in zip(parts, keys, strict=True)]
+        kinds = dict.fromkeys(kind for part in two_parts for kind in part)
+        all_parts[name] = {k: bytes_at([p.get(k, 0) for p in two_parts], layers) for k in kinds}
+    return all_peaks, all_parts
 
 
 def work_at(few: Sequence[StepWork], layers: int) -> StepWork:
     """Extrapolate the work of a step.
 
-    The stretches of layers at both ends are those of the larger model. One layer in its middle
-    stands for all layers between (`Stretch.times`). Every other stretch grows by the difference of
-    the two models with each layer.
+    The first two and the last two layers are taken from the model with 5 layers. Its middle layer
+    stands for all layers between (`Stretch.times`). With each additional layer, every other stretch
+    grows by the difference between the two models.
     """
     first, second = few
-    found: dict[str, Stretch] = {}
+    stretches: dict[str, Stretch] = {}
     for name, stretch in second.stretches.items():
         before, layer, number = name.rpartition("layer ")
         if not layer:
-            other, steps = first.stretches[name], layers - FEW[0]
-            found[name] = Stretch(
-                _counts_at(other.operators, stretch.operators, steps),
-                _counts_at(other.collectives, stretch.collectives, steps),
+            shorter, steps = first.stretches[name], layers - FEW[0]
+            stretches[name] = Stretch(
+                _counts_at(shorter.operators, stretch.operators, steps),
+                _counts_at(shorter.collectives, stretch.collectives, steps),
             )
         elif 2 <= int(number) < FEW[1] - 2:
-            found[name] = replace(stretch, times=layers - FEW[0])
+            stretches[name] = replace(stretch, times=layers - FEW[0])
         elif int(number) >= FEW[1] - 2:
-            found[f"{before}layer {int(number) + layers - FEW[1]}"] = stretch
+            stretches[f"{before}layer {int(number) + layers - FEW[1]}"] = stretch
         else:
-            found[name] = stretch
-    return StepWork(found)
+            stretches[name] = stretch
+    return StepWork(stretches)
 
 
 def _counts_at(first: Any, second: Any, steps: int) -> Any:
-    """Return `first + steps * (second - first)` for the number of times that each item occurs.
+    """Return `first + steps * (second - first)` for the count of each item.
 
-    An operator over all parameters, as an optimizer's, differs in size between both models. The
-    smaller one then occurs a negative number of times, and sums are right.
+    An operator over all parameters, such as an optimizer's, has another size in each of the two
+    models. The smaller operator then gets a negative count, and sums over all items are right.
     """
-    at_first, at_second = dict(first), dict(second)
-    found = {
-        one: at_first.get(one, 0) + steps * (at_second.get(one, 0) - at_first.get(one, 0))
-        for one in {**at_first, **at_second}
-    }
-    return tuple((one, number) for one, number in found.items() if number)
+    first_counts, second_counts = dict(first), dict(second)
+    counts = {}
+    for item in {**first_counts, **second_counts}:
+        count = first_counts.get(item, 0)
+        counts[item] = count + steps * (second_counts.get(item, 0) - count)
+    return tuple((item, count) for item, count in counts.items() if count)

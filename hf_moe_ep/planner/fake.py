@@ -1,21 +1,22 @@
 """Run one rank of a sharded model alone, on fake tensors: shapes and dtypes without memory.
 
-The model is sharded over torch's fake process group, which runs no communication. Its own forward,
-backward and optimizer step run. Two things depend on values, which fake tensors do not have:
+The model is sharded over torch's fake process group, whose collectives send nothing. Its own
+forward, backward and optimizer step run. Two results depend on values, which fake tensors do not
+have:
 
-    the router's choice      replaced by drawn expert ids (`choices.py`), the same whenever a layer
-                             is computed. Integer tensors are real here, so that dispatch and
-                             experts work on real ids and counts.
-    counts of other ranks    every other rank is taken to be like this one: an all-gather of
-                             integers returns copies of this rank's own tensor.
+    the router's choice      It is replaced by drawn expert ids (`choices.py`). If checkpointing
+                             computes a layer again, the layer gets the same ids. Integer tensors
+                             are real, so dispatch and experts work on real ids and counts.
+    counts of other ranks    All other ranks are assumed to be equal to this rank: an all-gather
+                             of integers returns copies of this rank's tensor.
 
-So a rank receives as many rows as it would send to a copy of itself.
+So this rank receives from each other rank as many rows as it sends to itself.
 
-Two shortcuts keep a plan fast. Experts of a block run one after the other and free their memory, so
-only three of them run: those with the most pairs (two of them) and the one with the fewest. The
-work of the others lies on the straight line between the fewest and the most. And where FSDP2 cuts a
-tensor into MANY equal chunks, one per rank, the first chunk stands for all, because a thousand
-views would take longer than the layer.
+Two shortcuts keep a plan fast. The experts of a block run one after the other and free their
+memory, so only three of them run: the two with the most pairs, and the one with the fewest. The
+work of the others is interpolated on a straight line. And if FSDP2 splits a tensor into MANY or
+more equal chunks, one per rank, the first chunk is used for all of them, because a thousand views
+would take longer than the layer.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 
 
 class DrawnChoicesMode(OperatorMode):
-    """A mode above that of fake tensors: it draws the router's choice, and integers are real."""
+    """A dispatch mode above the fake-tensor mode, with drawn expert ids and real integers."""
 
     def __init__(self, choices: Choices) -> None:
         super().__init__()
         self._choices = choices
-        # MoE layers whose forward has run. A checkpoint computes the last one again in backward,
-        # which removes it.
+        # The MoE layers whose forward has run. In backward, checkpointing computes the last layer
+        # of this list again, and `_choose` removes it.
         self._chosen: list[int] = []
         self._drawn: dict[tuple[int, int], Tensor] = {}
 
@@ -68,16 +69,16 @@ class DrawnChoicesMode(OperatorMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func in (_CAT, _CAT_OUT) and _are_one_chunk(args[0]):
+        if func in (_CAT, _CAT_OUT) and _are_same_chunk(args[0]):
             return _join_copies(args[0], *args[1:], **kwargs)
-        given = tensors_in((args, kwargs))
-        if any(is_fake(tensor) or tensor.is_meta for tensor in given):
+        inputs = tensors_in((args, kwargs))
+        if any(is_fake(tensor) or tensor.is_meta for tensor in inputs):
             out = func(*args, **kwargs)
             if func is _TOPK and self._is_choice(*args):
                 values, ids = out
                 return values, self._choose(ids.shape)
             return out
-        if given or _makes_integers(func, args, kwargs):
+        if inputs or _makes_integers(func, args, kwargs):
             return on_real_tensors(func, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -85,7 +86,7 @@ class DrawnChoicesMode(OperatorMode):
         return scores.shape[-1] == self._choices.share_LE.shape[1] and k == self._choices.top_k
 
     def _choose(self, shape: torch.Size) -> Tensor:
-        """Return drawn ids for the next layer, or in backward for the layer computed again."""
+        """Return drawn ids for the next layer, or in backward for the layer that runs again."""
         if backward_is_running():
             number = self._chosen.pop()
         else:
@@ -96,12 +97,12 @@ class DrawnChoicesMode(OperatorMode):
         if key not in self._drawn:
             self._drawn[key] = on_real_tensors(self._choices.draw, *key)
         drawn = self._drawn[key]
-        # A copy, because a router's ids are freed when the layer no longer needs them.
+        # Each layer gets a copy, which is freed when the layer no longer needs it.
         return on_real_tensors(lambda: drawn.clone().view(shape))
 
 
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True for a factory call (without tensor arguments) that makes integers."""
+    """Return True for an operator without tensor arguments that makes integers."""
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype in _INTEGERS
@@ -121,12 +122,12 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Sequence[Tensor]:
 _stock_chunk = torch.chunk
 
 
-def _are_one_chunk(tensors: Sequence[Tensor]) -> bool:
+def _are_same_chunk(tensors: Sequence[Tensor]) -> bool:
     return len(tensors) >= MANY and is_fake(tensors[0]) and all(x is tensors[0] for x in tensors)
 
 
 def _join_copies(parts: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> Tensor:
-    """Allocate the result of torch.cat for parts that are the same tensor."""
+    """Allocate the result of torch.cat for `parts`, which are all the same tensor."""
     if out is not None:
         return out
     shape = list(parts[0].shape)
@@ -138,35 +139,36 @@ def _join_copies(parts: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = 
 def alone_on_fake_tensors(
     choices: Choices, *, like_gpu: bool, work: WorkCounter | None = None
 ) -> Iterator[None]:
-    """Inside the block, run this rank without others and without memory.
+    """Inside the block, run this rank without other ranks, on tensors without memory.
 
     Args:
+        choices: how often each expert is chosen.
         like_gpu: compute all pairs of a layer in one block, as the torch path does on a GPU.
-        work: counts the work of the experts that do not run.
+        work: the counter to which the work of the experts that do not run is added.
     """
     work = work or WorkCounter()
 
     def split(block: torch_mlp.Block, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         return split_in_three(block, *tensors, work=work)
 
-    gather = vars(collectives)["_all_gather"]
-    with ExitStack() as swapped:
-        swapped.enter_context(instead(collectives, "_all_gather", partial(_gather_own, gather)))
-        swapped.enter_context(instead(torch_mlp.Block, "split", split))
-        swapped.enter_context(instead(*dtensor_shapes()))
-        swapped.enter_context(instead(torch, "chunk", _chunk))
+    gather = partial(_gather_copies, vars(collectives)["_all_gather"])
+    with ExitStack() as stack:
+        stack.enter_context(replace_attribute(collectives, "_all_gather", gather))
+        stack.enter_context(replace_attribute(torch_mlp.Block, "split", split))
+        stack.enter_context(replace_attribute(*dtensor_shapes()))
+        stack.enter_context(replace_attribute(torch, "chunk", _chunk))
         if like_gpu:
-            swapped.enter_context(instead(torch_mlp, "_BLOCK", sys.maxsize))
+            stack.enter_context(replace_attribute(torch_mlp, "_BLOCK", sys.maxsize))
         with fake_tensors(), DrawnChoicesMode(choices):
-            # This table is cached for the process, so it must not be made of fake tensors.
+            # The stock function caches its result for the process, so it must not see fake tensors.
             codes = torch.empty(256)
-            swapped.enter_context(instead(quantised, "_nested_codes", lambda _: codes))
+            stack.enter_context(replace_attribute(quantised, "_nested_codes", lambda _: codes))
             yield
 
 
 @contextmanager
-def instead(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute inside the block."""
+def replace_attribute(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or class inside the block."""
     stock = vars(owner)[name]
     setattr(owner, name, value)
     try:
@@ -178,24 +180,25 @@ def instead(owner: ModuleType | type, name: str, value: Any) -> Iterator[None]:
 def split_in_three(
     block: torch_mlp.Block, *tensors: Tensor, work: WorkCounter
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Yield three experts of a block instead of all: the one with the fewest pairs comes first.
+    """Yield three experts of a block instead of all, and count the work of the others.
 
-    With 5, 9, 2 and 7 pairs of experts 0 .. 3, experts 2, 1 and 3 run (1 and 3 in their order).
+    The expert with the fewest pairs comes first, then the two with the most pairs, by their
+    number. If experts 0 to 3 have 5, 9, 2 and 7 pairs, experts 2, 1 and 3 run.
     """
     order = sorted(range(len(block.sizes)), key=lambda index: -block.sizes[index])
     largest = sorted(order[:2])
-    ran: dict[int, list[Operator]] = {}
+    operators: dict[int, list[Operator]] = {}
     for index in largest if len(order) < 3 else (order[-1], *largest):
         start, since = sum(block.sizes[:index]), work.number
-        part = slice(start, start + block.sizes[index])
-        yield block.experts[index], tuple(tensor[part] for tensor in tensors)
-        ran[block.sizes[index]] = work.take(since)
-    if ran:
-        work.add_for_sizes(ran, block.sizes)
+        rows = slice(start, start + block.sizes[index])
+        yield block.experts[index], tuple(tensor[rows] for tensor in tensors)
+        operators[block.sizes[index]] = work.take(since)
+    if operators:
+        work.add_for_sizes(operators, block.sizes)
 
 
-def _gather_own(gather: Any, out: Tensor, mine: Tensor, **given: Any) -> Any:
-    """All-gather in the fake group, then fill the result with copies of this rank's tensor."""
-    done = gather(out, mine, **given)
-    out.view(-1, mine.numel()).copy_(mine.view(1, -1))
-    return done
+def _gather_copies(gather: Any, out: Tensor, x: Tensor, **options: Any) -> Any:
+    """All-gather in the fake group, then fill `out` with copies of this rank's tensor."""
+    handle = gather(out, x, **options)
+    out.view(-1, x.numel()).copy_(x.view(1, -1))
+    return handle

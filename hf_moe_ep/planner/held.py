@@ -1,4 +1,4 @@
-"""Plan the memory that a rank holds for training between two steps, without a GPU.
+"""Plan the memory that each rank holds between two training steps, without a GPU.
 
     plan = plan_memory("Qwen/Qwen3-30B-A3B", ParallelConfig(ep_size=8), world_size=64)
     plan.largest.held + plan.gathered
@@ -13,17 +13,18 @@ exact, and includes the padding of FSDP2:
     allocated for its gradient    2        2        2        2    the reduced gradient is padded too
     each AdamW moment             2        2        1        0    moments are not padded
 
-So ranks differ in their optimizer state only. Ranks whose shards have the same sizes are one kind;
-replicas (HSDP) and ep ranks are alike. Rank 0, which holds most, and the last rank of a replica,
-which holds least, are both sharded and compared; the kinds between follow from their chunk sizes.
+So ranks differ only in their optimizer state. Ranks whose shards have the same sizes form one kind;
+every replica (HSDP) has the same kinds. `plan_memory` shards the model for rank 0, which holds
+most, and computes the other kinds from their chunk sizes. As a check, it also shards the model for
+the last rank of a replica, which holds least.
 
-A rank also gathers FSDP2 units as it reaches them, in the compute dtype. A decoder layer with its
-experts is one stage. The next stage is prefetched, so two neighbours are gathered at a time, and in
-addition always the root unit and, with tied weights, the unit of embedding and head. Quantised
-experts (`ParallelConfig.experts_dtype`) are gathered as bytes, and their adapters in their own
-dtype.
+During a step, a rank also gathers FSDP2 units in the compute dtype. A stage is a decoder layer with
+its experts, the embedding, or the head. FSDP2 prefetches the next stage, so two neighbouring stages
+are gathered at a time. The root unit stays gathered, and so does the unit of embedding and head if
+their weights are tied. Quantised experts (`ParallelConfig.experts_dtype`) are gathered as bytes,
+and their adapters in the dtype of the adapters.
 
-Memory that depends on the batch, the allocator or the machine is not counted: `NOT_COUNTED`.
+`NOT_COUNTED` lists memory that depends on the batch, the allocator or the machine.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ NOT_COUNTED = (
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes that each rank of one kind holds between steps; `ranks` lists the kind."""
+    """The bytes that each rank of one kind holds between steps; `ranks` lists these ranks."""
 
     ranks: tuple[int, ...]
     parameters: int
@@ -85,15 +86,17 @@ class MemoryPlan:
 
     Attributes:
         world_size, parallel, ep_fsdp_size: the layout with its resolved sizes.
-        total, trained, active: numbers of parameters: all, adapters included; those with gradients;
-            those that one token uses (its experts and everything outside the experts).
-        expert_bytes: bytes per parameter of the experts' matrices, summed over the ranks of a
-            replica, scales and padding included.
+        total: the number of parameters, with adapters.
+        trained: the number of parameters that get gradients.
+        active: the number of parameters that one token uses: those of its experts, and all
+            parameters outside the experts.
+        expert_bytes: the bytes of the experts' matrices on all ranks of a replica, with scales and
+            padding, divided by the number of their parameters.
         kinds: the kinds of ranks, in the order of their first ranks.
-        gathered: bytes of the two neighbouring stages that are largest together, and of the units
-            that stay gathered.
+        gathered: the most bytes that are gathered at a time: two neighbouring stages, and the
+            units that stay gathered.
         unit_gradients: bytes of the unsharded gradients of the largest FSDP2 unit.
-        unit_reduction: the same in the dtype in which gradients are reduced.
+        unit_reduction: bytes of these gradients in the dtype in which they are reduced.
     """
 
     world_size: int
@@ -135,34 +138,35 @@ def plan_memory(
     lora_rank: int | None = None,
     lora_targets: str = "both",
 ) -> MemoryPlan:
-    """Plan what each of `world_size` ranks holds for training; no weights are loaded.
+    """Plan the bytes that each of `world_size` ranks holds between steps; no weights are loaded.
 
     Args:
-        shape: the model: a hub name, a folder, a config.json, a dict with `model_type`, a config.
+        shape: the model: a hub name, a folder, a config.json, a dict with `model_type`, or a
+            config object.
         parallel: the arguments of `patch`.
         dtype: the dtype in which the model is loaded and computes.
-        masters: "fp32": trained parameters, gradients and optimizer state are in fp32, the default
-            of `apply_ep_fsdp2`. "model": all are in `dtype`, adapters too, as PEFT makes them with
+        masters: the dtype of trained parameters, gradients and optimizer state. "fp32" is the
+            default of `apply_ep_fsdp2`. "model" uses `dtype`, also for adapters, as PEFT does with
             autocast_adapter_dtype=False.
         optimizer: "adamw", "adamw_fused" (holds as much between steps), "sgd" (with momentum), or
             "none" for an optimizer without state.
         lora_rank: train only adapters of this rank, on `lora_targets`: "experts", "attention" or
-            "both". Experts that `parallel.experts_dtype` quantises can only be trained so.
+            "both". If `parallel.experts_dtype` quantises the experts, a lora_rank is required.
 
     Raises:
-        ValueError: an unknown choice; a process group exists already; sizes that `patch` or
-            sharding refuse.
+        ValueError: a choice is unknown, a process group exists already, or `patch` or sharding
+            refuses a size.
     """
     request = PlanRequest(
         find_config(shape), parallel, world_size, dtype, masters, optimizer, lora_rank, lora_targets
     )
     with torch.random.fork_rng(devices=[]):
         first = _Sharded(request, 0)
-        kinds = [first.held(ranks) for ranks in _kinds(first)]
+        kinds = [first.held(ranks) for ranks in _group_ranks_by_kind(first)]
         if len(kinds) > 1:
             last = first.replica - 1
             kind = next(kind for kind in kinds if last in kind.ranks)
-            assert _Sharded(request, last).held(kind.ranks, own=True) == kind
+            assert _Sharded(request, last).held(kind.ranks, from_shards=True) == kind
     return MemoryPlan(
         world_size=world_size,
         parallel=first.state.config,
@@ -200,7 +204,7 @@ class PlanRequest:
         if dist.is_initialized():
             raise ValueError(
                 f"a plan makes a fake process group, and a real one of {dist.get_world_size()} "
-                f"ranks exists; plan before init_process_group"
+                f"ranks exists; make the plan before init_process_group"
             )
 
 
@@ -249,39 +253,45 @@ class Unsharded:
 
 
 class _Sharded:
-    """The sharded model of one rank, for its sizes. The fake process group is closed again."""
+    """The model of a request, sharded for one rank, and the sizes of its shards.
+
+    Attributes:
+        axes: for each parameter's id, the mesh axis over which FSDP2 splits it.
+        stands_for: for the id of each tensor of quantised experts, the number of values in it.
+    """
 
     def __init__(self, request: PlanRequest, rank: int) -> None:
         self.request = request
-        found = Unsharded.of(request)
-        model, self.state, self.units = found.model, found.state, found.units
-        self.policy = found.options.mp_policy
+        unsharded = Unsharded.of(request)
+        model, self.state, self.units = unsharded.model, unsharded.state, unsharded.units
+        self.policy = unsharded.options.mp_policy
         self.top_k = experts_per_token(model, self.state.plan, text_config(request.config))
         with fake_group(rank, request.world_size):
-            meshes = found.shard()
+            meshes = unsharded.shard()
             self.ep_fsdp_size = meshes.ep_fsdp_size
             self.parameters: list[DTensor] = _dtensors([model])
-            self.axes = {id(p): _axis(p, meshes.ep_size) for p in self.parameters}
-            self.stands_for = _numbers_behind_bytes(model)
+            self.axes = {id(p): _find_axis(p, meshes.ep_size) for p in self.parameters}
+            self.stands_for = _count_quantised_values(model)
 
     @property
     def replica(self) -> int:
         """The number of ranks of one replica."""
         return self.request.world_size // (self.state.config.dp_replicate_size or 1)
 
-    def held(self, ranks: tuple[int, ...], *, own: bool = False) -> RankMemory:
-        """Sum the bytes that ranks of one kind hold.
+    def held(self, ranks: tuple[int, ...], *, from_shards: bool = False) -> RankMemory:
+        """Sum the bytes that each rank of one kind holds.
 
-        The optimizer's bytes follow from chunk sizes, or with `own` from this rank's shards.
+        The optimizer's bytes are computed from chunk sizes, or with `from_shards` from the shards
+        of this rank, which must be of the same kind.
         """
         trained = [p for p in self.parameters if p.requires_grad]
         moments, scalars = OPTIMIZERS[self.request.optimizer]
-        at = self.coordinates(ranks[0])
+        coordinates = self.coordinates(ranks[0])
         optimizer = 0
         for p in trained:
             axis = self.axes[id(p)]
-            share = _allocated(p) // axis.share(0) * axis.share(at[axis.name])
-            optimizer += moments * (p.to_local().nbytes if own else share) + 4 * scalars
+            nbytes = _allocated(p) // axis.share(0) * axis.share(coordinates[axis.name])
+            optimizer += moments * (p.to_local().nbytes if from_shards else nbytes) + 4 * scalars
         return RankMemory(
             ranks=ranks,
             parameters=sum(_allocated(p) for p in self.parameters),
@@ -299,22 +309,23 @@ class _Sharded:
             ep_fsdp = in_replica // (config.ep_size or 1)
         return {FSDP: in_replica, EP_FSDP: ep_fsdp}
 
-    def whole(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
-        """Sum the bytes of gathered parameters with padding, in `dtype` (None: their own).
+    def gathered_bytes(self, parameters: Iterable[DTensor], dtype: torch.dtype | None) -> int:
+        """Sum the bytes of parameters that are gathered in `dtype`, with padding.
 
-        A unit of quantised experts is gathered in its own dtypes.
+        If `dtype` is None, parameters are gathered in the dtypes that they have. Quantised experts
+        and their adapters always are.
         """
         total = 0
         for p in parameters:
             axis = self.axes[id(p)]
-            own_dtype = dtype is None or (self.stands_for and axis.name == EP_FSDP)
-            gathered = p.dtype if own_dtype else dtype
-            assert gathered is not None
-            total += _allocated(p) // p.dtype.itemsize * axis.size * gathered.itemsize
+            keeps_dtype = dtype is None or (self.stands_for and axis.name == EP_FSDP)
+            gathered_dtype = p.dtype if keeps_dtype else dtype
+            assert gathered_dtype is not None
+            total += _allocated(p) // p.dtype.itemsize * axis.size * gathered_dtype.itemsize
         return total
 
     def count(self, parameters: Iterable[DTensor]) -> int:
-        """Count parameters; a quantised matrix counts the values that its bytes stand for."""
+        """Count parameters; the bytes of a quantised matrix count as the values in it."""
         return sum(self.stands_for.get(id(p), p.numel()) for p in parameters)
 
     def active(self) -> int:
@@ -335,13 +346,13 @@ class _Sharded:
         return held * self.replica / self.count(matrices.values())
 
     def gathered(self) -> int:
-        """Return the bytes that are gathered at a time, in the compute dtype."""
+        """Return the most bytes that are gathered at a time, in the compute dtype."""
         compute, units = self.policy.param_dtype, self.units
         if not self.state.config.reshard_after_forward:
-            return self.whole(self.parameters, compute)
+            return self.gathered_bytes(self.parameters, compute)
 
-        def gathered(modules: Iterable[nn.Module | None]) -> int:
-            return self.whole(_dtensors(modules), compute)
+        def stage_bytes(modules: Iterable[nn.Module | None]) -> int:
+            return self.gathered_bytes(_dtensors(modules), compute)
 
         stages = [[layer] for layer in units.layers]
         if units.embedding is not None and not units.tied:
@@ -351,31 +362,31 @@ class _Sharded:
         always = self._outside([*units.layers, *units.vision, units.embedding, *units.tail])
         if units.tied:
             always += _dtensors(units.tail)
-        at_a_time = _largest_pair([gathered(stage) for stage in stages])
+        at_a_time = _largest_pair([stage_bytes(stage) for stage in stages])
         if units.vision:
             *blocks, tower = units.vision
-            beside_blocks = self.whole(_without(_dtensors([tower]), blocks), compute)
-            in_tower = _largest_pair([gathered([block]) for block in blocks]) + beside_blocks
+            outside_blocks = self.gathered_bytes(_without(_dtensors([tower]), blocks), compute)
+            in_tower = _largest_pair([stage_bytes([block]) for block in blocks]) + outside_blocks
             at_a_time = max(at_a_time, in_tower)
-        return self.whole(always, compute) + at_a_time
+        return self.gathered_bytes(always, compute) + at_a_time
 
     def largest_unit(self, dtype: torch.dtype | None) -> int:
         """Return the bytes in `dtype` of the trained parameters of the largest FSDP2 unit."""
         units = self.units
         experts = units.all_experts
         blocks, tower = units.vision[:-1], units.vision[-1:]
-        # A unit has the parameters that no unit inside it has.
-        of_units = [
+        # A unit does not include the parameters of the units inside it.
+        parameters_of_units = [
             *(_dtensors([module]) for module in experts),
             *(_without(_dtensors([layer]), experts) for layer in units.layers),
             *(_dtensors([block]) for block in blocks),
             _without(_dtensors(tower), blocks),
-            _dtensors(units.encoders),  # their gradients are reduced together at the end
+            _dtensors(units.encoders),  # Their gradients are reduced together at the end.
             _dtensors(units.tail),
             _dtensors([units.embedding]),
         ]
-        trained = [[p for p in parameters if p.requires_grad] for parameters in of_units]
-        return max(self.whole(parameters, dtype) for parameters in trained)
+        trained = [[p for p in parameters if p.requires_grad] for parameters in parameters_of_units]
+        return max(self.gathered_bytes(parameters, dtype) for parameters in trained)
 
     def _outside(self, modules: Iterable[nn.Module | None]) -> list[DTensor]:
         return _without(self.parameters, modules)
@@ -383,43 +394,45 @@ class _Sharded:
 
 @dataclass(frozen=True)
 class _Axis:
-    """The mesh axis over which FSDP2 splits a parameter: its size, and the length of the dim."""
+    """The mesh axis over which FSDP2 splits a parameter: `size` ranks share `length` rows."""
 
     name: str
     size: int
     length: int
 
     def share(self, coordinate: int) -> int:
-        """Return the rows that torch.chunk gives to a coordinate: 2, 2, 1, 0 of 5 rows on 4."""
+        """Return how many rows torch.chunk gives to a coordinate: 2, 2, 1, 0 for 5 rows over 4."""
         chunk = -(-self.length // self.size)
         return max(0, min(chunk, self.length - coordinate * chunk))
 
 
-def _axis(parameter: DTensor, ep_size: int) -> _Axis:
+def _find_axis(parameter: DTensor, ep_size: int) -> _Axis:
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
     name = EP_FSDP if EP_FSDP in names else FSDP
     index = names.index(name)
-    dim: int = getattr(parameter.placements[index], "dim")  # noqa: B009  strided or not
+    # Shard and _StridedShard both have a `dim`.
+    dim: int = getattr(parameter.placements[index], "dim")  # noqa: B009
     is_split_over_ep = EP in names and dim == 0
     length = parameter.shape[dim] // (ep_size if is_split_over_ep else 1)
     return _Axis(name, mesh.size(index), length)
 
 
-def _kinds(sharded: _Sharded) -> list[tuple[int, ...]]:
+def _group_ranks_by_kind(sharded: _Sharded) -> list[tuple[int, ...]]:
     """Group all ranks by kind; the kind of rank 0 comes first."""
     axes = sorted(set(sharded.axes.values()), key=str)
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank in range(sharded.request.world_size):
-        at = sharded.coordinates(rank)
-        kinds.setdefault(tuple(axis.share(at[axis.name]) for axis in axes), []).append(rank)
+        coordinates = sharded.coordinates(rank)
+        shares = tuple(axis.share(coordinates[axis.name]) for axis in axes)
+        kinds.setdefault(shares, []).append(rank)
     return [tuple(ranks) for ranks in kinds.values()]
 
 
 def _dtensors(modules: Iterable[nn.Module | None]) -> list[DTensor]:
-    """Collect the sharded parameters of modules, each once, tied ones too."""
-    found = {id(p): p for module in modules if module is not None for p in module.parameters()}
-    return [p for p in found.values() if isinstance(p, DTensor)]
+    """Collect the sharded parameters of modules; a tied parameter is included once."""
+    by_id = {id(p): p for module in modules if module is not None for p in module.parameters()}
+    return [p for p in by_id.values() if isinstance(p, DTensor)]
 
 
 def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None]) -> list[DTensor]:
@@ -427,21 +440,21 @@ def _without(parameters: Iterable[DTensor], modules: Iterable[nn.Module | None])
     return [p for p in parameters if id(p) not in inside]
 
 
-def _numbers_behind_bytes(model: nn.Module) -> dict[int, int]:
-    """Map the id of each tensor of quantised experts to the values it stands for (scales: 0)."""
-    found: dict[int, int] = {}
-    for name, held, quantisation in quantised_matrices(model):
-        for tensor in held.by_name(name).values():
-            found[id(tensor)] = 0
-        found[id(held.values)] = quantisation.num_values(held.values)
-    return found
+def _count_quantised_values(model: nn.Module) -> dict[int, int]:
+    """Map the id of each tensor of quantised experts to its number of values; scales have 0."""
+    num_values: dict[int, int] = {}
+    for name, matrix, quantisation in quantised_matrices(model):
+        for tensor in matrix.by_name(name).values():
+            num_values[id(tensor)] = 0
+        num_values[id(matrix.values)] = quantisation.num_values(matrix.values)
+    return num_values
 
 
 def _is_matrix(name: str, weights: Iterable[str]) -> bool:
     """Return True for the name of a stacked matrix or of its scales."""
-    of_module = name.rpartition(".")[2]
+    own_name = name.rpartition(".")[2]
     suffixes = ("", BLOCK_SCALE, NESTED_SCALE)
-    return of_module in {weight + suffix for weight in weights for suffix in suffixes}
+    return own_name in {weight + suffix for weight in weights for suffix in suffixes}
 
 
 def _allocated(parameter: DTensor) -> int:
@@ -449,5 +462,5 @@ def _allocated(parameter: DTensor) -> int:
 
 
 def _largest_pair(stages: Sequence[int]) -> int:
-    """Return the largest sum of two neighbours; a single stage is its own sum."""
+    """Return the largest sum of two neighbours, or the size of a single stage."""
     return max((sum(pair) for pair in pairwise(stages)), default=sum(stages))

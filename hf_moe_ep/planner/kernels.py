@@ -1,28 +1,29 @@
-"""The work of the experts on a GPU: the launches of the Triton kernels, from the shapes of a call.
+"""Count the launches of the experts' Triton kernels from the shapes of a call.
 
-A plan runs the torch path of the experts, because its fake tensors lie on the CPU. A GPU runs the
-kernels of `ops/triton_mlp.py`, which do the same products with fewer launches and fewer bytes: they
-gather rows while they multiply, and the activation is part of the product before it. So a plan for
-a GPU drops the operators of the torch path and counts these launches:
+A plan runs the torch path of the experts, because its fake tensors are on the CPU. A GPU runs the
+kernels of `ops/triton_mlp.py`, which compute the same products with fewer launches and fewer bytes:
+they gather rows while they multiply, and the activation is fused with the product before it. So for
+a GPU, `count_kernels` drops the operators of the torch path and counts these launches:
 
     route        sort_pairs                            4 launches, no FLOPs
     forward      up (with activation), down            2 products
                  combine                               sums the rows of each token
-    backward     dgated (through down and activation)  1 product
+    backward     dgated (of down and activation)       1 product
                  weight_grads                          gradients of the routing weights
                  rows, combine                         1 product
                  outer                                 1 product per trained matrix
 
-An adapter of rank P adds a thin product (rows by its first factor) in front of a matrix product,
-whose kernel then adds the second factor: `thin + product` instead of `product`.
+With an adapter of rank P, a thin product comes before each matrix product: it multiplies the rows
+by the adapter's first factor. The kernel of the matrix product then also adds the product with the
+second factor.
 
-Example: 6 pairs, hidden size 8, gated experts of 4 columns (so 8 pre-activations), 2 experts in
-bf16, pre-activations kept for backward. The up product takes 2 * 6 * 8 * 8 = 768 FLOPs. It reads 6
-rows of 8 and 2 matrices of 8 x 8, and writes 6 x 4 activations and 6 x 8 pre-activations: 248
-numbers, 496 bytes.
+Example: 6 (token, expert) pairs, hidden size 8, 2 gated experts of 4 columns (so 8 pre-activations)
+in bf16, and pre-activations are kept for backward. The up product takes 2 * 6 * 8 * 8 = 768 FLOPs.
+It reads 6 rows of 8 numbers and 2 matrices of 8 x 8, and writes 6 x 4 activations and 6 x 8
+pre-activations. These are 248 numbers, 496 bytes.
 
-Left out: partly filled tiles, biases, and the dequantisation of nested NF4 scales. Memory is that
-of the torch path.
+Partly filled tiles, biases and the dequantisation of nested NF4 scales are not counted. The memory
+of a plan is that of the torch path.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch import Tensor
 from hf_moe_ep.ops import torch_mlp
 from hf_moe_ep.ops.formula import ExpertFormula
 from hf_moe_ep.ops.interface import ExpertGrads, ExpertWeights, Routing
-from hf_moe_ep.planner.fake import instead
+from hf_moe_ep.planner.fake import replace_attribute
 from hf_moe_ep.planner.work import Operator, WorkCounter
 
 # Columns of the down projection that share a partial sum of a routing weight's gradient.
@@ -52,9 +53,10 @@ class ExpertCall:
 
     Attributes:
         pairs: (token, expert) pairs that are computed.
-        rows, top_k: tokens, and experts chosen by each.
-        pre: columns of the first product; twice `ffn` for gated experts.
-        up_bytes, down_bytes: all matrices of a kind, with the scales of quantised ones.
+        rows, top_k: the tokens, and the number of experts that each of them chooses.
+        pre: pre-activations per pair, the columns of the up product; 2 * `ffn` for gated experts.
+        ffn: activations per pair.
+        up_bytes, down_bytes: bytes of the matrices of all experts; with scales if quantised.
         up_rank, down_rank: ranks of the adapters; 0 without an adapter.
     """
 
@@ -75,7 +77,7 @@ class ExpertCall:
     def of(
         cls, rows_RH: Tensor, weights_RK: Tensor, experts: ExpertWeights, routing: Routing
     ) -> ExpertCall:
-        """Read the sizes off the arguments of a call."""
+        """Read the sizes from the arguments of a call."""
         named = experts.named_tensors()
         pre, hidden = experts.matrix_shape("up")
         _, ffn = experts.matrix_shape("down")
@@ -100,7 +102,7 @@ class ExpertCall:
         )
 
     def route_launches(self) -> list[Operator]:
-        """List the launches that sort the pairs by expert: ids read twice, positions written."""
+        """List the launches that sort the pairs by expert; they read the ids twice."""
         ids, positions = 8 * self.rows * self.top_k, 4 * (2 * self.pairs + self.rows * self.top_k)
         return [Operator("memory", "", 0, 2 * ids + positions, launches=4)]
 
@@ -111,11 +113,11 @@ class ExpertCall:
         return [*self._up(keep_pre=keep_pre), *down, self._combine(weighted=True)]
 
     def row_launches(self, need: set[str], *, recompute: bool) -> list[Operator]:
-        """List the launches of backward up to the gradients of rows and routing weights.
+        """List the backward launches for the gradients of rows and routing weights.
 
         Args:
-            need: names of the tensors that want a gradient, as in `torch_mlp.backward`.
-            recompute: backward computes the pre-activations again.
+            need: names of the tensors that need a gradient, as in `torch_mlp.backward`.
+            recompute: True if backward computes the pre-activations again.
         """
         launches = self._up(keep_pre=True) if recompute else []
         has_activations = bool(need & {"down", "down_a", "down_b"})
@@ -134,9 +136,9 @@ class ExpertCall:
         return launches
 
     def grad_launches(self, need: set[str]) -> list[Operator]:
-        """List the launches that compute the gradients of the experts' own tensors."""
+        """List the backward launches for the gradients of matrices and adapters."""
         down_rank, up_rank = self.down_rank, self.up_rank
-        launches = {
+        launches_of = {
             "down": [self._outer(self.hidden, self.ffn)],
             "up": [self._outer(self.pre, self.hidden)],
             "down_a": [self._outer(self.ffn, down_rank)],
@@ -144,7 +146,7 @@ class ExpertCall:
             "up_a": [self._outer(self.hidden, up_rank)],
             "up_b": [self._thin(self.hidden, up_rank), self._outer(self.pre, up_rank)],
         }
-        return [one for name, of_name in launches.items() if name in need for one in of_name]
+        return [launch for name in launches_of if name in need for launch in launches_of[name]]
 
     def _up(self, *, keep_pre: bool) -> list[Operator]:
         moved = self.hidden + self.ffn + self.pre * keep_pre
@@ -153,9 +155,12 @@ class ExpertCall:
     def _product(
         self, inner: int, width: int, moved: int, matrix_bytes: int, rank: int
     ) -> list[Operator]:
-        """Multiply each pair's row of `inner` numbers with its expert's matrix.
+        """List the launches that multiply each pair's row with the matrix of its expert.
 
-        `moved`: numbers per pair that are read and written. An adapter's thin product comes first.
+        Args:
+            inner, width: numbers per row of the input and of the output.
+            moved: numbers per pair that are read and written.
+            rank: the rank of the adapter; its thin product comes first.
         """
         moved = self.pairs * (moved + rank) + self.experts * rank * width
         flops = 2 * self.pairs * (inner + rank) * width
@@ -195,7 +200,7 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
     ) -> Routing:
         routing = work.run_uncounted(stock_route, expert_ids_RK, counts_L, experts, rows_RH)
         if routing.pair_A.numel():
-            # A tensor of the shape of the ids stands for the routing weights.
+            # ExpertCall.of reads only the shape of the routing weights; ids have the same shape.
             work.add(ExpertCall.of(rows_RH, expert_ids_RK, experts, routing).route_launches())
         return routing
 
@@ -207,8 +212,8 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         formula: ExpertFormula,
         keep_pre: bool,
     ) -> tuple[Tensor, Tensor]:
-        given = (rows_RH, weights_RK, experts, routing, formula, keep_pre)
-        out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *given)
+        arguments = (rows_RH, weights_RK, experts, routing, formula, keep_pre)
+        out: tuple[Tensor, Tensor] = work.run_uncounted(stock_forward, *arguments)
         if routing.pair_A.numel():
             call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
             work.add(call.forward_launches(keep_pre=keep_pre))
@@ -226,8 +231,8 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         need: set[str],
         **options: Any,
     ) -> tuple[dict[str, Tensor], Callable[[ExpertGrads], None] | None]:
-        given = (grad_RH, rows_RH, weights_RK, experts, routing, pre_AG, formula)
-        grads, finish = work.run_uncounted(stock_backward, *given, need=need, **options)
+        arguments = (grad_RH, rows_RH, weights_RK, experts, routing, pre_AG, formula)
+        grads, finish = work.run_uncounted(stock_backward, *arguments, need=need, **options)
         if not routing.pair_A.numel():
             return grads, finish
         call = ExpertCall.of(rows_RH, weights_RK, experts, routing)
@@ -243,8 +248,8 @@ def count_kernels(work: WorkCounter) -> Iterator[None]:
         return grads, finish_counted
 
     with (
-        instead(torch_mlp, "route", route),
-        instead(torch_mlp, "forward", forward),
-        instead(torch_mlp, "backward", backward),
+        replace_attribute(torch_mlp, "route", route),
+        replace_attribute(torch_mlp, "forward", forward),
+        replace_attribute(torch_mlp, "backward", backward),
     ):
         yield

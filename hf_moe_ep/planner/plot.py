@@ -2,8 +2,8 @@
 
     draw_memory(plan_step("Qwen/Qwen3-30B-A3B", world_size=8, batch=Batch(4096)), "step.png")
 
-All stretches of the step are drawn equally wide, whatever time they take, and as high as their
-peaks. Needs matplotlib.
+Every stretch of the step is drawn with the same width, whatever time it takes; its height is its
+peak. `over_step` returns the numbers. This module needs matplotlib.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ except ImportError as error:
     ) from error
 
 _GIB = 2**30
-# From the bottom: memory that is always held, then memory that comes and goes. The colours are
+# From bottom to top: first memory that is held all the time, then temporary memory. The colours are
 # Okabe and Ito's, which colour-blind people can tell apart.
 _COLOURS = {
     "parameters": "#0072B2",
@@ -34,17 +34,17 @@ _COLOURS = {
     "gathered units, FSDP2's copies": "#F0E442",
     "activations, logits, transients": "#E69F00",
 }
-# About so many layers get a number on the axis.
+# About this many layers have a number on the axis.
 _NUMBERED = 6
 
 
 def over_step(plan: StepPlan) -> list[tuple[str, dict[str, float]]]:
     """Return the stretches of a step in their order, with the bytes of each kind at their peaks.
 
-    A layer in the middle, which did not run, lies on the straight line between the layers at both
-    ends (`extrapolate.py`).
+    A layer in the middle did not run; its bytes are interpolated on a straight line between the
+    layers at both ends (`extrapolate.py`).
     """
-    return [(name, _made_of(name, plan)) for name in _stretches(plan.layers)]
+    return [(name, _bytes_by_kind(name, plan)) for name in _stretches(plan.layers)]
 
 
 def draw_memory(
@@ -89,17 +89,17 @@ def _stretches(layers: int) -> Iterator[str]:
     yield OPTIMIZER
 
 
-def _made_of(name: str, plan: StepPlan) -> dict[str, float]:
-    known = plan.made_of
+def _bytes_by_kind(name: str, plan: StepPlan) -> dict[str, float]:
+    planned = plan.made_of
     before, layer, number = name.rpartition("layer ")
-    from_end = f"{before}layer {int(number) - plan.layers}" if layer else ""
-    for one in (name, from_end):
-        if one in known:
-            return dict(known[one])
-    first, last = known[f"{before}layer 1"], known[f"{before}layer -2"]
-    part = (int(number) - 1) / (plan.layers - 3)
+    name_from_end = f"{before}layer {int(number) - plan.layers}" if layer else ""
+    for key in (name, name_from_end):
+        if key in planned:
+            return dict(planned[key])
+    first, last = planned[f"{before}layer 1"], planned[f"{before}layer -2"]
+    fraction = (int(number) - 1) / (plan.layers - 3)
     return {
-        kind: (1 - part) * first.get(kind, 0) + part * last.get(kind, 0)
+        kind: (1 - fraction) * first.get(kind, 0) + fraction * last.get(kind, 0)
         for kind in {**first, **last}
     }
 
@@ -109,12 +109,12 @@ def _mark_peak(axis: Axes, plan: StepPlan, names: list[str]) -> None:
     before, layer, number = where.rpartition("layer ")
     if layer and int(number) < 0:
         where = f"{before}layer {int(number) + plan.layers}"
-    at, peak = names.index(where) + 0.5, plan.peak / _GIB
-    axis.plot([at], [peak], "kv", markersize=4)
-    side = "left" if at < len(names) / 3 else "right" if at > len(names) * 2 / 3 else "center"
+    x, peak = names.index(where) + 0.5, plan.peak / _GIB
+    axis.plot([x], [peak], "kv", markersize=4)
+    side = "left" if x < len(names) / 3 else "right" if x > len(names) * 2 / 3 else "center"
     axis.annotate(
         f"{peak:.4g} GiB in {where}",
-        (at, peak),
+        (x, peak),
         xytext=(0, 6),
         textcoords="offset points",
         ha=side,
@@ -123,20 +123,20 @@ def _mark_peak(axis: Axes, plan: StepPlan, names: list[str]) -> None:
 
 
 def _mark_stretches(axis: Axes, layers: int) -> None:
-    """Label forward, backward, optimizer and the layers under the picture."""
-    every = max(layers // _NUMBERED, 1)
+    """Label the layers under the picture, and below them forward, backward and optimizer."""
+    step = max(layers // _NUMBERED, 1)
     backward, optimizer = layers + 2, 2 * layers + 3
     ticks: list[tuple[float, str]] = [(backward, "head")]
-    for number in range(0, layers, every):
+    for number in range(0, layers, step):
         ticks += [(1.5 + number, str(number)), (optimizer - number - 0.5, str(number))]
-    axis.set_xticks([at for at, _ in ticks], [label for _, label in ticks], fontsize=8)
+    axis.set_xticks([x for x, _ in ticks], [label for _, label in ticks], fontsize=8)
     axis.set_xlabel("layer", fontsize=8)
     for edge in (backward, optimizer):
         axis.axvline(edge, color="0.3", linestyle=":", linewidth=0.8)
-    under = axis.secondary_xaxis(-0.11)
-    under.set_xticks(
+    lower_axis = axis.secondary_xaxis(-0.11)
+    lower_axis.set_xticks(
         [backward / 2, (backward + optimizer) / 2, optimizer + 0.5],
         ["forward", "backward", "optimizer"],
     )
-    under.tick_params(length=0)
-    under.spines["bottom"].set_visible(False)
+    lower_axis.tick_params(length=0)
+    lower_axis.spines["bottom"].set_visible(False)

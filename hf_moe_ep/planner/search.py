@@ -3,25 +3,27 @@
     found = find_layouts(Asked("Qwen/Qwen3-30B-A3B", gpus=16, limit=80 * 2**30, seq=4096, batch=32))
     found.fit[0].layout.patch_line(), found.fit[0].step.peak
 
-A layout is an ep_size, sp_size and dp_replicate_size, the sequences per forward of a data rank (the
-rest of its share is accumulated), dispatch_chunks, and whether layers are checkpointed. Sizes are
-powers of two and divisors of the number of GPUs. The code of training itself decides whether it
-accepts them: a few layers are patched and sharded over a fake process group. Memory is that of
-`step.py`; seconds, if hardware is given, those of `seconds.py`.
+A layout has an ep_size, sp_size and dp_replicate_size (together a grid), a number of sequences per
+forward of a data rank (gradient accumulation covers its other sequences), dispatch_chunks, and
+activation checkpointing or not. The ep_sizes and sp_sizes to try are powers of two. Training's own
+code decides if it accepts a grid: it patches and shards a few layers over a fake process group.
+Memory is planned by `step.py` and, if hardware is given, seconds by `seconds.py`.
 
-Each plan takes seconds, so the search is short:
+Each plan takes seconds to compute, so the search tries few layouts:
 
-    1. every grid of sizes at its smallest: one sequence per forward, with checkpointing. If that
-       takes FAR times the limit, no other ep_size with as many replicas is tried.
-    2. the best CLOSER_LOOK grids that fit: without checkpointing, and with as many sequences per
-       forward as fit: all, or the power of two below the straight line between one and all.
-    3. with hardware: the fastest layout with ep_size > 1 again, with CHUNKS parts.
+    1. It plans every grid with one sequence per forward and with checkpointing, which needs least
+       memory. If a grid takes more than FAR times the limit, the other ep_sizes with the same
+       dp_replicate_size are skipped.
+    2. It plans more variants of the best CLOSER_LOOK grids that fit: without checkpointing, and
+       with as many sequences per forward as fit, which are all or a power of two. A straight line
+       between the memory of one sequence and of all gives the first number to try.
+    3. With hardware, it plans the fastest layout with ep_size > 1 for each number in CHUNKS.
 
-sp_size > 1 is tried only if nothing fits without it, or if it is asked for. An ep_size larger than
-a node is tried with each dispatcher that crosses nodes.
+sp_size > 1 is tried only if nothing fits without it, or if the request sets it. An ep_size larger
+than a node is tried with the default dispatcher and with the hierarchical one.
 
-Without hardware the order is: no checkpointing first, then more sequences per forward, then more
-memory left.
+With hardware, the fastest layout comes first. Without hardware, layouts without checkpointing come
+first, then those with more sequences per forward, then those with more memory left.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from hf_moe_ep.planner.step import Batch, StepPlan, plan_step
 from hf_moe_ep.upstream.models import text_config
 from hf_moe_ep.upstream.process_groups import fake_group
 
-# GPUs of a node: ep and sp stay inside a node, a replica is one or several nodes.
+# GPUs per node. By default, ep and sp groups stay inside a node, and a replica is made of nodes.
 NODE = 8
 CLOSER_LOOK = 3
 FAR = 2
@@ -57,13 +59,14 @@ class Asked:
     Attributes:
         shape: the model, as for `plan_memory`.
         gpus: the number of GPUs.
-        limit: bytes of one GPU.
-        seq, batch: tokens per sequence; sequences per optimizer step, summed over all GPUs.
-        ep, sp, dp_replicate: the size to try; None: several sizes.
+        limit: bytes of memory of one GPU.
+        seq: tokens per sequence.
+        batch: sequences per optimizer step, summed over all GPUs.
+        ep, sp, dp_replicate: the size to try; None tries several sizes.
         options: arguments of `plan_step`: dtype, masters, optimizer, lora_rank, lora_targets,
             offload.
         parallel: other fields of ParallelConfig.
-        hardware: rates, to plan seconds; None plans memory only.
+        hardware: the rates from which seconds are planned; None plans memory only.
         on_plan: called with each layout before it is planned.
     """
 
@@ -82,13 +85,20 @@ class Asked:
 
     @property
     def node(self) -> int:
-        """Ranks of a node."""
+        """The number of ranks per node."""
         return min(self.gpus, NODE if self.hardware is None else self.hardware.node_size)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A parallel layout of a training job."""
+    """A parallel layout of a training job.
+
+    Attributes:
+        per_forward: sequences per forward of a data rank.
+        accumulated: forwards per optimizer step (gradient accumulation).
+        chunks: dispatch_chunks.
+        node_size: ranks per node of the hierarchical dispatcher; None is the default dispatcher.
+    """
 
     ep: int
     sp: int
@@ -113,14 +123,20 @@ class Layout:
 
     def patch_line(self, **more: Any) -> str:
         """Return the line for a script: "patch(model, ep_size=8)"."""
-        given = {name: size for name, size in self.sizes().items() if size != 1} | more
-        words = "".join(f", {name}={value!r}" for name, value in given.items())
-        return f"patch(model{words})"
+        options = {name: size for name, size in self.sizes().items() if size != 1} | more
+        arguments = "".join(f", {name}={value!r}" for name, value in options.items())
+        return f"patch(model{arguments})"
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout that training accepts: its step, the bytes left of a GPU, and its seconds."""
+    """A layout that training accepts, and its plan.
+
+    Attributes:
+        step: the planned step.
+        left: bytes of a GPU that are left at the peak; below 0 if the layout does not fit.
+        time: the planned seconds, if hardware was given.
+    """
 
     layout: Layout
     step: StepPlan
@@ -130,7 +146,13 @@ class Planned:
 
 @dataclass(frozen=True)
 class Found:
-    """Layouts that fit (best first), that do not fit (closest first), and refused ones with why."""
+    """The result of a search.
+
+    Attributes:
+        fit: the layouts that fit, best first.
+        too_large: the layouts that do not fit, the smallest peak first.
+        illegal: the layouts that training refuses, each with the reason.
+    """
 
     fit: list[Planned]
     too_large: list[Planned]
@@ -141,85 +163,90 @@ def find_layouts(asked: Asked) -> Found:
     """Search the layouts of a request.
 
     Raises:
-        ValueError: training accepts no layout; the message is that of the first one.
+        ValueError: training accepts no layout; the message is the reason of the first refusal.
     """
-    found, few = Found([], [], {}), None
-    for sp in [1, *_powers(asked.node)] if asked.sp is None else [asked.sp]:
+    result, few = Found([], [], {}), None
+    for sp in [1, *_powers_of_two(asked.node)] if asked.sp is None else [asked.sp]:
         far = set()
-        for smallest in _grids(asked, sp):
-            if smallest.dp_replicate in far:
+        for layout in _grids(asked, sp):
+            if layout.dp_replicate in far:
                 continue
-            reason = refusal(smallest, asked)
+            reason = refusal(layout, asked)
             if reason:
-                found.illegal[smallest] = reason
+                result.illegal[layout] = reason
                 continue
-            few = few or layers_to_run(_request(smallest, asked))
-            planned = _add(_plan(smallest, asked, few), found)
+            few = few or layers_to_run(_request(layout, asked))
+            planned = _add(_plan(layout, asked, few), result)
             if planned.step.peak > FAR * asked.limit:
-                far.add(smallest.dp_replicate)
-        if found.fit:
+                far.add(layout.dp_replicate)
+        if result.fit:
             break
-    if not (found.fit or found.too_large):
-        raise ValueError(next(iter(found.illegal.values()), "no layout was tried"))
-    for grid in sorted(found.fit, key=_fastest if asked.hardware else _most_left)[:CLOSER_LOOK]:
-        _look_closer(grid, asked, few, found)
+    if not (result.fit or result.too_large):
+        raise ValueError(next(iter(result.illegal.values()), "no layout was tried"))
+    order: Callable[[Planned], float] = _seconds if asked.hardware else _memory_used
+    for planned in sorted(result.fit, key=order)[:CLOSER_LOOK]:
+        _look_closer(planned, asked, few, result)
     if asked.hardware:
-        fastest = [one.layout for one in sorted(found.fit, key=_fastest) if one.layout.ep > 1]
-        for layout in fastest[:1]:
+        with_ep = [planned for planned in result.fit if planned.layout.ep > 1]
+        for fastest in sorted(with_ep, key=_seconds)[:1]:
             for chunks in CHUNKS:
-                _add(_plan(replace(layout, chunks=chunks), asked, few), found)
-    found.fit.sort(key=_fastest if asked.hardware else _in_order)
-    found.too_large.sort(key=_most_left)
-    return found
+                _add(_plan(replace(fastest.layout, chunks=chunks), asked, few), result)
+    result.fit.sort(key=_seconds if asked.hardware else _order_without_hardware)
+    result.too_large.sort(key=_memory_used)
+    return result
 
 
-def _look_closer(grid: Planned, asked: Asked, few: tuple[int, ...] | None, found: Found) -> None:
-    """Plan layouts of a grid that need more memory than its smallest and may be faster."""
+def _look_closer(grid: Planned, asked: Asked, few: tuple[int, ...] | None, result: Found) -> None:
+    """Plan variants of a grid that need more memory and may be faster."""
     share = grid.layout.per_forward * grid.layout.accumulated
     for checkpointing in (True, False):
-        one = grid
+        single = grid
         if not checkpointing:
-            one = _add(_plan(replace(grid.layout, checkpointing=False), asked, few), found)
-        if one.left < 0 or share == 1:
+            single = _add(_plan(replace(grid.layout, checkpointing=False), asked, few), result)
+        if single.left < 0 or share == 1:
             continue
-        most = _add(_plan(_at_a_time(one.layout, share), asked, few), found)
-        each = (most.step.peak - one.step.peak) / (share - 1)
+        whole_share = _add(_plan(_with_sequences(single.layout, share), asked, few), result)
+        bytes_per_sequence = (whole_share.step.peak - single.step.peak) / (share - 1)
         sequences = share
-        while sequences > 1 and one.step.peak + (sequences - 1) * each > asked.limit:
+        while sequences > 1 and (
+            single.step.peak + (sequences - 1) * bytes_per_sequence > asked.limit
+        ):
             sequences -= 1
-        # The largest power of two that divides the share and is not above the line.
-        sequences = max(n for n in [1, *_powers(sequences)] if share % n == 0)
-        fits = most.left >= 0
+        # Round down to a power of two that divides the share.
+        sequences = max(n for n in [1, *_powers_of_two(sequences)] if share % n == 0)
+        fits = whole_share.left >= 0
         while not fits and sequences > 1:
-            fits = _add(_plan(_at_a_time(one.layout, sequences), asked, few), found).left >= 0
+            layout = _with_sequences(single.layout, sequences)
+            fits = _add(_plan(layout, asked, few), result).left >= 0
             sequences //= 2
 
 
-def _at_a_time(layout: Layout, sequences: int) -> Layout:
+def _with_sequences(layout: Layout, sequences: int) -> Layout:
+    """Return a copy of a layout with another number of sequences per forward."""
     share = layout.per_forward * layout.accumulated
     return replace(layout, per_forward=sequences, accumulated=share // sequences)
 
 
-def _add(planned: Planned, found: Found) -> Planned:
-    (found.fit if planned.left >= 0 else found.too_large).append(planned)
+def _add(planned: Planned, result: Found) -> Planned:
+    (result.fit if planned.left >= 0 else result.too_large).append(planned)
     return planned
 
 
-def _most_left(one: Planned) -> int:
-    return -one.left
+def _memory_used(planned: Planned) -> int:
+    return -planned.left
 
 
-def _fastest(one: Planned) -> float:
-    assert one.time is not None
-    return one.time.seconds
+def _seconds(planned: Planned) -> float:
+    assert planned.time is not None
+    return planned.time.seconds
 
 
-def _in_order(one: Planned) -> tuple[int, ...]:
-    return int(one.layout.checkpointing), -one.layout.per_forward, -one.left
+def _order_without_hardware(planned: Planned) -> tuple[int, ...]:
+    return int(planned.layout.checkpointing), -planned.layout.per_forward, -planned.left
 
 
 def refusal(layout: Layout, asked: Asked) -> str:
-    """Return why training would refuse a layout; empty if it would accept it."""
+    """Return the reason why training would refuse a layout; "" if it would accept the layout."""
     data_ranks = max(asked.gpus // layout.sp, 1)
     if asked.batch % data_ranks:
         return (
@@ -231,9 +258,9 @@ def refusal(layout: Layout, asked: Asked) -> str:
         layers = min(text_config(request.config).num_hidden_layers, FEW[-1])
         request = replace(request, config=with_layers(request.config, layers))
         with torch.random.fork_rng(devices=[]):
-            found = Unsharded.of(request)
+            unsharded = Unsharded.of(request)
             with fake_group(0, asked.gpus):
-                meshes, state = found.shard(), found.state
+                meshes, state = unsharded.shard(), unsharded.state
                 make_dispatcher(state.config, meshes, num_experts=state.num_experts)
     except ValueError as error:
         return str(error)
@@ -253,11 +280,11 @@ _DEFAULTS = {"masters": "fp32", "optimizer": "adamw", "lora_rank": None, "lora_t
 
 
 def _grids(asked: Asked, sp: int) -> Iterator[Layout]:
-    """Yield the grids of an sp_size: one sequence per forward, with checkpointing."""
+    """Yield the grids of an sp_size as layouts: one sequence per forward, with checkpointing."""
     node = asked.node
     replicas = [1] if asked.gpus <= node else [1, asked.gpus // node]
     share = max(asked.batch * sp // asked.gpus, 1)
-    for ep in [1, *_powers(node)] if asked.ep is None else [asked.ep]:
+    for ep in [1, *_powers_of_two(node)] if asked.ep is None else [asked.ep]:
         for replicate in replicas if asked.dp_replicate is None else [asked.dp_replicate]:
             for node_size in (None, node) if ep > node else (None,):
                 yield Layout(ep, sp, replicate, 1, share, checkpointing=True, node_size=node_size)
@@ -280,5 +307,5 @@ def _plan(layout: Layout, asked: Asked, few: tuple[int, ...] | None) -> Planned:
     return Planned(layout, step, asked.limit - step.peak, seconds)
 
 
-def _powers(limit: int) -> list[int]:
+def _powers_of_two(limit: int) -> list[int]:
     return [2**i for i in range(1, limit.bit_length()) if 2**i <= limit]

@@ -5,26 +5,26 @@
     time = step_time(plan, find_hardware("h100"), micro_batches=4, tokens=4 * 4096)
     time.seconds, time.tokens_per_second_per_gpu, time.parts
 
-An operator takes the longer of two times: its FLOPs at the rate of its kind and dtype, and its
-bytes at the memory bandwidth. A collective takes the latency of a link and its bytes over the
-bandwidth; over several nodes, the slower of both links counts. In each stretch of the step,
-communication that can overlap computation does so for the fraction `Hardware.overlap`; the rest is
-exposed and is added to the step:
+An operator takes the longer of two times: its FLOPs at the rate of its kind and dtype, or its bytes
+at the memory bandwidth. A collective takes the latency of a link plus its bytes divided by the
+bandwidth; if it crosses nodes, the slower of both links counts. In each stretch of the step, the
+fraction `Hardware.overlap` of the communication that can overlap computation is hidden. The rest of
+the communication is exposed and makes the step longer:
 
-    FSDP2's collectives   overlap all computation of the stretch
-    rows (all-to-all)     overlap only the experts, as far as `work.py` says
-    a stretch             computation + exposed communication, or the time in which the host
+    FSDP2's collectives   can overlap all computation of the stretch
+    rows (all-to-all)     can overlap only the experts, and only the fraction that `work.py` gives
+    a stretch             takes computation + exposed communication, or the time in which the host
                           launches its kernels, if that is longer
-    offload               the optimizer runs at the rate of the host's memory; nothing overlaps it
+    offload               runs the optimizer at the rate of the host's memory; nothing overlaps it
 
-Example: a product of 500 FLOPs at 50 FLOPs/s takes 10 s; a gather of 40 bytes at 4 bytes/s takes
-10 s. With overlap 0.8, 8 s of the gather are hidden, and the stretch takes 12 s.
+Example: a product of 500 FLOPs at 50 FLOPs/s takes 10 s; an all-gather of 40 bytes at 4 bytes/s
+takes 10 s. With overlap 0.8, 8 s of the all-gather are hidden, and the stretch takes 12 s.
 
-All micro-batches run forward and backward, with FSDP2's reductions; the optimizer steps once.
+Every micro-batch runs forward, backward and FSDP2's reductions; the optimizer runs once per step.
 
-Not modelled: the efficiency of a kernel at one shape (each kind has one fraction of the peak),
-other traffic on the network, ranks that arrive late, and operators that slow each other down. Trust
-the order of layouts more than their seconds.
+The model ignores how the efficiency of a kernel depends on shapes (each kind has one fraction of
+the peak), other traffic on the network, ranks that arrive late, and operators that slow each other
+down. Trust the order of layouts more than their seconds.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class StepTime:
     """The planned time of an optimizer step.
 
     Attributes:
-        seconds: of the whole step.
-        tokens_per_second_per_gpu: `tokens` over `seconds`.
-        parts: seconds by cause; they add up to `seconds`. "matmul", "grouped" (experts),
-            "attention", "memory" (operators that only move bytes), "on_host" (the optimizer on the
-            host); exposed seconds of collectives by their purpose; "host" (launches that take
-            longer than all that).
+        seconds: the duration of the whole step.
+        tokens_per_second_per_gpu: the tokens per GPU divided by `seconds`.
+        parts: the seconds of each cause; their sum is `seconds`. The causes are the kinds of
+            operators ("matmul", "grouped" for the experts, "attention", "memory" for operators that
+            only move bytes, "on_host" for the optimizer on the host), the purposes of collectives
+            (exposed seconds only), and "host" (launches that nothing else hides).
     """
 
     seconds: float
@@ -76,9 +76,9 @@ def step_time(plan: StepPlan, hardware: Hardware, *, micro_batches: int, tokens:
     """Plan the seconds of an optimizer step.
 
     Args:
-        plan: of one micro-batch and an optimizer step, from `plan_step`.
+        plan: the result of `plan_step`: the work of one micro-batch and of the optimizer.
         micro_batches: forward and backward passes per optimizer step.
-        tokens: tokens of the optimizer step, summed over data ranks, divided by the GPUs.
+        tokens: tokens per optimizer step of all data ranks, divided by the number of GPUs.
 
     Raises:
         ValueError: a number is not positive, or the plan has no work.
@@ -98,14 +98,14 @@ def time_of_work(
     parts: dict[str, float] = defaultdict(float)
     for name, stretch in work.stretches.items():
         times = stretch.times * (1 if name == OPTIMIZER else micro_batches)
-        for part, seconds in stretch_parts(stretch, hardware).items():
-            parts[part] += times * seconds
+        for cause, seconds in stretch_parts(stretch, hardware).items():
+            parts[cause] += times * seconds
     total = sum(parts.values())
     return StepTime(total, tokens / total, dict(parts))
 
 
 def stretch_parts(stretch: Stretch, hardware: Hardware) -> dict[str, float]:
-    """Return the seconds of one run of a stretch, by cause."""
+    """Return the seconds of each cause in one run of a stretch."""
     parts: dict[str, float] = defaultdict(float)
     launches = 0
     for operator, number in stretch.operators:
@@ -114,16 +114,17 @@ def stretch_parts(stretch: Stretch, hardware: Hardware) -> dict[str, float]:
     computed = sum(parts.values()) - parts.get(ON_HOST, 0.0)
     sent: dict[str, float] = defaultdict(float)
     hideable: dict[str, float] = defaultdict(float)
-    for one, number in stretch.collectives:
-        seconds = number * collective_seconds(one, hardware)
-        sent[one.purpose] += seconds
-        hideable[one.purpose] += one.hideable * seconds
+    for collective, number in stretch.collectives:
+        seconds = number * collective_seconds(collective, hardware)
+        sent[collective.purpose] += seconds
+        hideable[collective.purpose] += collective.hideable * seconds
         launches += number
-    behind_experts = hardware.overlap * min(hideable["rows"], parts["grouped"])
-    by_fsdp = sum(hideable[purpose] for purpose in _BY_FSDP)
-    behind_all = hardware.overlap * min(by_fsdp, max(computed - behind_experts, 0.0))
-    hidden = {"rows": behind_experts}
-    hidden |= {name: behind_all * hideable[name] / by_fsdp for name in _BY_FSDP if by_fsdp}
+    hidden_rows = hardware.overlap * min(hideable["rows"], parts["grouped"])
+    hideable_fsdp = sum(hideable[purpose] for purpose in _BY_FSDP)
+    hidden_fsdp = hardware.overlap * min(hideable_fsdp, max(computed - hidden_rows, 0.0))
+    hidden = {"rows": hidden_rows}
+    if hideable_fsdp:
+        hidden |= {name: hidden_fsdp * hideable[name] / hideable_fsdp for name in _BY_FSDP}
     for purpose, seconds in sent.items():
         parts[purpose] += seconds - hidden.get(purpose, 0.0)
     host = launches * hardware.host_seconds
@@ -132,40 +133,40 @@ def stretch_parts(stretch: Stretch, hardware: Hardware) -> dict[str, float]:
 
 
 def operator_seconds(operator: Operator, hardware: Hardware) -> float:
-    """Return the seconds of an operator: of its FLOPs or of its bytes, whichever is longer."""
+    """Return the time of an operator's FLOPs or of its bytes, whichever is longer."""
     if operator.kind == ON_HOST:
         return operator.nbytes / (hardware.host_memory_bandwidth * hardware.fractions[ON_HOST])
     reached = hardware.reached("memory", operator.dtype)
-    moving = operator.nbytes / (hardware.memory_bandwidth * reached)
+    seconds_of_bytes = operator.nbytes / (hardware.memory_bandwidth * reached)
     if not operator.flops:
-        return moving
+        return seconds_of_bytes
     rate = matmul_rate(operator.dtype, hardware.matmul_flops)
     rate *= hardware.reached(operator.kind, operator.dtype)
-    return max(operator.flops / rate, moving)
+    return max(operator.flops / rate, seconds_of_bytes)
 
 
 def matmul_rate(dtype: str, rates: Mapping[str, float]) -> float:
-    """Return the rate of products in a dtype, or in the next wider dtype that has one."""
+    """Return the rate of products in a dtype, or in the next wider dtype that has a rate."""
     wider: str | None = dtype
     while wider is not None:
         if wider in rates:
             return rates[wider]
         wider = _WIDER.get(wider)
-    # A dtype wider than all of them runs no faster than the slowest.
+    # No dtype with a rate is as wide, so the slowest rate is used.
     return min(rates.values())
 
 
-def collective_seconds(one: Collective, hardware: Hardware) -> float:
+def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     """Return the seconds of a collective whose ranks all arrive at the same time."""
-    if one.kind == HOST_COPY:
-        return one.nbytes / (hardware.host_link_bandwidth * hardware.fractions[HOST_COPY])
-    if len(one.ranks) == 1:
+    fractions = hardware.fractions
+    if collective.kind == HOST_COPY:
+        return collective.nbytes / (hardware.host_link_bandwidth * fractions[HOST_COPY])
+    if len(collective.ranks) == 1:
         return 0.0
-    inside, outside = one.links(hardware.node_size)
-    crosses = one.crosses(hardware.node_size)
+    inside, outside = collective.links(hardware.node_size)
+    crosses = collective.crosses(hardware.node_size)
     latency = hardware.between_nodes_latency if crosses else hardware.in_node_latency
-    rates = hardware.fractions
     return latency + max(
-        inside / (hardware.in_node_bandwidth * rates["in_node"]),
-        outside / (hardware.between_nodes_bandwidth * rates["between_nodes"]),
+        inside / (hardware.in_node_bandwidth * fractions["in_node"]),
+        outside / (hardware.between_nodes_bandwidth * fractions["between_nodes"]),
     )

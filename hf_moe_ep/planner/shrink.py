@@ -1,12 +1,13 @@
-"""Find options that make a training step fit: changes that cost least come first.
+"""Find options that make a training step fit; the changes that cost least are tried first.
 
-    30.1 GiB as asked > 24    --fused-head               30.0 GiB
-                              --optimizer adamw_fused    28.6 GiB
-                              --double-quant             27.3 GiB
-                              --masters model            23.7 GiB    fits
+    limit 24 GiB    options as given           30.1 GiB
+                    --fused-head               30.0 GiB
+                    --optimizer adamw_fused    28.6 GiB
+                    --double-quant             27.3 GiB
+                    --masters model            23.7 GiB    fits
 
-The step is planned anew with each change, and a change that does not lower the peak is dropped. The
-first changes leave the training the same up to rounding; the later ones do not.
+`shrink` plans the step again with each change, and drops a change that does not lower the peak. The
+first changes give the same training results up to rounding; the later ones do not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Asked = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """An option to set if `when` holds for the other options."""
+    """A value for an option, which is tried if `when(asked)` returns True."""
 
     name: str
     value: Any
@@ -29,7 +30,7 @@ class Change:
 
     @property
     def flag(self) -> str:
-        """The option as it is written on the command line."""
+        """The option as text for the command line."""
         name = "--" + self.name.replace("_", "-")
         return name if self.value is True else f"{name} {self.value}"
 
@@ -43,16 +44,17 @@ CHANGES = (
     Change("experts_dtype", "nf4", lambda asked: asked["experts_dtype"] == "fp8"),
     Change("double_quant", True, lambda a: a["experts_dtype"] == "nf4" and not a["double_quant"]),
     Change("masters", "model", lambda a: bool(a["lora_rank"]) and a["masters"] == "fp32"),
-    Change("lora_targets", "attention", lambda a: bool(a["lora_rank"]) and _on_experts(a)),
+    Change("lora_targets", "attention", lambda a: bool(a["lora_rank"]) and _adapts_experts(a)),
 )
 
 
 def shrink(
     asked: Asked, limit: int, peak_of: Callable[[Asked], int], *, without: Collection[str] = ()
 ) -> Iterator[tuple[Change, int]]:
-    """Yield the changes that lower the peak until the step fits in `limit` bytes.
+    """Yield changes that lower the peak, until the step fits in `limit` bytes.
 
-    Each comes with the peak after it and all changes before it. Options in `without` are kept.
+    Each change is yielded with the peak after this change and all changes before it. Options in
+    `without` are not changed.
     """
     asked = dict(asked)
     peak = peak_of(asked)
@@ -62,9 +64,9 @@ def shrink(
         if change.name in without or not change.when(asked):
             continue
         changed = asked | {change.name: change.value}
-        lower = peak_of(changed)
-        if lower < peak:
-            asked, peak = changed, lower
+        new_peak = peak_of(changed)
+        if new_peak < peak:
+            asked, peak = changed, new_peak
             yield change, peak
 
 
@@ -72,5 +74,5 @@ def _has_frozen_experts(asked: Asked) -> bool:
     return bool(asked["lora_rank"]) and asked["experts_dtype"] is None
 
 
-def _on_experts(asked: Asked) -> bool:
+def _adapts_experts(asked: Asked) -> bool:
     return bool(asked["lora_targets"] != "attention")

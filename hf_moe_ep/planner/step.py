@@ -4,15 +4,15 @@
     plan = plan_step("Qwen/Qwen3-30B-A3B", config, world_size=8, batch=Batch(seq=4096))
     plan.peak, plan.where, plan.parts        # bytes, the stretch with the peak, bytes by kind
 
-`held.py` counts what a rank holds between steps. A step needs more: activations, logits, gathered
-FSDP2 units with FSDP2's own copies, unreduced gradients, rows that are dispatched to experts, and
-temporaries of the optimizer. A plan is made in three stages:
+`held.py` counts the memory that a rank holds between steps. A step needs more: activations, logits,
+gathered FSDP2 units with FSDP2's own copies, unreduced gradients, rows that are dispatched to
+experts, and temporaries of the optimizer. `plan_step` uses three methods:
 
-    run           the model is patched and sharded as in training, and one rank's forward, backward
-                  and optimizer step run on fake tensors (`fake.py`), counted (`counted.py`)
-    draw          routers choose experts that are drawn beforehand (`choices.py`)
-    extrapolate   only models of 4 and of 5 layers run where all layers are alike
-                  (`extrapolate.py`)
+    run           The model is patched and sharded as in training. One rank's forward, backward and
+                  optimizer step run on fake tensors (`fake.py`) and are counted (`counted.py`).
+    draw          Drawn expert ids replace the routers' choice (`choices.py`).
+    extrapolate   If all layers are alike, the step runs with 4 and with 5 layers only
+                  (`extrapolate.py`).
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class Batch:
     """The micro-batch of one data rank: `batch` sequences of `seq` tokens, with labels.
 
     Attributes:
-        checkpointing: activation checkpointing; backward computes layers again.
-        accumulates: gradients of an earlier micro-batch exist already.
-        fused_head: the loss of TRL's SFTTrainer, which never holds the logits of all tokens. The
-            plan runs TRL's path without Triton; its kernels need less memory.
+        checkpointing: True for activation checkpointing: backward computes layers again.
+        accumulates: True if gradients of an earlier micro-batch exist already.
+        fused_head: True for the loss of TRL's SFTTrainer, which never holds the logits of all
+            tokens at once. The plan runs TRL's code without Triton, which needs more memory than
+            TRL's kernels.
     """
 
     seq: int
@@ -79,9 +80,10 @@ class StepPlan:
     """The peak memory of one rank in one step, in bytes, and its work.
 
     Attributes:
-        peaks: the peak of each stretch of the step, in their order.
-        made_of: for each stretch the bytes of each kind at its peak.
-        layers, layers_run: layers of the model, and of the models that ran for the plan.
+        peaks: the peak of each stretch, in the order of the step.
+        made_of: for each stretch, the bytes of each kind at its peak.
+        layers: the number of layers of the model.
+        layers_run: the numbers of layers that ran for the plan.
         work: the operators and collectives of the rank.
         host_peak: the peak of the host's memory with `offload`.
     """
@@ -99,19 +101,19 @@ class StepPlan:
 
     @property
     def where(self) -> str:
-        """The stretch of the step with the peak."""
+        """The stretch with the highest peak."""
         return max(self.peaks, key=self.peaks.__getitem__)
 
     @property
     def parts(self) -> dict[str, int]:
-        """The bytes of each kind at the peak."""
+        """The bytes of each kind at the highest peak."""
         return self.made_of[self.where]
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data without the work, which has thousands of operators."""
-        found = asdict(replace(self, work=StepWork()))
-        del found["work"]
-        return found | {"parts": self.parts}
+        """Return data that json can write, without the work, which has thousands of operators."""
+        data = asdict(replace(self, work=StepWork()))
+        del data["work"]
+        return data | {"parts": self.parts}
 
 
 def plan_step(
@@ -131,23 +133,23 @@ def plan_step(
     all_layers: bool = False,
     few: tuple[int, ...] | None = None,
 ) -> StepPlan:
-    """Plan a training step of one rank; the arguments not listed here are those of `plan_memory`.
+    """Plan a training step of one rank. `plan_memory` documents the arguments not listed here.
 
     Args:
         batch: the micro-batch of each data rank.
         optimizer: "adamw" steps all parameters at once, as torch does on a GPU by default, which
             needs memory for temporaries; "adamw_fused" does not.
         offload: keep parameters, gradients and optimizer state on the host.
-        load: how often each expert was chosen in a run of this model (`expert_load`). The plan is
-            of the rank with most tokens, and all layers run. None: experts are chosen evenly, and
-            the plan is of rank 0.
-        like_gpu: plan what a GPU runs: the work of the experts' Triton kernels, and the memory of
-            the torch path in one block. False plans a CPU.
+        load: how often each expert was chosen in a run of this model (`expert_load`). The rank with
+            most tokens is planned, and all layers run. None plans rank 0, with evenly chosen
+            experts.
+        like_gpu: True plans a GPU: the work of the experts' Triton kernels, and the memory of the
+            torch path with all pairs in one block. False plans a CPU.
         all_layers: run all layers instead of extrapolating.
-        few: the result of `layers_to_run` for this model, so that many plans compute it once.
+        few: the result of `layers_to_run` for this model; several plans can share it.
 
     Raises:
-        ValueError: as for `plan_memory`; or the model's forward needs the value of an activation.
+        ValueError: as for `plan_memory`, or the model's forward needs the value of an activation.
     """
     config = find_config(shape)
     request = PlanRequest(
@@ -165,8 +167,8 @@ def plan_step(
             )
             for number in few
         ]
-    peaks, made_of = [one.peaks() for one in counted], [one.made_of() for one in counted]
-    work, host_peaks = [one.work for one in counted], [one.memory.host_peak for one in counted]
+    peaks, made_of = [step.peaks() for step in counted], [step.made_of() for step in counted]
+    work, host_peaks = [step.work for step in counted], [step.memory.host_peak for step in counted]
     if len(few) == 1:
         return StepPlan(peaks[0], made_of[0], layers, few, work[0], host_peaks[0])
     all_peaks, all_parts = peaks_at(peaks, made_of, layers)
@@ -181,7 +183,7 @@ def _run_fake_step(
     built = Unsharded.of(request)
     model, state, config = built.model, built.state, text_config(request.config)
     choices = _choices(built, request, load)
-    head = add_fused_head(without_adapters(model)) if batch.fused_head else {}
+    head_inputs = add_fused_head(without_adapters(model)) if batch.fused_head else {}
     with fake_group(_planned_rank(choices, state, request), request.world_size):
         meshes = built.shard()
         state.dispatcher = make_dispatcher(state.config, meshes, num_experts=state.num_experts)
@@ -195,18 +197,18 @@ def _run_fake_step(
             model.train()
             if batch.checkpointing:
                 checkpoint_layers(model)
-            optimizer = _optimizer_in_its_second_step(model, request)
+            optimizer = _make_optimizer_with_state(model, request)
             if batch.accumulates:
                 optimizer.set_zero_grads()
             ids = torch.randint(config.vocab_size, (batch.batch, batch.seq))
-            inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **head}
+            inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **head_inputs}
             layers = built.units.layers
             try:
                 return count_step(model, layers, optimizer, inputs, work, offload=request.offload)
             except NoValue as error:
                 raise ValueError(
                     f"the forward of {config.model_type} needs the value of an activation "
-                    f"({error}), and a plan knows shapes only; measure the step on a small machine"
+                    f"({error}), but a plan has only shapes; measure the step on a small machine"
                 ) from error
 
 
@@ -219,10 +221,10 @@ def _choices(built: Unsharded, request: PlanRequest, load: ExpertLoad | None) ->
 
 
 def _planned_rank(choices: Choices, state: ModelState, request: PlanRequest) -> int:
-    """Return the first rank with the ep coordinate that receives most pairs.
+    """Return the first rank with the ep coordinate that has the largest load.
 
-    With 8 ranks and ep_size 2, ep coordinate 1 is rank 1 where ep is the inner axis, and rank 4
-    where it is the outer one.
+    With 8 ranks and ep_size 2, the first rank with ep coordinate 1 is rank 1 if ep is the inner
+    axis, and rank 4 if ep is the outer axis.
     """
     ep_size = state.config.ep_size or 1
     rank = choices.busiest(ep_size)
@@ -231,8 +233,8 @@ def _planned_rank(choices: Choices, state: ModelState, request: PlanRequest) -> 
     return rank
 
 
-def _optimizer_in_its_second_step(model: nn.Module, request: PlanRequest) -> LocalOptimizer:
-    """Make the optimizer and its state, which torch allocates in the first step."""
+def _make_optimizer_with_state(model: nn.Module, request: PlanRequest) -> LocalOptimizer:
+    """Make the optimizer and run its first step, in which torch allocates its state."""
     optimizer = LocalOptimizer(request.optimizer, model.parameters(), on_host=request.offload)
     optimizer.set_zero_grads()
     optimizer.step()

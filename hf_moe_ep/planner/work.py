@@ -5,21 +5,22 @@
         loss = model(**batch).loss
     work.counted().flops()
 
-The counter sees every operator, on real and on fake tensors: its FLOPs by torch's own formulas
-(torch.utils.flop_counter), the bytes that it reads and writes, and every collective with the ranks
-of its group. Views are not counted. The operators of the experts are opened, so that the operators
-inside are counted.
+`WorkCounter` sees every operator, on real and on fake tensors. It counts the operator's FLOPs by
+torch's own formulas (torch.utils.flop_counter) and the bytes that it reads and writes, and records
+each collective with the ranks of its group. Views are not counted. The steps inside the operators
+of the experts run one by one, so that each is counted.
 
-A step is cut into the stretches of `counted.py`. Only what runs in one stretch can overlap, as a
-layer's gathers overlap its computation, so each stretch is kept by itself.
+Each stretch of a step (`counted.py`) is counted separately, because communication can overlap only
+computation of the same stretch.
 
-The caller of a collective tells its purpose, and how much of it can overlap computation:
+The functions on the call stack show the purpose of a collective. The purpose determines how much of
+the collective can overlap computation:
 
-    parameters, gradients       FSDP2 prefetches and reduces: all of it, with any computation
-    rows                        tokens sent to experts and back: all but one of `chunks` parts
-                                overlap experts; gradients of rows overlap those of the weights
-    offload                     copies between host and device, which FSDP2 prefetches: all of it
-    counts, sequence, numbers   needed at once: none of it
+    parameters, gradients       all; FSDP2 prefetches or reduces them during any computation
+    rows (to experts and back)  all but one of `chunks` parts, during the experts' computation; the
+                                rows' gradients completely, while the experts' weights get theirs
+    offload                     all; FSDP2 prefetches its copies between host and device
+    counts, sequence, numbers   nothing; the next operator needs the result
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ class Operator:
     """An operator that ran.
 
     Attributes:
-        kind: "matmul"; "grouped", a product of the experts; "attention"; "memory", which only
-            moves bytes; or ON_HOST, on tensors of the host.
-        dtype: as "bfloat16": of a product the dtype of its factors, else the dtype of the inputs;
-            empty for several dtypes or integers.
-        flops, nbytes: of one run; bytes are those read and written.
-        launches: kernel launches of one run.
+        kind: "matmul", "grouped" (a product of the experts), "attention", "memory" (the operator
+            only moves bytes) or ON_HOST (its tensors are on the host).
+        dtype: the dtype of a product's factors or of the inputs, such as "bfloat16"; empty if the
+            inputs have several dtypes or are integers.
+        flops: the FLOPs of one run.
+        nbytes: the bytes that one run reads and writes.
+        launches: the kernel launches of one run.
     """
 
     kind: str
@@ -85,14 +87,14 @@ class Collective:
     """A collective that ran.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast" or "all_to_all"; HOST_COPY
-            is a copy of this rank alone.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "broadcast" or "all_to_all"; or
+            HOST_COPY for a copy between this rank and its host.
         purpose: one of PURPOSES.
-        ranks: the global ranks of its group; `rank` is this one.
-        nbytes: of the whole tensor that is gathered, scattered or reduced.
-        by_rank: for an all-to-all, the bytes sent to or received from each rank, the larger of
-            both.
-        hideable: the fraction that can overlap computation.
+        ranks, rank: the global ranks of the group, and this rank.
+        nbytes: the bytes of the whole tensor that is gathered, scattered or reduced.
+        by_rank: for an all-to-all, the bytes sent to each rank or received from it, whichever is
+            more.
+        hideable: the fraction of the collective that can overlap computation.
     """
 
     kind: str
@@ -106,12 +108,13 @@ class Collective:
     def links(self, node_size: int) -> tuple[float, float]:
         """Return the bytes that this rank sends inside its node, and to other nodes.
 
-        A gather over several nodes crosses each link between nodes once, shared by the ranks of a
-        node. Inside the node a rank receives everything but its own part. An all-reduce is a
-        reduce-scatter and an all-gather.
+        In an all-gather over several nodes, the data of other nodes enters a node once, and the
+        node's ranks share this traffic equally. Inside its node, a rank receives all parts except
+        its own. An all-reduce counts as a reduce-scatter and an all-gather.
 
-        Example: an all-gather of 800 bytes over 8 ranks on two nodes of 4: 700 bytes arrive inside
-        the node, and the other node's half crosses by four links: (700, 100).
+        Example: an all-gather of 800 bytes over 8 ranks on two nodes of 4 ranks. A rank receives
+        700 bytes inside its node. 400 bytes come from the other node over 4 links, 100 bytes for
+        each rank. The result is (700, 100).
         """
         node = self.rank // node_size
         if self.kind == "all_to_all":
@@ -135,7 +138,7 @@ class Stretch:
     """The operators and collectives of one stretch, each with the number of times that it ran.
 
     Attributes:
-        times: the number of stretches like this one, which it stands for.
+        times: the number of equal stretches for which this stretch stands.
     """
 
     operators: tuple[tuple[Operator, int], ...]
@@ -145,21 +148,21 @@ class Stretch:
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of a step on one rank, by stretch, in the order of the step."""
+    """The work of a step on one rank; `stretches` are in the order of the step."""
 
     stretches: Mapping[str, Stretch] = field(default_factory=dict)
 
     def flops(self, kind: str | None = None) -> int:
         """Sum the FLOPs of all operators, or of those of one kind."""
-        return self._sum(lambda one: one.flops if kind in (None, one.kind) else 0)
+        return self._sum(lambda operator: operator.flops if kind in (None, operator.kind) else 0)
 
     def nbytes(self) -> int:
         """Sum the bytes that operators read and write."""
-        return self._sum(lambda one: one.nbytes)
+        return self._sum(lambda operator: operator.nbytes)
 
     def launches(self) -> int:
         """Count the kernel launches, without collectives."""
-        return self._sum(lambda one: one.launches)
+        return self._sum(lambda operator: operator.launches)
 
     def messages(self) -> int:
         """Count the collectives."""
@@ -170,26 +173,26 @@ class StepWork:
         )
 
     def sent(self, purpose: str, node_size: int) -> tuple[float, float]:
-        """Sum the bytes that this rank sends for a purpose: inside its node, and to others."""
+        """Sum the bytes that this rank sends for a purpose: inside its node, and to other nodes."""
         inside = outside = 0.0
         for stretch in self.stretches.values():
-            for one, number in stretch.collectives:
-                if one.purpose == purpose:
-                    links = one.links(node_size)
+            for collective, number in stretch.collectives:
+                if collective.purpose == purpose:
+                    links = collective.links(node_size)
                     inside += number * stretch.times * links[0]
                     outside += number * stretch.times * links[1]
         return inside, outside
 
-    def _sum(self, of: Callable[[Operator], int]) -> int:
+    def _sum(self, amount_of: Callable[[Operator], int]) -> int:
         return sum(
-            number * stretch.times * of(one)
+            number * stretch.times * amount_of(operator)
             for stretch in self.stretches.values()
-            for one, number in stretch.operators
+            for operator, number in stretch.operators
         )
 
 
 class WorkCounter(OperatorMode):
-    """A mode that counts the work of the operators that run; see the module docstring.
+    """A dispatch mode that counts the work of operators, as the module docstring explains.
 
     Args:
         chunks: `dispatch_chunks` of the model.
@@ -205,11 +208,11 @@ class WorkCounter(OperatorMode):
         self.begin("before")
 
     def set_host_test(self, is_on_host: Callable[[Any], bool]) -> None:
-        """Set the function that tells whether the host runs an operator with such arguments."""
+        """Set the function that returns True for arguments of an operator that the host runs."""
         self._is_on_host = is_on_host
 
     def begin(self, stretch: str) -> None:
-        """Begin a stretch. A stretch that was begun before is continued."""
+        """Begin a stretch, or continue it if it began before."""
         self._now = self._operators.setdefault(stretch, [])
         self._sent = self._collectives.setdefault(stretch, [])
 
@@ -230,18 +233,18 @@ class WorkCounter(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # The operator is dispatched again with this rank's shards.
+            # DTensor then calls the operator on this rank's shards, and this mode sees that call.
             return NotImplemented
         kwargs = kwargs or {}
-        inside = STEPS_INSIDE.get(func)
-        if inside is not None:
+        run_steps = STEPS_INSIDE.get(func)
+        if run_steps is not None:
             with self:
-                return inside(*args, **kwargs)
+                return run_steps(*args, **kwargs)
         kind = collective_of(func)
         if kind is not None:
-            one = self._collective(kind, func, args)
+            collective = self._collective(kind, func, args)
             out = self.run_collective(func, args, kwargs)
-            self.note(one, func, args)
+            self.note(collective, func, args)
             return out
         if is_made_of_others(func):
             with self:
@@ -250,8 +253,10 @@ class WorkCounter(OperatorMode):
         flops = count_flops(func, args, kwargs, out)
         nbytes = moved_bytes(func, args, kwargs, out)
         if flops or nbytes:
-            ran = _operator(func, args, flops, nbytes)
-            self.note(replace(ran, kind=ON_HOST) if self._is_on_host(args) else ran, func, args)
+            operator = _operator(func, args, flops, nbytes)
+            if self._is_on_host(args):
+                operator = replace(operator, kind=ON_HOST)
+            self.note(operator, func, args)
         return out
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,20 +267,20 @@ class WorkCounter(OperatorMode):
         """Run a collective. Subclasses time it here."""
         return func(*args, **kwargs)
 
-    def note(self, one: Operator | Collective, func: Any, args: tuple[Any, ...]) -> None:
-        """Count an operator or collective that has run with `args`."""
-        if isinstance(one, Operator):
-            self._now.append(one)
+    def note(self, item: Operator | Collective, func: Any, args: tuple[Any, ...]) -> None:
+        """Count an operator or collective after `func(*args)` has run."""
+        if isinstance(item, Operator):
+            self._now.append(item)
         else:
-            self._sent.append(one)
+            self._sent.append(item)
 
     def note_copy(self, nbytes: int) -> None:
         """Count a copy between host and device."""
-        me = dist.get_rank()
-        self._sent.append(Collective(HOST_COPY, "offload", (me,), me, nbytes, hideable=1.0))
+        rank = dist.get_rank()
+        self._sent.append(Collective(HOST_COPY, "offload", (rank,), rank, nbytes, hideable=1.0))
 
     def add(self, operators: Iterable[Operator]) -> None:
-        """Count operators that did not run."""
+        """Count operators that the counter did not see."""
         self._now += operators
 
     def run_uncounted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -286,28 +291,29 @@ class WorkCounter(OperatorMode):
         return out
 
     def take(self, since: int) -> list[Operator]:
-        """Remove and return the operators of this stretch from number `since` on."""
-        taken = self._now[since:]
+        """Remove and return the operators of this stretch that follow the first `since`."""
+        removed = self._now[since:]
         del self._now[since:]
-        return taken
+        return removed
 
     @property
     def number(self) -> int:
-        """The number of operators of this stretch so far."""
+        """The number of operators that were counted in this stretch so far."""
         return len(self._now)
 
     def add_for_sizes(self, ran: Mapping[int, list[Operator]], sizes: Iterable[int]) -> None:
-        """Count the operators of experts with `sizes` pairs each, from those that `ran`.
+        """Count the operators of experts with `sizes` pairs each.
 
-        FLOPs and bytes of an operator are linear in the pairs: an expert's matrices, and so much
-        per pair. With 100 bytes for 2 pairs and 160 for 8 pairs, 5 pairs take 130 bytes.
+        `ran` has the operators of the experts that ran, by their number of pairs. The FLOPs and
+        bytes of other experts are interpolated: they grow linearly with the number of pairs. If 2
+        pairs take 100 bytes and 8 pairs take 160 bytes, 5 pairs take 130 bytes.
         """
         least, most = min(ran), max(ran)
-        times = Counter(sizes)
+        experts_of_size = Counter(sizes)
         for index, (low, high) in enumerate(zip(ran[least], ran[most], strict=True)):
             assert (low.kind, low.dtype) == (high.kind, high.dtype), (index, low, high)
             span = max(most - least, 1)
-            for size, number in times.items():
+            for size, number in experts_of_size.items():
                 flops = low.flops + (high.flops - low.flops) * (size - least) // span
                 nbytes = low.nbytes + (high.nbytes - low.nbytes) * (size - least) // span
                 self._now += [replace(low, flops=flops, nbytes=nbytes)] * number
@@ -323,8 +329,8 @@ class WorkCounter(OperatorMode):
             by_rank = tuple(
                 max(pair)
                 for pair in zip(
-                    _by_rank(rows, sends, len(ranks)),
-                    _by_rank(out, receives, len(ranks)),
+                    _bytes_by_rank(rows, sends, len(ranks)),
+                    _bytes_by_rank(out, receives, len(ranks)),
                     strict=True,
                 )
             )
@@ -332,55 +338,55 @@ class WorkCounter(OperatorMode):
 
     def _purpose(self, kind: str) -> tuple[str, float]:
         """Return the purpose of a collective, and the fraction that can overlap computation."""
-        names = []
+        callers = []
         purpose = "numbers"
         for module, name in _callers():
-            names.append(name)
+            callers.append(name)
             if module.startswith(_FSDP):
                 return ("parameters" if kind == "all_gather" else "gradients"), 1.0
             if module == collectives.__name__ and purpose == "numbers":
                 purpose = _PURPOSES.get(name, purpose)
         if purpose != "rows":
             return purpose, 0.0
-        if "send_row_grads" in names and self.experts_train:
+        if "send_row_grads" in callers and self.experts_train:
             return purpose, 1.0
         return purpose, (self.chunks - 1) / self.chunks
 
 
 def _operator(func: Any, args: tuple[Any, ...], flops: int, nbytes: int) -> Operator:
-    given = [x for x in tensors_in(args) if x.is_floating_point()]
+    inputs = [x for x in tensors_in(args) if x.is_floating_point()]
     if not flops:
-        dtypes = {x.dtype for x in given}
+        dtypes = {x.dtype for x in inputs}
         return Operator("memory", _name(dtypes.pop()) if len(dtypes) == 1 else "", 0, nbytes)
-    # The factors of a product are its narrowest inputs. Others may be wider: the addend of addmm,
-    # and the log-sum-exp in fp32 that the backward of attention reads beside bf16 factors.
-    dtype = _name(min((x.dtype for x in given), key=lambda dtype: dtype.itemsize))
+    # The factors of a product are its narrowest inputs. Other inputs may be wider: the addend of
+    # addmm, and the fp32 log-sum-exp that the backward of attention reads with its bf16 factors.
+    dtype = _name(min((x.dtype for x in inputs), key=lambda dtype: dtype.itemsize))
     if "attention" in operator_name(func):
         return Operator("attention", dtype, flops, nbytes)
-    return Operator("grouped" if _is_of_experts() else "matmul", dtype, flops, nbytes)
+    return Operator("grouped" if _is_called_by_experts() else "matmul", dtype, flops, nbytes)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_of_experts() -> bool:
+def _is_called_by_experts() -> bool:
     """Return True if the torch path of the experts called the current operator."""
     return any(module == torch_mlp.__name__ for module, _ in _callers())
 
 
 def _callers() -> Iterator[tuple[str, str]]:
-    """Yield module and name of every function on the stack, the innermost one first."""
+    """Yield the module and name of every function on the call stack, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame.f_globals.get("__name__", ""), frame.f_code.co_name
         frame = frame.f_back
 
 
-def _by_rank(rows: Any, counts: list[int], ranks: int) -> list[int]:
-    """Return the bytes of each rank's part of an all-to-all."""
+def _bytes_by_rank(rows: Any, counts: list[int], ranks: int) -> list[int]:
+    """Return the bytes of each rank's part of an all-to-all; without counts, parts are equal."""
     nbytes = rows.numel() * rows.element_size()
     if not counts:
         return [nbytes // ranks] * ranks
-    of_row = nbytes // max(sum(counts), 1)
-    return [count * of_row for count in counts]
+    row_bytes = nbytes // max(sum(counts), 1)
+    return [count * row_bytes for count in counts]

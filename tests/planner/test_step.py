@@ -259,7 +259,7 @@ def test_choices_are_as_often_as_a_load_says() -> None:
     assert choices.busiest(2) == 0
     assert Choices.of_load(ExpertLoad(counts.flip(1), ("a", "b"), 2), 2, 2).busiest(2) == 1
     assert Choices.evenly(4, 2).busiest(2) == 0
-    with pytest.raises(ValueError, match=r"load is of 2 MoE layers.*the model has 3"):
+    with pytest.raises(ValueError, match=r"load has 2 MoE layers.*the model has 3"):
         Choices.of_load(load, 2, 3)
 
 
