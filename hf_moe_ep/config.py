@@ -250,7 +250,9 @@ def check_environment() -> None:
     """Raise ValueError if a variable HF_MOE_EP_... has an unknown name or an invalid value."""
     for name in launch_environment():
         if name.startswith("HF_MOE_EP_") and name not in _SIZE_VARIABLES:
-            raise ValueError(f"{name} is set, but only {', '.join(_SIZE_VARIABLES)} exist; correct its name")
+            raise ValueError(
+                f"{name} is set, but only {', '.join(_SIZE_VARIABLES)} exist; correct its name"
+            )
     for name in _SIZE_VARIABLES:
         _size_from_environment(name)
 
