@@ -271,7 +271,7 @@ class _Derivation:
     ) -> str:
         if not patterns:
             return ""
-        # A layer may have several sets of experts, each with a router. One pattern matches them all.
+        # If a layer has several sets of experts, each has a router, and one pattern matches them.
         merged = next(iter(patterns)) if len(patterns) == 1 else _merge_patterns(patterns)
         if merged is None or len(patterns) > sets_of_experts:
             raise ValueError(
