@@ -312,7 +312,7 @@ def _check_refusals(model: nn.Module, optimizer: Any) -> None:
         ):
             call()
     others = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
-    with pytest.raises(ValueError, match=r"is trained, but is no parameter of this optimizer"):
+    with pytest.raises(ValueError, match=r"is trained, but is not a parameter of this"):
         balance_experts(model, others, _random_load(model, 5))
     short = ExpertLoad(torch.ones(1, 4, dtype=torch.int64), ("a",))
     with pytest.raises(ValueError, match=r"load has 1 layers of 4 experts, and this model has \d"):
