@@ -157,7 +157,7 @@ def _check_between_steps(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and holds_unreduced_grads(module):
             raise ValueError(
-                "balance_experts was called during gradient accumulation: gradients of the experts, "
+                "balance_experts was called during gradient accumulation: gradients of experts, "
                 "which cannot move with the experts, still wait for the last micro-batch; call it "
                 "after optimizer.step()"
             )

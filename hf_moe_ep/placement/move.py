@@ -205,10 +205,7 @@ class _Position(NamedTuple):
 
 
 def _exchange(tensor: DTensor, moves: list[Move], meshes: Meshes, where: str) -> None:
-    """Move the rows of a tensor: send this rank's rows to their new slots, receive and store others.
-
-    Rows that move inside this rank are exchanged in the same way.
-    """
+    """Send the rows of this rank to their new slots, and store the rows that this rank receives."""
     group = _group_of(meshes)
     positions, this_rank = _positions(tensor, group), dist.get_rank(group)
     # Entries are (rank of the other side, new slot, local row). Sender and receiver sort in the
