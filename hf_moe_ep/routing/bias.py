@@ -1,4 +1,4 @@
-"""`update_router_bias`: balance the load of experts without a loss, by the routers' correction bias.
+"""`update_router_bias`: balance the load of experts without a loss, by routers' correction biases.
 
 Some routers add a correction bias to their scores, but only to choose experts; the routing weights,
 and so outputs and gradients, depend on the scores alone. After each optimizer step the bias b_e of

@@ -22,7 +22,7 @@ _PANELS_IN_A_ROW = 4
 def draw_heat_maps(
     maps: Sequence[Tensor], titles: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
-    """Draw each of `maps` (counts) as tokens / mean of the layer; all panels have one color scale."""
+    """Draw tokens / mean of the layer for each of `maps` (counts), with one color scale for all."""
     relative = [counts / counts.double().mean(1, keepdim=True) for counts in maps]
     highest = max(float(values.nan_to_num(0.0).max()) for values in relative)
     columns = min(len(maps), _PANELS_IN_A_ROW)
