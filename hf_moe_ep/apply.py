@@ -70,8 +70,7 @@ def apply_ep_fsdp2(
             different models or settings, or share a GPU; weights are missing; the checkpoint is
             incomplete or does not fit the model; or `patch` raises a ValueError.
     """
-    # default_device raises an error if ranks share a GPU, so it is called first: NCCL's collectives
-    # would fail.
+    # If ranks share a GPU, NCCL's collectives fail. default_device checks this, so it runs first.
     device = default_device() if is_distributed() else torch.device("cpu")
 
     def prepare() -> tuple[ModelState, ShardOptions, list[str]]:
@@ -80,8 +79,8 @@ def apply_ep_fsdp2(
         empty = {n: p for n, p in model.named_parameters() if p.is_meta and weights is not None}
         if weights is not None:
             _prepare_to_read(model, weights, empty)
-        options = _shard_options(model, state, empty.values(), mp_policy, offload_policy)
-        return state, options, [*empty]
+        shard_options = _shard_options(model, state, empty.values(), mp_policy, offload_policy)
+        return state, shard_options, [*empty]
 
     # If one rank fails, for example because it lacks a package, all ranks raise its error.
     state, options, empty_names = together("apply_ep_fsdp2", prepare)
@@ -136,8 +135,8 @@ def _prepare_to_read(
             f"weights={os.fspath(weights)!r} is for a model on the meta device, but every "
             f"parameter of this model has values; leave out weights= to train with these values"
         )
-    # If the user read the model's config from the folder, it may declare quantized weights. This is
-    # removed, because load_weights decodes the weights.
+    # If the user read the model's config from the folder, the config may declare quantized weights.
+    # This declaration is removed, because load_weights decodes the weights.
     model_config = getattr(without_adapters(model), "config", None)
     forget_quantization(model_config, os.fspath(weights))
 

@@ -118,7 +118,7 @@ class Differences:
 
     Attributes:
         origin: where the plan comes from, for `describe`.
-        fields: fields of ModelPlan that replace the derived ones.
+        fields: values for fields of ModelPlan, which replace the derived values.
         refused: why models of this architecture cannot be patched; empty if they can.
     """
 

@@ -149,13 +149,13 @@ class _Derivation:
         patterns = set(map(as_pattern, experts))
         foreign = [n for n in self.modules if as_pattern(n) in patterns and n not in experts]
         others = f" (without transformers' experts interface: {', '.join(foreign)})"
-        for kind, found, expected in (
+        for kind, number, expected in (
             ("decoder layers", layers, expected_layers),
             ("layers with experts", with_experts, _expected_moe_layers(config)),
         ):
-            if expected is not None and found != expected:
+            if expected is not None and number != expected:
                 raise ValueError(
-                    f"found {found} {kind} in this {self.kind}{others if foreign else ''}, "
+                    f"found {number} {kind} in this {self.kind}{others if foreign else ''}, "
                     f"expected {expected} from its config; pass the model to patch() as "
                     f"from_pretrained returns it"
                 )
@@ -218,7 +218,7 @@ class _Derivation:
     def _field_of_num_experts(self, experts: str, num_experts: int) -> str | None:
         """Return the field of the text config that holds the number of experts, if there is one.
 
-        If several fields hold that number, fields that the code of the experts reads come first.
+        If several fields hold that number, return a field that the code of the experts reads.
         """
         if self.config is None:
             return None
@@ -245,8 +245,8 @@ class _Derivation:
     def _router(self, plan: ModelPlan, stack: str, experts: Iterable[str], num_experts: int) -> str:
         """Return the pattern of the routers, which are in the blocks of the experts.
 
-        A router is a module that calls topk. If no module calls topk, it is a module that has a
-        weight with one row per expert.
+        A router is a module that calls topk. If no module calls topk, a router is a module that has
+        a weight with one row per expert.
         """
         blocks = {name.rpartition(".")[0] for name in experts}
         candidates = {

@@ -121,8 +121,8 @@ def _package(package: Allowed) -> Finding:
     problem = package.sentence(version)
     if version is None and package.name in _WITHOUT:
         return Finding(NOTE, package.name, f"missing. {_WITHOUT[package.name]}")
-    may_be_broken = package.name in _WITHOUT and package.name not in _IMPORTED_BY_OTHERS
-    mark = NOTE if may_be_broken else FAIL
+    stops_training = package.name not in _WITHOUT or package.name in _IMPORTED_BY_OTHERS
+    mark = FAIL if stops_training else NOTE
     if problem:
         return Finding(mark, package.name, problem)
     if package.name in _WITHOUT:
@@ -141,7 +141,7 @@ def _wrapped_functions() -> list[Finding]:
     findings = []
     for row in rows:
         if row.error:
-            text = f"{row.error}; the allowed versions above have it"
+            text = f"{row.error}; see the allowed versions above"
             findings.append(Finding(FAIL if row.raises else NOTE, row.target, text))
     if not findings:
         replaced = sum(row.process for row in rows)

@@ -4,8 +4,8 @@
 the model (`architectures.py`). Then all features check that they can do what the config asks for.
 Only if no check fails, the features attach themselves:
 
-    moe        every experts module calls our forward; the root refuses to train unsharded; the
-               router's aux loss counts the tokens of all ranks               (`moe/attach.py`)
+    moe        every experts module calls our forward; a model that must be sharded refuses to train
+               before; the router's aux loss counts the tokens of all ranks   (`moe/attach.py`)
     sequence   with sp_size > 1 each rank of an sp group gets a part of each sequence in the causal
                LM, and a part of the heads in attention                  (`sequence/attach.py`)
     vision     a tower runs on every rank or on none                       (`vision/attach.py`)
@@ -13,10 +13,10 @@ Only if no check fails, the features attach themselves:
                                                                             (`routing/bias.py`)
 
 A new feature is a folder or a file with the functions `check` and `attach`, and one line in
-`FEATURES`. `unpatch` undoes a feature that only registers hooks that inherit `Ours`, and only sets
-attributes by `ModelState.replace`. PEFT attaches adapters, and `integrations/install.py` wraps the
-functions of PEFT for them (`lora/`). That file also wraps the functions of Accelerate and the
-Trainer that receive a model, so that they recognise a patched model.
+`FEATURES`. All its hooks inherit `Ours`, and it sets attributes only by `ModelState.replace`, so
+that `unpatch` can undo the feature. PEFT attaches adapters (`lora/`); for them,
+`integrations/install.py` wraps functions of PEFT. That file also wraps the functions of Accelerate
+and the Trainer that receive a model, so that they recognise a patched model.
 
 `patch` checks the model only. `sharding/` compares the sizes with the number of ranks when the
 model is sharded: by `apply_ep_fsdp2`, or by Accelerate and the Trainer through `integrations/`.

@@ -8,8 +8,8 @@
     reference          not replayed        not replayed
     update             replayed            replayed
 
-The forwards that record or replay send a token to the same experts. The reference is another model,
-or the policy without its adapters.
+A replayed forward sends each token to the experts that were recorded, or that the engine chose. The
+reference is another model, or the policy without its adapters.
 
 Routes are one more entry of TRL's dictionary of a generation batch, so TRL shuffles and splits them
 with the samples. `upstream/grpo.py` names the methods of TRL that are replaced on one trainer.

@@ -74,10 +74,10 @@ class RoutingReplay:
     def record(self) -> Iterator[Routes]:
         """Record the experts of each token: `with replay.record() as routes: model(...)`.
 
-        After a forward, `routes.ids` has its choices, [B, S, L, K], until the next forward replaces
-        them. They are uint8 for up to 256 experts, otherwise int16, and contain all tokens, on
-        every rank of an sp group. The tensor is on the host, and complete when the block ends. A
-        recompute of a checkpointed layer repeats the recorded choice.
+        Each forward replaces `routes.ids` by its choices, [B, S, L, K], in uint8 for up to 256
+        experts, otherwise in int16. On every rank of an sp group the ids contain all tokens. The
+        tensor is on the host, and complete when the block ends. A recompute of a checkpointed layer
+        repeats the recorded choice.
 
         Raises:
             ValueError: no forward ended in the block; another block is open; an experts module did
@@ -100,9 +100,9 @@ class RoutingReplay:
             strict: check every id on entry; otherwise only the shapes.
 
         Without ep and sp, wrong routes raise an error on entry. With ep or sp, all ranks of a group
-        raise an error when they next compare their routes, in a forward. They also do so if only
-        some ranks of the group replay. (DeepEP cannot compare ranks: there the other ranks raise an
-        error at DeepEP's time-out.)
+        raise an error when they next compare their routes, in a forward; they also raise an error
+        if only some ranks of the group replay. (With DeepEP ranks are not compared, so the other
+        ranks raise an error at DeepEP's time-out.)
 
         Raises:
             ValueError: the model was unpatched or compiled in the meantime; the routes belong to

@@ -35,9 +35,9 @@ class Replaying(Session):
         # The routes of this rank in the current forward, by layer.
         self._ids_LTK: Tensor | None = None
         self._weights_LTK: Tensor | None = None
-        # In the current layer: the number of topk calls that were replaced, the experts that the
-        # last call returned and those that the router would have chosen, and a mask of the tokens
-        # that have routes.
+        # In the current layer: the mode that replaces topk, the number of calls that it replaced,
+        # the experts that the last call returned, the experts that the router would have chosen,
+        # and a mask of the tokens that have routes.
         self._mode: ChosenTopK | None = None
         self._num_topks = 0
         self._replayed_TK: Tensor | None = None
@@ -49,9 +49,9 @@ class Replaying(Session):
         self._ids_BSLK, self._weights_BSLK = ids_BSLK, weights_BSLK
 
     def refuse(self, error: ValueError) -> None:
-        """Raise `error`, or store it if ranks compare their routes in the forward.
+        """Raise `error`, or store it if ranks compare their routes in a forward.
 
-        Then each rank raises an error after the comparison.
+        After that comparison every rank raises an error.
         """
         if not ranks_compare_routes(self._state):
             raise error

@@ -63,7 +63,7 @@ class Routes:
             SGLang  np.frombuffer(base64.b64decode(meta_info["routed_experts"]), np.int32)
                       .reshape(-1, layers, K)
 
-        vLLM 0.21 returns the prompt's rows in a separate array: concatenate both.
+        vLLM 0.21 returns the prompt's rows in a separate array: concatenate both arrays.
 
         Args:
             arrays: one array per row of the batch, numpy or torch, with n - 1 or n rows for n

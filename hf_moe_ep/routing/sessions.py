@@ -38,12 +38,12 @@ class Forward(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The tokens of each sequence in this rank's layers, including the padding of its slice."""
+        """The number of tokens per sequence in this rank's layers, with the slice's padding."""
         return self.sequence if self.part is None else self.part.local
 
     @property
     def rows(self) -> int:
-        """The tokens of all sequences in this rank's layers."""
+        """The number of tokens of all sequences in this rank's layers."""
         return self.batch * self.tokens
 
 
@@ -105,7 +105,7 @@ def session_hooks(
 
 
 def exchanges_rows(state: ModelState) -> bool:
-    """Return True if MoE layers exchange rows; then they store their choices in the `Frame`."""
+    """Return True if MoE layers exchange rows; such layers store their choices in the `Frame`."""
     return state.meshes is not None and state.meshes.ep_size > 1
 
 
