@@ -45,7 +45,7 @@ def balanced(load_E: Sequence[int], ranks: int, now_E: Sequence[int] | None = No
             rank keeps its slot, and ranks are numbered so that many experts stay.
 
     Returns:
-        The slot of each expert. They are the present slots if neither assignment lowers the load of
+        The new slot of each expert, or the present slots if neither assignment lowers the load of
         the busiest rank.
     """
     slots_E = list(range(len(load_E))) if now_E is None else list(now_E)

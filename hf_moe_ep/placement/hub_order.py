@@ -7,10 +7,10 @@ back:
     with experts_in_hub_order(model, optimizer):
         ...                                 row e of a stacked tensor is expert e
 
-All files are therefore equal to those of a model that was never balanced. The block sends the bytes
-of the moved experts twice, but needs no second copy of the experts. Outside of the block, taking or
-loading a state dict of such a model or of its optimizer raises an error, because the order of the
-experts would be wrong.
+Files of a balanced model are equal to files of a model that was never balanced. The block sends the
+bytes of the moved experts twice, but needs no second copy of the experts. Outside of the block,
+taking or loading a state dict of a balanced model or of its optimizer raises an error, because the
+experts are not in hub order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Move experts to other slots: send their bytes to the ranks that own the new slots.
 
 A stacked tensor [E, ..] is sharded over (ep_fsdp, ep); replicas have equal shards. A slot is one
-row of the tensor. Rank (f, d) has a shard of the slots of ep rank d. `sharding/shard.py` chooses
-the dim of this shard:
+row of the tensor. Rank (f, d), with ep_fsdp rank f and ep rank d, has a shard of the slots of ep
+rank d. `sharding/shard.py` chooses the dim of this shard:
 
     ep_fsdp shards columns    rank (f, d) has some columns of every slot of ep rank d, and sends
                               them to the rank with the same f that owns the new slot
@@ -12,7 +12,7 @@ the dim of this shard:
 Each tensor needs one all-to-all, which contains only the rows that move, so a rank needs memory for
 the rows that it sends and receives. The gradient of a parameter and its optimizer state are sharded
 like the parameter, and move in the same way. All moves are in place. A number in the optimizer
-state (such as `step`) belongs to all experts and stays.
+state (such as `step`) belongs to all experts and is not moved.
 """
 
 from __future__ import annotations
@@ -108,11 +108,10 @@ def _check_state_entry(entry: str, value: Any, parameter: DTensor, optimizer: An
         return
     kind = type(getattr(optimizer, "optimizer", optimizer))
     raise ValueError(
-        f"the state of {kind.__module__}.{kind.__qualname__} has as {entry} a "
-        f"{type(value).__name__} {tuple(value.shape)}, but the parameter is "
-        f"{tuple(parameter.shape)}: experts cannot move, because nothing says which part of the "
-        f"state belongs to which expert; use an optimizer whose state has the shape of its "
-        f"parameters, like torch.optim.AdamW"
+        f"{kind.__module__}.{kind.__qualname__} has a {type(value).__name__} "
+        f"{tuple(value.shape)} as {entry}, but the parameter is {tuple(parameter.shape)}: experts "
+        f"cannot move, because it is unknown which part of the state belongs to which expert; use "
+        f"an optimizer whose state has the shape of its parameters, like torch.optim.AdamW"
     )
 
 
@@ -198,7 +197,7 @@ class Move(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """The position of a slot: the rank that has it, in the exchanging group, and its local row."""
+    """The position of a slot: the rank (in the process group) and the row of that rank's shard."""
 
     rank: int
     row: int
@@ -208,8 +207,8 @@ def _exchange(tensor: DTensor, moves: list[Move], meshes: Meshes, where: str) ->
     """Send the rows of this rank to their new slots, and store the rows that this rank receives."""
     group = _group_of(meshes)
     positions, this_rank = _positions(tensor, group), dist.get_rank(group)
-    # Entries are (rank of the other side, new slot, local row). Sender and receiver sort in the
-    # same order: an all-to-all needs the rows by rank, and both sides know the new slots.
+    # Entries are (rank of the other side, new slot, local row). Sorting gives the same order of
+    # rows on both sides: by rank, as an all-to-all requires, and then by new slot.
     outgoing = sorted(
         (positions[new].rank, new, positions[old].row)
         for old, new in moves
