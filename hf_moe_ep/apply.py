@@ -60,7 +60,7 @@ def apply_ep_fsdp2(
             `overrides`.
         weights: a folder with a safetensors checkpoint, for a model with parameters on the meta
             device. Each rank reads its shards of these parameters. All other parameters, such as
-            those of adapters, start with the values of rank 0.
+            adapters, start with the values of rank 0.
         mp_policy: FSDP2's policy. None computes in the dtype in which the model was loaded. If this
             dtype is bf16 or fp16, master weights and gradient reduction use fp32.
         offload_policy: FSDP2's policy. None keeps the parameters on the device.

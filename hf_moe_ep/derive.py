@@ -2,7 +2,7 @@
 
     experts      the modules that use transformers' experts interface
     layers       the list of modules around the experts; if there are several lists, the innermost
-                 one whose elements transformers can checkpoint
+                 list whose elements transformers can checkpoint
     attention    the modules in a layer that call transformers' attention interface
     mixers       the modules in a layer that take positions, masks or caches without calling that
                  interface, and convolutions
@@ -317,7 +317,7 @@ class _Derivation:
         return None if head is None or owner is None else aux_loss_coefficient(owner)
 
     def _encoders(self, decoder: str) -> list[str]:
-        """Return the names of the encoders: modules with parameters beside the decoder.
+        """Return the names of the encoders: modules with parameters outside of the decoder.
 
         They are children of the module that contains the decoder and whose forward takes pictures
         or sound.

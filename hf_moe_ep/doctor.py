@@ -35,8 +35,8 @@ from hf_moe_ep.upstream.requirements import (
 
 OK, NOTE, FAIL = "ok", "--", "FAIL"
 
-# What does not work without each optional package. If the package is installed but broken, the mark
-# is FAIL if transformers or torch import it by themselves (_IMPORTED_BY_OTHERS), otherwise "--".
+# The effect of a missing optional package. If such a package is installed but unsuitable or broken,
+# the mark is FAIL if transformers or torch import it (_IMPORTED_BY_OTHERS), otherwise "--".
 _WITHOUT = {
     "peft": "LoRA: not available, pip install 'hf_moe_ep[peft]'",
     "bitsandbytes": "experts_dtype='nf4': not available, pip install 'hf_moe_ep[quant]'",

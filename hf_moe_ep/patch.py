@@ -101,7 +101,7 @@ def patch(
         plan: the names of the model's modules, for an architecture whose plan cannot be derived.
 
     Patching a patched model again with the same config changes nothing. With another config the
-    model is unpatched and patched anew.
+    model is unpatched and patched again.
 
     Raises:
         ValueError: the architecture has no stacked experts, or its parts are ambiguous; the number

@@ -27,7 +27,7 @@ row above.
     moe/counting.py | choice_counts | tokens per expert, from the first counted forward on
     moe/counting.py | leads_to_gradients | during a forward
     routing/bias.py | correction data | the bias of a layer's router, which is fp32 from patch on
-    moe/forwards.py | function | the forward of a module, where ours has replaced Liger's
+    moe/forwards.py | function | the forward of a module, if ours replaced Liger's
     moe/recompute.py | frame | the checkpointed layer that runs, during its forward
     routing/sessions.py | routing | the open record or replay
     routing/recording.py | ids | the routes of an open record, replaced at each forward
@@ -55,7 +55,7 @@ row above.
     integrations/optimizers.py | _hf_moe_ep_followed | models whose biases that step updates
     -- of the process --
     upstream/wrap.py | _hf_moe_ep_wrapper _hf_moe_ep_rows | the table of `integrations/install.py`
-    upstream/wrap.py | __class__ setattr | of an Accelerator or Trainer: a subclass of ours
+    upstream/wrap.py | __class__ setattr | the class of an Accelerator or Trainer: a subclass of it
     upstream/wrap.py | _missing _checked _in_force _specialised | wraps that exist or are missing
     upstream/wrap.py | exec_module meta_path | calls a function after the import of a module
     upstream/training_frameworks.py | __getattr__ Accelerator | of accelerate, until its first use
@@ -73,7 +73,7 @@ row above.
     integrations/shared_batches.py | _hf_moe_ep_sharing scheduler | the number of ranks per batch
     upstream/grpo.py | setattr | methods of one GRPO trainer and its engine, which replay routing
     integrations/install.py | setattr | compute_ref_log_probs of one trainer of TRL
-    upstream/training_frameworks.py | gather_function | of one Trainer: its Accelerator's method
+    upstream/training_frameworks.py | gather_function | of one Trainer, set to its Accelerator's
     integrations/references.py | _hf_moe_ep_policy meshes_beside | the policy of a reference model
     integrations/shared_batches.py | dataset generator initial_seed | of a data loader
     integrations/shared_batches.py | worker_init_fn remainder | of a data loader
@@ -85,7 +85,7 @@ row above.
     integrations/accelerate_states.py | automatic_checkpoint_naming | Accelerate's, while it saves
     integrations/trackers.py | trackers | Accelerate's, one at a time while it logs
     integrations/trainer_checkpoints.py | _held_back | calls that wait for a manifest
-    upstream/adapters.py | named_modules | of a model, while PEFT collects what it saves
+    upstream/adapters.py | named_modules | of a model, while PEFT collects the tensors to save
     upstream/sharded_models.py | nn | FSDP2's, while it creates parameters of bytes
     upstream/gloo.py | ProcessGroupGloo | torch's class, while process groups are created
     upstream/gloo.py | _devices _threads _timeout setattr | options of such a group
@@ -339,7 +339,7 @@ class RoutingSession:
     """An open `record` or `replay` of `routing/`.
 
     Attributes:
-        route_source: where the expert ids of the current forward come from.
+        route_source: the source of the expert ids of the current forward.
         refusal: the error of routes that cannot be replayed. It is raised after the other ranks
             have received `route_source`, so that all ranks raise an error.
     """
@@ -376,7 +376,7 @@ class ShardedOnly(Ours):
         return None if self.state.meshes is None else _not_traced(self.run, *args)
 
     def run(self, *args: Any) -> Any:
-        """Run the hook. Arguments and return value are those of torch's hooks."""
+        """Run the hook, with the arguments and the return value of a torch hook."""
         raise NotImplementedError
 
 

@@ -11,8 +11,8 @@
 A replayed forward sends each token to the experts that were recorded, or that the engine chose. The
 reference is another model, or the policy without its adapters.
 
-Routes are one more entry of TRL's dictionary of a generation batch, so TRL shuffles and splits them
-with the samples. `upstream/grpo.py` names the methods of TRL that are replaced on one trainer.
+The routes are one more entry in TRL's dictionary of a generation batch, so TRL shuffles and splits
+the routes with the samples. `upstream/grpo.py` names the methods of a trainer that are replaced.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Two algorithms assign the experts, and the assignment whose busiest rank has the lower load is used.
 Both start with the busiest experts:
 
-    one at a time   each expert goes to the rank with the lowest load that still has room
-    in rounds       each rank gets one expert per round; the busiest expert of the round goes to the
-                    rank with the lowest load
+    one at a time   assign each expert to the rank with the lowest load that still has room
+    in rounds       assign one expert to each rank per round: the busiest expert of the round to the
+                    rank with the lowest load, and so on
 
 For example, 6 experts have 9 5 4 3 3 0 tokens, and each of 2 ranks gets 3 experts. The mean load of
 a rank is 12:

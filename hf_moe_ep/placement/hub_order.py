@@ -168,8 +168,8 @@ def _guard_before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     optimizers.
 
     Raises:
-        ValueError: the optimizer has state before its first step, so the state was loaded, without
-            a guard, in another order than that of the experts.
+        ValueError: the optimizer has state before its first step, so a state in hub order was
+            loaded while the experts were in another order.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

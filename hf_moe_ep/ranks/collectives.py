@@ -40,7 +40,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class _Exchange:
-    """The description of one exchange; it is formatted only for an error, because that is slow."""
+    """The description of one exchange. To save time, it is formatted only for an error."""
 
     where: str
     what: str

@@ -100,19 +100,19 @@ def _wait_for_key(key: str, patience: timedelta) -> bool:
     return True
 
 
-def check_alike(what: str, **mine: Any) -> None:
+def check_alike(what: str, **arguments: Any) -> None:
     """Compare arguments of the function `what` over all ranks.
 
     Raises:
         ValueError: on every rank, if an argument differs; the message has the values of two ranks.
     """
-    by_rank = differing(mine) or [mine]
+    by_rank = differing(arguments) or [arguments]
     for name, first in by_rank[0].items():
-        for rank, theirs in enumerate(by_rank):
-            if theirs[name] != first:
+        for rank, values in enumerate(by_rank):
+            if values[name] != first:
                 raise ValueError(
                     f"ranks called {what} with different values of {name}: rank 0 with {first!r}, "
-                    f"rank {rank} with {theirs[name]!r}; pass the value of rank 0 on every rank (a "
+                    f"rank {rank} with {values[name]!r}; pass the value of rank 0 on every rank (a "
                     f"time or a step in the value may depend on the rank)"
                 )
 

@@ -1,6 +1,6 @@
 """Check that routes belong to this model, and that its routers could choose these experts.
 
-A choice is the K experts of one token in one layer. A choice of -1 alone routes live: there the
+A choice is the K expert ids of one token in one layer. If all its ids are -1, it routes live: the
 router chooses.
 """
 
@@ -19,7 +19,7 @@ def select_layers(routes: Routes, layers: RoutedLayers) -> tuple[Tensor, Tensor 
     """Return the ids and weights (or None) of the routed layers, in the model's order.
 
     Raises:
-        ValueError: the shape is not that of this model's routes; the message has both numbers.
+        ValueError: the shape does not fit this model; the message has both numbers.
     """
     ids, weights = routes.ids, routes.weights
     if ids.ndim != 4:
@@ -96,7 +96,7 @@ def check_ids(ids: Tensor, layers: RoutedLayers, *, allow_live: bool, strict: bo
 
 
 def _raise_at(wrong_BSL: Tensor, ids: Tensor, layers: RoutedLayers, problem: str) -> None:
-    """Raise ValueError if any choice is wrong; the message has the first wrong one and a count."""
+    """Raise ValueError if any choice is wrong; the message has the first wrong choice."""
     num_wrong = int(wrong_BSL.sum())
     if not num_wrong:
         return

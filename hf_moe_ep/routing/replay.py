@@ -95,8 +95,8 @@ class RoutingReplay:
         Args:
             routes: the routes of the batch with which the model is called: whole sequences, with
                 the same padding. With sp_size > 1 every rank of an sp group passes the same routes.
-                A rank that has no routes (it got no sample, and runs some other batch) passes None,
-                while other ranks replay their routes.
+                A rank that has no routes (it has no sample, and runs a batch that does not count)
+                passes None, while other ranks replay their routes.
             strict: check every id on entry; otherwise only the shapes.
 
         Without ep and sp, wrong routes raise an error on entry. With ep or sp, all ranks of a group

@@ -76,8 +76,8 @@ class Replaying(Session):
 
     def begin(self, forward: Forward) -> None:
         """Slice the routes as the inputs of this forward are sliced."""
-        # If the adapters were switched on or off in the block, the forward is that of another model
-        # (the reference), and is not replayed.
+        # If the adapters were switched on or off inside the block, this forward computes another
+        # model (the reference), and is not replayed.
         self._live = self._adapters_off() != self._were_off
         if self._live:
             return
