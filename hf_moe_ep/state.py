@@ -227,7 +227,7 @@ class ModelState:
 
 @dataclass(frozen=True)
 class KnownSums:
-    """Checksums of this rank's shard of a frozen parameter, with marks that show later changes.
+    """Checksums of this rank's shard of a frozen parameter, and fields that reveal later changes.
 
     Attributes:
         parameter: the parameter.

@@ -51,7 +51,7 @@ class _SaveThread(threading.Thread):
             text = one_line(error)
             _logger.error("%s was not saved: %s (rank %d)", self.directory, text, self._rank)
         finally:
-            self._write = None  # `write` refers to the copy of the model, which is freed now
+            self._write = None  # frees the copy of the model, to which `write` refers
 
 
 def is_written(directory: Path) -> bool:
@@ -62,7 +62,7 @@ def is_written(directory: Path) -> bool:
 
 @dataclass
 class SaveHandle:
-    """A save that may still run, or that is complete if it has no thread."""
+    """The handle of a save, which may still run in `_thread`."""
 
     directory: Path
     _thread: _SaveThread | None = None

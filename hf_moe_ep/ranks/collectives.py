@@ -1,4 +1,4 @@
-"""The collectives of this package that run inside forward and backward; there are no others.
+"""The only collectives that this package runs inside forward and backward.
 
 start_gathering      start an all-gather of a few counts; `wait` is a host sync
 gather_counts        all-gather a few counts, with a host sync

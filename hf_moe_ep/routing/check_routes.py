@@ -52,6 +52,7 @@ def select_layers(routes: Routes, layers: RoutedLayers) -> tuple[Tensor, Tensor 
 
 def _indices_of_layers(names: tuple[int, ...], layers: RoutedLayers) -> list[int]:
     """Return the index of each routed layer in the routes; `names` are the layers of the routes."""
+    # Layers 0, 1, .. as many as there are MoE layers: an engine has numbered the MoE layers alone.
     if names == tuple(range(len(names))) and len(names) == len(layers.with_experts):
         return [layers.with_experts.index(key) for key in layers.keys]
     missing = [key for key in layers.keys if key not in names]
