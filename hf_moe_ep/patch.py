@@ -106,7 +106,7 @@ def patch(
     Raises:
         ValueError: the architecture has no stacked experts, or its parts are ambiguous; the number
             of layers or experts differs from the model's config; `ep_size` does not divide the
-            number of experts; no backend computes the experts' gate; this machine cannot run
+            number of experts; no backend knows the formula of the gate; this machine cannot run
             `experts_backend="triton"`; the model is sharded.
         ImportError: `dispatcher="deepep"` is set, but DeepEP is not installed.
     """
